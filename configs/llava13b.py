@@ -7,17 +7,11 @@
 this model. `configs/llava13b.py:literal` follows the paper to the letter.
 """
 
-from ml_collections import ConfigDict
-
 from stepprune_jax import configurations
+from stepprune_jax.training import Run
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Returns the configuration of `configs/llava7b.py` with the 13B model.
-
-    Args:
-        arg: reading of the paper, "literal" or nothing.
-    """
-    c = configurations.load("llava7b", arg)
-    c.model.folder = "llava-hf/llava-1.5-13b-hf"
-    return c
+def get_config(reading: str = "") -> Run:
+    """Returns the settings of `configs/llava7b.py` with the 13B model; or "literal"."""
+    run = configurations.load(f"llava7b:{reading}")
+    return run.replace({"model.folder": "llava-hf/llava-1.5-13b-hf"})

@@ -7,17 +7,11 @@ The paper has no run of this model. `configs/qwen25vl_3b.py:literal` follows the
 letter.
 """
 
-from ml_collections import ConfigDict
-
 from stepprune_jax import configurations
+from stepprune_jax.training import Run
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Returns the configuration of `configs/qwen25vl_7b.py` with the 3B model.
-
-    Args:
-        arg: reading of the paper, "literal" or nothing.
-    """
-    c = configurations.load("qwen25vl_7b", arg)
-    c.model.folder = "Qwen/Qwen2.5-VL-3B-Instruct"
-    return c
+def get_config(reading: str = "") -> Run:
+    """Returns the settings of `configs/qwen25vl_7b.py` with the 3B model; or "literal"."""
+    run = configurations.load(f"qwen25vl_7b:{reading}")
+    return run.replace({"model.folder": "Qwen/Qwen2.5-VL-3B-Instruct"})

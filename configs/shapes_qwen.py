@@ -8,23 +8,21 @@ The frozen model ships with the package; experiments/configs/pretrain_shapes_qwe
 `configs/shapes_qwen.py:literal` follows the paper to the letter.
 """
 
-from ml_collections import ConfigDict
-
 from stepprune_jax import configurations
+from stepprune_jax.training import Run
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Returns the configuration of `configs/shapes.py` with images of three sizes.
-
-    Args:
-        arg: reading of the paper, "literal" or nothing.
-    """
-    c = configurations.load("shapes", arg)
-    c.model.folder = "shapes_qwen"
-    # Tables name rates by the tokens of the largest image: of 198, thirds and ninths are whole. The
-    # images have 196 at most.
-    c.model.max_pixels = 198 * 8 * 8
-    c.data.folder = "data/shapes_qwen"
-    c.eval.budgets = ("1/3", "2/9", "1/9")  # rates of 66.7, 77.8 and 88.9 %, as in Table 2
-    c.eval.rows = ConfigDict()  # those of the package were trained for the small LLaVA
-    return c
+def get_config(reading: str = "") -> Run:
+    """Returns the settings of `configs/shapes.py` with three sizes of images; or "literal"."""
+    run = configurations.load(f"shapes:{reading}")
+    return run.replace(
+        {
+            "model.folder": "shapes_qwen",
+            # Tables name rates by the tokens of the largest image: of 198, thirds and ninths are
+            # whole. The images have 196 at most.
+            "model.max_pixels": 198 * 8 * 8,
+            "data.folder": "data/shapes_qwen",
+            "eval.budgets": ("1/3", "2/9", "1/9"),  # rates of 66.7, 77.8 and 88.9 %, as in Table 2
+            "eval.rows": {},  # those of `configs/shapes.py` were trained for the small LLaVA
+        }
+    )

@@ -8,17 +8,16 @@ import os
 import shlex
 import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO, TypeVar
 
-from absl import app, flags
 from absl import logging as absl_logging
-from ml_collections import config_flags
 
 from stepprune_jax import configurations
 from stepprune_jax.user_input import is_user_error, local_path, one_line
+
+T = TypeVar("T")
 
 # Of a disk; errors of other kinds name the file.
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
@@ -100,71 +99,54 @@ def show_messages(progress: str) -> None:
     logger.propagate = False  # absl's handler would repeat it
 
 
-def define_config(values: flags.FlagValues = flags.FLAGS) -> None:
-    """Defines `--config`, the name or file of a configuration, whose fields become flags.
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config`, `--config.FIELD` and `--workdir` to a command; see `read_config`."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        help="a name, such as shapes or llava7b:literal, or a file; --config.FIELD=VALUE changes "
+        "any of its fields, such as --config.optimizer.lr=1e-3",
+    )
+    parser.add_argument("--workdir", help="folder of the run; default: runs/CONFIG")
+
+
+def read_config(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, kind: type[T]
+) -> tuple[argparse.Namespace, T]:
+    """Reads the command line of a command with `add_config`.
 
     Args:
-        values: the flags to add it to.
+        parser: its parser.
+        arguments: the arguments; by default those of this process.
+        kind: class of the settings that the configuration must give.
+
+    Returns:
+        The arguments, `workdir` among them as a path, and the settings. A mistake is reported in
+        one line, and exits with status 2.
     """
-    text = "Configuration: a name, such as shapes or llava7b:literal, or a file."
-    config_flags.DEFINE_config_file("config", None, text, values, lock_config=True)
-    values["config"].parser = _ByName(values["config"].parser)
-
-
-class _ByName(flags.ArgumentParser):
-    """Resolves the name of a configuration before its file is loaded."""
-
-    def __init__(self, parser: flags.ArgumentParser):
-        self._parser = parser
-
-    def parse(self, argument: str) -> Any:  # what the file returns is checked later
-        return self._parser.parse(configurations.find(argument))
-
-    def flag_type(self) -> str:
-        return self._parser.flag_type()
-
-
-def run(name: str, main: Callable[[], None]) -> None:
-    """Parses the flags, including the required `--config`, and calls `main`.
-
-    Without `--workdir`, for programs that have that flag, the run's folder is `default_workdir`.
-
-    Reports a mistake in the flags, or an error that `main` marks with `user_input`, in one line on
-    stderr and exits with status 2. Any other error is a bug and keeps its traceback.
-
-    Args:
-        name: program name for messages, unless it is run by a console script.
-        main: the program, which reads the flags' values itself. `--help` prints the docstring and
-            the flags of its module.
-    """
-    name = program(name)
-    absl_logging.set_verbosity(absl_logging.FATAL)  # else it reports mistakes before we do
-
-    def parse(arguments: list[str]) -> list[str]:
-        try:
-            rest = parse_flags(arguments)
-        except (flags.Error, OSError, ValueError) as error:
-            # A failing configuration file is quoted with its traceback, the message at the end.
-            lines = str(error).strip().splitlines()
-            _exit(name, lines[-1].strip().removeprefix("ValueError: "))
-        if "workdir" in flags.FLAGS and flags.FLAGS["workdir"].value == "":
-            _exit(name, "--workdir is empty, expected a folder")
-        if "workdir" in flags.FLAGS and flags.FLAGS["workdir"].value is None:
-            flags.FLAGS["workdir"].value = default_workdir(flags.FLAGS["config"].config_filename)
-        return rest
-
-    def call(_: list[str]) -> None:
-        show_messages("stdout")
-        with one_line_errors(name):
-            main()
-
-    flags.mark_flag_as_required("config")
-    own = flags.FLAGS.get_key_flags_for_module(main.__module__)
-    for flag in (flags.FLAGS["config"], *own):
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-    if sys.modules["__main__"].__doc__ is None:  # a console script
-        sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
-    app.run(call, flags_parser=parse)
+    given, rest = parser.parse_known_args(arguments)
+    changes, others = [], []
+    while rest:
+        name, equals, value = rest.pop(0).partition("=")
+        if not name.startswith("--config."):
+            others.append(name + equals + value)
+            continue
+        if not equals:  # `--config.tensorboard` alone is True
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "True"
+        changes.append(f"{name.removeprefix('--config.')}={value}")
+    if others:
+        parser.error(f"unexpected arguments: {' '.join(others)}")
+    if given.workdir == "":
+        parser.error("--workdir is empty, expected a folder")
+    try:
+        settings = configurations.load(given.config, changes)
+        if not isinstance(settings, kind):
+            found, expected = type(settings).__name__, kind.__name__
+            raise ValueError(f"--config {given.config} is a {found}, expected a {expected}")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    given.workdir = local_path(given.workdir or default_workdir(given.config))
+    return given, settings
 
 
 def program(name: str) -> str:
@@ -177,42 +159,6 @@ def command() -> str:
     """Returns the command line of this process, for display."""
     called = program("")
     return shlex.join([called, *sys.argv[1:]] if called else ["python", *sys.argv])
-
-
-def parse_flags(arguments: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
-    """Parses a command line.
-
-    Args:
-        arguments: the arguments, starting with the program's name.
-        values: the defined flags, including a configuration file called "config".
-
-    Returns:
-        The program's name.
-
-    Raises:
-        flags.Error: an unknown flag, a missing one, or a value of another type.
-        OSError: there is no such configuration file.
-        ValueError: the configuration has no such field, its file has a mistake, or there are other
-            arguments.
-    """
-    try:
-        rest = values(arguments)
-    except (flags.Error, OSError, ValueError):
-        raise
-    except Exception as error:  # of any kind: the file is a program
-        file, line = _place(error)
-        if Path(file).name == "config_dict.py":  # a KeyError, or an AttributeError around one
-            message = error.args[0] if isinstance(error, KeyError) else error.args[0].args[0]
-            raise ValueError(f"--config has no field {' '.join(message.splitlines())}") from error
-        raise ValueError(f"--config: {file}, line {line}: {_message(error)}") from error
-    if len(rest) > 1:
-        raise ValueError(f"unexpected arguments: {' '.join(rest[1:])}")
-    found = values["config"].value
-    if not hasattr(found, "to_dict"):
-        kind = type(found).__name__
-        raise ValueError(f"--config: get_config() returned a {kind}, expected a ConfigDict")
-    found.items()  # an unreadable file raises only when it is used
-    return rest
 
 
 def default_workdir(config: str) -> str:
@@ -264,15 +210,16 @@ def one_line_errors(name: str) -> Iterator[None]:
         _exit(name, f"JAX_PLATFORMS is {os.environ['JAX_PLATFORMS']!r}: jax has no such device")
 
 
-def exit_with(name: str, main: Callable[[], int | None]) -> NoReturn:
+def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr") -> NoReturn:
     """Calls the main function of a command inside `one_line_errors` and exits with its status.
 
     Args:
         name: program name for messages, unless it is run by a console script.
         main: the function; None means status 0.
+        progress: as in `show_messages`.
     """
     name = program(name)
-    show_messages("stderr")
+    show_messages(progress)
     with one_line_errors(name):
         status = main()
     sys.exit(status)
@@ -298,20 +245,6 @@ def _discard(stream: TextIO) -> None:
     """Discards a stream's pending output, which would otherwise be flushed again at exit."""
     with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError, ValueError):
         os.dup2(nowhere.fileno(), stream.fileno())
-
-
-def _place(error: Exception) -> tuple[str, int]:
-    """Returns the file and line where a configuration failed."""
-    if isinstance(error, SyntaxError):
-        return str(error.filename or "the file"), error.lineno or 0
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return frame.filename, frame.lineno or 0
-
-
-def _message(error: Exception) -> str:
-    """Returns an error's type and message; a SyntaxError's own text would repeat the place."""
-    message = error.msg if isinstance(error, SyntaxError) else error
-    return f"{type(error).__name__}: {message}"
 
 
 def _exit(name: str, message: str) -> NoReturn:

@@ -6,18 +6,17 @@ on another one calls `load`:
     from stepprune_jax import configurations
 
     def get_config(arg=""):
-        c = configurations.load("shapes", arg)
-        c.data.folder = "my_data"
-        return c
+        run = configurations.load(f"shapes:{arg}")
+        return run.replace({"data.folder": "my_data", "steps": 1000})
 """
 
 import runpy
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
-
+from stepprune_jax.settings import Settings, read_changes
 from stepprune_jax.user_input import nearest
 
 _PACKAGE = Path(__file__).parent
@@ -28,75 +27,62 @@ def names() -> list[str]:
     return sorted(path.stem for path in _folder().glob("*.py"))
 
 
-def find(config: str) -> str:
-    """Resolves a configuration to its file.
+def find(config: str) -> tuple[Path, str]:
+    """Returns the file of a configuration, and the argument that follows a colon.
 
     Args:
-        config: one of `names`, or the path of a file; an argument may follow a colon.
-
-    Returns:
-        The path of the file, followed by a colon and the argument if there is one.
+        config: one of `names`, or the path of a file.
 
     Raises:
         FileNotFoundError: there is no such name or file; the message lists the names.
     """
-    name, colon, argument = config.partition(":")
+    name, _, argument = config.partition(":")
     known = names()
-    if name in known:
-        return f"{_folder() / name}.py{colon}{argument}"
-    if not Path(name).is_file():
+    file = _folder() / f"{name}.py" if name in known else Path(name)
+    if not file.is_file():
         raise FileNotFoundError(
             f"no configuration file {name}, and no configuration of that name."
             f"{nearest(name, known)} The names are {', '.join(known)}"
         )
-    return config
+    return file, argument
 
 
-def load(name: str, argument: str = "") -> ConfigDict:
-    """Returns a configuration, for another one to build on.
+def load(config: str, changes: Sequence[str] = ()) -> Any:
+    """Loads a configuration: the settings that its `get_config` returns.
 
     Args:
-        name: one of `names`, or the path of a file.
-        argument: argument of its `get_config`, such as "literal".
+        config: one of `names`, or the path of a file; an argument of `get_config` may follow a
+            colon, as in "llava7b:literal".
+        changes: changes to its fields, each "field=value", such as "optimizer.lr=1e-3".
+
+    Returns:
+        The settings, by default a `training.Run`.
 
     Raises:
         FileNotFoundError: there is no such configuration.
-        ValueError: it does not take the argument.
+        ValueError: it does not take the argument, has a mistake, or does not accept a change.
     """
-    get_config = runpy.run_path(find(name))["get_config"]
-    return get_config(argument) if argument else get_config()
-
-
-def load_config(path: str, changes: Sequence[str] = ()) -> ConfigDict:
-    """Loads a configuration file like a command's `--config`.
-
-    Args:
-        path: path or name of the configuration; an argument may follow a colon.
-        changes: changes, each "field=value", as in `--config.field=value`.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        FileNotFoundError: no such file or name.
-        ValueError: a change to an unknown field, or of another type.
-    """
-    path = find(path)
-    for change in changes:
-        if "=" not in change:
-            raise ValueError(f"--set {change!r}: expected FIELD=VALUE")
-    arguments = ["", f"--config={path}", *(f"--config.{change}" for change in changes)]
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file(
-        "config", flag_values=values, sys_argv=arguments, lock_config=False
-    )
+    file, argument = find(config)
     try:
-        values(arguments)
-    except flags.Error as error:
-        raise ValueError(str(error).replace("flag --config.", "--set ")) from error
-    except AttributeError as error:
-        raise ValueError(f"--set: the configuration has no field {error}") from error
-    return values["config"].value
+        settings = runpy.run_path(str(file))["get_config"](*[argument] * bool(argument))
+    except (ValueError, OSError):
+        raise
+    except Exception as error:  # of any kind: the file is a program
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = (place.filename, place.lineno)
+        if isinstance(error, SyntaxError):
+            where = (error.filename, error.lineno)
+        name = type(error).__name__
+        raise ValueError(f"{where[0]}, line {where[1]}: {name}: {error}") from error
+    if not isinstance(settings, Settings):
+        kind = type(settings).__name__
+        raise ValueError(f"{file}: get_config() returned a {kind}, expected settings")
+    texts = {}
+    for change in changes:
+        name, equals, texts[name] = change.partition("=")
+        if not equals:
+            raise ValueError(f"{change!r} is no change of a field, expected FIELD=VALUE")
+    return settings.replace(read_changes(settings, texts))
 
 
 def _folder() -> Path:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from absl import flags
 
 from stepprune_jax import command_line
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
@@ -28,18 +27,18 @@ from stepprune_jax.benchmarks.answer_files import (
     read_files,
 )
 from stepprune_jax.checkpoints.folder import Source
-from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.operations import count_operations, image_grids
 from stepprune_jax.evaluation.scores import SCORES, score_file
-from stepprune_jax.evaluation.settings import EvaluationRun, own_policy, read_evaluation
+from stepprune_jax.evaluation.settings import EvaluationRun, own_policy
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import local_path, one_line, user_input
 from stepprune_jax.workdir.lock import locked
 
 STAGES = ("generate", "convert", "score")
+_NAME = "eval.py"
 SUBMISSIONS = "submissions"
 REPORT = "report"
 
@@ -158,7 +157,7 @@ def _answered(file: AnswerFile) -> int:
 def _source(run: EvaluationRun) -> Source | None:
     """Inspects the model's folder; scores need none."""
     try:
-        return model_source(run)
+        return run.model.inspect()
     except (OSError, ValueError) as error:
         print(f"no operations and no examples: {one_line(error)}")
     return None
@@ -196,31 +195,31 @@ def _ask(run: EvaluationRun, policy: Path, question: BenchmarkQuestion) -> str:
     return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
-def main() -> None:
-    """Runs the command."""
-    command_line.define_config()
-    flags.DEFINE_string("workdir", None, "Folder of a training run; default: runs/CONFIG.")
-    text = "Policy to use instead of the workdir's: a file, a shipped name, or hub:owner/name."
-    flags.DEFINE_string("policy", None, text)
-    flags.DEFINE_list("stages", list(STAGES), f"Some of {','.join(STAGES)}.")
-    command_line.run("eval.py", _main)
+def command() -> None:
+    """Runs the command and exits with its status."""
+    command_line.exit_with(_NAME, main, progress="stdout")
 
 
-def _main() -> None:
-    """Reads the flags and evaluates."""
-    given = flags.FLAGS
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the arguments and evaluates."""
+    parser = command_line.Parser(prog=command_line.program(_NAME), description=__doc__)
+    command_line.add_config(parser)
+    text = "policy to use instead of the workdir's: a file, a shipped name, or hub:owner/name"
+    parser.add_argument("--policy", help=text)
+    stages = ",".join(STAGES)
+    parser.add_argument("--stages", default=stages, help=f"some of {stages}")
+    given, run = command_line.read_config(parser, arguments, EvaluationRun)
     with user_input():
-        run = read_evaluation(given.config)
-        distributed.use_cores(given.config.get("cpu_devices", 0))
+        distributed.use_cores(getattr(run, "cpu_devices", 0))
         distributed.start()
     evaluate(
         run,
         given.workdir,
-        stages=given.stages,
+        stages=given.stages.split(","),
         policy=given.policy,
         command=command_line.command(),
     )
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -1,20 +1,23 @@
-"""Frozen settings that check themselves, read from a configuration.
+"""Frozen settings with defaults, which check themselves.
 
-A group of a configuration is a frozen dataclass whose fields state what they accept:
+A group of a configuration is a frozen dataclass; a field says what it accepts beside its type:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class OptimizerSettings(Settings, group="optimizer"):
-        lr: float = positive()
-        warmup: int = count(0)
+        lr: float = positive(1e-3)
+        warmup: int = count(40, least=0)
 
-`read(kind, fields)` builds one from plain mappings such as `ConfigDict.to_dict()`. Errors name the
-field as users know it: "config.optimizer.lr is 0.0, expected a number above 0".
+Errors name the field as users know it: "config.optimizer.lr is 0.0, expected a number above 0".
 """
 
+import ast
+import contextlib
 import dataclasses
+import functools
 import json
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepprune_jax.user_input import nearest
 
@@ -22,96 +25,55 @@ T = TypeVar("T", bound="Settings")
 
 # Normal numbers of float32, apart from 0. Integers in JSON may be too large for any float.
 _LEAST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
+_EXPECTED = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 def setting(
-    expected: str,
-    holds: Callable[[Any], bool],
+    default: Any,
+    expected: str = "",
+    holds: Callable[[Any], bool] = lambda _: True,
     *,
     free: bool = False,
-    optional: bool = False,
-    default: Any = dataclasses.MISSING,
-    settings: "type[Settings] | None" = None,
 ) -> Any:
     """Defines a field of `Settings`.
 
     Args:
-        expected: description of accepted values, for messages.
-        holds: tells whether a value is accepted.
+        default: its default.
+        expected: description of accepted values, for messages; by default that of the field's type.
+        holds: tells whether a value of the field's type is accepted; None is, where the type is.
         free: whether a run may be resumed with another value, because no result depends on it.
-        optional: whether the field may be absent; it is then None.
-        default: value of an absent field, if not None.
-        settings: the class of a group of fields.
     """
-    default = None if optional else default
-    accepts = (lambda value: value is None or holds(value)) if optional else holds
-    metadata = {"expected": expected, "holds": accepts, "free": free, "settings": settings}
+    metadata = {"expected": expected, "holds": holds, "free": free}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def count(least: int = 1, **options: Any) -> Any:
+def count(default: int | None, least: int = 1, **options: Any) -> Any:
     """Defines a field for an integer of at least `least`; options are those of `setting`."""
-
-    def holds(value: Any) -> bool:
-        return is_count(value, least) and value < 1 << 31  # programs count in int32
-
-    return setting(f"an integer from {least}, below 2**31", holds, **options)
+    return setting(
+        default, f"an integer from {least}, below 2**31", lambda v: v >= least, **options
+    )
 
 
-def integer(**options: Any) -> Any:
-    """Defines a field for any integer."""
-    return setting("an integer", _is_integer, **options)
+def number(default: float | None, **options: Any) -> Any:
+    """Defines a field for a number of at least 0."""
+    return setting(default, "a number from 0", lambda value: value >= 0, **options)
 
 
-def number(**options: Any) -> Any:
-    """Defines a field for a finite number of at least 0."""
-    return setting("a number from 0", lambda value: is_number(value) and value >= 0, **options)
+def positive(default: float | None, **options: Any) -> Any:
+    """Defines a field for a number above 0."""
+    return setting(default, "a number above 0", lambda value: value > 0, **options)
 
 
-def positive(**options: Any) -> Any:
-    """Defines a field for a finite number above 0."""
-    return setting("a number above 0", lambda value: is_number(value) and value > 0, **options)
-
-
-def share(**options: Any) -> Any:
+def share(default: float, **options: Any) -> Any:
     """Defines a field for a share from 0 to 1."""
-
-    def holds(value: Any) -> bool:
-        return is_number(value) and 0 <= value <= 1
-
-    return setting("a share from 0 to 1", holds, **options)
+    return setting(default, "a share from 0 to 1", lambda value: 0 <= value <= 1, **options)
 
 
-def choice(names: Sequence[str], **options: Any) -> Any:
+def choice(default: str, names: Sequence[str], **options: Any) -> Any:
     """Defines a field for one of several names."""
-    return setting(f"one of {', '.join(names)}", lambda value: value in names, **options)
-
-
-def text(**options: Any) -> Any:
-    """Defines a field for a string."""
-    return setting("a string", lambda value: isinstance(value, str), **options)
-
-
-def switch(**options: Any) -> Any:
-    """Defines a field for a boolean."""
-    return setting("True or False", lambda value: isinstance(value, bool), **options)
-
-
-def group(settings: "type[Settings]", **options: Any) -> Any:
-    """Defines a field for a group of fields, itself `Settings`."""
-    first = dataclasses.fields(settings)[0].name
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, settings)
-
-    return setting(f"a group with {first}", holds, settings=settings, **options)
-
-
-def mapping(**options: Any) -> Any:
-    """Defines a field for a group of fields that are read and checked elsewhere."""
-    return setting("a group of fields", lambda value: isinstance(value, Mapping), **options)
+    return setting(default, f"one of {', '.join(names)}", lambda value: value in names, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,8 +85,6 @@ class Settings:
     """
 
     _path: ClassVar[str] = "config"
-    # Fields added later, by dotted name, with the values of runs begun before.
-    _added: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, group: str = "", **options: Any):
         super().__init_subclass__(**options)
@@ -132,13 +92,25 @@ class Settings:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            accepted = field.metadata["holds"](getattr(self, field.name))
-            self.require(field.name, accepted, field.metadata["expected"])
+            value = _accepted(type(self), field, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
 
     def require(self, name: str, holds: bool, expected: str) -> None:
         """Raises a ValueError that names the field and what was `expected`, unless `holds`."""
         if not holds:
-            raise _refused(type(self), name, getattr(self, name), expected)
+            value = getattr(self, name)
+            raise _refused(type(self), name, value, expected)
+
+    def replace(self: T, changes: Mapping[str, Any]) -> T:
+        """Returns these settings with some fields changed.
+
+        Args:
+            changes: values by dotted name, such as "optimizer.lr".
+
+        Raises:
+            ValueError: there is no such field, or it does not accept the value.
+        """
+        return _replace(self, changes, self._path)
 
     def flat(self) -> dict[str, Any]:
         """Returns the fields by dotted name, with JSON values."""
@@ -146,7 +118,7 @@ class Settings:
 
     def free_fields(self) -> tuple[str, ...]:
         """Returns the dotted names of fields and groups that no result depends on."""
-        return tuple(_free(type(self), ""))
+        return tuple(_free(self, ""))
 
     def changes(self, old: Mapping[str, Any]) -> list[str]:
         """Compares these settings with those of an earlier run, as "config.name: old -> new".
@@ -158,7 +130,6 @@ class Settings:
             The differing fields, without those that no result depends on.
         """
         new, free = self.flat(), self.free_fields()
-        old = {**{name: value for name, value in self._added.items() if name in new}, **old}
         return [
             f"config.{name}: {old.get(name)!r} -> {new.get(name)!r}"
             for name in sorted({*old, *new})
@@ -167,56 +138,115 @@ class Settings:
         ]
 
 
-def read(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Builds settings from plain values, and groups from mappings.
+def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, Any]:
+    """Reads changes from the command line, for `Settings.replace`.
 
     Args:
-        kind: the class of the settings.
-        fields: values by name.
-
-    Raises:
-        ValueError: a field is unknown, missing, or has a value that it does not accept.
+        settings: the settings that are to be changed.
+        texts: values by dotted name: the text itself for a field of text, else a literal of Python.
     """
-    known = {field.name: field for field in dataclasses.fields(kind)}
-    values = {}
-    # Values first: that of `method` says that a whole configuration is for another program.
-    for name, field in known.items():
-        if name in fields:
-            inner, value = field.metadata["settings"], fields[name]
-            value = read(inner, value) if inner and isinstance(value, Mapping) else value
-            values[name] = tuple(value) if isinstance(value, list) else value
-            # Checked before the class does: a type checker would not name the field.
-            if not field.metadata["holds"](values[name]):
-                raise _refused(kind, name, value, field.metadata["expected"])
-            if field.type in (float, float | None) and value is not None:
-                values[name] = float(value)  # `lr=1` is 1.0: one type, one program
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{kind._path}.{name} is not a field.{nearest(name, known)}")
-    for name, field in known.items():
-        default = field.default, field.default_factory
-        if name not in fields and default == (dataclasses.MISSING, dataclasses.MISSING):
-            raise ValueError(f"{kind._path}.{name} is missing")
-    return kind(**values)
-
-
-def _refused(kind: type[Settings], name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{kind._path}.{name} is {value!r}, expected {expected}")
+    return {name: _read(text, _kind_at(settings, name)) for name, text in texts.items()}
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Returns whether a value is an integer of at least `least`."""
-    return _is_integer(value) and value >= least
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Returns whether a value is an integer of at least `least`; booleans are not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_number(value: Any) -> bool:
     """Returns whether a value is a number that float32 holds; booleans are not."""
     number = isinstance(value, float | int) and not isinstance(value, bool)
     return number and (value == 0 or _LEAST <= abs(value) <= _LARGEST)
+
+
+def _accepted(cls: type[Settings], field: dataclasses.Field, value: Any) -> Any:
+    """Returns a value of a field, an integer for a number as a float; raises if it is refused."""
+    kind = _kinds(cls)[field.name]
+    holds = field.metadata.get("holds", lambda _: True)
+    if not _fits(value, kind) or (value is not None and not holds(value)):
+        raise _refused(cls, field.name, value, field.metadata.get("expected") or _expected(kind))
+    # `lr=1` is 1.0: one type, one program.
+    whole = isinstance(value, int) and not isinstance(value, bool) and _fits(0.5, kind)
+    return float(value) if whole else value
+
+
+def _refused(cls: type[Settings], name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{cls._path}.{name} is {value!r}, expected {expected}")
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Returns whether a value is of the type that a field is annotated with."""
+    origin, arms = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, arm) for arm in arms)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, arms[0]) for item in value)
+    if kind is float:
+        return is_number(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 31
+    return isinstance(value, origin or kind)
+
+
+def _expected(kind: Any) -> str:
+    """Describes a type, for messages."""
+    arms = [arm for arm in get_args(kind) if arm is not type(None)]
+    if get_origin(kind) is tuple:
+        return "a tuple"
+    if get_origin(kind) is Mapping:
+        return "a mapping"
+    return _EXPECTED.get(kind) or " or ".join(map(_expected, arms)) or f"a {kind.__name__}"
+
+
+def _replace(settings: Any, changes: Mapping[str, Any], path: str) -> Any:
+    """Changes the fields of a group at once, as some values are only valid together."""
+    known = [field.name for field in dataclasses.fields(settings)]
+    values: dict[str, Any] = {}
+    within: dict[str, dict[str, Any]] = {}
+    for name, value in changes.items():
+        head, _, rest = name.partition(".")
+        if head not in known:
+            raise ValueError(f"{path}.{head} is not a field.{nearest(head, known)}")
+        if rest:
+            within.setdefault(head, {})[rest] = value
+        else:
+            values[head] = value
+    for head, inner in within.items():
+        old = values.get(head, getattr(settings, head))
+        if isinstance(old, Mapping):
+            values[head] = {**old, **inner}
+        elif dataclasses.is_dataclass(old):
+            values[head] = _replace(old, inner, f"{path}.{head}")
+        else:
+            raise ValueError(f"{path}.{head}.{next(iter(inner))} is not a field")
+    if isinstance(settings, Settings):  # now: a type checker around the class names no field
+        fields = {field.name: field for field in dataclasses.fields(settings)}
+        values = {k: _accepted(type(settings), fields[k], v) for k, v in values.items()}
+    return dataclasses.replace(settings, **values)
+
+
+def _kind_at(settings: Any, name: str) -> Any:
+    """Returns the type of a field by its dotted name; text if there is none."""
+    head, _, rest = name.partition(".")
+    kind, inner = _kinds(type(settings)).get(head, str), getattr(settings, head, None)
+    return _kind_at(inner, rest) if rest and dataclasses.is_dataclass(inner) else kind
+
+
+def _read(text: str, kind: Any) -> Any:
+    """Reads a value of a type; what cannot be read stays text, for the field to refuse."""
+    if kind is str:
+        return text
+    value: Any = text
+    words = {"true": True, "false": False, "none": None}
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
+    value = tuple(value) if isinstance(value, list) else value
+    return (value,) if get_origin(kind) is tuple and not isinstance(value, tuple) else value
 
 
 def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -228,10 +258,11 @@ def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _free(kind: type[Settings], prefix: str) -> Iterator[str]:
+def _free(settings: Any, prefix: str) -> Iterator[str]:
     """Yields dotted names of fields marked free; fields of a free group are not listed."""
-    for field in dataclasses.fields(kind):
-        if field.metadata["free"]:
+    for field in dataclasses.fields(settings):
+        inner = getattr(settings, field.name)
+        if field.metadata.get("free"):
             yield prefix + field.name
-        elif field.metadata["settings"]:
-            yield from _free(field.metadata["settings"], f"{prefix}{field.name}.")
+        elif isinstance(inner, Settings):
+            yield from _free(inner, f"{prefix}{field.name}.")

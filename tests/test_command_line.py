@@ -10,19 +10,20 @@ from pathlib import Path
 
 import jax
 import pytest
-from absl import flags
 
+from stepprune_jax import configurations
 from stepprune_jax.command_line import (
     Messages,
     Parser,
+    add_config,
     command,
     default_workdir,
-    define_config,
     file_to_write,
     one_line_errors,
-    parse_flags,
+    read_config,
 )
 from stepprune_jax.parallel.distributed import use_cores
+from stepprune_jax.training import Run
 from stepprune_jax.user_input import is_user_error, local_path, one_line, user_input
 
 ROOT = Path(__file__).parents[1]
@@ -175,44 +176,39 @@ def test_only_errors_about_values_and_files_are_marked():
     assert not is_user_error(found.value)
 
 
+def read(arguments, kind=Run):
+    parser = Parser(prog="train.py")
+    add_config(parser)
+    return read_config(parser, arguments, kind)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--config.stepz=1"], "--config has no field 'stepz' Did you mean"),
-        (["--config.policy.depth=1"], "--config has no field 'depth'"),
-        (["--config.optimiser.lr=1"], "--config has no field 'optimiser' Did you mean \"optimizer"),
-        (["--config.steps=many"], "flag --config.steps=many: invalid literal"),
+        (["--config.stepz=1"], "config.stepz is not a field. Did you mean steps?"),
+        (["--config.steps=many"], "config.steps is 'many', expected an integer from 1"),
         (["--config=absent.py"], "no configuration file absent.py, and no configuration of that"),
-        (["--config=shape"], r"Did you mean shapes\? The names are llava13b, "),
+        (["--config=shape"], "Did you mean shapes? The names are llava13b, "),
         (["--config=llava7b:loose"], "the argument of llava7b is 'loose', expected"),
-        (["--config=configs/shapes.py:loose"], "the argument of shapes is 'loose', expected"),
         (["more", "words"], "unexpected arguments: more words"),
+        (["--workdir="], "--workdir is empty, expected a folder"),
+        (["--config=experiments/configs/pretrain_shapes.py"], "is a Pretraining, expected a Run"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
-def test_bad_command_lines_are_refused(monkeypatch, given, message):
+def test_bad_command_lines_are_refused(monkeypatch, capsys, given, message):
     monkeypatch.chdir(ROOT)
     config = [] if given[0].startswith("--config=") else ["--config=configs/shapes.py"]
-    arguments = ["train.py", *config, *given]
-    monkeypatch.setattr(sys, "argv", arguments)  # ml_collections looks for fields there
-    values = flags.FlagValues()
-    define_config(values)
-    with pytest.raises((flags.Error, OSError, ValueError), match=message):
-        parse_flags(arguments, values)
+    with pytest.raises(SystemExit) as end:
+        read([*config, *given])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and message in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("given", [["--config", "shapes:literal"], ["-config=shapes:literal"]])
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
-def test_a_configuration_by_its_name_takes_changes(monkeypatch, tmp_path, given):
+def test_a_configuration_by_its_name_takes_changes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    arguments = ["train.py", *given, "--config.steps=7"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    values = flags.FlagValues()
-    define_config(values)
-    parse_flags(arguments, values)
-    config = values["config"].value
-    assert (config.steps, config.policy.stop) == (7, "softmax")
-    assert default_workdir(values["config"].config_filename) == "runs/shapes-literal"
+    given, run = read(["--config", "shapes:literal", "--config.steps=70", "--config.tensorboard"])
+    assert (run.steps, run.policy.stop, run.tensorboard) == (70, "softmax", True)
+    assert given.workdir == Path("runs/shapes-literal")
 
 
 def test_the_command_is_shown_as_it_was_typed(monkeypatch):
@@ -254,37 +250,26 @@ def test_as_many_devices_as_cores_are_asked_for():
             r"mistaken\d.py, line 2: NameError: name 'unde",
         ),
         ("def get_config():\n    return 1 / 0", r"line 2: ZeroDivisionError: division by zero"),
-        ("def get_config():\n    return {}", r"returned a dict, expected a ConfigDict"),
+        ("def get_config():\n    return {}", r"returned a dict, expected settings"),
         ("import absent_package", r"mistaken\d.py, line 1: ModuleNotFoundError: No module named"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
-def test_mistakes_in_a_configuration_file_are_reported_with_their_line(
-    tmp_path, monkeypatch, text, message
-):
+def test_mistakes_in_a_configuration_file_are_reported_with_their_line(tmp_path, text, message):
     path = tmp_path / f"mistaken{len(text) % 10}.py"
     path.write_text(text)
-    arguments = ["train.py", f"--config={path}"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    values = flags.FlagValues()
-    define_config(values)
-    with pytest.raises((flags.Error, OSError, ValueError), match=message):
-        parse_flags(arguments, values)
+    with pytest.raises(ValueError, match=message):
+        configurations.load(str(path))
 
 
 # One process for all: most of its time goes into imports.
 RUN_ALL = """
 import runpy, sys
-from absl import flags
-ours = {"config", "workdir", "dry_run", "target", "profile", "policy", "stages"}
 for line in sys.stdin.read().splitlines():
     name, *sys.argv[1:] = line.split()
     try:
         runpy.run_path(name, run_name="__main__")
     except SystemExit as end:
         print(end.code)
-    for flag in ours & {*flags.FLAGS}:
-        delattr(flags.FLAGS, flag)
 """
 
 
@@ -297,7 +282,6 @@ def test_the_programs_end_with_one_line(tmp_path):
         f"--config.data.folder={tmp_path}",
         f"eval.py --workdir={tmp_path} --config={shapes}",
         f"train.py --workdir={tmp_path}",
-        f"train.py --workdir= --config={shapes}",
     ]
     ended = subprocess.run(
         [sys.executable, "-c", RUN_ALL],
@@ -306,13 +290,12 @@ def test_the_programs_end_with_one_line(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert ended.stdout.split() == ["2"] * 5
-    train, pretrain, evaluate, unset, empty = ended.stderr.splitlines()
+    assert ended.stdout.split() == ["2"] * 4
+    train, pretrain, evaluate, unset = ended.stderr.splitlines()
     assert train == "train.py: error: config.steps is 0, expected an integer from 1, below 2**31"
     assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not exist")
     assert pretrain == f"experiments.pretrain: error: no file at {tmp_path}/train.json"
-    assert unset.startswith("train.py: error: flag --config=None")
-    assert empty == "train.py: error: --workdir is empty, expected a folder"
+    assert unset == "train.py: error: the following arguments are required: --config"
 
 
 def test_a_run_has_a_folder_of_its_configuration_unless_it_is_given_one():

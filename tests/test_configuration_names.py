@@ -3,7 +3,6 @@
 import pytest
 
 from stepprune_jax import configurations
-from stepprune_jax.configurations import load_config
 
 
 @pytest.fixture(autouse=True)
@@ -20,29 +19,28 @@ def test_the_names_are_the_files(pytestconfig):
 @pytest.mark.parametrize("name", configurations.names())
 def test_a_name_and_its_path_are_one_configuration(name, pytestconfig):
     found = configurations.load(name)
-    assert found == load_config(str(pytestconfig.rootpath / "configs" / f"{name}.py"))
+    assert found == configurations.load(str(pytestconfig.rootpath / "configs" / f"{name}.py"))
 
 
 def test_an_argument_reaches_the_file(pytestconfig):
     file = pytestconfig.rootpath / "configs" / "llava7b.py"
-    assert configurations.find("llava7b:literal") == f"{file}:literal"
-    assert configurations.find(f"{file}:literal") == f"{file}:literal"
-    literal = configurations.load("qwen25vl_3b", "literal")
+    assert configurations.find("llava7b:literal") == (file, "literal")
+    assert configurations.find(f"{file}:literal") == (file, "literal")
+    literal = configurations.load("qwen25vl_3b:literal")
     assert literal.policy.stop == "softmax" and "Qwen2.5-VL-3B" in literal.model.folder
     with pytest.raises(ValueError, match=r"the argument of shapes is .loose.,"):
-        configurations.load("shapes_qwen", "loose")
+        configurations.load("shapes_qwen:loose")
 
 
 def test_a_file_of_mine_builds_on_a_named_one(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from stepprune_jax import configurations\n"
         'def get_config(arg=""):\n'
-        '    c = configurations.load("shapes", arg)\n'
-        "    c.steps = 3\n"
-        "    return c\n"
+        '    run = configurations.load(f"shapes:{arg}")\n'
+        '    return run.replace({"steps": 70})\n'
     )
-    found = load_config("mine.py:literal", ["batch_size=4"])
-    assert (found.steps, found.batch_size, found.policy.stop) == (3, 4, "softmax")
+    found = configurations.load("mine.py:literal", ["batch_size=4"])
+    assert (found.steps, found.batch_size, found.policy.stop) == (70, 4, "softmax")
 
 
 def test_what_is_neither_file_nor_name_is_refused_with_the_names(tmp_path):

@@ -3,31 +3,25 @@
     python -m experiments.datasets.easy_vqa --source FOLDER --out data/easy_vqa
     python -m experiments.pretrain --config experiments/configs/pretrain_easyvqa.py
 
-The result is runs/pretrain_easyvqa/model. What is not said here is as in
-`experiments/configs/pretrain_shapes.py`.
+The result is runs/pretrain_easyvqa/model. What is not said here is as in the
+defaults of the settings.
 """
 
-from pathlib import Path
-
-from ml_collections import ConfigDict
-
-import stepprune_jax
-from stepprune_jax import configurations
+from experiments.pretrain.settings import Pretraining
 
 
-def get_config() -> ConfigDict:
-    """Returns the configuration."""
-    c = configurations.load(str(Path(__file__).with_name("pretrain_shapes.py")))
-    c.init = str(Path(stepprune_jax.__file__).parent / "assets" / "shapes_llava")
-    c.data.folder = "data/easy_vqa"
-
-    c.tower.steps = 0  # the data have no patch labels
-
-    c.language.steps = 500
-    c.language.whole_steps = 250
-    c.language.lr = 1e-3
-    c.language.muon_lr = 0.01
-    c.language.train_tower = True
-
-    c.noise.steps = 200
-    return c
+def get_config() -> Pretraining:
+    """Returns the settings."""
+    return Pretraining().replace(
+        {
+            "init": "stepprune_jax/assets/shapes_llava",
+            "data.folder": "data/easy_vqa",
+            "tower.steps": 0,  # the data have no patch labels
+            "language.steps": 500,
+            "language.whole_steps": 250,
+            "language.lr": 1e-3,
+            "language.muon_lr": 0.01,
+            "language.train_tower": True,
+            "noise.steps": 200,
+        }
+    )

@@ -7,46 +7,41 @@ r"""A small Qwen2.5-VL of the shapes world, from scratch, on images of three siz
 
 The result, runs/pretrain_qwen/model, is a folder as those of the published models: a tower with
 windows and a merger, three position ids a token, grouped keys, biases. An image has 64, 121 or 196
-visual tokens. What is not said here is as in `experiments/configs/pretrain_shapes.py`.
+visual tokens. What is not said here is as in
+the defaults of the settings.
 """
 
-from pathlib import Path
-
-from ml_collections import ConfigDict
-
-from stepprune_jax import configurations
+from experiments.pretrain.settings import Pretraining, ShapeSettings
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Returns the configuration; takes no argument."""
-    if arg:
-        raise ValueError(
-            f"experiments/configs/pretrain_shapes_qwen.py takes no argument, got {arg!r}"
-        )
-    c = configurations.load(str(Path(__file__).with_name("pretrain_shapes.py")))
-    c.data.folder = "data/pretrain_shapes_qwen"
-
-    del c.model.feature_layer
-    c.model.family = "qwen2_5_vl"
-    c.model.image_size = 112  # larger images are reduced to its area
-    c.model.least_size = 64  # smaller ones are enlarged to its area
-    c.model.patch_size = 4  # a token is made of 2 x 2
-    c.model.vision_width = 64
-    c.model.vision_mlp = 160
-    c.model.vision_layers = 3
-    c.model.vision_heads = 4
-    c.model.window_size = 32  # pixels; 4 x 4 tokens, as in the published models
-    c.model.full_blocks = (2,)
-    c.model.text_heads = 4
-    c.model.text_kv_heads = 2
-    # Pairs of a head's channels that turn with time, row and column. The base is low: the slow
-    # ones, the column's, must tell two of fourteen columns apart.
-    c.model.rope_sections = (4, 6, 6)
-    c.model.rope_theta = 30.0
-
-    c.language.steps = 3600
-    c.language.whole_steps = 2000
-    c.language.kept = (4, 16, 48)  # each is a program for each size
-
-    c.noise.steps = 1000
-    return c
+def get_config() -> Pretraining:
+    """Returns the settings."""
+    model = ShapeSettings(
+        family="qwen2_5_vl",
+        feature_layer=None,
+        image_size=112,  # larger images are reduced to its area
+        least_size=64,  # smaller ones are enlarged to its area
+        patch_size=4,  # a token is made of 2 x 2
+        vision_width=64,
+        vision_mlp=160,
+        vision_layers=3,
+        vision_heads=4,
+        window_size=32,  # pixels; 4 x 4 tokens, as in the published models
+        full_blocks=(2,),
+        text_heads=4,
+        text_kv_heads=2,
+        # Pairs of a head's channels that turn with time, row and column. The base is low: the slow
+        # ones, the column's, must tell two of fourteen columns apart.
+        rope_sections=(4, 6, 6),
+        rope_theta=30.0,
+    )
+    return Pretraining().replace(
+        {
+            "data.folder": "data/pretrain_shapes_qwen",
+            "model": model,
+            "language.steps": 3600,
+            "language.whole_steps": 2000,
+            "language.kept": (4, 16, 48),  # each is a program for each size
+            "noise.steps": 1000,
+        }
+    )

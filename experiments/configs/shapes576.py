@@ -8,23 +8,21 @@ The frozen model is that of `experiments/configs/pretrain_shapes576.py`, which i
 `experiments/configs/shapes576.py:literal` follows the paper to the letter.
 """
 
-from ml_collections import ConfigDict
-
 from stepprune_jax import configurations
+from stepprune_jax.training import Run
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Returns the configuration of `configs/shapes.py` at another size.
-
-    Args:
-        arg: reading of the paper, "literal" or nothing.
-    """
-    c = configurations.load("shapes", arg)
-    c.model.folder = "runs/pretrain576/model"
-    c.data.folder = "data/shapes576"
-    c.policy.width = 128
-    c.policy.max_steps = 288
-    c.autoselect.width = 128
-    c.eval.budgets = (192, 128, 64)
-    c.eval.rows = ConfigDict()  # shipped policies are for the shapes world's model
-    return c
+def get_config(reading: str = "") -> Run:
+    """Returns the settings of `configs/shapes.py` at another size; or "literal"."""
+    run = configurations.load(f"shapes:{reading}")
+    return run.replace(
+        {
+            "model.folder": "runs/pretrain576/model",
+            "data.folder": "data/shapes576",
+            "policy.width": 128,
+            "policy.max_steps": 288,
+            "autoselect.width": 128,
+            "eval.budgets": (192, 128, 64),
+            "eval.rows": {},
+        }
+    )

@@ -10,21 +10,19 @@ The frozen model is that of `experiments/configs/pretrain_shapes_hard.py`, which
 `experiments/configs/shapes_hard.py:literal` follows the paper to the letter.
 """
 
-from ml_collections import ConfigDict
-
 from stepprune_jax import configurations
+from stepprune_jax.training import Run
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Returns the configuration of `configs/shapes.py` with another level and its model.
-
-    Args:
-        arg: reading of the paper, "literal" or nothing.
-    """
-    c = configurations.load("shapes", arg)
-    c.model.folder = "runs/pretrain_shapes_hard/model"
-    c.data.folder = "data/shapes_hard"
-    c.steps = 400  # an update takes four to five times as long as on the first level
-    c.eval.budgets = (64, 32, 16, 8, 4)
-    c.eval.rows = ConfigDict()  # those of the package were trained for another model
-    return c
+def get_config(reading: str = "") -> Run:
+    """Returns the settings of `configs/shapes.py` with another level; or "literal"."""
+    run = configurations.load(f"shapes:{reading}")
+    return run.replace(
+        {
+            "model.folder": "runs/pretrain_shapes_hard/model",
+            "data.folder": "data/shapes_hard",
+            "steps": 400,  # an update takes four to five times as long as on the first level
+            "eval.budgets": (64, 32, 16, 8, 4),
+            "eval.rows": {},
+        }
+    )

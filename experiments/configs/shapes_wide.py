@@ -7,19 +7,23 @@ Training takes about three times as long as that of `configs/shapes.py`, and a c
 many operations. experiments/RESULTS.md has the results of both.
 """
 
-from ml_collections import ConfigDict
-
 from stepprune_jax import configurations
+from stepprune_jax.training import Run
 
 
-def get_config() -> ConfigDict:
-    """Returns the configuration of `configs/shapes.py` with a larger policy, trained longer."""
-    c = configurations.load("shapes")
-    c.steps = 1000
-    c.policy.width = 128
-    c.autoselect.width = 128
-    # Learned better, the same price would keep fewer tokens.
-    c.policy.length_weight = 0.08
-    for rate in ("lr", "final_lr", "muon_lr"):
-        c.optimizer[rate] *= 0.5
-    return c
+def get_config() -> Run:
+    """Returns the settings of `configs/shapes.py` with a larger policy, trained longer."""
+    run = configurations.load("shapes")
+    rates = run.optimizer
+    return run.replace(
+        {
+            "steps": 1000,
+            "policy.width": 128,
+            "autoselect.width": 128,
+            # Learned better, the same price would keep fewer tokens.
+            "policy.length_weight": 0.08,
+            "optimizer.lr": rates.lr / 2,
+            "optimizer.final_lr": rates.final_lr / 2,
+            "optimizer.muon_lr": rates.muon_lr / 2,
+        }
+    )

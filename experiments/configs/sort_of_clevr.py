@@ -7,21 +7,19 @@ The frozen model is that of `experiments/configs/pretrain_sort_of_clevr.py`.
 `experiments/configs/sort_of_clevr.py:literal` follows the paper to the letter.
 """
 
-from ml_collections import ConfigDict
-
 from stepprune_jax import configurations
+from stepprune_jax.training import Run
 
 
-def get_config(arg: str = "") -> ConfigDict:
-    """Returns the configuration of `configs/shapes.py` with another model and other data.
-
-    Args:
-        arg: reading of the paper, "literal" or nothing.
-    """
-    c = configurations.load("shapes", arg)
-    c.model.folder = "runs/pretrain_sort_of_clevr/model"
-    c.data.folder = "data/sort_of_clevr"
-    c.eval.budgets = (48, 32, 16, 8, 4)
-    c.eval.rows = ConfigDict()  # left out until the file exists; shipped ones are for another model
-    c.eval.rows["AutoSelect-like"] = "runs/sort_of_clevr_autoselect/policy.safetensors"
-    return c
+def get_config(reading: str = "") -> Run:
+    """Returns the settings of `configs/shapes.py` with another model and other data."""
+    run = configurations.load(f"shapes:{reading}")
+    return run.replace(
+        {
+            "model.folder": "runs/pretrain_sort_of_clevr/model",
+            "data.folder": "data/sort_of_clevr",
+            "eval.budgets": (48, 32, 16, 8, 4),
+            # Left out until the file exists; shipped policies are for another model.
+            "eval.rows": {"AutoSelect-like": "runs/sort_of_clevr_autoselect/policy.safetensors"},
+        }
+    )

@@ -279,7 +279,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
     """Trains a small model on a data folder, or resumes an interrupted run.
 
     Args:
-        run: settings of the run, from `read_pretraining`.
+        run: settings of the run.
         workdir: folder of the run: stages with their metrics and checkpoints, and at the end
             `model`.
         folder: data in LLaVA's format: `train.json`, `images/`, and, for the tower's own stage,

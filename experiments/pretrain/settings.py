@@ -1,27 +1,10 @@
 """The settings of a pretraining run."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
-from ml_collections import ConfigDict
+from typing import Any
 
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.settings import (
-    Settings,
-    choice,
-    count,
-    group,
-    integer,
-    is_count,
-    number,
-    positive,
-    read,
-    setting,
-    share,
-    switch,
-    text,
-)
+from stepprune_jax.settings import Settings, choice, count, number, positive, setting, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,16 +15,7 @@ class DataSettings(Settings, group="data"):
         folder: folder of data in LLaVA's format, with or without labels of patches.
     """
 
-    folder: str = text(free=True)
-
-
-def _integers(what: str) -> Any:
-    """A field that holds some integers from 0, or None."""
-
-    def holds(value: Any) -> bool:
-        return isinstance(value, tuple) and all(is_count(number, 0) for number in value)
-
-    return setting(f"a tuple of {what}", holds, optional=True)
+    folder: str = setting("data/pretrain_shapes", free=True)
 
 
 # Fields that a small Qwen2.5-VL needs, and a small LLaVA does not have.
@@ -75,24 +49,24 @@ class ShapeSettings(Settings, group="model"):
         rope_sections: pairs of a head's channels for time, row and column; Qwen2.5-VL's.
     """
 
-    family: str = choice(("llava", "qwen2_5_vl"), default="llava")
-    image_size: int = count()
-    least_size: int | None = count(optional=True)
-    patch_size: int = count()
-    vision_width: int = count()
-    vision_mlp: int = count()
-    vision_layers: int = count()
-    vision_heads: int = count()
-    feature_layer: int | None = integer(optional=True)
-    window_size: int | None = count(optional=True)
-    full_blocks: tuple[int, ...] | None = _integers("blocks, counted from 0")
-    text_width: int = count()
-    text_mlp: int = count()
-    text_layers: int = count()
-    text_heads: int = count()
-    text_kv_heads: int | None = count(optional=True)
-    rope_theta: float = positive()
-    rope_sections: tuple[int, ...] | None = _integers("three numbers of pairs of channels")
+    family: str = choice("llava", ("llava", "qwen2_5_vl"))
+    image_size: int = count(96)
+    least_size: int | None = count(None)
+    patch_size: int = count(8)
+    vision_width: int = count(128)
+    vision_mlp: int = count(384)
+    vision_layers: int = count(4)
+    vision_heads: int = count(8)
+    feature_layer: int | None = -1
+    window_size: int | None = count(None)
+    full_blocks: tuple[int, ...] | None = None
+    text_width: int = count(128)
+    text_mlp: int = count(344)
+    text_layers: int = count(4)
+    text_heads: int = count(8)
+    text_kv_heads: int | None = count(None)
+    rope_theta: float = positive(1e6)  # slow, to match the contents of patches at any distance
+    rope_sections: tuple[int, ...] | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -172,15 +146,18 @@ class StageSettings(Settings):
         muon_lr: peak learning rate of Muon, for matrices; None or 0 leaves all weights to AdamW.
     """
 
-    steps: int = count(0)
-    batch_size: int = count()
-    lr: float = positive()
-    muon_lr: float | None = number(optional=True)
+    steps: int = count(800, least=0)
+    batch_size: int = count(32)
+    lr: float = positive(1e-3)
+    muon_lr: float | None = number(0.02)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerSettings(StageSettings, group="tower"):
     """The first stage, in which the tower learns to label patches; 0 steps skip it."""
+
+    batch_size: int = count(64)
+    lr: float = positive(1.5e-3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,15 +175,14 @@ class LanguageSettings(StageSettings, group="language"):
         train_tower: whether the tower is trained, too.
     """
 
-    steps: int = count()
-    whole_steps: int = count(0)
-    filled: int | None = count(optional=True)
-    thinned_share: float = share()
-    kept: tuple[int, ...] = setting(
-        "numbers of visual tokens", lambda kept: isinstance(kept, tuple)
-    )
-    taste: float = number()
-    train_tower: bool = switch()
+    steps: int = count(4000)
+    lr: float = positive(2e-3)
+    whole_steps: int = count(2200, least=0)
+    filled: int | None = count(None)
+    thinned_share: float = share(0.75)
+    kept: tuple[int, ...] = (2, 4, 8, 16, 32, 48, 64)
+    taste: float = number(2.0)
+    train_tower: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,16 +194,17 @@ class NoiseSettings(StageSettings, group="noise"):
         taste: how strongly the choice depends on the contents of patches.
     """
 
-    thinned_share: float = share()
-    taste: float = number()
+    steps: int = count(1200, least=0)
+    muon_lr: float | None = number(0.01)
+    thinned_share: float = share(0.5)
+    taste: float = number(4.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretraining(Settings):
-    """The settings of a pretraining run; configs/pretrain_shapes.py describes each field.
+    """The settings of a pretraining run.
 
     Attributes:
-        method: "pretrain".
         seed: seed of weights and of the order of samples.
         init: model folder to start from; empty for random weights.
         micro_batch: images whose gradient is computed at once.
@@ -242,21 +219,18 @@ class Pretraining(Settings):
         noise: the third stage.
     """
 
-    _added: ClassVar[Mapping[str, Any]] = {"model.family": "llava"}
-
-    method: str = choice(("pretrain",))
-    seed: int = count(0)
-    init: str = text()
-    micro_batch: int = count()
-    cpu_devices: int = count(0, free=True)
-    log_every: int = count(free=True)
-    checkpoint_every: int = count(free=True)
-    dtype: str = choice(("float16", "bfloat16", "float32"))
-    data: DataSettings = group(DataSettings)
-    model: ShapeSettings = group(ShapeSettings)
-    tower: TowerSettings = group(TowerSettings)
-    language: LanguageSettings = group(LanguageSettings)
-    noise: NoiseSettings = group(NoiseSettings)
+    seed: int = count(0, least=0)
+    init: str = ""
+    micro_batch: int = count(8)
+    cpu_devices: int = count(2, least=0, free=True)
+    log_every: int = count(20, free=True)
+    checkpoint_every: int = count(200, free=True)
+    dtype: str = choice("float16", ("float16", "bfloat16", "float32"))
+    data: DataSettings = DataSettings()
+    model: ShapeSettings = ShapeSettings()
+    tower: TowerSettings = TowerSettings()
+    language: LanguageSettings = LanguageSettings()
+    noise: NoiseSettings = NoiseSettings()
 
     def __post_init__(self):
         super().__post_init__()
@@ -266,17 +240,5 @@ class Pretraining(Settings):
         n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
         self.language.require("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
         if self.language.thinned_share or self.noise.thinned_share:
-            fits = bool(kept) and all(is_count(k) and k <= n for k in kept)
+            fits = bool(kept) and all(1 <= k <= n for k in kept)
             self.language.require("kept", fits, f"numbers of visual tokens from 1 to {n}")
-
-
-def read_pretraining(config: ConfigDict) -> Pretraining:
-    """Reads the settings of a pretraining run from its configuration.
-
-    Args:
-        config: configuration from a file, with changes of the command line.
-
-    Raises:
-        ValueError: a field is unknown, missing, or has a bad value; the message names it.
-    """
-    return read(Pretraining, config.to_dict())

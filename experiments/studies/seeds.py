@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from experiments.report.records import Records, accuracy_table, full_row, read_records
 from experiments.report.statistics import stop_figures
 from experiments.studies.processes import Job, run_jobs
@@ -36,13 +34,12 @@ from experiments.studies.variants import (
     TRIALS,
     VARIANTS,
     VariantConfig,
-    load_config,
     variant_configs,
 )
+from stepprune_jax import configurations, training
 from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
 from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy
 from stepprune_jax.command_line import Parser, exit_with
@@ -55,11 +52,9 @@ from stepprune_jax.evaluation.settings import (
     EvalSettings,
     EvaluationRun,
     check_policies,
-    read_evaluation,
 )
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.pruning import Policy
-from stepprune_jax.training import read_run, train
 from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
 
@@ -78,7 +73,7 @@ class Run(NamedTuple):
 
     key: str
     method: str
-    config: ConfigDict
+    config: training.Run
     folder: Path
 
     @property
@@ -149,8 +144,7 @@ def run_seeds(
     workdir = Path(workdir).resolve()
     if processes < 1:
         raise ValueError(f"--processes is {processes}, expected at least 1")
-    base = load_config(config, changes)
-    evaluation = read_evaluation(base)
+    evaluation = configurations.load(config, changes)
     planned = variant_configs(config, rows, changes)
     # Child processes only write to the folders of their own runs.
     with contextlib.nullcontext() if train_only else locked(workdir):
@@ -187,11 +181,9 @@ def plan(
     models: dict[Any, str] = {}
     for seed in seeds:
         for variant in variants:
-            config = variant.config.copy_and_resolve_references()
-            config.seed, config.data.folder = seed, str(data)
-            run = Run(variant.key, variant.method, config, workdir / f"{variant.key}-{seed}")
-            settings = read_run(config)
-            place = model_folders(settings)
+            settings = variant.config.replace({"seed": seed, "data.folder": str(data)})
+            run = Run(variant.key, variant.method, settings, workdir / f"{variant.key}-{seed}")
+            place = settings.model.folders
             if place not in models:
                 models[place] = model_identity(inspect_folder(*place))
             # Checked before training: a finished run with other settings must not be reused.
@@ -212,7 +204,7 @@ def _train(run: Run) -> None:
     if run.policy_file.is_file():
         return
     print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
-    train(read_run(run.config), run.folder)
+    training.train(run.config, run.folder)
     if not run.policy_file.is_file():
         raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
 
@@ -266,7 +258,7 @@ def _evaluate_missing(
 ) -> None:
     """Evaluates runs without results, and untrained rows if needed; saves each at once."""
     settings = base.eval
-    model, source = load_model(base), model_source(base)
+    model, source = load_model(base), base.model.inspect()
     policies = {run.folder: load_policy(run.policy_file) for run, _ in todo}
     for run, _ in todo:
         check_policies({run.method: policies[run.folder]}, model.config, settings)

@@ -24,14 +24,13 @@ from jaxtyping import Array, Float, Int
 
 from experiments.report.records import Records, percent, read_records
 from experiments.report.statistics import families, image_numbers, paired_difference
+from stepprune_jax import configurations
 from stepprune_jax import policy as functions
 from stepprune_jax.benchmarks import BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
 from stepprune_jax.benchmarks.folder import BENCHMARK
-from stepprune_jax.checkpoints.frozen import model_source
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import Parser, exit_with, file_to_write
-from stepprune_jax.configurations import load_config
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Scene
 from stepprune_jax.evaluation.cells import markdown_rows
@@ -42,7 +41,6 @@ from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import (
     EvaluationRun,
     check_policies,
-    read_evaluation,
     read_policies,
 )
 from stepprune_jax.evaluation.split import Split, read_split, thin
@@ -98,7 +96,7 @@ def compare(
     settings = dataclasses.replace(
         run.eval, benchmarks=BENCHMARK.name, methods=methods, adaptive=()
     )
-    policies, source = read_policies(settings, workdir, policy), model_source(run)
+    policies, source = read_policies(settings, workdir, policy), run.model.inspect()
     check_policies(policies, source.config, settings)
     policies[FIRST_STEP] = first_step(policies[DEFAULT])
     # The rows of this study are named; what is left out are rows without training.
@@ -392,9 +390,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{len(options.workdir)} folders of --workdir"
             )
         json_file = file_to_write("--json", options.json) if options.json else None
-        config = load_config(options.config, options.changes)
-        distributed.use_cores(config.get("cpu_devices", 0))
-        run = read_evaluation(config)
+        run = configurations.load(options.config, options.changes)
+        distributed.use_cores(run.cpu_devices)
         results = []
         for workdir, scorer in zip(options.workdir, scorers, strict=True):
             rows = {**run.eval.rows, **({SCORER: scorer} if scorer else {})}

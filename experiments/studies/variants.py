@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
-from stepprune_jax.configurations import load_config
+from stepprune_jax import configurations
 from stepprune_jax.evaluation.names import DEFAULT
+from stepprune_jax.training import Run
 
 _RATES = ("lr", "final_lr", "muon_lr")
 
@@ -44,7 +43,7 @@ VARIANTS = {
     "last": Variant("last step's score", changes=("policy.aggregation=last",)),
     "uniform": Variant("uniform score", changes=("policy.aggregation=uniform",)),
     "alive": Variant("undiscounted score", changes=("policy.aggregation=alive",)),
-    "blind": Variant("no question", changes=("policy.text=False",)),
+    "blind": Variant("no question", changes=("policy.text_width=0",)),
     "two_layers": Variant("two decoder layers", changes=("policy.decoder_layers=2",)),
     "straight_through": Variant(
         "straight-through estimator", changes=("policy.estimator=straight_through",)
@@ -57,32 +56,31 @@ VARIANTS = {
 }
 
 
-def _scale_rates(factor: float) -> Callable[[ConfigDict], None]:
-    def change(config: ConfigDict) -> None:
-        for name in _RATES:
-            config.optimizer[name] *= factor
+def _scale_rates(factor: float) -> Callable[[Run], Run]:
+    def change(run: Run) -> Run:
+        rates = {f"optimizer.{name}": factor * getattr(run.optimizer, name) for name in _RATES}
+        return run.replace(rates)
 
     return change
 
 
-def _scale_temperature(factor: float) -> Callable[[ConfigDict], None]:
+def _scale_temperature(factor: float) -> Callable[[Run], Run]:
     """Of the noise gate, at the end of its annealing."""
 
-    def change(config: ConfigDict) -> None:
-        if config.method == "autoselect":
-            config.autoselect.temperature_end *= factor
-        else:
-            config.policy.polarisation_temperature *= factor
+    def change(run: Run) -> Run:
+        name = {"autoselect": "temperature_end"}.get(run.method, "polarisation_temperature")
+        group = {"autoselect": "autoselect"}.get(run.method, "policy")
+        return run.replace({f"{group}.{name}": factor * getattr(getattr(run, group), name)})
 
     return change
 
 
-def _loosen_bound(config: ConfigDict) -> None:
-    config.optimizer.clip *= 3
+def _loosen_bound(run: Run) -> Run:
+    return run.replace({"optimizer.clip": 3 * run.optimizer.clip})
 
 
-def _switch_text(config: ConfigDict) -> None:
-    config.text_gate_anneal = 0.0 if config.text_gate_anneal else 0.1
+def _switch_text(run: Run) -> Run:
+    return run.replace({"text_gate_anneal": 0.0 if run.text_gate_anneal else 0.1})
 
 
 class Trial(NamedTuple):
@@ -90,11 +88,11 @@ class Trial(NamedTuple):
 
     Attributes:
         label: what it changes, for tables.
-        change: changes a variant's configuration in place.
+        change: returns the settings of a variant with the change.
     """
 
     label: str
-    change: Callable[[ConfigDict], None]
+    change: Callable[[Run], Run]
 
 
 # By their names on the command line, after the variant's and "+".
@@ -119,7 +117,7 @@ class VariantConfig(NamedTuple):
 
     key: str
     method: str
-    config: ConfigDict
+    config: Run
 
 
 def variant_configs(
@@ -130,7 +128,7 @@ def variant_configs(
     Args:
         config: name or path of the default configuration.
         keys: names of `VARIANTS`; one of `TRIALS` may follow, as in "default+fast".
-        changes: changes to each of them, as in `load_config`, before a trial's.
+        changes: changes to each of them, as in `configurations.load`, before a trial's.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -149,12 +147,14 @@ def variant_configs(
         variant = VARIANTS[name]
         path, of_variant = f"{config}{variant.argument}", [*variant.changes]
         if variant.rates != 1:
-            optimizer = load_config(path, of_variant).optimizer
-            of_variant += [f"optimizer.{name}={variant.rates * optimizer[name]}" for name in _RATES]
-        loaded = load_config(path, [*of_variant, *changes])
+            optimizer = configurations.load(path, of_variant).optimizer
+            of_variant += [
+                f"optimizer.{name}={variant.rates * getattr(optimizer, name)}" for name in _RATES
+            ]
+        loaded = configurations.load(path, [*of_variant, *changes])
         method = variant.method
         if trial is not None:
-            TRIALS[trial].change(loaded)
+            loaded = TRIALS[trial].change(loaded)
             method = f"{method}, {TRIALS[trial].label}"
         configs.append(VariantConfig(key, method, loaded))
     return configs

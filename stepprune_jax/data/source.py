@@ -4,16 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from stepprune_jax.data.survey import REMEDIES, Source
-from stepprune_jax.settings import (
-    Settings,
-    choice,
-    count,
-    is_count,
-    number,
-    setting,
-    switch,
-    text,
-)
+from stepprune_jax.settings import Settings, choice, count, number, setting
 from stepprune_jax.user_input import local_path
 
 TRAIN_FILE = "train.json"
@@ -46,28 +37,25 @@ class DataSettings(Settings, group="data"):
         workers: processes that build batches, instead of threads.
     """
 
-    folder: str = text(free=True)
-    train_file: str = text(free=True)
-    image_folder: str = text(free=True)
-    linked_folders: tuple[str, ...] = setting(
-        "a tuple of folders",
-        lambda names: isinstance(names, tuple) and all(isinstance(name, str) for name in names),
-        free=True,
-    )
-    index_folder: str = text(free=True)
-    missing: str = choice(REMEDIES)
-    unusable: str = choice(REMEDIES)
-    split_turns: bool = switch()
-    stats_images: int = count(0)
-    length_multiple: int = count()
-    length_group: int = count()
-    context_limit: int = count()
-    policy_text_limit: int = count()
-    cache_gb: float = number(free=True)
-    threads: int = count(free=True)
+    folder: str = setting("", free=True)
+    train_file: str = setting("", free=True)
+    image_folder: str = setting("", free=True)
+    linked_folders: tuple[str, ...] = setting((), free=True)
+    index_folder: str = setting("", free=True)
+    missing: str = choice("stop", REMEDIES)
+    unusable: str = choice("stop", REMEDIES)
+    split_turns: bool = True
+    stats_images: int = count(1000, least=0)
+    length_multiple: int = count(8)
+    length_group: int = count(1)
+    context_limit: int = count(2048)
+    policy_text_limit: int = count(512)
+    cache_gb: float = number(2.0, free=True)
+    threads: int = count(2, free=True)
     workers: int = setting(
+        0,
         f"an integer from 0 to {MOST_WORKERS}",
-        lambda value: is_count(value, 0) and value <= MOST_WORKERS,
+        lambda value: 0 <= value <= MOST_WORKERS,
         free=True,
     )
 

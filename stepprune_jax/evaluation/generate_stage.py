@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -30,12 +31,6 @@ from stepprune_jax.benchmarks.answer_files import (
     outstanding,
 )
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.checkpoints.frozen import (
-    image_bounds,
-    model_dtype,
-    model_folders,
-    model_source,
-)
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.evaluation.calibrate import FILE, Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import (
@@ -81,7 +76,7 @@ def generate_answers(
     """
     folder = Path(workdir) / ANSWERS
     with user_input():
-        policies, source = read_policies(run.eval, workdir, policy), model_source(run)
+        policies, source = read_policies(run.eval, workdir, policy), run.model.inspect()
         check_policies(policies, source.config, run.eval)
         tasks = read_tasks(Conditions(run, source, policies, folder))
     answer_tasks(tasks, lambda: load_model(run))
@@ -90,9 +85,11 @@ def generate_answers(
 
 def load_model(run: EvaluationRun) -> VLM:
     """Loads the model of a run; every process has all of it, on its own devices."""
-    folder, vision = model_folders(run)
+    folder, vision = run.model.folders
     mesh = None if run.mesh == "single" else build_mesh(run.mesh, jax.local_devices())
-    return load_vlm(folder, mesh, model_dtype(run), vision_folder=vision, **image_bounds(run))
+    return load_vlm(
+        folder, mesh, jnp.dtype(run.model.dtype), vision_folder=vision, **run.model.image_bounds
+    )
 
 
 def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:

@@ -3,9 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from ml_collections import ConfigDict
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
 from stepprune_jax.benchmarks.score import DATA
@@ -23,65 +20,24 @@ from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
-from stepprune_jax.settings import (
-    Settings,
-    choice,
-    count,
-    group,
-    is_count,
-    read,
-    setting,
-    switch,
-    text,
-)
+from stepprune_jax.settings import Settings, choice, count, setting
 from stepprune_jax.user_input import local_path
 
 _PACKAGE = Path(__file__).parents[1]
 
 
-def _distinct_budgets(value: Any) -> bool:
-    """Returns whether a value is a list of distinct positive integers or shares."""
-    good = isinstance(value, tuple) and bool(value)
-    return good and all(map(_is_budget, value)) and len(set(value)) == len(value)
+def _are_budgets(values: tuple[int | str, ...]) -> bool:
+    """Returns whether values are distinct positive integers or shares, at least one."""
+    return bool(values) and all(map(_is_budget, values)) and len({*values}) == len(values)
 
 
-def _is_budget(value: Any) -> bool:
-    """Returns whether a value is a positive integer, or the text of a share."""
-    if not isinstance(value, str):
-        return is_count(value)
+def _is_budget(value: int | str) -> bool:
+    if isinstance(value, int):
+        return value > 0
     try:
         return Budget.parse(value).kind == "rate"
     except ValueError:
         return False
-
-
-def _policy_files() -> Any:
-    """Defines a field that maps row names to policy files."""
-    return setting(
-        "a mapping from row names to policy files",
-        lambda value: (
-            isinstance(value, Mapping) and all(isinstance(p, str) for p in value.values())
-        ),
-        default={},
-    )
-
-
-def _row_names(*names: str) -> Any:
-    """Defines a field that holds names of rows, by default `names`."""
-    return setting(
-        "names of rows",
-        lambda value: isinstance(value, tuple) and all(isinstance(name, str) for name in value),
-        default=names,
-    )
-
-
-def _question_files() -> Any:
-    """Defines a field that maps benchmarks to question files."""
-    return setting(
-        f"files by name of {', '.join(BENCHMARKS)}",
-        lambda value: isinstance(value, Mapping) and BENCHMARKS.keys() >= {*value},
-        default={},
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,28 +71,32 @@ class EvalSettings(Settings, group="eval"):
     """
 
     benchmarks: str = setting(
+        folder.BENCHMARK.name,
         f"some of {', '.join(BENCHMARKS)}",
-        lambda value: isinstance(value, str) and {*_listed(value)} <= BENCHMARKS.keys(),
-        default=folder.BENCHMARK.name,
+        lambda value: {*_listed(value)} <= BENCHMARKS.keys(),
     )
-    data: str = text(default=DATA)
-    questions: Mapping[str, str] = _question_files()
-    textvqa_ocr: bool = switch(default=True)
-    methods: str = text(default="")
-    options: str = text(default="")
-    samples: int = count(0, default=12)
+    data: str = DATA
+    questions: Mapping[str, str] = setting(
+        {}, f"files by name of {', '.join(BENCHMARKS)}", lambda value: BENCHMARKS.keys() >= {*value}
+    )
+    textvqa_ocr: bool = True
+    methods: str = ""
+    options: str = ""
+    samples: int = count(12, least=0)
     budgets: tuple[int | str, ...] = setting(
-        "distinct integers from 1, or shares such as 1/3",
-        _distinct_budgets,
-        default=(48, 32, 16),
+        (48, 32, 16), "distinct integers from 1, or shares such as 1/3", _are_budgets
     )
-    batch_size: int = count(default=32)
-    max_new_tokens: int | None = count(optional=True)
-    positions: str = choice(POSITIONS, default="original")
-    rows: Mapping[str, str] = _policy_files()
-    adaptive: tuple[str, ...] = _row_names(DEFAULT, "StepPrune literal")
-    own_stops: tuple[str, ...] = _row_names(DEFAULT)
-    validation_questions: int = count(0, default=1000)
+    batch_size: int = count(32)
+    max_new_tokens: int | None = count(None)
+    positions: str = choice("original", POSITIONS)
+    rows: Mapping[str, str] = setting(
+        {},
+        "a mapping from row names to policy files",
+        lambda value: all(isinstance(file, str) for file in value.values()),
+    )
+    adaptive: tuple[str, ...] = (DEFAULT, "StepPrune literal")
+    own_stops: tuple[str, ...] = (DEFAULT,)
+    validation_questions: int = count(1000, least=0)
 
     def __post_init__(self):
         super().__post_init__()
@@ -201,11 +161,11 @@ class EvaluationRun(Settings):
         eval: settings of the evaluation.
     """
 
-    seed: int = count(0)
-    mesh: str = text()
-    model: ModelSettings = group(ModelSettings)
-    data: DataSettings = group(DataSettings)
-    eval: EvalSettings = group(EvalSettings)
+    seed: int = count(0, least=0)
+    mesh: str = setting("data", free=True)
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    eval: EvalSettings = setting(EvalSettings(), free=True)
 
     def root(self, benchmark: str) -> Path:
         """Returns the folder of a benchmark's questions and annotations."""
@@ -217,23 +177,6 @@ class EvaluationRun(Settings):
         """Reads the questions of a benchmark; errors are those of `Benchmark.read_questions`."""
         file, ocr = self.eval.questions.get(benchmark, ""), self.eval.textvqa_ocr
         return BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
-
-
-def read_evaluation(config: ConfigDict) -> EvaluationRun:
-    """Reads the settings of an evaluation from a run's configuration.
-
-    Args:
-        config: configuration from a file of `configs/`, with changes of the command line.
-
-    Returns:
-        The settings, with defaults for fields that `config.eval` lacks.
-
-    Raises:
-        ValueError: a field is unknown, missing, or has a bad value; the message names it.
-    """
-    fields = {"eval": {}} | config.to_dict()
-    names = [field.name for field in dataclasses.fields(EvaluationRun)]
-    return read(EvaluationRun, {name: fields[name] for name in names if name in fields})
 
 
 def find_policy(name: str, path: str) -> Path:

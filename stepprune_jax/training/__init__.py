@@ -1,6 +1,19 @@
 """Training of a token selector in front of a frozen vision-language model."""
 
+from stepprune_jax.checkpoints.frozen import ModelSettings
+from stepprune_jax.data.source import DataSettings
+from stepprune_jax.evaluation.settings import EvalSettings
+from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.run import train
-from stepprune_jax.training.settings import Run, read_run
+from stepprune_jax.training.settings import AcceleratorSettings, Run, ValidationSettings
 
-__all__ = ["Run", "read_run", "train"]
+__all__ = [
+    "AcceleratorSettings",
+    "DataSettings",
+    "EvalSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "Run",
+    "ValidationSettings",
+    "train",
+]

@@ -11,12 +11,12 @@ from optax.contrib import MuonDimensionNumbers
 
 from stepprune_jax.parallel.sharding import path_name
 from stepprune_jax.pruning import TrainedMethod
-from stepprune_jax.settings import Settings, count, is_number, number, positive, setting
+from stepprune_jax.settings import Settings, count, number, positive, setting
 
 
-def _decay() -> Any:
+def _decay(default: float) -> Any:
     """A field that holds the decay of a moment: at 1 its correction would divide by 0."""
-    return setting("a number from 0, below 1", lambda value: is_number(value) and 0 <= value < 1)
+    return setting(default, "a number from 0, below 1", lambda value: 0 <= value < 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,14 @@ class OptimizerSettings(Settings, group="optimizer"):
         muon_lr: peak learning rate of Muon, used for matrices instead of AdamW; 0 for AdamW only.
     """
 
-    lr: float = positive()
-    final_lr: float = number()
-    warmup: int = count(0)
-    weight_decay: float = number()
-    clip: float = positive()
-    b1: float = _decay()
-    b2: float = _decay()
-    muon_lr: float = number()
+    lr: float = positive(1e-3)
+    final_lr: float = number(1e-4)
+    warmup: int = count(40, least=0)
+    weight_decay: float = number(1e-4)
+    clip: float = positive(1.0)
+    b1: float = _decay(0.9)
+    b2: float = _decay(0.999)
+    muon_lr: float = number(0.015)
 
 
 def learning_rate(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.checkpoints.frozen import model_dtype, model_source
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
@@ -208,12 +207,12 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
         mesh = make_mesh(run, devices)
         if compiler and mesh is None:  # a mesh determines the device
             mesh = build_mesh("single", devices)
-        source = model_source(run)
+        source = run.model.inspect()
         setup = make_setup(run, source.config, mesh)
         data = training_source(run.data, local_path(workdir).resolve())
         batches = open_batches(run, data, file_identity(data.file), source)
     with memory_advice(run, devices):
-        plan = make_plan(batches, setup, model_dtype(run), run.batch_size, compiler)
+        plan = make_plan(batches, setup, jnp.dtype(run.model.dtype), run.batch_size, compiler)
     for line in _report(plan, run, setup, devices):
         print(line, flush=True)
     return plan

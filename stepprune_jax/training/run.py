@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
 from stepprune_jax.checkpoints.folder import Source
-from stepprune_jax.checkpoints.frozen import image_bounds, model_dtype, model_folders, model_source
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import (
@@ -85,7 +85,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     folder that all of them see.
 
     Args:
-        run: settings of the run, from `read_run`.
+        run: settings of the run.
         workdir: folder of the run, for this run only.
         window: first and last update to profile, counted from 1.
 
@@ -99,7 +99,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         workdir = local_path(workdir).resolve()
         mesh = make_mesh(run)
         check_boards(run.tensorboard, run.wandb)
-        source = model_source(run)
+        source = run.model.inspect()
         setup = make_setup(run, source.config, mesh)
     with locked(workdir):
         _train(run, workdir, window, source, setup)
@@ -172,8 +172,8 @@ def _stopped(interrupt: Interrupt) -> bool:
 
 def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
     """Loads the frozen model, after the data have been checked."""
-    folder, vision_folder = model_folders(run)
-    mesh, dtype, progress = setup.forward.mesh, model_dtype(run), distributed.is_main()
+    folder, vision_folder = run.model.folders
+    mesh, dtype, progress = setup.forward.mesh, jnp.dtype(run.model.dtype), distributed.is_main()
     model = load_vlm(
         folder,
         mesh,
@@ -181,7 +181,7 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
         vision_folder=vision_folder,
         layers="stacked",
         progress=progress,
-        **image_bounds(run),
+        **run.model.image_bounds,
     )
     distributed.say(
         f"{run.steps} steps of {run.batch_size} samples on {jax.device_count() if mesh else 1} "

@@ -1,38 +1,25 @@
 """The settings of a training run, and the objects built from them before loading."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from stepprune_jax.checkpoints.frozen import ModelSettings
-from stepprune_jax.data.source import DataSettings
+from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings
-from stepprune_jax.pruning import TrainedMethod, trained_methods
-from stepprune_jax.settings import (
-    Settings,
-    choice,
-    count,
-    group,
-    is_number,
-    mapping,
-    read,
-    setting,
-    share,
-    switch,
-    text,
-)
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import AutoSelectConfig, TrainedMethod, trained_methods
+from stepprune_jax.pruning.trained import TrainedConfig
+from stepprune_jax.settings import Settings, choice, count, setting, share
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.step import Setup
-from stepprune_jax.user_input import nearest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,11 +32,9 @@ class AcceleratorSettings(Settings, group="accelerator"):
         utilisation: assumed share of the peak.
     """
 
-    name: str = choice(tuple(ACCELERATORS))
-    count: int = count()
-    utilisation: float = setting(
-        "a share above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1
-    )
+    name: str = choice("rtx-a6000", tuple(ACCELERATORS))
+    count: int = count(1)
+    utilisation: float = setting(0.4, "a share above 0, up to 1", lambda value: 0 < value <= 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,27 +53,29 @@ class ValidationSettings(Settings, group="validation"):
             0 for none. Without a validation split there is no calibration.
     """
 
-    every: int = count(0)
-    folder: str = text()
-    questions: int = count()
-    budget: int = count(0)
-    max_new_tokens: int = count()
-    overlays: int = count(0)
-    calibrate: int = count(0, default=256)
+    every: int = count(0, least=0)
+    folder: str = ""
+    questions: int = count(64)
+    budget: int = count(0, least=0)
+    max_new_tokens: int = count(3)
+    overlays: int = count(4, least=0)
+    calibrate: int = count(256, least=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Settings):
-    """The settings of a run of `train.py`; `configs/shapes.py` describes each field.
+class Run(EvaluationRun):
+    """The settings of a run of `train.py`, and of `eval.py` on its policy.
 
     Attributes:
         method: method to train, of `PRUNERS`.
         seed: seed of weights, noise and the order of samples.
         steps: updates of the whole run.
         batch_size: rows of an update, over all devices.
-        text_gate_anneal: share of the steps over which the text gate opens; 0 for an open gate.
+        text_gate_anneal: share of the steps over which the text gate opens; 0 for an open gate. A
+            policy that cannot read the question yet learns that some tokens matter for any
+            question, and some runs never unlearn it.
         cpu_devices: CPU devices, if jax sees no others; 0 leaves their number to jax.
-        mesh: preset of `build_mesh`, or sizes by axis.
+        mesh: preset of `parallel.sharding.build_mesh`, or sizes by axis: "data=2,tensor=4".
         log_every: updates between lines of metrics.
         checkpoint_every: updates between checkpoints.
         keep_checkpoints: number of checkpoints to keep.
@@ -97,44 +84,31 @@ class Run(Settings):
         wandb: a project of Weights & Biases; empty for none.
         model: the frozen model.
         data: the data.
-        policy: fields of `PolicyConfig`, for the method "stepprune".
-        autoselect: fields of `AutoSelectConfig`, for the method "autoselect".
+        policy: the policy, for the method "stepprune". Its widths of features and text are those of
+            the model, unless a `text_width` of 0 hides the question.
+        autoselect: the one-shot scorer, for the method "autoselect"; likewise.
         optimizer: the optimiser.
         accelerator: devices that a dry run plans for.
         validation: validation during training.
-        eval: settings of `eval.py`, which reads them.
+        eval: settings of `eval.py`.
     """
 
-    _added: ClassVar[Mapping[str, Any]] = {
-        "policy.group": 1,
-        "policy.text": True,
-        "autoselect.text": True,
-    }
-
-    method: str = setting(
-        f"one of {', '.join(trained_methods())}",
-        lambda value: value in tuple(trained_methods()),
-    )
-    seed: int = count(0)
-    steps: int = count()
-    batch_size: int = count()
-    text_gate_anneal: float = share()
-    cpu_devices: int = count(0, free=True)
-    mesh: str = text(free=True)
-    log_every: int = count(free=True)
-    checkpoint_every: int = count(free=True)
-    keep_checkpoints: int = count(free=True)
-    max_skipped: int = count(free=True)
-    tensorboard: bool = switch(free=True)
-    wandb: str = text(free=True)
-    model: ModelSettings = group(ModelSettings)
-    data: DataSettings = group(DataSettings)
-    policy: Mapping[str, Any] = mapping()
-    autoselect: Mapping[str, Any] = mapping()
-    optimizer: OptimizerSettings = group(OptimizerSettings)
-    accelerator: AcceleratorSettings | None = group(AcceleratorSettings, optional=True, free=True)
-    validation: ValidationSettings = group(ValidationSettings, free=True)
-    eval: Mapping[str, Any] | None = mapping(optional=True, free=True)
+    method: str = choice("stepprune", tuple(trained_methods()))
+    steps: int = count(500)
+    batch_size: int = count(32)
+    text_gate_anneal: float = share(0.0)
+    cpu_devices: int = count(0, least=0, free=True)
+    log_every: int = count(10, free=True)
+    checkpoint_every: int = count(100, free=True)
+    keep_checkpoints: int = count(2, free=True)
+    max_skipped: int = count(10, free=True)
+    tensorboard: bool = setting(False, free=True)
+    wandb: str = setting("", free=True)
+    policy: TrainedConfig = PolicyConfig()
+    autoselect: TrainedConfig = AutoSelectConfig()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    accelerator: AcceleratorSettings = setting(AcceleratorSettings(), free=True)
+    validation: ValidationSettings = setting(ValidationSettings(), free=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -145,18 +119,6 @@ class Run(Settings):
         """As in `Settings`; the group of the method that is not trained is free, too."""
         groups = {kind.settings for kind in trained_methods().values()}
         return (*super().free_fields(), *groups - {trained_methods()[self.method].settings})
-
-
-def read_run(config: ConfigDict) -> Run:
-    """Reads the settings of a training run from its configuration.
-
-    Args:
-        config: configuration from a file of `configs/`, with changes of the command line.
-
-    Raises:
-        ValueError: a field is unknown, missing, or has a bad value; the message names it.
-    """
-    return read(Run, config.to_dict())
 
 
 def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
@@ -181,38 +143,27 @@ def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
 
 
 def read_method(run: Run, model: ModelConfig) -> TrainedMethod:
-    """Builds the method to be trained, its widths taken from the model.
+    """Builds the method to be trained, its widths those of the model.
 
     Args:
-        run: settings of the run; those of the method have a field more, "text": whether it reads
-            the question.
+        run: settings of the run; a `text_width` of 0 in those of the method hides the question.
         model: the frozen model.
 
     Raises:
-        ValueError: an unknown field, or a value that the method's configuration rejects.
+        ValueError: settings of another method, or `max_steps` for images that differ in size.
     """
     kind = trained_methods()[run.method]
-    group, fields = f"config.{kind.settings}", dict(getattr(run, kind.settings))
-    widths = {"feature_width", "text_width"}
-    known = {field.name for field in dataclasses.fields(kind.config_type)} - widths | {"text"}
-    unknown = sorted(set(fields) - known)
-    if unknown:
+    name, config = kind.settings, getattr(run, kind.settings)
+    expected = f"a {kind.config_type.__name__}"
+    run.require(name, isinstance(config, kind.config_type), expected)
+    if model.sizes_vary and getattr(config, "max_steps", None) is not None:
         raise ValueError(
-            f"{group} has unknown field(s) {', '.join(unknown)}; it has {', '.join(sorted(known))} "
-            f"(the widths of features and text are the model's).{nearest(unknown[0], known)}"
+            f"config.{name}.max_steps is {config.max_steps!r}, expected None, half of each "
+            "image's tokens: images of this model differ in their number"
         )
-    if model.sizes_vary and fields.get("max_steps") is not None:
-        raise ValueError(
-            f"{group}.max_steps is {fields['max_steps']!r}, expected None, half of each image's "
-            "tokens: images of this model differ in their number"
-        )
-    reads_text = fields.pop("text", True)
-    if not isinstance(reads_text, bool):
-        raise ValueError(f"{group}.text is {reads_text!r}, expected True or False")
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-    text_width = model.text.hidden_size if reads_text else 0
-    config = kind.config_type(feature_width=model.feature_width, text_width=text_width, **values)
-    return kind(config=config)
+    text_width = model.text.hidden_size if config.text_width else 0
+    widths = {"feature_width": model.feature_width, "text_width": text_width}
+    return kind(config=dataclasses.replace(config, **widths))
 
 
 def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:

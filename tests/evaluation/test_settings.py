@@ -1,9 +1,7 @@
 import pytest
-from ml_collections import ConfigDict
-from small_world import ROOT, small_run
+from small_world import small_run
 
-from stepprune_jax.configurations import load_config
-from stepprune_jax.evaluation.settings import read_evaluation, read_policies
+from stepprune_jax.evaluation.settings import read_policies
 
 
 @pytest.mark.parametrize(
@@ -21,16 +19,6 @@ from stepprune_jax.evaluation.settings import read_evaluation, read_policies
 def test_bad_settings_are_named(fields):
     with pytest.raises(ValueError, match=f"config.eval.{next(iter(fields))}"):
         small_run("model", "data", **fields)
-
-
-def test_settings_have_defaults():
-    config = load_config(str(ROOT / "configs" / "shapes.py"))
-    with config.unlocked():
-        del config.eval
-    assert read_evaluation(config).eval.budgets == (48, 32, 16)
-    config.eval = ConfigDict({"budgets": (3, 2)})
-    found = read_evaluation(config).eval
-    assert found.budgets == (3, 2) and found.benchmark_names == ["folder"]
 
 
 def test_methods_are_named_by_pruners_or_labels():

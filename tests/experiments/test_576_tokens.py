@@ -7,22 +7,19 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.pretrain.settings import read_pretraining
 from experiments.pretrain.small_llava import TEMPLATE, model_config
 from experiments.pretrain.vocabulary import build_tokenizer
 from experiments.shapes import write_world
-from stepprune_jax import load_policy, testing
-from stepprune_jax.configurations import load_config
+from stepprune_jax import configurations, load_policy, testing
 from stepprune_jax.models import vlm
-from stepprune_jax.training import read_run, train
+from stepprune_jax.training import train
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "experiments" / "configs"
 
 
 @pytest.fixture
-def config(tmp_path):
-    config = load_config(str(CONFIGS / "shapes576.py"))
-    config.model.folder = str(
+def run(tmp_path):
+    model = str(
         testing.tiny_llava(
             tmp_path / "model",
             vision={
@@ -44,18 +41,22 @@ def config(tmp_path):
         )
     )
     world = {"train": 1, "validation": 0, "test": 1, "side": 336, "grid": 24}
-    config.data.folder = str(write_world(tmp_path / "data", seed=0, **world))
-    return config
+    data = str(write_world(tmp_path / "data", seed=0, **world))
+    run = configurations.load(str(CONFIGS / "shapes576.py"))
+    return run.replace({"model.folder": model, "data.folder": data})
 
 
 @pytest.mark.slow
-def test_a_training_step_of_576_tokens_and_288_pointer_steps(config, tmp_path):
-    config.policy.update({"width": 4, "num_heads": 1, "mlp_ratio": 1, "encoder_layers": 1})
-    assert config.policy.max_steps == 288
-    config.steps = config.batch_size = config.model.rows_at_once = config.log_every = 1
-    config.mesh = "single"
-    config.data.length_multiple, config.data.stats_images, config.optimizer.warmup = 256, 1, 0
-    train(read_run(config), tmp_path / "run")
+def test_a_training_step_of_576_tokens_and_288_pointer_steps(run, tmp_path):
+    assert run.policy.max_steps == 288
+    small = {"width": 4, "num_heads": 1, "mlp_ratio": 1, "encoder_layers": 1}
+    ones = ("steps", "batch_size", "model.rows_at_once", "log_every", "data.stats_images")
+    run = run.replace(
+        {f"policy.{name}": value for name, value in small.items()}
+        | dict.fromkeys(ones, 1)
+        | {"mesh": "single", "data.length_multiple": 256, "optimizer.warmup": 0}
+    )
+    train(run, tmp_path / "run")
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert row["step"] == 1 and row["skipped"] == 0 and np.isfinite(row["loss"])
     assert row["grad_norm"] > 0 and 1 <= row["k_mean"] <= 288
@@ -65,7 +66,7 @@ def test_a_training_step_of_576_tokens_and_288_pointer_steps(config, tmp_path):
 
 
 def test_the_model_of_576_tokens_has_some_30_million_weights():
-    run = read_pretraining(load_config(str(CONFIGS / "pretrain_shapes576.py")))
+    run = configurations.load(str(CONFIGS / "pretrain_shapes576.py"))
     model = model_config(run.model, build_tokenizer([], TEMPLATE))
     assert model.max_image_tokens == 576
     count = sum(leaf.size for leaf in jax.tree.leaves(vlm.abstract_params(model)))

@@ -1,6 +1,4 @@
-import importlib.util
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -8,38 +6,28 @@ import pytest
 from PIL import Image
 
 from experiments.pretrain.run import pretrain
-from experiments.pretrain.settings import read_pretraining
+from experiments.pretrain.settings import Pretraining, ShapeSettings
 from experiments.pretrain.structure import init_tower
 from stepprune_jax.checkpoints import load_vlm
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
-
-def small_config(folder):
-    spec = importlib.util.spec_from_file_location("small", CONFIGS / "pretrain_shapes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
-    config.data.folder = str(folder)
-    config.micro_batch, config.dtype = 2, "float32"
-    for name, value in {
-        "image_size": 16,
-        "patch_size": 8,
-        "vision_width": 16,
-        "vision_mlp": 16,
-        "vision_layers": 1,
-        "vision_heads": 2,
-        "text_width": 16,
-        "text_mlp": 16,
-        "text_layers": 1,
-        "text_heads": 2,
-    }.items():
-        config.model[name] = value
-    config.language.steps = config.language.batch_size = 2
-    config.language.thinned_share = config.noise.thinned_share = 0.0
-    config.noise.steps = 0
-    config.language.train_tower = True
-    return read_pretraining(config)
+def small_run(folder):
+    sizes = {"vision_width": 16, "vision_mlp": 16, "vision_layers": 1, "vision_heads": 2}
+    sizes |= {name.replace("vision", "text"): size for name, size in sizes.items()}
+    return Pretraining().replace(
+        {
+            "data.folder": str(folder),
+            "micro_batch": 2,
+            "dtype": "float32",
+            "model": ShapeSettings(image_size=16, patch_size=8, **sizes),
+            "language.steps": 2,
+            "language.batch_size": 2,
+            "language.thinned_share": 0.0,
+            "language.train_tower": True,
+            "noise.thinned_share": 0.0,
+            "noise.steps": 0,
+        }
+    )
 
 
 @pytest.mark.slow
@@ -56,7 +44,7 @@ def test_a_folder_without_labels_of_patches_trains_the_tower_with_the_rest(tmp_p
         samples.append({"id": color, "image": f"{number}.png", "conversations": said})
     (folder / "train.json").write_text(json.dumps(samples))
 
-    made = pretrain(small_config(folder), tmp_path / "run", folder)
+    made = pretrain(small_run(folder), tmp_path / "run", folder)
 
     model = load_vlm(made, dtype=jnp.float32)
     assert model.config.max_image_tokens == 4
@@ -74,4 +62,4 @@ def test_samples_without_an_image_and_empty_files_are_refused(tmp_path):
     ):
         (tmp_path / "train.json").write_text(json.dumps(samples))
         with pytest.raises(ValueError, match=message):
-            pretrain(small_config(tmp_path), tmp_path / "run", tmp_path)
+            pretrain(small_run(tmp_path), tmp_path / "run", tmp_path)

@@ -5,13 +5,11 @@ import pathlib
 import pytest
 
 from experiments.pretrain.run import pretrain
-from experiments.pretrain.settings import read_pretraining
 from experiments.shapes import write_world
 from experiments.studies.sequence import compare
-from stepprune_jax.configurations import load_config
+from stepprune_jax import configurations
 from stepprune_jax.evaluate import evaluate
-from stepprune_jax.evaluation.settings import read_evaluation
-from stepprune_jax.training import read_run, train
+from stepprune_jax.training import train
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "experiments" / "configs"
 
@@ -19,38 +17,32 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "experiments" / "configs"
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_from_scenes_to_the_comparison(tmp_path):
-    config = load_config(str(CONFIGS / "pretrain_shapes_hard.py"))
-    config.micro_batch, config.cpu_devices = 2, 0
-    config.model.image_size, config.model.patch_size = 32, 2
-    small = {f"{part}_{size}": 16 for part in ("vision", "text") for size in ("width", "mlp")}
-    config.model.update({**small, "vision_layers": 1, "vision_heads": 2})
-    config.model.update({"text_layers": 2, "text_heads": 2})
-    for stage, steps in (("tower", 1), ("language", 2), ("noise", 2)):
-        config[stage].steps, config[stage].batch_size = steps, 2
-    config.language.whole_steps, config.language.kept = 1, (4,)
-    run = read_pretraining(config)
+    small = {f"model.{part}_{size}": 16 for part in ("vision", "text") for size in ("width", "mlp")}
+    small |= {"model.vision_layers": 1, "model.vision_heads": 2, "model.text_layers": 2}
+    small |= {"model.text_heads": 2, "model.image_size": 32, "model.patch_size": 2}
+    small |= {f"{stage}.batch_size": 2 for stage in ("tower", "language", "noise")}
+    small |= {"tower.steps": 1, "language.steps": 2, "noise.steps": 2, "language.whole_steps": 1}
+    small |= {"language.kept": (4,), "micro_batch": 2, "cpu_devices": 0}
+    run = configurations.load(str(CONFIGS / "pretrain_shapes_hard.py")).replace(small)
     world = {"level": 2, "side": 32}
     data = write_world(
         tmp_path / "first", seed=1, train=4, validation=0, test=0, patches=True, **world
     )
     model = pretrain(run, tmp_path / "pretrain", data)
 
-    config = load_config(str(CONFIGS / "shapes_hard.py"))
-    config.model.folder, config.mesh, config.cpu_devices = str(model), "single", 0
     second = write_world(tmp_path / "second", seed=0, train=2, validation=1, test=2, **world)
-    config.data.folder = str(second)
-    config.data.stats_images = 1
-    config.policy.update({"width": 4, "num_heads": 1, "mlp_ratio": 1, "encoder_layers": 1})
-    config.steps = config.log_every = 2
-    config.batch_size = config.model.rows_at_once = 2
-    config.optimizer.warmup, config.validation.calibrate = 0, 0
-    config.eval.update({"budgets": (4, 2), "batch_size": 4, "validation_questions": 4})
-    config.eval.methods = "all,stepprune"
+    small = {"policy.width": 4, "policy.num_heads": 1, "policy.mlp_ratio": 1}
+    small |= {"policy.encoder_layers": 1, "steps": 2, "log_every": 2, "batch_size": 2}
+    small |= {"model.rows_at_once": 2, "optimizer.warmup": 0, "validation.calibrate": 0}
+    small |= {"data.folder": str(second), "data.stats_images": 1, "model.folder": str(model)}
+    small |= {"mesh": "single", "cpu_devices": 0, "eval.budgets": (4, 2), "eval.batch_size": 4}
+    small |= {"eval.validation_questions": 4, "eval.methods": "all,stepprune"}
+    run = configurations.load(str(CONFIGS / "shapes_hard.py")).replace(small)
     workdir = tmp_path / "run"
-    train(read_run(config), workdir)
-    evaluate(read_evaluation(config), workdir, stages=("generate", "score"))
+    train(run, workdir)
+    evaluate(run, workdir, stages=("generate", "score"))
     assert "StepPrune,exact,99.2," in (workdir / "report" / "table.csv").read_text()
-    result = compare(read_evaluation(config), workdir)
+    result = compare(run, workdir)
     assert result["questions"]["all"] == 16 and result["entropy"]["all"] > 0
     oracle = [
         row

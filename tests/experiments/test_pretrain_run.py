@@ -1,10 +1,8 @@
 """Pretraining as a whole: interrupted, continued, saved, loaded by others; bad input refused."""
 
 import gc
-import importlib.util
 import json
 import os
-import pathlib
 import signal
 
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ import transformers
 
 from experiments.pretrain.data import batch_indices, word_tokens
 from experiments.pretrain.run import FILLED, NOISY, kept_at, pretrain
-from experiments.pretrain.settings import read_pretraining
+from experiments.pretrain.settings import Pretraining, ShapeSettings
 from experiments.pretrain.small_llava import TEMPLATE
 from experiments.pretrain.vocabulary import build_tokenizer
 from experiments.shapes import write_world
@@ -26,42 +24,30 @@ from stepprune_jax.inference import generate
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.workdir.metrics import MetricsLog
 
-CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "experiments" / "configs"
-
-
-def make_config(**changes):
-    spec = importlib.util.spec_from_file_location("a_config", CONFIGS / "pretrain_shapes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config()
-    config.seed, config.micro_batch, config.dtype = 1, 2, "float32"
-    config.log_every, config.checkpoint_every = 1, 2
-    config.model.update(
-        {
-            "image_size": 24,
-            "patch_size": 8,
-            "vision_width": 16,
-            "vision_mlp": 16,
-            "vision_layers": 1,
-            "vision_heads": 2,
-            "text_width": 16,
-            "text_mlp": 16,
-            "text_layers": 1,
-            "text_heads": 2,
-        }
-    )
-    config.tower.steps, config.tower.batch_size = 3, 4
-    config.language.steps, config.language.batch_size = 4, 4
-    config.language.kept = (4,)
-    config.language.thinned_share = config.noise.thinned_share = 0.6
-    config.language.lr, config.language.whole_steps = 0.05, 1
-    config.noise.steps, config.noise.batch_size = 2, 4
-    config.update_from_flattened_dict(changes)
-    return config
-
 
 def make_run(**changes):
-    return read_pretraining(make_config(**changes))
+    sizes = {"vision_width": 16, "vision_mlp": 16, "vision_layers": 1, "vision_heads": 2}
+    sizes |= {name.replace("vision", "text"): size for name, size in sizes.items()}
+    small = {
+        "seed": 1,
+        "micro_batch": 2,
+        "dtype": "float32",
+        "log_every": 1,
+        "checkpoint_every": 2,
+        "model": ShapeSettings(image_size=24, patch_size=8, **sizes),
+        "tower.steps": 3,
+        "tower.batch_size": 4,
+        "language.steps": 4,
+        "language.batch_size": 4,
+        "language.kept": (4,),
+        "language.thinned_share": 0.6,
+        "language.lr": 0.05,
+        "language.whole_steps": 1,
+        "noise.steps": 2,
+        "noise.batch_size": 4,
+        "noise.thinned_share": 0.6,
+    }
+    return Pretraining().replace(small | changes)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +201,7 @@ def test_the_model_answers_as_in_transformers(data, whole):
         ({"model.text_heads": 16}, r"config.model.text_width is 16, expected a multiple of 2 x 16"),
         ({"model.image_size": 25}, "image_size is 25, expected a multiple of model.patch_size"),
         ({"model.feature_layer": 0}, "config.model.feature_layer is 0, expected the state after"),
-        ({"noise.taste": -1}, "noise.taste is -1.0, expected a number from 0"),
+        ({"noise.taste": -1}, "noise.taste is -1, expected a number from 0"),
         ({"language.thinned_share": 1.5}, "thinned_share is 1.5, expected a share from 0 to 1"),
         ({"language.filled": 10}, "language.filled is 10, expected at most the 9 visual tokens"),
         ({"language.kept": (4, 10)}, r"language.kept is \(4, 10\), expected numbers .* 1 to 9"),

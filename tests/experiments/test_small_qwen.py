@@ -1,7 +1,7 @@
 """A small Qwen2.5-VL from scratch, on images that differ in their number of tokens."""
 
 import json
-import pathlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,11 @@ from experiments.pretrain.language import (
 )
 from experiments.pretrain.packing import pack
 from experiments.pretrain.run import pretrain
-from experiments.pretrain.settings import read_pretraining
 from experiments.pretrain.tower import init_heads, tower_loss
 from experiments.pretrain.vocabulary import build_tokenizer
 from experiments.shapes import write_world
+from stepprune_jax import configurations
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.configurations import load_config
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
@@ -40,43 +39,23 @@ from stepprune_jax.models.layers import attention_weights
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "experiments" / "configs"
+CONFIG = str(Path(__file__).parents[2] / "experiments/configs/pretrain_shapes_qwen.py")
 TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
 GRIDS = np.array([[2, 2], [3, 3]])
 
 
-def tiny_config(**changes):
-    config = load_config(str(CONFIGS / "pretrain_shapes_qwen.py"))
-    config.micro_batch, config.dtype = 2, "float32"
-    config.log_every, config.checkpoint_every = 1, 2
-    config.model.update(
-        {
-            "image_size": 24,
-            "least_size": 16,
-            "window_size": 16,
-            "full_blocks": (1,),
-            "vision_width": 16,
-            "vision_mlp": 16,
-            "vision_layers": 2,
-            "vision_heads": 2,
-            "text_width": 16,
-            "text_mlp": 16,
-            "text_layers": 2,
-            "text_heads": 2,
-            "text_kv_heads": 1,
-            "rope_sections": (1, 1, 2),
-        }
-    )
-    for stage in (config.tower, config.language, config.noise):
-        stage.steps, stage.batch_size = 2, 4
-    config.language.kept, config.language.whole_steps = (4,), 1
-    config.language.thinned_share = config.noise.thinned_share = 1.0
-    config.update_from_flattened_dict(changes)
-    return config
-
-
 def tiny_run(**changes):
-    return read_pretraining(tiny_config(**changes))
+    sizes = {"vision_width": 16, "vision_mlp": 16, "vision_layers": 2, "vision_heads": 2}
+    sizes |= {name.replace("vision", "text"): size for name, size in sizes.items()}
+    sizes |= {"image_size": 24, "least_size": 16, "window_size": 16, "full_blocks": (1,)}
+    sizes |= {"text_kv_heads": 1, "rope_sections": (1, 1, 2)}
+    fields = {f"model.{name}": size for name, size in sizes.items()}
+    fields |= {"micro_batch": 2, "dtype": "float32", "log_every": 1, "checkpoint_every": 2}
+    for stage in ("tower", "language", "noise"):
+        fields |= {f"{stage}.steps": 2, f"{stage}.batch_size": 4}
+    fields |= {"language.kept": (4,), "language.whole_steps": 1}
+    fields |= {"language.thinned_share": 1.0, "noise.thinned_share": 1.0}
+    return configurations.load(CONFIG).replace(fields | changes)
 
 
 @pytest.fixture(scope="module")
@@ -229,13 +208,8 @@ def test_the_batches_of_an_epoch_have_images_of_one_size():
     ],
 )
 def test_bad_fields_are_named(change, message):
-    config = tiny_config()
-    with config.unlocked(), config.ignore_type():
-        for name, value in change.items():
-            group, field = name.split(".")
-            config[group][field] = value
     with pytest.raises(ValueError, match=message):
-        read_pretraining(config)
+        tiny_run(**change)
 
 
 @pytest.mark.slow

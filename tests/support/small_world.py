@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmark_files import write_lines
-from ml_collections import ConfigDict
 from PIL import Image
 
-from stepprune_jax import PolicyConfig, testing
+from stepprune_jax import PolicyConfig, configurations, testing
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
-from stepprune_jax.configurations import load_config
 from stepprune_jax.evaluation import encode, generate_stage
-from stepprune_jax.evaluation.settings import EvaluationRun, read_evaluation
+from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import ParamSpec, param_specs
 from stepprune_jax.pruning import AutoSelectConfig, autoselect
@@ -95,11 +93,16 @@ def tiny_model(folder):
 
 def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
     """The settings of an evaluation of the default configuration on a tiny model and split."""
-    config = load_config(str(ROOT / "configs" / "shapes.py"))
-    config.seed, config.mesh = 3, "single"
-    config.model.folder, config.data.folder = str(model), str(data)
-    config.eval = ConfigDict({"budgets": (4, 2), "batch_size": 4, **fields})
-    return read_evaluation(config)
+    return configurations.load(str(ROOT / "configs" / "shapes.py")).replace(
+        {
+            "seed": 3,
+            "mesh": "single",
+            "model.folder": str(model),
+            "data.folder": str(data),
+            "eval": EvalSettings(budgets=(4, 2), batch_size=4),
+        }
+        | {f"eval.{name}": value for name, value in fields.items()}
+    )
 
 
 def changed(run: EvaluationRun, **fields) -> EvaluationRun:

@@ -1,17 +1,18 @@
 """A run on a tiny LLaVA and a few images, the same shapes in every test."""
 
-import importlib.util
 import json
 import pathlib
 
 import numpy as np
 from PIL import Image
 
+from stepprune_jax import configurations
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.source import training_source
-from stepprune_jax.training import read_run
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training.batches import open_batches
 from stepprune_jax.training.optimizer import OptimizerSettings
 
@@ -23,13 +24,12 @@ ASKED = ("What is in this picture?", "is this a dog ?", "two or no", "red ?", "t
 RIGHT = ("red", "no", "two", "yes dog", "no")
 
 
-def load_config(name, *arguments):
+def load_config(name):
+    """A configuration of the package or of the experiments; a reading may follow a colon."""
+    file, _, reading = name.partition(":")
     places = (ROOT / "configs", ROOT / "experiments" / "configs")
-    file = next(place / f"{name}.py" for place in places if (place / f"{name}.py").is_file())
-    spec = importlib.util.spec_from_file_location("a_config", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.get_config(*arguments)
+    path = next(place / f"{file}.py" for place in places if (place / f"{file}.py").is_file())
+    return configurations.load(f"{path}:{reading}")
 
 
 def write_data(folder, count=6, side=24, entries=()):
@@ -61,21 +61,24 @@ def write_questions(folder):
     return folder
 
 
-def make_config(model, data, **changes):
-    config = load_config("shapes")
-    config.model.folder, config.model.rows_at_once = str(model), 4
-    config.data.folder, config.data.length_multiple = str(data), 64
-    config.policy.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
-    config.autoselect.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
-    config.update({"steps": 6, "batch_size": 8, "log_every": 1, "checkpoint_every": 2})
-    config.mesh, config.policy.min_tokens = "single", 1  # of nine tokens
-    config.optimizer.warmup, config.validation.calibrate = 2, 0
-    config.update_from_flattened_dict(changes)
-    return config
-
-
 def make_run(model, data, **changes):
-    return read_run(make_config(model, data, **changes))
+    small = {"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
+    fields = {
+        "model.folder": str(model),
+        "model.rows_at_once": 4,
+        "data.folder": str(data),
+        "data.length_multiple": 64,
+        "policy": PolicyConfig(min_tokens=1, **small),  # of nine tokens
+        "autoselect": AutoSelectConfig(**small),
+        "steps": 6,
+        "batch_size": 8,
+        "log_every": 1,
+        "checkpoint_every": 2,
+        "mesh": "single",
+        "optimizer.warmup": 2,
+        "validation.calibrate": 0,
+    }
+    return load_config("shapes").replace(fields | changes)
 
 
 def optimizer_settings(**changes):

@@ -5,7 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_run import load_config
+from tiny_run import ROOT, load_config
 
 from stepprune_jax import testing
 from stepprune_jax.data.llava import read_conversations
@@ -16,7 +16,7 @@ from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.parallel.sharding import build_mesh, shardings
-from stepprune_jax.training import plan, read_run, settings
+from stepprune_jax.training import plan, settings
 from stepprune_jax.training.batches import Bucket
 from tools.bench import training
 from tools.bench.drawn_data import write_conversations, write_model
@@ -26,13 +26,11 @@ FIELDS = testing.tiny_hf_config()  # a vocabulary that the mesh divides
 IDS = 160
 
 
-def tiny_config(**changes):
-    config = load_config("shapes")
-    for group in (config.policy, config.autoselect):
-        group.update({"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1})
-    changes = {"batch_size": 4, "optimizer.warmup": 1, "model.remat": True} | changes
-    config.update_from_flattened_dict(changes)
-    return config
+def tiny_run(**changes):
+    small = {"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
+    fields = {f"{group}.{k}": v for group in ("policy", "autoselect") for k, v in small.items()}
+    fields |= {"batch_size": 4, "optimizer.warmup": 1, "model.remat": True}
+    return load_config("shapes").replace(fields | changes)
 
 
 @pytest.mark.parametrize("ids", [300, 301, 640])
@@ -69,14 +67,13 @@ def test_weights_are_drawn_in_their_places():
 @pytest.mark.slow
 def test_a_run_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_IMAGES", 8)
-    config = tiny_config(mesh="data=2,fsdp=2,tensor=2")
-    found = training.measure(config, FIELDS, 2, IDS, tmp_path)
+    run = tiny_run(mesh="data=2,fsdp=2,tensor=2")
+    found = training.measure(run, FIELDS, 2, IDS, tmp_path)
     assert found.policy > 0 and found.fed > 0 and 0 <= found.wait < found.update
     assert found.peak is None  # a CPU does not say
     assert found.planned.total > 0
     # What remat does again is no work of the model; the policy is a part of the update.
     assert 0 < found.policy_flops < found.model_flops < found.flops
-    run = read_run(config)
     setup = settings.make_setup(run, LlavaConfig.from_hf(FIELDS), settings.make_mesh(run))
     samples = read_conversations(tmp_path / "data/train.json", tmp_path / "data/images")
     encoded = testing.llava_encoder(testing.tiny_tokenizer()).encode(samples[0].turns, 1)
@@ -103,10 +100,12 @@ def test_the_lines_have_the_numbers():
     assert "no peak is known" in lines and "not reported by this device" in lines
 
 
-def test_a_shape_is_a_name_or_a_folder(tmp_path):
+def test_a_shape_is_a_name_or_a_folder(tmp_path, capsys):
     folder = write_model(tmp_path / "model", FIELDS)
     assert json.loads((folder / "config.json").read_text()) == FIELDS
+    config = ["--config", str(ROOT / "configs" / "shapes.py")]
     with pytest.raises(ValueError, match="--model 'llava-8b' is neither a file nor one of"):
-        training.main(tiny_config(), "llava-8b", 1, IDS)
-    with pytest.raises(ValueError, match=r"--ids is 9000, more than config.data.context_limit"):
-        training.main(tiny_config(), str(folder), 1, 9000)
+        training.main([*config, "--model", "llava-8b"])
+    with pytest.raises(SystemExit):
+        training.main([*config, "--model", str(folder), "--ids", "9000"])
+    assert "--ids is 9000, more than config.data.context_limit" in capsys.readouterr().err

@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_run import ROOT, load_config, make_config, metrics, open_tiny, write_data
+from tiny_run import load_config, make_run, metrics, open_tiny, write_data
 
 from experiments.pretrain import small_qwen
-from experiments.pretrain.settings import read_pretraining
 from experiments.pretrain.vocabulary import build_tokenizer
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
@@ -19,7 +18,7 @@ from stepprune_jax.efficiency.model_shapes import model_config
 from stepprune_jax.models import vlm
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.training import read_run, train
+from stepprune_jax.training import train
 from stepprune_jax.training.batches import Batches, Loading
 from stepprune_jax.training.plan import dry_run
 from stepprune_jax.training.settings import make_setup
@@ -40,16 +39,14 @@ def world(tmp_path_factory):
     return testing.tiny_qwen(folder / "model"), data
 
 
-def small_config(world, **changes):
-    config = make_config(*world, steps=2, batch_size=12, **{"data.stats_images": 6})
-    config.optimizer.warmup = 1
-    config.update_from_flattened_dict(changes)
-    return config
+def small_run(world, **changes):
+    small = {"steps": 2, "batch_size": 12, "data.stats_images": 6, "optimizer.warmup": 1}
+    return make_run(*world, **small | changes)
 
 
 @pytest.mark.slow
 def test_a_policy_is_trained(world, tmp_path):
-    train(read_run(small_config(world)), tmp_path)
+    train(small_run(world), tmp_path)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2]
     assert all(np.isfinite(line["loss"]) and line["skipped"] == 0 for line in lines)
@@ -61,7 +58,7 @@ def test_a_policy_is_trained(world, tmp_path):
 
 
 def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
-    run = read_run(small_config(world))
+    run = small_run(world)
     whole = open_tiny(run, tmp_path)
     setup = make_setup(run, inspect_folder(world[0]).config)
     batch = whole[0]
@@ -81,7 +78,7 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
 
 
 def test_a_number_of_steps_is_refused(world):
-    run = read_run(small_config(world, **{"policy.max_steps": 4}))
+    run = small_run(world, **{"policy.max_steps": 4})
     with pytest.raises(ValueError, match=r"config.policy.max_steps is 4, expected None"):
         make_setup(run, inspect_folder(world[0]).config)
 
@@ -89,24 +86,26 @@ def test_a_number_of_steps_is_refused(world):
 @pytest.mark.slow
 def test_a_dry_run_plans_for_images_of_the_largest_size(world, tmp_path, capsys):
     """Of the paper's configuration, but for the widths of model and policy."""
-    config = load_config("qwen25vl_7b")
-    config.model.folder = str(world[0])
-    config.model.min_pixels, config.model.max_pixels = 256, 2304
-    config.data.train_file, config.data.image_folder = (
-        str(world[1] / "train.json"),
-        str(world[1] / "images"),
+    run = load_config("qwen25vl_7b").replace(
+        {
+            "model.folder": str(world[0]),
+            "model.min_pixels": 256,
+            "model.max_pixels": 2304,
+            "data.train_file": str(world[1] / "train.json"),
+            "data.image_folder": str(world[1] / "images"),
+            "policy.width": 16,
+            "policy.num_heads": 2,
+        }
     )
-    config.policy.width, config.policy.num_heads = 16, 2
-    found = dry_run(read_run(config), tmp_path)
+    found = dry_run(run, tmp_path)
     assert found.devices == 2 and found.flops > 0
     printed = capsys.readouterr().out
     assert "rtx-a6000" in printed and "hours for 39000 updates" in printed
 
 
 @pytest.mark.parametrize("reading", ["", "literal"])
-def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
-    monkeypatch.syspath_prepend(str(ROOT))
-    run, first = (read_run(load_config(n, reading)) for n in ("qwen25vl_7b", "llava7b"))
+def test_the_papers_second_model_has_the_papers_values(reading):
+    run, first = (load_config(f"{n}:{reading}") for n in ("qwen25vl_7b", "llava7b"))
     changed = {key for key, value in run.flat().items() if first.flat()[key] != value}
     assert changed == {
         "model.folder",
@@ -116,7 +115,7 @@ def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
         "policy.max_steps",
         *(f"eval.{name}" for name in ("benchmarks", "textvqa_ocr", "budgets")),
     }
-    small = read_run(load_config("qwen25vl_3b", reading))
+    small = load_config(f"qwen25vl_3b:{reading}")
     assert {**small.flat(), "model.folder": 0} == {**run.flat(), "model.folder": 0}
     for name, width in (("qwen2.5-vl-7b", 3584), ("qwen2.5-vl-3b", 2048)):
         model = model_config(name)
@@ -134,14 +133,14 @@ def test_the_papers_second_model_has_the_papers_values(monkeypatch, reading):
             functools.partial(encode_rows, setup=setup), weights, pixels=pixels
         )
         assert features.shape == (2, 2048, width)
-    assert json.dumps(run.eval["budgets"]) == '["1/3", "2/9", "1/9"]'
+    assert json.dumps(run.eval.budgets) == '["1/3", "2/9", "1/9"]'
 
 
 def test_the_small_model_of_several_sizes_has_the_values_of_the_small_llava():
-    run, first = (read_run(load_config(name)) for name in ("shapes_qwen", "shapes"))
+    run, first = (load_config(name) for name in ("shapes_qwen", "shapes"))
     changed = {key for key, value in run.flat().items() if first.flat().get(key) != value}
     assert changed == {"model.folder", "model.max_pixels", "data.folder", "eval.budgets"}
-    made = read_pretraining(load_config("pretrain_shapes_qwen"))
+    made = load_config("pretrain_shapes_qwen")
     assert (made.model.least_size, made.model.image_size) == (64, 112)
     model = small_qwen.model_config(made.model, build_tokenizer([], small_qwen.TEMPLATE))
     weights = jax.tree.leaves(vlm.abstract_params(model))

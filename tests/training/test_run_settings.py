@@ -8,27 +8,18 @@ import pytest
 from tiny_run import ROOT, load_config, make_run, write_data
 
 from experiments.studies.variants import variant_configs
-from stepprune_jax import testing
+from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.settings import read
-from stepprune_jax.training import read_run, run, train
-from stepprune_jax.training.optimizer import OptimizerSettings
+from stepprune_jax.training import DataSettings, run, train
 from stepprune_jax.training.settings import make_mesh, make_setup, read_method
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
 
 
-def build(config):
-    return read_method(read_run(config), MODEL).config
-
-
-def test_an_integer_is_a_number():
-    fields = load_config("shapes").optimizer.to_dict()
-    settings = read(OptimizerSettings, {**fields, "lr": 1, "final_lr": 1})
-    assert (settings.lr, settings.final_lr) == (1.0, 1.0)
-    assert type(settings.lr) is type(settings.final_lr) is float
+def build(run):
+    return read_method(run, MODEL).config
 
 
 @pytest.mark.parametrize(
@@ -94,20 +85,19 @@ def test_missing_folders_and_fields_are_named(tmp_path):
 
 def test_the_training_file_may_lie_elsewhere(tmp_path):
     file = write_data(tmp_path / "data", count=1) / "train.json"
-    config = load_config("shapes")
-    config.data.update({"folder": "", "train_file": str(file)})
+    data = DataSettings(train_file=str(file))
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
-        training_source(read_run(config).data, tmp_path)  # where would its images be?
-    config.data.update({"image_folder": str(tmp_path), "linked_folders": ["/"]})
-    found = training_source(read_run(config).data, tmp_path / "run")
+        training_source(data, tmp_path)  # where would its images be?
+    data = dataclasses.replace(data, image_folder=str(tmp_path), linked_folders=("/",))
+    found = training_source(data, tmp_path / "run")
     assert found[:3] == (file, tmp_path, tmp_path / "run") and found.linked_folders == ("/",)
-    config.data.index_folder = str(tmp_path / "indices")
-    assert training_source(read_run(config).data, tmp_path).index_folder == tmp_path / "indices"
-    config.data.update({"train_file": "", "folder": str(tmp_path / "data")})
-    assert training_source(read_run(config).data, tmp_path)[:2] == (file, tmp_path)
-    config.data.train_file = "none.json"
+    data = dataclasses.replace(data, index_folder=str(tmp_path / "indices"))
+    assert training_source(data, tmp_path).index_folder == tmp_path / "indices"
+    data = dataclasses.replace(data, train_file="", folder=str(tmp_path / "data"))
+    assert training_source(data, tmp_path)[:2] == (file, tmp_path)
+    data = dataclasses.replace(data, train_file="none.json")
     with pytest.raises(FileNotFoundError, match=r"config.data.train_file: no file none.json"):
-        training_source(read_run(config).data, tmp_path)
+        training_source(data, tmp_path)
 
 
 def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):
@@ -124,106 +114,79 @@ def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch)
 
 
 def test_only_fields_that_change_what_is_learned_count():
-    old, config = read_run(load_config("shapes")).flat(), load_config("shapes")
-    config.log_every, config.eval.batch_size, config.data.cache_gb = 1, 2, 0.5
-    config.model.folder, config.autoselect.width = "elsewhere", 8
-    assert read_run(config).changes(old) == []
-    config.policy.price_range = 1.0
-    config.batch_size = 8
-    assert read_run(config).changes(old) == [
+    shapes = load_config("shapes")
+    free = {"log_every": 1, "eval.batch_size": 2, "data.cache_gb": 0.5, "model.folder": "elsewhere"}
+    assert shapes.replace(free | {"autoselect.width": 8}).changes(shapes.flat()) == []
+    changed = shapes.replace({"policy.decay": 0.5, "batch_size": 8})
+    assert changed.changes(shapes.flat()) == [
         "config.batch_size: 32 -> 8",
-        f"config.policy.price_range: {old['policy.price_range']} -> 1.0",
+        "config.policy.decay: 0.9 -> 0.5",
     ]
 
 
-def test_a_run_begun_before_a_field_existed_had_what_it_stands_for():
-    old = read_run(load_config("shapes")).flat()
-    for name in ("policy.group", "policy.text", "autoselect.text"):
-        del old[name]
-    config = load_config("shapes")
-    assert read_run(config).changes(old) == []
-    config.policy.group = 2
-    assert read_run(config).changes(old) == ["config.policy.group: 1 -> 2"]
-
-
 def test_a_selector_may_be_blind_to_the_question():
-    config = load_config("shapes")
-    config.method, config.autoselect.text = "autoselect", False
-    blind = build(config)
-    config.autoselect.text = True
-    assert build(config) == dataclasses.replace(blind, text_width=MODEL.text.hidden_size)
+    shapes = load_config("shapes").replace({"method": "autoselect"})
+    blind = build(shapes.replace({"autoselect.text_width": 0}))
     assert blind.text_width == 0
-    with pytest.raises(ValueError, match=r"config.autoselect.text is 1, expected True or False"):
-        read_method(dataclasses.replace(read_run(config), autoselect={"text": 1}), MODEL)
+    assert build(shapes) == dataclasses.replace(blind, text_width=MODEL.text.hidden_size)
 
 
-def test_shipped_configurations_build_what_they_say(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    default = build(load_config("shapes"))
-    assert isinstance(default, PolicyConfig) and default.feature_width == 32
-    literal = build(load_config("shapes", "literal"))
+def test_shipped_configurations_build_what_they_say():
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
     # One recipe: that of the class.
-    assert default == PolicyConfig(**shape)
+    assert build(load_config("shapes")) == PolicyConfig(**shape)
     scale = {"width": 1024, "num_heads": 16, "max_steps": 288, "dtype": "float32"}
     assert build(load_config("llava7b")) == PolicyConfig(**(shape | scale))
-    assert literal == PolicyConfig.literal(decoder_layers=literal.decoder_layers, **shape)
+    literal = build(load_config("shapes:literal"))
+    assert literal == PolicyConfig.literal(decoder_layers=1, **shape)
     wide = build(load_config("shapes_wide"))
     assert wide == PolicyConfig(**(shape | {"width": 128, "length_weight": 0.08}))
-    # What the command line changes is not taken back by a row.
-    row = variant_configs(
-        str(ROOT / "configs" / "shapes.py"), ["autoselect"], ["text_gate_anneal=0.5"]
-    )
-    assert row[0].config.text_gate_anneal == 0.5 and row[0].config.method == "autoselect"
+    for name in ("shapes", "llava7b", "qwen25vl_3b"):
+        with pytest.raises(ValueError, match=r"is 'loose', expected literal or nothing"):
+            load_config(f"{name}:loose")
+
+
+def test_the_command_line_changes_fields():
+    path = str(ROOT / "configs" / "shapes.py")
+    texts = ["steps=60", "optimizer.lr=1", "eval.budgets=8,4", "policy.max_steps=72"]
+    run = configurations.load(path, [*texts, "tensorboard=true", "eval.rows={'x': 'y'}"])
+    assert (run.steps, run.eval.budgets, run.policy.max_steps) == (60, (8, 4), 72)
+    assert run.optimizer.lr == 1 and type(run.optimizer.lr) is float  # one type, one program
+    assert run.tensorboard is True and run.eval.rows == {"x": "y"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("policy.decoder_layer=2", r"config.policy.decoder_layer is not a .* decoder_layers\?$"),
+        ("optimizer.warmpu=1", r"config.optimizer.warmpu is not a field. Did you mean warmup\?$"),
+        ("batchsize=1", r"config.batchsize is not a field. Did you mean batch_size\?$"),
+        ("steps.x=1", r"config.steps.x is not a field$"),
+        ("optimizer=3", r"config.optimizer is 3, expected a OptimizerSettings"),
+        ("steps=many", r"config.steps is 'many', expected an integer from 1"),
+        ("steps", r"'steps' is no change of a field, expected FIELD=VALUE"),
+        ("accelerator.name=abacus", "config.accelerator.name is 'abacus', expected one of rtx"),
+        ("accelerator.utilisation=1.5", "config.accelerator.utilisation is 1.5, expected a share"),
+    ],
+)
+def test_bad_changes_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        configurations.load(str(ROOT / "configs" / "shapes.py"), [change])
+
+
+def test_a_variant_shares_the_changes_of_the_command_line():
+    path = str(ROOT / "configs" / "shapes.py")
+    (row,) = variant_configs(path, ["autoselect"], ["text_gate_anneal=0.5"])
+    assert row.config.text_gate_anneal == 0.5 and row.config.method == "autoselect"
     # A row's learning rates are a share of the configuration's.
     large = str(ROOT / "configs" / "llava7b.py")
     for changes, lr in (([], load_config("llava7b").optimizer.lr / 2), (["optimizer.lr=0.1"], 0.1)):
         optimizer = variant_configs(large, ["autoselect"], changes)[0].config.optimizer
         assert (optimizer.lr, optimizer.muon_lr) == (lr, 0)
-    with pytest.raises(ValueError, match=r"expected shapes:literal"):
-        load_config("shapes", "loose")
-
-
-def test_unknown_fields_are_named_with_the_nearest_one():
-    config = load_config("shapes")
-    config.policy.decoder_layer = 2
-    with pytest.raises(
-        ValueError, match=r"config.policy has unknown field.*mean decoder_layers\?$"
-    ):
-        build(config)
-    for name, message in (
-        ("optimizer.warmpu", r"config.optimizer.warmpu is not a field. Did you mean warmup\?$"),
-        ("batchsize", r"config.batchsize is not a field. Did you mean batch_size\?$"),
-        ("data.zzz", r"config.data.zzz is not a field.$"),
-    ):
-        config = load_config("shapes")
-        group, _, field = name.rpartition(".")
-        (config[group] if group else config)[field] = 1
-        with pytest.raises(ValueError, match=message):
-            read_run(config)
-
-
-@pytest.mark.parametrize("name", ["mesh", "policy", "model", "model.folder", "data.train_file"])
-def test_what_a_configuration_lacks_is_named(name):
-    config = load_config("shapes")
-    group, _, field = name.rpartition(".")
-    del (config[group] if group else config)[field]
-    with pytest.raises(ValueError, match=rf"config.{name} is missing$"):
-        read_run(config)
-
-
-def test_a_group_must_be_one():
-    config = load_config("shapes")
-    del config["optimizer"]
-    config.optimizer = 3
-    with pytest.raises(ValueError, match=r"config.optimizer is 3, expected a group with lr$"):
-        read_run(config)
 
 
 def test_one_device_needs_no_mesh():
-    config = load_config("shapes")
-    config.mesh = "single"
-    assert make_mesh(read_run(config)) is None
+    assert make_mesh(make_run("", "", mesh="single")) is None
 
 
 @pytest.mark.parametrize(
@@ -239,28 +202,6 @@ def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"config.mesh is 'single', expected one for the 2 proc"):
         make_mesh(make_run("", ""))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "abacus"}, "config.accelerator.name is 'abacus', expected one of rtx-a6000"),
-        ({"count": 0}, "config.accelerator.count is 0, expected an integer from 1"),
-        ({"utilisation": 1.5}, "config.accelerator.utilisation is 1.5, expected a share above 0"),
-    ],
-)
-def test_what_a_dry_run_is_for_is_checked(change, message):
-    config = load_config("shapes")
-    config.accelerator.update(change)
-    with pytest.raises(ValueError, match=message):
-        read_run(config)
-
-
-@pytest.mark.parametrize("group", ["accelerator", "eval"])
-def test_a_configuration_may_lack_what_training_does_not_read(group):
-    config = load_config("shapes")
-    del config[group]
-    assert getattr(read_run(config), group) is None
 
 
 def test_settings_cannot_be_changed():

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_config, open_tiny, write_data
+from tiny_run import make_run, open_tiny, write_data
 
 from stepprune_jax import load_vlm, policy, testing
-from stepprune_jax.training import read_run, settings, step
+from stepprune_jax.training import settings, step
 
 SAID = ["What is in this picture?", "dog", "is this a red dog ?", "no", "two ?", "yes"]
 ASKED, ANSWERED = SAID[::2], SAID[1::2]
@@ -37,10 +37,12 @@ def world(tmp_path_factory):
 
 def open_mix(world, workdir, **changes):
     folder, file = world
-    config = make_config(folder / "model", "", **changes)
-    config.data.update({"name": "folder", "split_turns": False, "train_file": str(file)})
-    config.data.image_folder = str(folder / "data" / "images")
-    run = read_run(config)
+    places = {
+        "data.split_turns": False,
+        "data.train_file": str(file),
+        "data.image_folder": str(folder / "data" / "images"),
+    }
+    run = make_run(folder / "model", "", **places | changes)
     return run, open_tiny(run, workdir)
 
 

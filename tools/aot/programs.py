@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.checkpoints.frozen import image_bounds, model_source
-from stepprune_jax.configurations import load_config
+from stepprune_jax import configurations
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.decoding import RunOptions, Sampling, Stages, greedy
@@ -25,7 +24,7 @@ from stepprune_jax.policy.layers import compute_dtype
 from stepprune_jax.policy.rollout import start_episode
 from stepprune_jax.policy.selection import pick, select_parallel
 from stepprune_jax.pruning import PRUNERS, Budget, FastV, Kept, Pruner, Trained
-from stepprune_jax.training import Run, plan, read_run, step
+from stepprune_jax.training import Run, plan, step
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions, row_losses
 from stepprune_jax.training.settings import make_setup
@@ -58,7 +57,7 @@ def load_run(name: str, changes: Sequence[str] = ()) -> Run:
         FileNotFoundError: there is no such configuration.
         ValueError: the configuration is invalid, or has no such field.
     """
-    return read_run(load_config(name, changes))
+    return configurations.load(name, changes)
 
 
 def model_of(run: Run) -> ModelConfig:
@@ -66,9 +65,9 @@ def model_of(run: Run) -> ModelConfig:
     name = run.model.folder.lower().removeprefix("llava-hf/").removesuffix("-hf")
     name = name.removeprefix("qwen/").removesuffix("-instruct").replace("llava-1.5", "llava")
     if name not in MODELS | QWEN_MODELS:
-        return model_source(run).config
+        return run.model.inspect().config
     config = model_config(name)
-    return config.family.bound_images(config, None, **image_bounds(run))
+    return config.family.bound_images(config, None, **run.model.image_bounds)
 
 
 class Programs:

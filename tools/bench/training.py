@@ -13,20 +13,17 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
-from ml_collections import ConfigDict
 
-from stepprune_jax import command_line
 from stepprune_jax.checkpoints.folder import Source, inspect_folder
-from stepprune_jax.checkpoints.frozen import model_dtype
 from stepprune_jax.checkpoints.identity import file_identity
+from stepprune_jax.command_line import Parser, add_config, exit_with, integer_from, read_config
 from stepprune_jax.data.source import training_source
 from stepprune_jax.efficiency.model_shapes import MODELS, model_config
 from stepprune_jax.efficiency.timing import machine, peak_memory
@@ -40,7 +37,7 @@ from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import plan, step
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import memory_advice
-from stepprune_jax.training.settings import Run, make_mesh, make_setup, read_run
+from stepprune_jax.training.settings import Run, make_mesh, make_setup
 from stepprune_jax.user_input import user_input
 from tools.bench.drawn_data import write_conversations, write_model
 
@@ -52,6 +49,7 @@ _WARM_UP = 3
 _IMAGES = 256
 # Timed updates of the same batch.
 _REPEATS = 10
+_NAME = "tools.bench.training"
 
 
 class Measured(NamedTuple):
@@ -92,13 +90,11 @@ class _Bench(NamedTuple):
     batches: Batches
 
 
-def measure(
-    config: ConfigDict, fields: dict[str, Any], steps: int, ids: int, folder: Path
-) -> Measured:
+def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path) -> Measured:
     """Times updates of a run.
 
     Args:
-        config: configuration of the run; its model and data are replaced.
+        run: settings of the run; its model and data are replaced.
         fields: `config.json` of the model whose shape it has, in the Hugging Face layout.
         steps: number of timed updates.
         ids: ids of each conversation, its image as one.
@@ -111,11 +107,11 @@ def measure(
         ValueError: a bad configuration.
     """
     with user_input():
-        run = _replace_data(config, fields, ids, folder)
+        run = _replace_data(run, fields, ids, folder)
         mesh = make_mesh(run)
         source, batches = _open(run, folder)
         setup = make_setup(run, source.config, mesh)
-    (bucket,), dtype, rows = batches.buckets, model_dtype(run), run.batch_size
+    (bucket,), dtype, rows = batches.buckets, jnp.dtype(run.model.dtype), run.batch_size
     traced = plan.trace_update(setup, dtype, rows, bucket)
     once = dataclasses.replace(setup, forward=setup.forward._replace(execution=Execution()))
     model_flops = traced_flops(plan.trace_update(once, dtype, rows, bucket).jaxpr)
@@ -144,23 +140,20 @@ def measure(
     )
 
 
-def _replace_data(config: ConfigDict, fields: dict[str, Any], ids: int, folder: Path) -> Run:
+def _replace_data(run: Run, fields: dict[str, Any], ids: int, folder: Path) -> Run:
     """Writes model and data; returns the settings of a run on them."""
-    run = read_run(config)
-    model = dataclasses.replace(
-        run.model, folder=str(write_model(folder / "model", fields)), vision_folder=""
+    return run.replace(
+        {
+            "model.folder": str(write_model(folder / "model", fields)),
+            "model.vision_folder": "",
+            "data.folder": str(write_conversations(folder / "data", _IMAGES, ids)),
+            "data.train_file": "",
+            "data.image_folder": "",
+            "data.index_folder": str(folder),
+            "data.split_turns": False,
+            "data.cache_gb": 0.0,
+        }
     )
-    data = dataclasses.replace(
-        run.data,
-        name="folder",
-        folder=str(write_conversations(folder / "data", _IMAGES, ids)),
-        train_file="",
-        image_folder="",
-        index_folder=str(folder),
-        split_turns=False,
-        cache_gb=0.0,
-    )
-    return dataclasses.replace(run, model=model, data=data)
 
 
 def _open(run: Run, folder: Path) -> tuple[Source, Batches]:
@@ -262,37 +255,31 @@ def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
     )
 
 
-def main(config: ConfigDict, model: str, steps: int, ids: int) -> None:
-    """Measures and prints.
-
-    Args:
-        config: configuration of the run.
-        model: name or folder of the shape.
-        steps: number of timed updates.
-        ids: ids of each conversation.
-    """
-    with user_input():
-        run = read_run(config)
-        if ids > 1 + run.data.context_limit - model_config(model).max_image_tokens:
-            raise ValueError(f"--ids is {ids}, more than config.data.context_limit allows")
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
+    add_config(parser)
+    known = ", ".join(MODELS)
+    parser.add_argument("--model", default="llava-7b", help=f"shape: a folder, or one of {known}")
+    parser.add_argument("--steps", type=integer_from(1), default=50, help="timed updates")
+    parser.add_argument(
+        "--ids", type=integer_from(1), default=640, help="ids of a conversation, its image as one"
+    )
+    given, run = read_config(parser, arguments, Run)
+    model, ids = given.model, given.ids
+    if ids > 1 + run.data.context_limit - model_config(model).max_image_tokens:
+        parser.error(f"--ids is {ids}, more than config.data.context_limit allows")
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder, memory_advice(run):
-        measured = measure(config, fields, steps, ids, Path(folder))
+        measured = measure(run, fields, given.steps, ids, Path(folder))
     mesh = make_mesh(run)
     print(machine())
-    print(f"{model}, mesh {run.mesh}, {run.batch_size} rows of {ids} ids; {steps} updates")
+    print(f"{model}, mesh {run.mesh}, {run.batch_size} rows of {ids} ids; {given.steps} updates")
     name = known_as(jax.devices()[0].device_kind)
     for line in report(measured, mesh.size if mesh else 1, name):
         print(line, flush=True)
 
 
 if __name__ == "__main__":
-    command_line.define_config()
-    flags.DEFINE_string("model", "llava-7b", f"Shape: a folder, or one of {', '.join(MODELS)}.")
-    flags.DEFINE_integer("steps", 50, "Number of timed updates.", lower_bound=1)
-    flags.DEFINE_integer("ids", 640, "Ids of each conversation, the image as one.", lower_bound=1)
-    command_line.run(
-        "tools.bench.training",
-        lambda: main(flags.FLAGS.config, flags.FLAGS.model, flags.FLAGS.steps, flags.FLAGS.ids),
-    )
+    exit_with(_NAME, main)
