@@ -93,7 +93,11 @@ class Run(EvaluationRun):
         eval: settings of `eval.py`.
     """
 
-    method: str = choice("stepprune", tuple(trained_methods()))
+    method: str = setting(
+        "stepprune",
+        f"one of {', '.join(trained_methods())}",
+        lambda value: value in trained_methods(),  # those that exist now
+    )
     steps: int = count(500)
     batch_size: int = count(32)
     text_gate_anneal: float = share(0.0)

@@ -1,5 +1,7 @@
 """A trained policy knows which stop bias keeps how many tokens on average."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from tiny_run import ASKED, make_run, write_data, write_questions
 from stepprune_jax import calibrate, load_policy, save_policy, testing
 from stepprune_jax.training import train
 from stepprune_jax.training.validation import read_calibration_questions
+
+AUTOSELECT = str(Path(__file__).parents[2] / "experiments/policies/autoselect.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +60,18 @@ def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--policy": "autoselect"}, "autoselect has no learned stop to calibrate"),
-        ({"--policy": "absent"}, "nor a shipped policy of that name (autoselect, literal"),
+        (
+            {"--policy": AUTOSELECT},
+            "autoselect has no learned stop to calibrate",
+        ),
+        ({"--policy": "absent"}, "nor a shipped policy of that name (shapes, shapes_qwen"),
         ({"--model": "shapes", "--data": "absent"}, "absent"),
         ({"--out": ""}, "--out is '', expected a file in a folder"),
         ({"--out": "."}, "--out is '.', expected a file in a folder"),
     ],
 )
 def test_mistakes_are_user_errors(tmp_path, changes, message):
-    given = {"--policy": "literal", "--model": "shapes", "--data": str(tmp_path)}
+    given = {"--policy": "shapes", "--model": "shapes", "--data": str(tmp_path)}
     given |= {"--out": str(tmp_path / "new")} | changes
     with pytest.raises((ValueError, OSError)) as refusal:
         calibrate.main([part for pair in given.items() for part in pair])

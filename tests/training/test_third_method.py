@@ -48,7 +48,7 @@ def test_a_method_of_ones_own_is_trained_saved_and_run(tmp_path, monkeypatch):
     monkeypatch.setitem(PRUNERS, "linear", Linear)
     folder, data = testing.tiny_llava(tmp_path / "model"), write_data(tmp_path / "data")
     run = make_run(folder, write_questions(data), **{"validation.every": 3, "log_every": 3})
-    run = dataclasses.replace(run, method="linear", policy={"sharpness": 2.0, "text": False})
+    run = dataclasses.replace(run, method="linear", policy=LinearConfig(1, sharpness=2.0))
     train(run, tmp_path / "run")
     first, last = metrics(tmp_path / "run")
     assert first["gate"] != last["gate"] and last["grad_norm"] > 0 == last["grad_norm_stop"]

@@ -86,7 +86,7 @@ class Programs:
         """
         frozen, own = DTYPES[dtype]
         group = PRUNERS[run.method].settings
-        run = dataclasses.replace(run, **{group: {**getattr(run, group), "dtype": own}})
+        run = run.replace({f"{group}.dtype": own})
         self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
         self._model = model_of(run)
         self._setup, self._execution = make_setup(run, self._model, mesh), run.model.execution

@@ -39,7 +39,7 @@ def tiny(tmp_path):
         run,
         batch_size=4,
         model=dataclasses.replace(run.model, folder=str(tmp_path)),
-        policy={**run.policy, **sizes},
+        policy=dataclasses.replace(run.policy, **sizes),
         optimizer=dataclasses.replace(run.optimizer, muon_lr=0.0),
     )
 
@@ -72,7 +72,7 @@ def test_programs_of_a_tiny_model_compile_here(tmp_path):
 def test_programs_of_a_model_whose_images_differ_in_size_are_traced(tmp_path):
     run = tiny(tmp_path)
     model = dataclasses.replace(run.model, folder=str(testing.tiny_qwen(tmp_path / "qwen")))
-    policy = {**run.policy, "max_steps": None}
+    policy = dataclasses.replace(run.policy, max_steps=None)
     programs = Programs(dataclasses.replace(run, model=model, policy=policy), build_mesh(), "mixed")
     for name in ("tower", "rank", "prefill", "prefill cut", "decode", "select own 2", "answer 2"):
         assert programs.trace(name).jaxpr, name
@@ -81,7 +81,7 @@ def test_programs_of_a_model_whose_images_differ_in_size_are_traced(tmp_path):
 def test_fields_of_a_configuration_are_changed():
     run = load_run("configs/qwen25vl_7b.py", ["model.max_pixels=3211264", "batch_size=4"])
     assert run.batch_size == 4 and model_of(run).max_image_tokens == 4096
-    with pytest.raises(ValueError, match="--set"):
+    with pytest.raises(ValueError, match="most_pixels is not a field"):
         load_run("configs/qwen25vl_7b.py", ["model.most_pixels=1"])
     assert command.parse(["--set", "batch_size=4", "seed=1"]).set == ["batch_size=4", "seed=1"]
 
