@@ -46,18 +46,7 @@ def integer_from(least: int) -> Callable[[str], int]:
 
 
 def file_to_write(flag: str, given: str) -> Path:
-    """Checks the file of a result before the work that leads to it.
-
-    Args:
-        flag: the flag, for the message.
-        given: its value.
-
-    Returns:
-        The path.
-
-    Raises:
-        ValueError: it is a folder, or its folder does not exist or cannot be written to.
-    """
+    """Checks the file of a result before the work that leads to it."""
     path = local_path(given)
     if not path.name or path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ValueError(f"{flag} is {given!r}, expected a file in a folder that can be written to")
@@ -81,11 +70,7 @@ class Messages(logging.Handler):
 
 
 def show_messages(progress: str) -> None:
-    """Makes a command show the library's log.
-
-    Args:
-        progress: stream for progress; "stderr" for a command whose output is data.
-    """
+    """Makes a command show the library's log."""
     # Orbax reports every file it touches, and failures with a traceback before it raises them.
     absl_logging.set_verbosity(absl_logging.FATAL)
     # Of `transformers`, which would advise to install torch: its tokenizers, all we use, need none.
@@ -113,17 +98,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def read_config(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, kind: type[T]
 ) -> tuple[argparse.Namespace, T]:
-    """Reads the command line of a command with `add_config`.
-
-    Args:
-        parser: its parser.
-        arguments: the arguments; by default those of this process.
-        kind: class of the settings that the configuration must give.
-
-    Returns:
-        The arguments, `workdir` among them as a path, and the settings. A mistake is reported in
-        one line, and exits with status 2.
-    """
+    """Reads the command line of a command with `add_config`."""
     given, rest = parser.parse_known_args(arguments)
     changes, others = [], []
     while rest:
@@ -178,9 +153,6 @@ def one_line_errors(name: str) -> Iterator[None]:
     folder in place of a file, too little memory, or a device that is not there. If the output's
     reader has gone (`| head`), the program ends quietly, with the status that SIGPIPE gives; after
     Ctrl-C, with that of SIGINT and one line.
-
-    Args:
-        name: program name for messages.
     """
     try:
         yield
@@ -211,13 +183,7 @@ def one_line_errors(name: str) -> Iterator[None]:
 
 
 def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr") -> NoReturn:
-    """Calls the main function of a command inside `one_line_errors` and exits with its status.
-
-    Args:
-        name: program name for messages, unless it is run by a console script.
-        main: the function; None means status 0.
-        progress: as in `show_messages`.
-    """
+    """Calls the main function of a command inside `one_line_errors` and exits with its status."""
     name = program(name)
     show_messages(progress)
     with one_line_errors(name):

@@ -51,20 +51,7 @@ def evaluate(
     policy: str | Path | None = None,
     command: str | None = None,
 ) -> None:
-    """Evaluates a run on the benchmarks that its configuration names.
-
-    Args:
-        run: the settings of the run.
-        workdir: folder of the run. Answers go to workdir/answers/BENCHMARK, files for official
-            programs to workdir/submissions/BENCHMARK, tables and a page to workdir/report.
-        stages: the stages to run, of `STAGES`.
-        policy: a policy file, or the folder of a run, for the default row.
-        command: the command line to show in the report.
-
-    Raises:
-        FileNotFoundError: a policy, the model, data or answers are missing.
-        ValueError: bad settings or files, or a folder that another process writes to.
-    """
+    """Evaluates a run on the benchmarks that its configuration names."""
     workdir = local_path(workdir)
     with user_input():
         unknown = [stage for stage in stages if stage not in STAGES]

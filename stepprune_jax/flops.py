@@ -160,15 +160,7 @@ def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[i
 
 
 def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Counts the FLOPs of encoding and projecting images.
-
-    Args:
-        config: the model's configuration.
-        grids: rows and columns of the patches of each image.
-
-    Returns:
-        `tower`, `projector` and their `total`.
-    """
+    """Counts the FLOPs of encoding and projecting images."""
     counts = [config.family.vision_flops(config, grid) for grid in grids]
     parts = {name: sum(count[name] for count in counts) for name in ("tower", "projector")}
     return parts | {"total": sum(parts.values())}

@@ -30,15 +30,7 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def one_line(text: object) -> str:
-    """Returns a text from outside, such as a message with a file's name, as one printable line.
-
-    Args:
-        text: the text, or an error.
-
-    Returns:
-        The text with blanks and line ends joined to single blanks, and with other characters that
-        cannot be shown, such as those that control a terminal, as escape sequences.
-    """
+    """Returns a text from outside, such as a message with a file's name, as one printable line."""
     joined = " ".join(str(text).split())
     hidden = ("Cc", "Cs")  # control characters, and bytes of a file's name that are not UTF-8
     return "".join(
@@ -56,14 +48,6 @@ def local_path(given: str | Path) -> Path:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: a question that suggests a similar one.
-
-    Args:
-        name: the unknown name.
-        known: the known names.
-
-    Returns:
-        The question with a blank in front, or an empty string if no name is similar.
-    """
+    """Returns the end of a message about an unknown name: a question that suggests a similar one."""
     similar = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {similar[0]}?" if similar else ""

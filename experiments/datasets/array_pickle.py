@@ -28,19 +28,7 @@ class Array:
 
 
 def read_pickle(file: str | Path) -> Any:
-    """Reads a pickle of arrays, lists, tuples, numbers and strings.
-
-    Args:
-        file: a file written by Python 2 or 3, with numpy 1 or 2. It is held in memory as a whole.
-
-    Returns:
-        The pickled value, with an `Array` for each numpy array and Python numbers for numpy's.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it names another class or function, which is not looked up; or it is damaged,
-            or not a pickle. The message is one line.
-    """
+    """Reads a pickle of arrays, lists, tuples, numbers and strings."""
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}")

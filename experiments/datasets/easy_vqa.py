@@ -47,24 +47,7 @@ def convert(
     seed: int = 0,
     test_images: int = 0,
 ) -> dict[str, int]:
-    """Writes easy-VQA as ``images/``, ``train.json``, and questions and answers of two splits.
-
-    Args:
-        source: folder with ``train/`` and ``test/`` of easy-VQA.
-        out: folder to write; files of an earlier conversion are replaced.
-        validation_share: share of the training images that become the validation split.
-        seed: seed of the choice of these images.
-        test_images: images of the test split to keep, those with the lowest numbers; 0 for all.
-
-    Returns:
-        Number of questions of "train", "validation" and "test".
-
-    Raises:
-        FileNotFoundError: a file or image of the source is missing.
-        ValueError: the share leaves one of the splits empty, `test_images` is negative or more
-            than there are, or an entry is not a question, an answer and a number; the message
-            names file and entry. Nothing is written.
-    """
+    """Writes easy-VQA as ``images/``, ``train.json``, and questions and answers of two splits."""
     source, out = Path(source), Path(out)
     train, test = read_split(source, "train"), read_split(source, "test")
     numbers = sorted({line.image for line in train})
@@ -85,19 +68,7 @@ def convert(
 
 
 def read_split(source: str | Path, split: str) -> list[Line]:
-    """Reads a split of easy-VQA and checks that its images exist.
-
-    Args:
-        source: folder with ``train/`` and ``test/`` of easy-VQA.
-        split: "train" or "test".
-
-    Returns:
-        The questions in the file's order.
-
-    Raises:
-        FileNotFoundError: the question file or an image is missing.
-        ValueError: an entry is not a question, an answer and a number.
-    """
+    """Reads a split of easy-VQA and checks that its images exist."""
     folder = Path(source) / split
     file = folder / "questions.json"
     if not file.is_file():

@@ -28,19 +28,7 @@ class Asked(NamedTuple):
 
 
 def validation_images(numbers: Sequence[int], share: float, seed: int) -> set[int]:
-    """Chooses the training images that become the validation split.
-
-    Args:
-        numbers: numbers of the training images, in ascending order.
-        share: share of them to choose.
-        seed: seed of the choice.
-
-    Returns:
-        The numbers of those chosen.
-
-    Raises:
-        ValueError: the share leaves one of the two splits empty.
-    """
+    """Chooses the training images that become the validation split."""
     if not 0 < share < 1:
         raise ValueError(f"validation_share is {share}, expected between 0 and 1")
     count = round(share * len(numbers))
@@ -53,12 +41,7 @@ def validation_images(numbers: Sequence[int], share: float, seed: int) -> set[in
 
 
 def write_conversations(out: Path, asked: Sequence[Asked]) -> None:
-    """Writes `train.json`: all questions about an image as one conversation.
-
-    Args:
-        out: the folder.
-        asked: the questions of the training split.
-    """
+    """Writes `train.json`: all questions about an image as one conversation."""
     turns: dict[str, list[dict[str, str]]] = {}
     for question, answer, _, image in asked:
         said = turns.setdefault(image, [])
@@ -72,13 +55,7 @@ def write_conversations(out: Path, asked: Sequence[Asked]) -> None:
 
 
 def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:
-    """Writes `SPLIT.jsonl` and `SPLIT_answers.jsonl`.
-
-    Args:
-        out: the folder.
-        split: "validation" or "test".
-        asked: the questions of the split.
-    """
+    """Writes `SPLIT.jsonl` and `SPLIT_answers.jsonl`."""
     questions, answers = [], []
     for number, (question, answer, category, image) in enumerate(asked):
         name = f"{split}_{number:06d}"
@@ -93,13 +70,7 @@ def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:
 def convert_by_command(
     parser: Parser, convert: Callable[..., dict[str, int]], argv: Sequence[str] | None
 ) -> None:
-    """Runs a converter as a command, and reports errors in one line with status 2.
-
-    Args:
-        parser: parser with the flags of the data set.
-        convert: converter, called with every flag by name; returns the questions per split.
-        argv: the command line; None for that of the process.
-    """
+    """Runs a converter as a command, and reports errors in one line with status 2."""
     add = parser.add_argument
     add("--out", required=True, help="folder to write")
     add("--validation_share", type=float, default=0.1, help="share of the training images")

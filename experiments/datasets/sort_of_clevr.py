@@ -108,24 +108,7 @@ def convert(
     validation_share: float = 0.1,
     seed: int = 0,
 ) -> dict[str, int]:
-    """Writes Sort-of-CLEVR as ``images/``, ``train.json``, and questions and answers of two splits.
-
-    Args:
-        source: the generator's pickle, which is held in memory as a whole.
-        out: folder to write; files of an earlier conversion are replaced.
-        ternary: whether to include questions about two objects and the others, which newer versions
-            of the generator add to those of the paper.
-        validation_share: share of the training images that become the validation split.
-        seed: seed of the choice of these images.
-
-    Returns:
-        Number of questions of "train", "validation" and "test".
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the share leaves one of the splits empty, or the file is not such a pickle; the
-            file and the place in it are named. Nothing is written then.
-    """
+    """Writes Sort-of-CLEVR as ``images/``, ``train.json``, and questions and answers of two splits."""
     out = Path(out)
     scenes = read_scenes(source)
     asked = {split: _asked(scenes[split], split, ternary) for split in scenes}
@@ -147,20 +130,7 @@ def convert(
 
 
 def read_scenes(file: str | Path) -> dict[str, list[Scene]]:
-    """Reads the generator's pickle, without running any code that it names.
-
-    Args:
-        file: a pair of the training and the test images: each a float array [height, width, 3]
-            from 0 to 1, with two or three pairs of coded questions and classes of answers.
-
-    Returns:
-        The scenes of "train" and "test", in the file's order.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not such a pickle, or an image lacks one of the six colours; the file and
-            the place in it are named.
-    """
+    """Reads the generator's pickle, without running any code that it names."""
     splits = _sequence(read_pickle(file), str(file), "training and test images", (2,))
     scenes = {}
     for split, entries in zip(("train", "test"), splits, strict=True):

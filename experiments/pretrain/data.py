@@ -49,15 +49,7 @@ class Data(NamedTuple):
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Reads conversations, each of which must have an image.
-
-    Args:
-        folder: data in LLaVA's format.
-
-    Raises:
-        FileNotFoundError: the training file or an image is missing.
-        ValueError: a sample without an image.
-    """
+    """Reads conversations, each of which must have an image."""
     samples = read_conversations(folder / "train.json", folder / "images")
     bare = next((sample for sample in samples if sample.image is None), None)
     if bare is not None:
@@ -71,25 +63,7 @@ def read_samples(folder: Path) -> list[Sample]:
 def read_data(
     run: Pretraining, folder: Path, samples: list[Sample], model: ModelConfig, settings: Any
 ) -> Data:
-    """Reads labels, and checks them against the model and the stages.
-
-    Args:
-        run: settings of the run.
-        folder: data in LLaVA's format, with or without labels of patches.
-        samples: its conversations.
-        model: the model's shape.
-        settings: of the image processor.
-
-    Returns:
-        The data. Images are read when they are needed; where their sizes vary, all of them are read
-        here.
-
-    Raises:
-        FileNotFoundError: an image is missing.
-        ValueError: labels of another shape, more rows in a batch than there are samples of one
-            size, more patches to show than `language.filled`, or nothing that would train the
-            tower.
-    """
+    """Reads labels, and checks them against the model and the stages."""
     pixels = model.family.pixel_cache(model, settings, 4 << 30)
     groups, patches = _measure(model, samples, pixels)
     labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
@@ -176,15 +150,7 @@ def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches:
 
 
 def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[np.ndarray, "c"]]:
-    """Looks up the tokens of the words for classes of patches.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        words: `Data.words`.
-
-    Returns:
-        For each label the token of each class; -1 if it has no word, or an unknown one.
-    """
+    """Looks up the tokens of the words for classes of patches."""
     unknown = tokenizer.unk_token_id
 
     def token(word: str) -> int:
@@ -203,15 +169,6 @@ def batch_indices(
     """Returns the rows of batch `step`, all of one group.
 
     Each epoch is a permutation without the last, short batch of each group.
-
-    Args:
-        seed: seed of the order.
-        step: number of the batch, from 0.
-        size: rows of a batch, at most as many as the largest group has.
-        groups: group of each row.
-
-    Returns:
-        Distinct indices of rows.
     """
     counts = np.bincount(groups) // size
     epoch, place = divmod(step, int(counts.sum()))

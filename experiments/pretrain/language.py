@@ -41,16 +41,6 @@ def thinned(
 
     They are drawn without repetition with probabilities proportional to saliency ** sharpness:
     uniformly for sharpness 0; above, the more likely the more the class token attends to them.
-
-    Args:
-        key: PRNG key; consumed.
-        saliency_log: logarithms of weights, such as those of [CLS] attention.
-        kept: number of tokens.
-        sharpness: one exponent per image.
-        real: which tokens are not padding, which is drawn only where there is nothing else.
-
-    Returns:
-        Distinct indices of tokens, ascending.
     """
     score = _scores(key, saliency_log, sharpness)
     score = jnp.where(real, score, jnp.finfo(score.dtype).min)
@@ -72,15 +62,6 @@ def noised(
 
     Each image keeps the tokens with its k largest scores, k being drawn log-uniformly from 2 to n,
     with a gate from .6 to 1 per image; the gates of the others are from 0 to .1.
-
-    Args:
-        key: PRNG key; consumed.
-        features: features of the tower.
-        score: score of each token.
-        real: which tokens are not padding.
-
-    Returns:
-        Features of the same mean and variance by channel, and which of them are kept.
     """
     images, n = score.shape[0], jnp.sum(real, axis=1, keepdims=True)
     score = jnp.where(real, score, jnp.finfo(score.dtype).min)
@@ -263,18 +244,7 @@ def run_packed(
     packed: Packed,
     slot: Int[Array, "i t"],
 ) -> tuple[Float[Array, "i a v"], Inside]:
-    """Runs the language model on all exchanges of an image at once.
-
-    Args:
-        params: the model's weights.
-        config: its shape.
-        seen: visual tokens that are shown, projected.
-        packed: the exchanges.
-        slot: places in `packed.ids` whose hidden state after two thirds of the layers is returned.
-
-    Returns:
-        Float32 logits, equal to those of each exchange as a separate prompt, and the hidden states.
-    """
+    """Runs the language model on all exchanges of an image at once."""
     (images, shown), before = seen.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
     prefix_embedding = decoder.embed(params["language"], prefix)
@@ -332,18 +302,6 @@ def language_loss(
     `mentions` and the whole image, that of `mention_loss`. Where a token has several position ids
     they alone say where it is, and no projector stands behind the noise: there shares between two
     words, and noise, are named after two thirds of the layers.
-
-    Args:
-        trained: the trained parts of the model, and with `mentions` their heads.
-        frozen: its other parts.
-        config: the model's shape.
-        key: PRNG key; consumed.
-        batch: images with their exchanges.
-        shown: how images are shown.
-
-    Returns:
-        The loss, and as scalars the language-modelling loss, "told", the share of supervised tokens
-        that are right, and those of `mention_loss`.
     """
     params, (images, packed, mentions, words) = frozen | trained, batch
     seen = _see(params, config, images, key, words, shown)

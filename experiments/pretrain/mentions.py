@@ -56,19 +56,7 @@ class PlacedMentions(NamedTuple):
 
 
 def read_mentions(path: Path, samples: int) -> Mentions | None:
-    """Reads and checks the labels; None if there is no such file.
-
-    Args:
-        path: the file.
-        samples: number of conversations.
-
-    Returns:
-        The labels.
-
-    Raises:
-        ValueError: arrays are missing or of another shape, a number is negative, or samples are not
-            in order or beyond the last.
-    """
+    """Reads and checks the labels; None if there is no such file."""
     if not path.is_file():
         return None
     arrays = read_arrays(path, lambda name: _KINDS.get(name, NUMBERS))
@@ -95,19 +83,7 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
 
 
 def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> PlacedMentions:
-    """Finds the words of the mentions among the packed tokens.
-
-    Args:
-        tokenizer: the model's tokenizer, with a token for each word.
-        packed: the conversations; mentions of exchanges that did not fit are dropped.
-        mentions: the mentions.
-
-    Returns:
-        One row for each conversation.
-
-    Raises:
-        ValueError: a word does not occur in its question, after the mention before it.
-    """
+    """Finds the words of the mentions among the packed tokens."""
     rows: list[list[tuple[int, int, np.ndarray]]] = [[] for _ in packed.ids]
     tokens = {w: tokenizer.convert_tokens_to_ids(str(w)) for w in np.unique(mentions.word)}
     values = mentions.value.astype(np.float32)
@@ -156,14 +132,6 @@ def mention_loss(
 
     It is summed over the values of a mention and divided by three, the numbers of a place, so that
     further values take nothing from it.
-
-    Args:
-        heads: heads from `init_mention_heads`.
-        hidden: residual stream at the mentions' last words.
-        mentions: the mentions.
-
-    Returns:
-        The loss, and the share of numbers that are right and the root of the squared error.
     """
     known = mentions.number >= 0
     label = jnp.where(known, mentions.number, 0)

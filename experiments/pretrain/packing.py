@@ -66,16 +66,7 @@ def _pack_row(
 
 
 def pack(encoder: ConversationEncoder, samples: Sequence[Sample], most: int = 512) -> Packed:
-    """Packs the exchanges of each sample after its image.
-
-    Args:
-        encoder: the model's encoder.
-        samples: at least one conversation, each with an image.
-        most: longest row; exchanges that do not fit are dropped.
-
-    Returns:
-        The packed samples.
-    """
+    """Packs the exchanges of each sample after its image."""
     # The same question with the same answer occurs for many images.
     encode = functools.cache(lambda turns: encoder.encode(turns, 1))
     rows, prefix = [], []

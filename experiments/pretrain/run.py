@@ -99,14 +99,7 @@ class _Pretrainer(NamedTuple):
         state: State,
         update: Callable[[int, State, Int[np.ndarray, " b"]], tuple[State, dict[str, Array]]],
     ) -> State | None:
-        """Trains a stage to its end, or to an interruption, which returns None.
-
-        Args:
-            name: its name, that of its folder.
-            stage: its settings.
-            state: state before its first update.
-            update: (number of the update, state, rows) -> state and scalars.
-        """
+        """Trains a stage to its end, or to an interruption, which returns None."""
         run, folder = self.settings, self.workdir / name
         with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
             done = 0
@@ -136,14 +129,7 @@ class _Pretrainer(NamedTuple):
         return state
 
     def train_tower(self, params: dict[str, Any]) -> dict[str, Any] | None:
-        """Trains the tower on patch labels; None after an interruption.
-
-        Args:
-            params: the model's weights.
-
-        Returns:
-            The model's weights, unchanged without labels.
-        """
+        """Trains the tower on patch labels; None after an interruption."""
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
             return params
@@ -165,15 +151,7 @@ class _Pretrainer(NamedTuple):
         return params | {part: state.trained[part] for part in small.TOWER}
 
     def train_language(self, name: str, params: dict[str, Any]) -> dict[str, Any] | None:
-        """Trains the stage "language" or "noise"; None after an interruption.
-
-        Args:
-            name: name of the stage.
-            params: the model's weights, with or without the heads of mentions.
-
-        Returns:
-            All weights, including heads of mentions.
-        """
+        """Trains the stage "language" or "noise"; None after an interruption."""
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)
         if self.mentions is not None and MENTION_HEADS not in params:
@@ -218,11 +196,6 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
 
     Every other update of the stage "noise" has noise, and `thinned_share` of the others thins, as
     in the stage "language" after its first updates.
-
-    Args:
-        run: settings of the run.
-        stage: "language" or "noise".
-        step: number of the update, from 0.
     """
     late = stage == "noise"
     if late and step % 2:
@@ -276,22 +249,7 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelCo
 
 
 def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:
-    """Trains a small model on a data folder, or resumes an interrupted run.
-
-    Args:
-        run: settings of the run.
-        workdir: folder of the run: stages with their metrics and checkpoints, and at the end
-            `model`.
-        folder: data in LLaVA's format: `train.json`, `images/`, and, for the tower's own stage,
-            `train_patches.npz`, and for what questions mention, `train_mentions.npz`.
-
-    Returns:
-        The model's folder, or None after an interruption.
-
-    Raises:
-        FileNotFoundError: data or an image is missing.
-        ValueError: bad data, or a folder of another run.
-    """
+    """Trains a small model on a data folder, or resumes an interrupted run."""
     workdir, folder = local_path(workdir).resolve(), local_path(folder)
     with user_input():
         samples = read_samples(folder)

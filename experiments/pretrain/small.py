@@ -49,16 +49,7 @@ class Small(Protocol):
     def connect(
         self, params: dict[str, Any], features: Float[Array, "i n d"], real: Bool[Array, "i n"]
     ) -> dict[str, Any]:
-        """Brings what the language model is given to a scale that it learns from.
-
-        Args:
-            params: all weights.
-            features: of some images.
-            real: which of them are not padding.
-
-        Returns:
-            All weights.
-        """
+        """Brings what the language model is given to a scale that it learns from."""
         ...
 
 

@@ -23,15 +23,7 @@ AROUND = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
 
 
 def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
-    """Returns the code of each patch of a `side` by `side` grid, half for row, half for column.
-
-    Args:
-        side: patches along an edge.
-        width: channels; a multiple of 4.
-
-    Returns:
-        cos and sin of odd multiples of position x pi / side.
-    """
+    """Returns the code of each patch of a `side` by `side` grid, half for row, half for column."""
     frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
     row, column = np.divmod(np.arange(side * side), side)
     angles = np.concatenate([row[:, None] * frequency, column[:, None] * frequency], axis=1)
@@ -39,16 +31,7 @@ def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
 
 
 def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "width width"]:
-    """Returns the matrix that maps the code of a patch to that of the patch at an offset.
-
-    Args:
-        offset: rows and columns.
-        side: patches along an edge.
-        width: channels; a multiple of 4.
-
-    Returns:
-        A rotation, to be multiplied from the right.
-    """
+    """Returns the matrix that maps the code of a patch to that of the patch at an offset."""
     frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
     matrix = np.zeros((width, width), np.float32)
     for pair, angle in enumerate(np.concatenate([offset[0] * frequency, offset[1] * frequency])):
@@ -64,13 +47,6 @@ def standardising_projector(
 
     Channels of a tower's features have very different means and scales, from which it would learn
     slowly.
-
-    Args:
-        projector: weights that expect standardised features.
-        features: some features of the tower.
-
-    Returns:
-        Weights that expect raw features.
     """
     mean, std = jnp.mean(features, (0, 1)), jnp.std(features, (0, 1)) + 1e-6
     kernel = projector["up"]["kernel"] / std[:, None]
@@ -84,13 +60,6 @@ def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
     All heads of the first two blocks, and half of those of later ones, attend to one of the eight
     neighbours: at distance 1 in even blocks, at distance 2 in odd ones. Those of the first block do
     so sharply; the outputs of blocks blur the code for later ones.
-
-    Args:
-        key: PRNG key; consumed.
-        config: the tower's shape; the width of a head must be a multiple of 4.
-
-    Returns:
-        The tree of `clip.init_vision`.
     """
     side, heads = config.image_size // config.patch_size, config.num_heads
     width = config.hidden_size // heads

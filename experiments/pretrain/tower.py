@@ -40,18 +40,7 @@ def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c
 def tower_loss(
     trained: dict[str, Any], config: ModelConfig, images: Images, labels: Labels
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Sums the heads' losses at the visual tokens, before a projector.
-
-    Args:
-        trained: the tower, and its "heads".
-        config: the model's shape.
-        images: the images.
-        labels: labels of these images.
-
-    Returns:
-        The loss, and for each `class_*` the share of patches that are right, for each `value_*` the
-        mean absolute error.
-    """
+    """Sums the heads' losses at the visual tokens, before a projector."""
     tokens, whole = small_of(config).states(trained, config, images.pixels)
     n = tokens.shape[1]
     real = real_tokens(config, images, n)

@@ -94,18 +94,6 @@ def _accumulate(
 
     Pieces that stay in a processor's cache are twice as fast as the whole batch at once, but too
     small for several cores; so every core is a device with its own pieces.
-
-    Args:
-        loss: (trained, frozen, piece of the batch, key) -> loss and scalars.
-        trained: weights to differentiate.
-        frozen: other weights.
-        batch: arrays with one row per image.
-        key: PRNG key; consumed.
-        micro_batch: rows of a piece.
-        devices: number of devices that share the pieces; divides their number.
-
-    Returns:
-        The gradient, and the means of the loss and the scalars.
     """
     pieces = jax.tree.leaves(batch)[0].shape[0] // micro_batch
     cut = jax.tree.map(lambda x: x.reshape(pieces, micro_batch, *x.shape[1:]), batch)

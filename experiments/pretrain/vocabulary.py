@@ -35,14 +35,6 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
 
     Case is ignored. The system prompt, the same in every prompt, is a single token: a small model
     should not spend a third of its sequence on it. Unknown words become the template's first token.
-
-    Args:
-        texts: all questions and answers.
-        template: template of the model's family.
-        most_words: maximum number of words; rarer ones are dropped.
-
-    Returns:
-        A fast `transformers` tokenizer with the template's tokens.
     """
     import tokenizers
     import transformers
@@ -81,18 +73,7 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
 def take_rows(
     key: Array, params: dict[str, Any], old: Any, new: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """Converts a language model's embedding and head to another vocabulary.
-
-    Args:
-        key: PRNG key; consumed.
-        params: weights of the language model, including `embed` and `head`.
-        old: its tokenizer.
-        new: the new tokenizer.
-
-    Returns:
-        The weights, with the rows of all shared tokens, and random ones of the same mean norm for
-        the others; and the new words.
-    """
+    """Converts a language model's embedding and head to another vocabulary."""
     known, wanted = old.get_vocab(), new.get_vocab()
     words = sorted(wanted, key=wanted.get)
     source = np.asarray([known.get(word, -1) for word in words])

@@ -45,14 +45,7 @@ class Records(NamedTuple):
 def read_records(
     folder: Path, data: Path, labels: Sequence[str], ids: Sequence[str]
 ) -> list[Records]:
-    """Reads the rows of a data folder's answers, in the order of the table.
-
-    Args:
-        folder: folder of the answer files.
-        data: the data folder.
-        labels: methods in the order of the table.
-        ids: the questions to read, in this order.
-    """
+    """Reads the rows of a data folder's answers, in the order of the table."""
 
     def place(file: AnswerFile) -> tuple[Any, ...]:
         made = file.provenance
@@ -82,11 +75,7 @@ def percent(correct: Bool[np.ndarray, "q"]) -> float:
 
 
 def full_row(rows: Sequence[Records]) -> Records:
-    """Finds the row that keeps all tokens.
-
-    Raises:
-        ValueError: no row does.
-    """
+    """Finds the row that keeps all tokens."""
     full = [row for row in rows if row.method == ALL]
     if not full:
         raise ValueError(f"the rows lack {ALL!r}, the reference of retention")

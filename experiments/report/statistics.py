@@ -34,14 +34,7 @@ def image_numbers(questions: Sequence[Question]) -> Int[np.ndarray, "q"]:
 def paired_difference(
     first: Bool[np.ndarray, "q"], second: Bool[np.ndarray, "q"], image: Int[np.ndarray, "q"]
 ) -> dict[str, float | None]:
-    """Computes the difference of two accuracies on the same questions, with standard errors.
-
-    Args:
-        first: right or wrong, per question.
-        second: the same questions, another method.
-        image: number of each question's image. Questions about one image are not independent:
-            `standard_error_by_image` counts images, `standard_error` questions.
-    """
+    """Computes the difference of two accuracies on the same questions, with standard errors."""
     each = 100.0 * (first.astype(float) - second.astype(float))
     mean, total = each.mean(), len(each)
     sums = np.bincount(image, weights=each - mean)
@@ -60,19 +53,7 @@ def paired_difference(
 def stop_figures(
     row: Records, scenes: Sequence[Scene] | None, least: int, most: int
 ) -> dict[str, float | None]:
-    """Distinguishes a stop that decides from one that stays at a bound.
-
-    Args:
-        row: the records.
-        scenes: descriptions of the questions' images, or None.
-        least: smallest possible count.
-        most: largest possible count.
-
-    Returns:
-        "spearman_relevant", the rank correlation of K and the number of relevant tokens, and
-        "at_bounds", the share of questions with K at `least` or `most`, in percent. None where the
-        budget is exact or scenes are unknown.
-    """
+    """Distinguishes a stop that decides from one that stays at a bound."""
     if row.mode == "exact":
         return {"spearman_relevant": None, "at_bounds": None}
     return {

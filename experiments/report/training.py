@@ -48,10 +48,6 @@ def draw_training(path: str | Path, metrics_file: str | Path) -> Path:
     """Draws loss, K, agreement, gates, entropy and the gradient of the stop against the step.
 
     Panels whose keys are missing are omitted.
-
-    Args:
-        path: the PNG to write, which is returned.
-        metrics_file: `metrics.jsonl` of a training run.
     """
     metrics = read_metrics(metrics_file)
     panels = [p for p in _PANELS if any(key in metrics for key, _, _ in p[1])]

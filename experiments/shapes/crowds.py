@@ -59,16 +59,7 @@ def chains(scene: Scene, starts: list[Shape], steps: int) -> list[Chain]:
 
 
 def distances(scene: Scene, grid: int) -> Float16[np.ndarray, "n 4"]:
-    """Returns how far the neighbours of each patch's shape are, as shares of `REACH`.
-
-    Args:
-        scene: the scene.
-        grid: patches along an edge of the image.
-
-    Returns:
-        At the middle of each shape the distance to its neighbour in each of `DIRECTIONS`; NaN
-        elsewhere, and where there is none.
-    """
+    """Returns how far the neighbours of each patch's shape are, as shares of `REACH`."""
     label = np.full((grid * grid, len(DIRECTIONS)), np.nan, np.float16)
     for shape, beside in neighbours(scene).items():
         for number, name in enumerate(DIRECTIONS):

@@ -81,15 +81,7 @@ def _tinted(color: str, random: np.random.Generator) -> tuple[int, ...]:
 
 
 def render(scene: Scene, side: int = SIDE) -> Image.Image:
-    """Draws a scene.
-
-    Args:
-        scene: the scene.
-        side: height and width of the image.
-
-    Returns:
-        An RGB image of `side` by `side` pixels; the same for the same arguments.
-    """
+    """Draws a scene."""
     random = np.random.default_rng(scene.texture_seed + 1)
     base = Image.fromarray(_background(scene, side).astype(np.uint8))
     image = base.resize((side * _FINE, side * _FINE), Image.Resampling.NEAREST)
@@ -120,24 +112,7 @@ def covered(shape: Shape, grid: int = GRID, least: float = 0.1) -> list[int]:
 
 
 def patch_labels(scene: Scene, grid: int = GRID, relative: bool = False) -> dict[str, np.ndarray]:
-    """Returns labels of each patch, for local supervision of a vision tower.
-
-    Args:
-        scene: the scene.
-        grid: patches along an edge of the image.
-        relative: whether places are told from the patch, for a tower that does not know where in
-            the image a patch is.
-
-    Returns:
-        `class_kind` (0 nothing, shapes from 1, a dot last, at the patch under its middle),
-        `class_color` (0 none, colours from 1), `class_background` and `class_middle` (1 where the
-        middle of a shape is, otherwise 0), int8 [n], and `value_place` float16 [n, 3]: centre of
-        the shape in [-1, 1] and a tenth of its radius in pixels of an image of `SIDE` pixels, NaN
-        where there is no shape; `share_across` and `share_down`: degree to which that centre is
-        right rather than left, and below rather than above. If `relative`, `value_offset` replaces
-        `value_place`: the vector from the middle of the patch to the centre, and the radius, in
-        patches.
-    """
+    """Returns labels of each patch, for local supervision of a vision tower."""
     n = grid * grid
     kind, color = np.zeros(n, np.int8), np.zeros(n, np.int8)
     place = np.full((n, 3), np.nan, np.float16)

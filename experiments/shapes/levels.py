@@ -61,19 +61,7 @@ def ask(
     emphasis: float = 1.0,
     level: int = 1,
 ) -> list[Query]:
-    """Draws different questions about a scene.
-
-    Args:
-        scene: the scene.
-        random: source of randomness; advanced.
-        count: number of questions; a simple scene gets fewer.
-        grid: patches along an edge, for `relevant` only.
-        emphasis: factor on the frequency of the families that are learned last.
-        level: level of the scene.
-
-    Returns:
-        The questions, in random order of families.
-    """
+    """Draws different questions about a scene."""
     _, _, _, families, weights, slow = LEVELS[level]
     makers, queries = list(families.values()), {}
     weights = np.asarray(weights) * [emphasis if name in slow else 1.0 for name in families]

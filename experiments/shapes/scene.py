@@ -179,16 +179,7 @@ def _place_crowd(random: np.random.Generator) -> list[Shape]:
 
 
 def draw_scene(random: np.random.Generator, crowd: bool = False) -> Scene:
-    """Draws a scene.
-
-    Args:
-        random: source of randomness; advanced.
-        crowd: whether to draw many small shapes, most of them look-alikes, instead of a few shapes
-            and dots.
-
-    Returns:
-        The scene.
-    """
+    """Draws a scene."""
     shapes = _place_crowd(random) if crowd else _place_shapes(random)
     dots = _place_dots(random, shapes) if not crowd and random.random() < 0.85 else []
     strokes = []

@@ -47,19 +47,7 @@ def scene_at(
     emphasis: float = 1.0,
     level: int = 1,
 ) -> tuple[Scene, list[Query]]:
-    """Returns one scene of the world and its questions, without writing anything.
-
-    Args:
-        seed: seed of the split.
-        split: "train", "validation" or "test".
-        number: number of the scene in the split.
-        grid: patches along an edge, for the questions' `relevant`; None for the level's own.
-        emphasis: factor on the frequency of the families that are learned last.
-        level: 1, or 2 for crowds of look-alikes and questions of several steps.
-
-    Returns:
-        The scene and its questions; the same for the same arguments.
-    """
+    """Returns one scene of the world and its questions, without writing anything."""
     random = np.random.default_rng([seed, _SPLITS[split], number])
     scene = draw_scene(random, LEVELS[level].crowd)
     grid = grid or LEVELS[level].grid
@@ -120,13 +108,7 @@ def _stack(labels: list[np.ndarray]) -> np.ndarray:
 
 
 def _mentions(asked: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
-    """Returns one row per shape or group of shapes that a training question mentions.
-
-    Args:
-        asked: the questions about each image.
-        looks: whether the values tell the look of a shape after its place, 1 for its kind and its
-            colour and 0 for others.
-    """
+    """Returns one row per shape or group of shapes that a training question mentions."""
     rows = [
         (sample, exchange, *mention)
         for sample, queries in enumerate(asked)
@@ -305,17 +287,7 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
 
 
 def preview(folder: str | Path, seed: int, count: int, level: int = 1) -> Path:
-    """Writes a contact sheet of the first training scenes.
-
-    Args:
-        folder: existing folder to write to.
-        seed: seed of the training scenes.
-        count: number of scenes, at least 1.
-        level: level of the scenes.
-
-    Returns:
-        The image, `preview.png`.
-    """
+    """Writes a contact sheet of the first training scenes."""
     scenes = [scene_at(seed, "train", number, level=level)[0] for number in range(count)]
     tiles = [render(scene, 192) for scene in scenes]
     columns = min(count, 6)

@@ -34,20 +34,7 @@ class Known(NamedTuple):
 
 
 def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
-    """Writes the three benchmarks.
-
-    Args:
-        out: folder for them: out/eval is the root of LLaVA's layout, out/world has the images.
-        scenes: number of scenes of the shapes world, with eight questions each.
-        seed: seed of the scenes.
-
-    Returns:
-        out/eval.
-
-    Raises:
-        FileExistsError: out/eval already exists.
-        ValueError: too few scenes for MME's tasks.
-    """
+    """Writes the three benchmarks."""
     root = Path(out) / "eval"
     if root.exists():
         raise FileExistsError(f"{root} exists: remove it, or give another --out")

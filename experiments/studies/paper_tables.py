@@ -49,11 +49,7 @@ class PrintedTable(NamedTuple):
 
 
 def read_paper() -> dict[str, Any]:
-    """Reads the printed tables, whose numbers keep their decimals.
-
-    Returns:
-        "retention", a list of `PrintedTable`; "efficiency" and "ablation" as in the file.
-    """
+    """Reads the printed tables, whose numbers keep their decimals."""
     text = DATA.read_text(encoding="utf-8")
     paper = json.loads(text, parse_float=Decimal, parse_int=Decimal)
     for number, table in enumerate(paper["retention"]):
@@ -66,15 +62,7 @@ def read_paper() -> dict[str, Any]:
 
 
 def follows(row: PrintedRow, upper_bound: Sequence[Decimal]) -> bool:
-    """Checks whether a printed average can come from the printed scores.
-
-    Args:
-        row: the printed row.
-        upper_bound: the printed scores of the unpruned model.
-
-    Returns:
-        Whether some scores that round to the printed ones give an average that does.
-    """
+    """Checks whether a printed average can come from the printed scores."""
     low = average_retention([s - _half(s) for s in row.scores], [u + _half(u) for u in upper_bound])
     high = average_retention(
         [s + _half(s) for s in row.scores], [u - _half(u) for u in upper_bound]
@@ -84,14 +72,7 @@ def follows(row: PrintedRow, upper_bound: Sequence[Decimal]) -> bool:
 
 
 def page(paper: dict[str, Any]) -> str:
-    """Formats the tables as a page.
-
-    Args:
-        paper: result of `read_paper`.
-
-    Returns:
-        Markdown.
-    """
+    """Formats the tables as a page."""
     sections = [
         _HEAD.format(source=paper["source"]),
         *(_retention(table) for table in paper["retention"]),

@@ -41,16 +41,7 @@ def shares(processes: int) -> list[list[int]]:
 
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> None:
-    """Runs programs, several at a time.
-
-    Args:
-        jobs: the programs, in order.
-        processes: number of programs at a time.
-
-    Raises:
-        ValueError: a program failed or did not write its file. Those still running are stopped
-            first; they resume when they are started again.
-    """
+    """Runs programs, several at a time."""
     slots: dict[int, tuple[Job, subprocess.Popen]] = {}
     waiting, cpus = list(jobs), shares(processes)
     begin, done = time.monotonic(), 0

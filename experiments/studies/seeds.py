@@ -120,25 +120,7 @@ def run_seeds(
     train_only: bool = False,
     cpus: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Trains every row on every seed, unless already done, and evaluates all of them.
-
-    Args:
-        config: name or path of the default row's configuration.
-        workdir: folder for runs, data and report.
-        seeds: seeds of the runs.
-        rows: names of `variants.VARIANTS`, or of trials, as in `variant_configs`.
-        processes: runs trained at a time, each on its share of the processors.
-        changes: "field=value" for every configuration.
-        train_only: whether to train in this process without evaluation.
-        cpus: processors to run on.
-
-    Returns:
-        The contents of report/seeds.json: "rows" and "differences". Empty if only trained.
-
-    Raises:
-        FileNotFoundError: a configuration, a model or data are missing.
-        ValueError: bad arguments, or a run that failed.
-    """
+    """Trains every row on every seed, unless already done, and evaluates all of them."""
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
     workdir = Path(workdir).resolve()
@@ -163,18 +145,7 @@ def run_seeds(
 def plan(
     variants: Sequence[VariantConfig], workdir: Path, seeds: Sequence[int], data: Path
 ) -> list[Run]:
-    """Plans every run, seed by seed, all on the same data.
-
-    Args:
-        variants: the variants to train.
-        workdir: folder of all runs.
-        seeds: seeds of the runs.
-        data: folder with the training file.
-
-    Raises:
-        FileNotFoundError: the model or the data are missing.
-        ValueError: bad seeds, or a run's folder belongs to another run.
-    """
+    """Plans every run, seed by seed, all on the same data."""
     if not seeds or min(seeds) < 0 or len({*seeds}) != len(seeds):
         raise ValueError(f"--seeds is {list(seeds)}, expected distinct non-negative numbers")
     runs, identity = [], file_identity(data / TRAIN_FILE)
@@ -210,16 +181,7 @@ def _train(run: Run) -> None:
 
 
 def evaluate_runs(base: EvaluationRun, workdir: Path, runs: Sequence[Run]) -> dict[str, Any]:
-    """Evaluates finished runs on one test split; existing results are kept.
-
-    Args:
-        base: the settings of the evaluation, from the default row's configuration.
-        workdir: folder of all runs.
-        runs: finished runs.
-
-    Returns:
-        What report/seeds.json holds; seeds.md shows it as tables.
-    """
+    """Evaluates finished runs on one test split; existing results are kept."""
     settings, report = dataclasses.replace(base.eval, benchmarks=BENCHMARK.name), workdir / "report"
     base, test = dataclasses.replace(base, eval=settings), read_split(_data(base), "test")
     report.mkdir(parents=True, exist_ok=True)

@@ -70,23 +70,7 @@ def compare(
     policy: str | Path | None = None,
     limit: int = 0,
 ) -> dict[str, Any]:
-    """Compares ways of choosing on the test split of the shapes world, or of data in its format.
-
-    Args:
-        run: the settings of the evaluation; its further trained rows are compared, too.
-        workdir: folder of the run; answers go where those of eval.py do, apart if there is a limit.
-        policy: a policy for the default row, instead of the run's own.
-        limit: most questions, spread over the split; 0 for all.
-
-    Returns:
-        "questions", "accuracy", "differences" and "choices": lists of objects with a family, a
-        budget and figures in percent or points, and those of `describe_choices`; "entropy", by
-        family, that of the policy's first step in nats.
-
-    Raises:
-        FileNotFoundError: a policy, the model or data are missing.
-        ValueError: bad settings, a policy without steps, or data without relevant patches.
-    """
+    """Compares ways of choosing on the test split of the shapes world, or of data in its format."""
     workdir, shares = Path(workdir), [b for b in run.eval.budgets if isinstance(b, str)]
     if shares:
         raise ValueError(f"config.eval.budgets holds {shares[0]}, expected numbers of tokens")
@@ -184,18 +168,7 @@ _KEYS = ("family", "method", "budget", "first", "second")
 
 
 def over_runs(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Averages the comparisons of several runs on the same questions.
-
-    Args:
-        results: results of `compare`, at least two.
-
-    Returns:
-        What `compare` returns, as means over runs. "accuracy" also has "standard_deviation" over
-        runs, and "differences" have "standard_error_over_runs" in place of other errors.
-
-    Raises:
-        ValueError: the runs answered different questions, or differ in their rows.
-    """
+    """Averages the comparisons of several runs on the same questions."""
 
     def rows(part: str, field: str = "", error: str = "", divisor: float = 1.0) -> list[dict]:
         merged = []
@@ -233,20 +206,7 @@ def describe_choices(
     execution: Execution,
     size: int,
 ) -> tuple[list[dict[str, Float[np.ndarray, "q"]]], Float[np.ndarray, "q"]]:
-    """Describes what is kept for each question, and how sharp the policy's first step is.
-
-    Args:
-        model: the frozen model.
-        policy: the policy, whose statistics standardise features.
-        test: the questions.
-        records: selections, for each row.
-        execution: how the layers of the model are run.
-        size: questions per batch.
-
-    Returns:
-        For each row, the figures of `_describe` for each question; and the entropy of the policy's
-        first pointer distribution in nats.
-    """
+    """Describes what is kept for each question, and how sharp the policy's first step is."""
     method = place_method(model, make_method(policy=policy))
     described: list[list[dict[str, float]]] = [[] for _ in records]
     entropies = []
@@ -277,18 +237,7 @@ def _directions(
 def _describe(
     image: Float[np.ndarray, "n d"], order: Int[np.ndarray, "k"], scene: Scene
 ) -> dict[str, float]:
-    """Describes the tokens kept for one question; NaN where a figure is undefined.
-
-    Args:
-        image: directions of the image's tokens.
-        order: the kept tokens.
-        scene: what is known about the image.
-
-    Returns:
-        "similarity", the mean over kept tokens of the largest cosine with another; "relevant", the
-        percentage of the relevant tokens that are kept; "looks", the number of different looks
-        among the kept objects; "repeats", the percentage of kept tokens that repeat a look.
-    """
+    """Describes the tokens kept for one question; NaN where a figure is undefined."""
     kept, similarity = image[order], np.nan
     if len(order) > 1:
         cosine = kept @ kept.T
@@ -324,11 +273,7 @@ def _first_entropy(params: Any, pruner: Any, view: View) -> Float[Array, "r"]:
 
 
 def as_markdown(result: Mapping[str, Any]) -> str:
-    """Formats the tables of a comparison.
-
-    Args:
-        result: result of `compare` or of `over_runs`.
-    """
+    """Formats the tables of a comparison."""
     found = {(r["family"], r["method"], r["budget"]): _shown(r) for r in result["accuracy"]}
     methods = list(dict.fromkeys(row["method"] for row in result["accuracy"]))
     methods.sort(key=lambda name: (name != ALL, name == ORACLE))

@@ -52,17 +52,7 @@ def _groups(tables: Sequence[Table]) -> dict[tuple[str, str, int], Table]:
 
 
 def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
-    """Returns one row per method, mode and budget, with means and deviations over seeds.
-
-    Args:
-        untrained: rows that do not depend on training.
-        tables: tables of each run.
-
-    Returns:
-        Objects with method, mode, pruning_rate, accuracy, retention and mean_k, each of the last
-        three with its `_std` (None for one seed), the means of `statistics.stop_figures`, and the
-        number of seeds.
-    """
+    """Returns one row per method, mode and budget, with means and deviations over seeds."""
     found = []
     for (method, mode, _), rows in (_groups([untrained]) | _groups(tables)).items():
         row = {"method": method, "mode": mode}
@@ -76,18 +66,7 @@ def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
 
 
 def differences(tables: Sequence[Table]) -> Table:
-    """Computes differences in accuracy, in points: default minus others, adaptive minus exact.
-
-    Args:
-        tables: tables of each run, on the same questions; each row with `correct`, from `pack`.
-
-    Returns:
-        Objects with first, second, pruning_rate and difference, first minus second; `runs_error`,
-        its standard error over training runs, and `p` of a t-test; `questions_error`, that from
-        the choice of the test questions. Runs of two methods are independent (Welch's test);
-        adaptive and exact of one seed are the same policy, so there error and test are those of
-        the paired differences.
-    """
+    """Computes differences in accuracy, in points: default minus others, adaptive minus exact."""
     groups = _groups(tables)
     pairs = []
     for method, mode, place in groups:
@@ -129,15 +108,7 @@ def _difference(first: Table, second: Table, *, paired: bool) -> dict[str, Any]:
 
 
 def budget_table(rows: Table) -> str:
-    """Formats retention by method and budget as Markdown, without rows of own stops.
-
-    Args:
-        rows: result of `summarise`.
-
-    Returns:
-        One line per method and mode: runs, and at each budget the mean retention in percent, its
-        standard deviation, and the mean count if it differs from the budget.
-    """
+    """Formats retention by method and budget as Markdown, without rows of own stops."""
     groups = _lines(rows)
     budgets = next(iter(groups.values()))
     header = ["method", "mode", "runs", *(f"{row['mean_k']:.0f}" for row in budgets)]
@@ -149,15 +120,7 @@ def budget_table(rows: Table) -> str:
 
 
 def own_stop_table(rows: Table) -> str:
-    """Formats the rows of own stops as Markdown, empty if there are none.
-
-    Args:
-        rows: result of `summarise`.
-
-    Returns:
-        One line per method: runs, mean count, retention in percent, the share of questions at the
-        bounds of the count, and the rank correlation of count and relevant patches.
-    """
+    """Formats the rows of own stops as Markdown, empty if there are none."""
     stops = _own_stops(rows)
     own = [row for row in rows if row["method"] in stops]
     header = ["method", "runs", "mean K", "retention", "% at bounds", "Spearman"]

@@ -123,17 +123,7 @@ class VariantConfig(NamedTuple):
 def variant_configs(
     config: str, keys: Sequence[str], changes: Sequence[str]
 ) -> list[VariantConfig]:
-    """Loads the configurations of variants.
-
-    Args:
-        config: name or path of the default configuration.
-        keys: names of `VARIANTS`; one of `TRIALS` may follow, as in "default+fast".
-        changes: changes to each of them, as in `configurations.load`, before a trial's.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: an unknown or repeated variant, or a bad change.
-    """
+    """Loads the configurations of variants."""
     known = {key: (key, None) for key in VARIANTS}
     known |= {f"{key}+{trial}": (key, trial) for key in VARIANTS for trial in TRIALS}
     if not keys or len({*keys}) != len(keys) or any(key not in known for key in keys):

@@ -11,21 +11,7 @@ Kind = tuple[str, str]
 
 
 def read_arrays(file: str | Path, kind: Callable[[str], Kind]) -> dict[str, np.ndarray]:
-    """Reads all arrays of an ``.npz`` file.
-
-    Args:
-        file: the file; pickled objects in it are not loaded.
-        kind: returns what the array of a name may hold. NaN is a finite number here: it marks
-            numbers that are not there.
-
-    Returns:
-        The arrays by name.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: it is damaged or of another kind, or an array holds something else. The message
-            is one line and names the file.
-    """
+    """Reads all arrays of an ``.npz`` file."""
     arrays = _read(Path(file))
     for name, array in arrays.items():
         kinds, expected = kind(name)

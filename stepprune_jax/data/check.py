@@ -47,17 +47,7 @@ class Checked(NamedTuple):
 
 
 def check_folder(folder: str | Path) -> list[Checked]:
-    """Reads all files of a data folder, including images.
-
-    Args:
-        folder: folder with train.json, or SPLIT.jsonl and SPLIT_answers.jsonl, and images/.
-
-    Returns:
-        One result per file, the images last.
-
-    Raises:
-        FileNotFoundError: the folder has no such file.
-    """
+    """Reads all files of a data folder, including images."""
     folder, images = local_path(folder), set()
     checked = [_conversations(folder, images)] if os.path.lexists(folder / TRAIN_FILE) else []
     for split in SPLITS:
@@ -138,11 +128,7 @@ def _decoded(paths: Iterable[Path]) -> Checked:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks a folder and prints the results.
-
-    Returns:
-        The exit status: 0, or 1 if there are faults.
-    """
+    """Checks a folder and prints the results."""
     parser = Parser(prog="stepprune_jax.data.check", description=__doc__.partition(":")[0])
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
     parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")

@@ -53,15 +53,7 @@ class Row(NamedTuple):
 
 
 def make_row(encoded: Encoded, limits: Limits) -> Row:
-    """Truncates a conversation with one image, and finds its supervised tokens: the last answer.
-
-    Args:
-        encoded: the conversation.
-        limits: limits of its length.
-
-    Returns:
-        The row; without targets if the answer begins beyond the limit.
-    """
+    """Truncates a conversation with one image, and finds its supervised tokens: the last answer."""
     ids = np.array(encoded.ids[: limits.ids], np.int32)
     labels = np.array(last_answer(encoded.labels)[: limits.ids], np.int32)
     at = np.flatnonzero(labels[1:] != IGNORE) + 1
@@ -89,16 +81,7 @@ class Corpus:
         encoder: ConversationEncoder,
         limits: Limits,
     ):
-        """Builds a corpus from the index of a file.
-
-        Args:
-            index: index of the file.
-            used: numbers of its rows to train on, which the corpus numbers from 0.
-            file: the training file.
-            root: the image folder.
-            encoder: the model's encoder.
-            limits: limits of the rows' lengths.
-        """
+        """Builds a corpus from the index of a file."""
         self._entries = JsonEntries(file, index.start, index.end)
         self._names, self._root = index.names, root
         self._sample, self._pair = index.sample[used], index.pair[used]
@@ -116,17 +99,7 @@ class Corpus:
         return len(self._sample)
 
     def rows(self, numbers: Sequence[int]) -> list[Row]:
-        """Tokenises some rows.
-
-        Args:
-            numbers: numbers of the rows.
-
-        Returns:
-            The rows in that order.
-
-        Raises:
-            ValueError: the training file has changed.
-        """
+        """Tokenises some rows."""
         parts = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
         turns = [row_turns(self._entries, *part) for part in parts.tolist()]
         with _TOKENIZER:

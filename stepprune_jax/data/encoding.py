@@ -96,18 +96,7 @@ class ConversationEncoder:
         return self.encode_all([turns], num_images)[0]
 
     def encode_all(self, conversations: Sequence[Sequence[str]], num_images: int) -> list[Encoded]:
-        """Encodes several conversations in one call of the tokenizer, which uses all processors.
-
-        Args:
-            conversations: the turns of each.
-            num_images: number of images of each.
-
-        Returns:
-            The conversations in their order.
-
-        Raises:
-            ValueError: as `encode`.
-        """
+        """Encodes several conversations in one call of the tokenizer, which uses all processors."""
         self.check()
         written = [self._write(turns, num_images) for turns in conversations]
         pieces = [split_at_images(prompt, num_images) for prompt, _ in written]

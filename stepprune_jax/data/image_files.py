@@ -24,19 +24,7 @@ class ImagePathError(ValueError):
 
 
 def image_name(value: dict[str, Any], where: str) -> str:
-    """Reads the field "image" of an object.
-
-    Args:
-        value: the object.
-        where: its place, for the message.
-
-    Returns:
-        The path as given.
-
-    Raises:
-        ImagePathError: the path leaves the folder that it is relative to.
-        ValueError: the field does not hold words.
-    """
+    """Reads the field "image" of an object."""
     name = words(value, "image", where)
     outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
     if outside or os.path.isabs(name) or PureWindowsPath(name).drive:
@@ -47,19 +35,7 @@ def image_name(value: dict[str, Any], where: str) -> str:
 
 
 def existing_image(root: str | Path, name: str, where: str) -> Path:
-    """Returns the file of an image; links inside the root may lead anywhere.
-
-    Args:
-        root: the image folder.
-        name: result of `image_name`.
-        where: place of the object that names it, for the message.
-
-    Returns:
-        The path.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Returns the file of an image; links inside the root may lead anywhere."""
     path = Path(root) / name
     if not os.path.isfile(path):  # also False for names that no file can have
         hint = "" if os.path.isdir(root) else ", and the image folder does not exist"
@@ -75,15 +51,7 @@ class ImageFolder:
     """
 
     def __init__(self, root: str | Path, linked: Sequence[str | Path] = ()):
-        """Resolves the folders.
-
-        Args:
-            root: folder that the names of images are relative to.
-            linked: other folders that links in it may lead to.
-
-        Raises:
-            FileNotFoundError: one of them is not a folder.
-        """
+        """Resolves the folders."""
         self.root = Path(root)
         for folder in (root, *linked):
             if not os.path.isdir(folder):
@@ -91,15 +59,7 @@ class ImageFolder:
         self._inside = [os.path.realpath(folder) for folder in (root, *linked)]
 
     def check(self, names: Sequence[str]) -> Int[np.ndarray, " n"]:
-        """Checks whether images exist.
-
-        Args:
-            names: result of `image_name`.
-
-        Returns:
-            int8: `PRESENT`; `MISSING` for no file or an empty one; `OUTSIDE` for a link into a
-            folder that is not allowed.
-        """
+        """Checks whether images exist."""
         parts = [names[start : start + _PART] for start in range(0, len(names), _PART)]
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             return np.array([x for part in pool.map(self._check, parts) for x in part], np.int8)

@@ -28,19 +28,6 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
     keeps its upper eight bits, 32-bit grey is scaled by the range that a TIFF declares or has to be
     within 0 to 255, an animation gives its first frame. The EXIF orientation is not applied, as in
     the reference programs.
-
-    Args:
-        source: a path, or an already opened Pillow image.
-
-    Returns:
-        The image in mode RGB, fully decoded.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        TypeError: the source is neither a path nor a Pillow image.
-        ValueError: the file is not an image, is damaged, has 32-bit values of unknown range, a side
-            of 0 or over `LONGEST_SIDE`, or decodes to more than twice Pillow's
-            ``Image.MAX_IMAGE_PIXELS``.
     """
     if not isinstance(source, (str, Path, Image.Image)):
         raise TypeError(f"expected a path or a Pillow image, got {type(source).__name__}")
@@ -134,15 +121,6 @@ def pad_to_square(
     Pillow resamples rows first, then columns, rounding to bytes in between. So strips of the square
     can be resampled along their rows one after another, and the stack of strips along its columns,
     with the same bytes as a result.
-
-    Args:
-        image: an RGB image, which is centred.
-        fill: the colour around it.
-        size: (height, width) of the result; None for no resizing.
-        resample: number of the Pillow filter.
-
-    Returns:
-        The RGB image.
     """
     side = max(image.size)
     left, top = (side - image.width) // 2, (side - image.height) // 2

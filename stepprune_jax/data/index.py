@@ -63,43 +63,13 @@ class Index(NamedTuple):
 
 
 def row_turns(entries: JsonEntries, sample: int, first: int, pair: int) -> tuple[str, ...]:
-    """Returns the turns of a row.
-
-    Args:
-        entries: the file.
-        sample: number of the sample.
-        first: number of its first question in the row.
-        pair: number of its last.
-
-    Returns:
-        The turns, user first.
-
-    Raises:
-        ValueError: the sample is malformed; the message names file, sample and field.
-    """
+    """Returns the turns of a row."""
     turns = parse_conversation(entries[sample], sample, f"{entries.file}: sample {sample}").turns
     return turns[2 * first : 2 * pair + 2]
 
 
 def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
-    """Scans a training file and records its samples; nothing is tokenised.
-
-    Args:
-        file: a file for `read_conversations`.
-        split_turns: whether every question with its answer is a separate row. Otherwise a
-            conversation is one row, which ends with one of its answers, drawn by the sample's
-            number: the policy reads all user turns, and would read later questions before they are
-            asked.
-        skip_malformed: whether to mark a malformed sample instead of raising.
-
-    Returns:
-        The index, with all counts of tokens 0.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a JSON list; an image's path leaves the image folder; or a malformed
-            sample, unless they are marked. The message names file, sample and field.
-    """
+    """Scans a training file and records its samples; nothing is tokenised."""
     places, rows, names = [], [], {}
     size = file.stat().st_size if file.is_file() else 0
     with tqdm(
@@ -135,17 +105,7 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
 
 
 def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids: int) -> Index:
-    """Tokenises every row once and records the counts.
-
-    Args:
-        index: result of `scan`.
-        file: the training file.
-        encoder: the model's encoder.
-        context_ids: maximum number of ids of a row; further ones are truncated.
-
-    Returns:
-        The index with the counts, and with `NO_ANSWER` if no answer begins within the context.
-    """
+    """Tokenises every row once and records the counts."""
     entries = JsonEntries(file, index.start, index.end)
     ids, text, targets = (np.zeros(len(index.sample), np.int32) for _ in range(3))
     rows = np.flatnonzero(index.problem == USABLE)
@@ -164,17 +124,7 @@ def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids:
 
 
 def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: Any) -> Path:
-    """Returns the path of a file's index, whose name is a hash of contents and choices.
-
-    Args:
-        folder: folder of the indices.
-        data: hash of the training file.
-        encoder: the model's encoder, with a fast tokenizer.
-        choices: everything else that the index depends on.
-
-    Returns:
-        The path.
-    """
+    """Returns the path of a file's index, whose name is a hash of contents and choices."""
     tokenizer = encoder.tokenizer
     backend = tokenizer.backend_tokenizer.to_str()
     prompt = encoder.conversation([encoder.place_images("Q", 1), "A", "Q", "A"])

@@ -34,19 +34,7 @@ class Entry(NamedTuple):
 
 
 def scan_json_list(file: str | Path, kind: str = "entry") -> Iterator[Entry]:
-    """Scans a file that holds one JSON list, a few megabytes at a time.
-
-    Args:
-        file: UTF-8, with or without a byte order mark.
-        kind: name of the entries in messages.
-
-    Yields:
-        The entries in their order.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: as `read_json_list`, with the same message.
-    """
+    """Scans a file that holds one JSON list, a few megabytes at a time."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"no file at {file}")
     count = 0
@@ -69,13 +57,7 @@ class JsonEntries:
     """
 
     def __init__(self, file: str | Path, start: Int[np.ndarray, " s"], end: Int[np.ndarray, " s"]):
-        """Takes the places of the entries.
-
-        Args:
-            file: the list.
-            start: offset of the first byte of each entry.
-            end: offset after the last.
-        """
+        """Takes the places of the entries."""
         self.file, self._start, self._end = Path(file), start, end
 
     def __len__(self) -> int:

@@ -21,19 +21,7 @@ class Record(NamedTuple):
 
 
 def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
-    """Reads a file that holds one JSON list.
-
-    Args:
-        file: UTF-8, with or without a byte order mark.
-        kind: name of the entries in messages.
-
-    Returns:
-        The entries, at least one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not UTF-8, not JSON (with line and column), not a list, or empty.
-    """
+    """Reads a file that holds one JSON list."""
     value = _read_json(file)
     if not isinstance(value, list):
         raise ValueError(f"{file}: expected a JSON list, got {_kind(value)}")
@@ -43,38 +31,12 @@ def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
 
 
 def read_json_object(file: str | Path) -> dict[str, Any]:
-    """Reads a file that holds one JSON object.
-
-    Args:
-        file: UTF-8, with or without a byte order mark.
-
-    Returns:
-        The object.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not UTF-8, not JSON (with line and column), or not an object.
-    """
+    """Reads a file that holds one JSON object."""
     return as_object(_read_json(file), str(file))
 
 
 def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[Record]:
-    """Reads a file with one JSON object per line.
-
-    Args:
-        file: UTF-8, with or without a byte order mark; lines end in a newline, or in a carriage
-            return and a newline. Blank lines are skipped.
-        broken: if given, lines that are not JSON are skipped and a message on each is appended to
-            it.
-
-    Returns:
-        The objects, at least one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not UTF-8 or holds no object; or a line, which is named, is not a JSON
-            object. For the last line the message adds that the file may have been truncated.
-    """
+    """Reads a file with one JSON object per line."""
     # Not splitlines: a JSON string may hold other line ends, such as U+2028, as they are.
     lines = _read_text(file).split("\n")
     records = []
@@ -98,20 +60,7 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
 
 
 def parse_json(text: str | bytes, where: str, *, unique: bool = False) -> Any:
-    """Parses untrusted JSON.
-
-    Args:
-        text: the JSON; bytes are UTF-8, with or without a byte order mark.
-        where: file and place, for the message.
-        unique: whether no object may give a name twice. By default the last one counts.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: it is not JSON, or unreadable: not UTF-8, nested too deep, a number with too
-            many digits, a name given twice. The message is one line and gives the place.
-    """
+    """Parses untrusted JSON."""
     try:
         # As bytes, json would also take UTF-16 and UTF-32.
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -136,38 +85,14 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def as_object(value: Any, where: str) -> dict[str, Any]:
-    """Checks that a value is a JSON object.
-
-    Args:
-        value: the parsed value.
-        where: its place, for the message.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: it is another kind of value.
-    """
+    """Checks that a value is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {_kind(value)}")
     return value
 
 
 def words(value: dict[str, Any], field: str, where: str) -> str:
-    """Reads a field that must be a non-blank string.
-
-    Args:
-        value: the object.
-        field: name of the field.
-        where: place of the object, for the message.
-
-    Returns:
-        The string, unchanged.
-
-    Raises:
-        ValueError: the field is missing, is not a string, is empty or blank, or holds half of a
-            surrogate pair, which no tokenizer accepts.
-    """
+    """Reads a field that must be a non-blank string."""
     if field not in value:
         raise ValueError(f'{where}: "{field}" is missing')
     text = value[field]
@@ -183,19 +108,7 @@ def words(value: dict[str, Any], field: str, where: str) -> str:
 
 
 def identity(value: dict[str, Any], field: str, where: str) -> str:
-    """Reads a field that must be a non-blank string or an integer, such as an id.
-
-    Args:
-        value: the object.
-        field: name of the field.
-        where: place of the object, for the message.
-
-    Returns:
-        The id as a string.
-
-    Raises:
-        ValueError: the field is missing or holds another kind of value.
-    """
+    """Reads a field that must be a non-blank string or an integer, such as an id."""
     number = value.get(field)
     if isinstance(number, int) and not isinstance(number, bool):
         return str(number)
@@ -214,12 +127,7 @@ def file_named(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file atomically: a reader never sees a part of it.
-
-    Args:
-        path: the file; an earlier one is kept until all is written.
-        data: the content.
-    """
+    """Replaces a file atomically: a reader never sees a part of it."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with file_named(partial):
@@ -230,12 +138,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON atomically.
-
-    Args:
-        path: the file.
-        value: a JSON value.
-    """
+    """Writes indented JSON atomically."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     # Half of a surrogate pair, as in a name that is not UTF-8, becomes its escape sequence in JSON.
     replace_file(path, text.encode(errors="backslashreplace"))

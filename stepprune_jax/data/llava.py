@@ -89,19 +89,6 @@ def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]
     A first message of the assistant is dropped, as in LLaVA's own training, and so is a
     conversation without further messages. The image belongs to the first question, wherever its
     mark is.
-
-    Args:
-        file: JSON list of {"id", "image", "conversations": [{"from", "value"}, ...]}; "from" is
-            "human" or "gpt" in turn. Without "image" the sample is text only.
-        image_root: folder that "image" is relative to.
-
-    Returns:
-        The samples in the file's order.
-
-    Raises:
-        FileNotFoundError: the file or an image is missing.
-        ValueError: the file is not such a list. The message names the file, the sample's index and
-            the field.
     """
     samples = []
     for index, entry in enumerate(read_json_list(file, "sample")):
@@ -114,19 +101,7 @@ def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]
 
 
 def parse_conversation(entry: Any, index: int, where: str) -> Conversation:
-    """Reads one entry of a training file, as `read_conversations` does.
-
-    Args:
-        entry: the entry.
-        index: its place in the file, from 0.
-        where: file and index, for messages.
-
-    Returns:
-        The conversation; the existence of its image is not checked.
-
-    Raises:
-        ValueError: it is malformed. The message begins with `where` and names the field.
-    """
+    """Reads one entry of a training file, as `read_conversations` does."""
     value = as_object(entry, where)
     name = identity(value, "id", where) if value.get("id") is not None else str(index)
     image = image_name(value, where) if value.get("image") is not None else None
@@ -134,21 +109,7 @@ def parse_conversation(entry: Any, index: int, where: str) -> Conversation:
 
 
 def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
-    """Reads a question file.
-
-    Args:
-        file: one object per line: {"question_id", "image", "text", "category"}; without "category"
-            it is "default".
-        image_root: folder that "image" is relative to.
-
-    Returns:
-        The questions in the file's order.
-
-    Raises:
-        FileNotFoundError: the file or an image is missing.
-        ValueError: a line is not such an object, or a "question_id" is repeated. The message names
-            the file, the line and the field.
-    """
+    """Reads a question file."""
     questions, seen = [], {}
     for record in read_json_lines(file):
         where, value = record
@@ -165,38 +126,12 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
 
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[str]:
-    """Reads the answers to questions.
-
-    Args:
-        file: one object per line, in any order: {"question_id", "answer"}.
-        questions: the questions.
-
-    Returns:
-        The answers, in the order of `questions`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: an answer is missing, repeated or empty, or belongs to no question.
-    """
+    """Reads the answers to questions."""
     return [words(value, "answer", where) for where, value in _matched(file, questions, "answer")]
 
 
 def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
-    """Reads the descriptions of the images of questions.
-
-    Args:
-        file: one object per line, in any order: {"question_id", "complexity", "relevant"}, and
-            perhaps "alike".
-        questions: the questions.
-
-    Returns:
-        The scenes, in the order of `questions`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a scene is missing, repeated or belongs to no question, or its fields are not a
-            non-negative number, a list of such numbers, and a list of such lists.
-    """
+    """Reads the descriptions of the images of questions."""
     scenes = []
     for where, value in _matched(file, questions, "scene"):
         complexity, relevant = value.get("complexity"), value.get("relevant")

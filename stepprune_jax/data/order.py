@@ -13,14 +13,7 @@ class Order:
     """
 
     def __init__(self, bucket: Int[np.ndarray, " r"], batch_size: int, seed: int, group: int = 1):
-        """Prepares the order.
-
-        Args:
-            bucket: number of the length bucket of each row.
-            batch_size: rows of a batch, over all devices.
-            seed: seed of the permutations.
-            group: batches whose rows are sorted together; 1 for no sorting.
-        """
+        """Prepares the order."""
         self._bucket, self._size, self._seed, self._group = bucket, batch_size, seed, group
         self._recent: dict[int, np.ndarray] = {}
 

@@ -22,17 +22,6 @@ def tokenize_with_images(
     The text is split at the marks, each piece is tokenised separately with its start token, and
     only the start token of the first piece is kept. With a Llama tokenizer the piece before an
     image therefore ends in a lone blank piece, and the piece after it starts with one.
-
-    Args:
-        tokenizer: a `transformers` tokenizer; any end token it adds is not removed.
-        prompt: the text, with `IMAGE_MARK` where images go.
-        num_images: number of images of the prompt, checked if given.
-
-    Returns:
-        The ids, one `IMAGE_TOKEN` per image.
-
-    Raises:
-        ValueError: ``num_images`` is given and differs from the number of marks.
     """
     encoded = [list(tokenizer(piece).input_ids) for piece in split_at_images(prompt, num_images)]
     return join_at_images(encoded, start_tokens(tokenizer, encoded[0]))
@@ -65,17 +54,6 @@ def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str
 
     The mark of a single image moves to the front. With several images and as many marks in the
     message, the marks keep their places.
-
-    Args:
-        message: the user's words, with or without `IMAGE_MARK`.
-        num_images: number of images of the message.
-        mark: text put in front for each image.
-
-    Returns:
-        The message with a mark for each image.
-
-    Raises:
-        ValueError: the message has marks, but not one per image.
     """
     marks = message.count(IMAGE_MARK)
     if marks:
@@ -88,18 +66,7 @@ def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str
 
 
 def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
-    """Splits a prompt at its image marks.
-
-    Args:
-        prompt: the text, with `IMAGE_MARK` where images go.
-        num_images: number of images of the prompt, checked if given.
-
-    Returns:
-        The pieces of text, one more than there are images.
-
-    Raises:
-        ValueError: ``num_images`` is given and differs from the number of marks.
-    """
+    """Splits a prompt at its image marks."""
     if num_images is not None:
         check_marks(prompt, num_images)
     return prompt.split(IMAGE_MARK)
@@ -114,16 +81,7 @@ def start_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
 def join_at_images(
     pieces: Sequence[Sequence[int]], skip: int, image: int = IMAGE_TOKEN
 ) -> list[int]:
-    """Joins pieces split at the images; all but the first lose their start token.
-
-    Args:
-        pieces: numbers of the tokens of each piece.
-        skip: `start_tokens` of a piece.
-        image: number to put instead of an image.
-
-    Returns:
-        The joined numbers.
-    """
+    """Joins pieces split at the images; all but the first lose their start token."""
     joined = list(pieces[0])
     for piece in pieces[1:]:
         joined += [image, *piece[skip:]]
@@ -135,13 +93,6 @@ def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
 
     They exclude the system prompt, role names, answers, image marks and a start token. All of the
     user's turns are included, since a later question may refer to an earlier one.
-
-    Args:
-        tokenizer: a `transformers` tokenizer.
-        turns: user first, then alternating.
-
-    Returns:
-        The ids, possibly none.
     """
     text = user_words(turns)
     return tuple(tokenizer(text, add_special_tokens=False).input_ids) if text else ()
@@ -156,16 +107,7 @@ def user_words(turns: Sequence[str]) -> str:
 def truncated_images(
     ids: Int[np.ndarray, " l"], kept: Int[np.ndarray, " j"], limit: int
 ) -> Int[np.ndarray, " j"]:
-    """Counts the visual tokens of each image among the first embeddings of a prompt.
-
-    Args:
-        ids: ids of the prompt, with `IMAGE_TOKEN` at its j images.
-        kept: visual tokens kept of each image.
-        limit: number of embeddings that remain; the end of the prompt is truncated.
-
-    Returns:
-        Visual tokens that remain of each image; 0 for an image beyond the limit.
-    """
+    """Counts the visual tokens of each image among the first embeddings of a prompt."""
     is_image = ids == IMAGE_TOKEN
     size = np.ones(len(ids), int)
     size[is_image] = kept
@@ -180,20 +122,7 @@ def pad_batch(
     multiple: int = 1,
     width: int | None = None,
 ) -> tuple[Int[np.ndarray, "b l"], Int[np.ndarray, " b"]]:
-    """Right-pads rows of numbers, such as the ids of prompts, to one width.
-
-    Args:
-        rows: the rows, at least one.
-        fill: number that stands in the padding.
-        multiple: divisor of the width, which bounds the number of shapes.
-        width: the width, instead of the smallest that holds the longest row.
-
-    Returns:
-        The rows and their lengths, int32.
-
-    Raises:
-        ValueError: there are no rows, or one is longer than `width`.
-    """
+    """Right-pads rows of numbers, such as the ids of prompts, to one width."""
     if not rows:
         raise ValueError("expected at least one prompt, got none")
     length = np.asarray([len(row) for row in rows], np.int32)

@@ -61,12 +61,7 @@ class DataSettings(Settings, group="data"):
 
 
 def data_folder(data: DataSettings) -> Path:
-    """Returns the folder of a run's data.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: none is given.
-    """
+    """Returns the folder of a run's data."""
     if not data.folder:
         raise ValueError("config.data.folder is empty, expected a folder with train.json, images/")
     folder = local_path(data.folder)
@@ -76,16 +71,7 @@ def data_folder(data: DataSettings) -> Path:
 
 
 def training_source(data: DataSettings, workdir: str | Path) -> Source:
-    """Returns the training file of a run and its image folder.
-
-    Args:
-        data: the settings; `train_file` or `image_folder`, if empty, are in `data_folder`.
-        workdir: folder of the run; token counts are stored there unless `data.index_folder` is set.
-
-    Raises:
-        FileNotFoundError: the training file does not exist.
-        ValueError: as `data_folder`, if that folder is needed.
-    """
+    """Returns the training file of a run and its image folder."""
     file, images = map(local_path, (data.train_file, data.image_folder))
     if not data.train_file or not data.image_folder:
         folder = data_folder(data)

@@ -63,22 +63,6 @@ def open_corpus(
     Text-only samples are skipped, as there is nothing to prune. The existence of images is checked
     before anything is tokenised. Token counts are cached in `source.index_folder`, so that the next
     run with this file and tokenizer starts at once.
-
-    Args:
-        source: the file, the images, and what to do about mistakes.
-        encoder: the model's encoder, with a fast tokenizer.
-        limits: limits of the rows' lengths.
-        identity: hash of the file's contents.
-        say: called with each line of the report.
-
-    Returns:
-        The usable rows.
-
-    Raises:
-        FileNotFoundError: the file or the image folder is missing; or an image is, if
-            `source.missing` is "stop".
-        ValueError: an image lies outside the folder; a sample is unusable, if `source.unusable` is
-            "stop"; or no sample remains. The message names file and sample.
     """
     encoder.check()
     folder = ImageFolder(source.image_root, source.linked_folders)

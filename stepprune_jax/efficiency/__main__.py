@@ -54,11 +54,7 @@ _PRICE_GROWTH = 30.0
 
 
 def with_square_images(config: QwenConfig, tokens: int) -> QwenConfig:
-    """Bounds images so that the largest one is a square of so many visual tokens.
-
-    Raises:
-        ValueError: not a square number, or so small that narrow images have more.
-    """
+    """Bounds images so that the largest one is a square of so many visual tokens."""
     area = config.vision.factor**2
     config = config.family.bound_images(config, None, area, tokens * area)
     if config.max_image_tokens != tokens or math.isqrt(tokens) ** 2 != tokens:
@@ -89,20 +85,7 @@ def default_rows(config: ModelConfig) -> list[str]:
 def read_rows(
     names: Sequence[str], config: ModelConfig, decoder_layers: int, dtype: str
 ) -> list[Row]:
-    """Builds the methods of rows, without trained parameters.
-
-    Args:
-        names: "all", or a pruner and its budget, such as "cls@64" or "stepprune@mean:64".
-        config: the model's configuration.
-        decoder_layers: decoder layers of StepPrune's policy.
-        dtype: compute dtype of policies.
-
-    Returns:
-        A row for each name; the first is that of all tokens.
-
-    Raises:
-        ValueError: an unknown pruner, an unsupported budget, or a repeated row.
-    """
+    """Builds the methods of rows, without trained parameters."""
     rows = []
     for name in dict.fromkeys([UNPRUNED, *names]):
         pruner, _, budget = name.partition("@")
@@ -143,11 +126,7 @@ def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
 
 
 def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[Row]) -> None:
-    """Checks that the benchmark fits in free memory, before anything is allocated.
-
-    Raises:
-        ValueError: it does not fit; the message has required and free memory and a remedy.
-    """
+    """Checks that the benchmark fits in free memory, before anything is allocated."""
     dtype, text = jnp.dtype(flags.dtype), config.text
     itemsize = dtype.itemsize
     shapes = {row.method.pruner.config for row in rows if row.method.params}
@@ -177,11 +156,7 @@ def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[
 
 
 def torch_device() -> str:
-    """Returns the torch device that matches jax's.
-
-    Raises:
-        ValueError: `transformers` cannot run there; the message gives a remedy.
-    """
+    """Returns the torch device that matches jax's."""
     for name in ("torch", "transformers"):
         if find_spec(name) is None:
             raise ValueError(f"--transformers needs {name}: pip install it")
@@ -196,11 +171,7 @@ def torch_device() -> str:
 
 
 def reference(model: VLM, device: str) -> Callable[[Batch], Callable[[], Any]]:
-    """Builds the model of `transformers` with SDPA and our weights.
-
-    Returns:
-        A function from a batch to a call that returns its first logits.
-    """
+    """Builds the model of `transformers` with SDPA and our weights."""
     theirs = torch_reference.build_vlm(model.params, model.config, device)
 
     def on(batch: Batch) -> Callable[[], Any]:

@@ -78,14 +78,7 @@ class Bench(NamedTuple):
 
 
 def draw_batch(config: ModelConfig, size: int, text: int, seed: int = 0) -> Batch:
-    """Draws images and prompts.
-
-    Args:
-        config: the model's configuration; where sizes vary, its largest image is square.
-        size: number of prompts, with an image each.
-        text: tokens of a prompt besides its image; the pruner reads all of them.
-        seed: seed of the draw.
-    """
+    """Draws images and prompts."""
     random = np.random.default_rng(seed)
     pixels = jax.tree.map(
         lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
@@ -130,19 +123,7 @@ def measure(
     batch: Batch,
     references: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Measures rows, which take turns.
-
-    Args:
-        bench: model and settings.
-        rows: rows of the table; the first is the baseline of the others.
-        batch: the inputs.
-        references: other programs by name, which run the same batch to its first token and return
-            its logits [b, v]; they take turns with the rows.
-
-    Returns:
-        A JSON object for each row and each reference. Times are milliseconds of the whole batch as
-        [median, minimum, maximum] over turns, and so are ratios, computed within a turn.
-    """
+    """Measures rows, which take turns."""
     rows = [with_stop_bias(bench, row, batch) for row in rows]
     first = {row.name: _answer(bench, row, batch) for row in rows}
     theirs = {name: np.asarray(call()) for name, call in references.items()}

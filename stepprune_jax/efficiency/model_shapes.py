@@ -100,11 +100,7 @@ QWEN_MODELS = {
 
 
 def model_config(name: str) -> ModelConfig:
-    """Returns the config of a known model, or of a folder or file in the Hugging Face layout.
-
-    Raises:
-        ValueError: it is none of these, or a field is not supported; the message names the file.
-    """
+    """Returns the config of a known model, or of a folder or file in the Hugging Face layout."""
     known = MODELS | QWEN_MODELS
     if name in known:
         return find_family(known[name]).read_config(known[name], None)

@@ -33,17 +33,7 @@ class Peak(NamedTuple):
 
 
 def device_peak(dtype: Any, side: int = _SIDE, nbytes: int = _BYTES) -> Peak:
-    """Returns the peak of the first device that jax sees.
-
-    Args:
-        dtype: dtype of the matrix products.
-        side: side of the matrices, if it is measured.
-        nbytes: bytes to copy and to read, if it is measured.
-
-    Returns:
-        The vendor's peak for bfloat16 and devices of `ACCELERATORS`; otherwise the measured rates
-        of a large matrix product, and of a copy or a read.
-    """
+    """Returns the peak of the first device that jax sees."""
     name = known_as(jax.devices()[0].device_kind)
     if name and jnp.dtype(dtype) == jnp.bfloat16:
         device = ACCELERATORS[name]

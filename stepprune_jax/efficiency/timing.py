@@ -82,14 +82,7 @@ def time_side_by_side(
     repeats: int,
     setups: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Returns median seconds of each call, in turns, so that drift affects all equally.
-
-    Args:
-        calls: functions that return arrays; each is called once before, to compile.
-        repeats: timed rounds.
-        setups: functions by name that build the single argument of a call, untimed, each time;
-            calls without one take no argument.
-    """
+    """Returns median seconds of each call, in turns, so that drift affects all equally."""
     setups = setups or {}
 
     def run(name, call):

@@ -33,16 +33,7 @@ def to_torch(array: Array | np.ndarray, device: str = "cpu") -> Any:
 
 
 def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") -> Any:
-    """Builds a `LlamaForCausalLM` with SDPA attention and a copy of our weights.
-
-    Args:
-        language: the tree under "language" of our parameters.
-        config: the model's shape.
-        device: torch device, "cpu" or "cuda".
-
-    Returns:
-        The torch model, in evaluation mode, in the dtype of the weights.
-    """
+    """Builds a `LlamaForCausalLM` with SDPA attention and a copy of our weights."""
     import torch
     import transformers
 
@@ -59,16 +50,7 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
 
 
 def build_vlm(params: dict[str, Any], config: ModelConfig, device: str = "cpu") -> Any:
-    """Builds the `...ForConditionalGeneration` with SDPA attention and a copy of our weights.
-
-    Args:
-        params: the model's weights.
-        config: the model's shape.
-        device: torch device, "cpu" or "cuda".
-
-    Returns:
-        The torch model, in evaluation mode, in the dtype of the weights.
-    """
+    """Builds the `...ForConditionalGeneration` with SDPA attention and a copy of our weights."""
     import torch
     import transformers
 
@@ -112,17 +94,7 @@ def first_tokens(
     pixels: Float[np.ndarray, "b 3 H W"] | Patches,
     config: ModelConfig,
 ) -> Float[np.ndarray, "b v"]:
-    """Runs a model over prompts with an image each, all of the largest size.
-
-    Args:
-        model: result of `build_vlm`.
-        ids: [b, l] ids with -200 instead of the image.
-        pixels: the images: [b, 3, H, W], or patches.
-        config: the model's shape.
-
-    Returns:
-        [b, v] logits of the first tokens, in host memory.
-    """
+    """Runs a model over prompts with an image each, all of the largest size."""
     import torch
 
     count = config.max_image_tokens

@@ -10,16 +10,7 @@ from stepprune_jax.models import weights
 
 
 def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
-    """Draws weights in their own dtype and on their own devices, leaf by leaf.
-
-    Args:
-        abstract: tree of `jax.ShapeDtypeStruct`, as from `vlm.abstract_params`; a leaf with a
-            sharding is drawn shard by shard.
-        seed: seed of the draw.
-
-    Returns:
-        The weights: kernels and embeddings scaled to keep activations near 1, scales 1, biases 0.
-    """
+    """Draws weights in their own dtype and on their own devices, leaf by leaf."""
     flat = weights.flatten(abstract)
     keys = jax.random.split(jax.random.key(seed), len(flat))
     drawn = {

@@ -90,17 +90,7 @@ class Batches:
         group: int = 1,
         loading: Loading | None = None,
     ):
-        """Plans the shapes.
-
-        Args:
-            corpus: the rows.
-            images: how images are converted to pixels.
-            batch_size: rows of a batch, over all hosts.
-            seed: seed of the order.
-            multiple: divisor of the widths of ids and text.
-            group: batches whose rows are sorted by width together; see `Order`.
-            loading: how batches are built; `Loading()` by default.
-        """
+        """Plans the shapes."""
         self._corpus, self._images, self._loading = corpus, images, loading or Loading()
         self._shared = len(range(batch_size)[self._loading.local]) < batch_size
         self.buckets = plan_buckets(corpus.lengths, multiple)
@@ -122,11 +112,7 @@ class Batches:
         return [self._corpus.describe(row) for row in self.indices(step).tolist()]
 
     def first_images(self, count: int) -> Iterator[Any]:
-        """Yields up to `count` distinct readable images, in the order of training.
-
-        Raises:
-            FileNotFoundError, ValueError: as for batches.
-        """
+        """Yields up to `count` distinct readable images, in the order of training."""
         seen: set[Path] = set()
         for row in self._order.epoch(0).tolist():
             if not count:
@@ -145,12 +131,7 @@ class Batches:
         return self.buckets[self._bucket[indices].max()]
 
     def __getitem__(self, step: int) -> Batch:
-        """Returns the rows of batch `step` that are built here.
-
-        Raises:
-            FileNotFoundError: an image is missing.
-            ValueError: an image is damaged or of another size. Both messages name file and sample.
-        """
+        """Returns the rows of batch `step` that are built here."""
         indices = self.indices(step)
         widths = self.bucket(indices)
         numbers, pixels = self._readable(indices)
@@ -267,14 +248,7 @@ class _Steps:
 def stack_targets(
     rows: Sequence[Row], grid: Int[np.ndarray, "r 2"], ids: int, targets: int
 ) -> Targets:
-    """Stacks conversations to one batch.
-
-    Args:
-        rows: the conversations.
-        grid: rows and columns of the visual tokens of each row's image.
-        ids: width that ids are padded to.
-        targets: width that supervised tokens are padded to.
-    """
+    """Stacks conversations to one batch."""
     tokens, length = pad_batch([row.ids for row in rows], width=ids)
     place, count = pad_batch([row.place for row in rows], width=targets)
     target, _ = pad_batch([row.target for row in rows], width=targets)
@@ -282,15 +256,7 @@ def stack_targets(
 
 
 def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
-    """Plans one shape for each padded width of ids, with the widest texts and targets.
-
-    Args:
-        lengths: lengths of all rows.
-        multiple: divisor of the widths of ids and text.
-
-    Returns:
-        Buckets in the order of their width.
-    """
+    """Plans one shape for each padded width of ids, with the widest texts and targets."""
     order = np.argsort(lengths.ids, kind="stable")
     # A batch holds shorter rows as well, so the other widths never fall.
     text = np.maximum.accumulate(np.maximum(lengths.text[order], 1))
@@ -309,20 +275,7 @@ def open_batches(
     local: slice = slice(None),
     say: Callable[[str], Any] = print,
 ) -> Batches:
-    """Reads a run's training file and plans its batches; needs no weights.
-
-    Args:
-        run: settings of the run.
-        source: result of `training_source`.
-        identity: hash of the training file's contents.
-        model: the frozen model's folder.
-        local: rows of each batch that this process builds.
-        say: called with each line of the report.
-
-    Raises:
-        FileNotFoundError: the tokenizer, the file or an image is missing.
-        ValueError: bad data, or a tokenizer that cannot be used.
-    """
+    """Reads a run's training file and plans its batches; needs no weights."""
     data, config, family = run.data, model.config, model.config.family
     limits = Limits(config.max_image_tokens, data.context_limit, data.policy_text_limit)
     if limits.ids < 2:

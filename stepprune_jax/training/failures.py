@@ -26,28 +26,13 @@ class Guard:
     """Stops a run after too many skipped updates in a row, checked a few updates late."""
 
     def __init__(self, path: Path, batches: Batches, limit: int):
-        """Starts before the first update.
-
-        Args:
-            path: file for the samples of the skipped updates.
-            batches: the training data.
-            limit: skipped updates in a row at which the run stops.
-        """
+        """Starts before the first update."""
         self._path, self._batches, self._limit = path, batches, limit
         self._waiting: collections.deque = collections.deque()
         self.problem = ""
 
     def add(self, step: int, skipped_in_row: Int[Array, ""], last: bool = False) -> bool:
-        """Waits for an earlier update and checks it; at the last one, for all of them.
-
-        Args:
-            step: updates begun.
-            skipped_in_row: `State.skipped_in_row` of the latest update, not yet computed.
-            last: whether it is the last update.
-
-        Returns:
-            Whether the run has to stop; `problem` is the reason.
-        """
+        """Waits for an earlier update and checks it; at the last one, for all of them."""
         self._waiting.append((step, skipped_in_row))
         while self._waiting and not self.problem and (last or len(self._waiting) > _IN_FLIGHT):
             done, count = self._waiting.popleft()
@@ -72,15 +57,7 @@ class Guard:
 
 @contextlib.contextmanager
 def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[None]:
-    """Converts out-of-memory errors of compiler and allocator to a one-line error.
-
-    Args:
-        run: settings of the run.
-        devices: devices of the run; by default all that jax sees.
-
-    Raises:
-        ValueError: memory is exhausted; the message suggests changes.
-    """
+    """Converts out-of-memory errors of compiler and allocator to a one-line error."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -94,12 +71,7 @@ def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[No
 
 
 def remedies(run: Run, devices: Sequence[Any] | None = None) -> list[str]:
-    """Lists unused ways to save memory, the cheapest first.
-
-    Args:
-        run: settings of the run.
-        devices: devices of the run; by default all that jax sees.
-    """
+    """Lists unused ways to save memory, the cheapest first."""
     devices = jax.devices() if devices is None else devices
     spread = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh, devices))
     each, rows = run.batch_size // spread, run.model.rows_at_once

@@ -26,15 +26,7 @@ class Hooks:
         validation: Validation | None,
         window: tuple[int, int] | None,
     ):
-        """Opens files and loggers.
-
-        Args:
-            run: settings of the run.
-            workdir: folder of the run.
-            done: updates done.
-            validation: the periodic validation, if any.
-            window: first and last update to profile.
-        """
+        """Opens files and loggers."""
         self._run, self._first, self._validation = run, done, validation
         self._profile = Profile(workdir / PROFILE, window)
         self._log = None
@@ -47,13 +39,7 @@ class Hooks:
         self._profile.before(step)
 
     def after(self, step: int, scalars: dict[str, jax.Array], policy: Callable[[], Policy]):
-        """Called when update `step` has been dispatched.
-
-        Args:
-            step: updates begun.
-            scalars: scalars of the latest, by name.
-            policy: returns the policy after it.
-        """
+        """Called when update `step` has been dispatched."""
         self._profile.after(step, scalars)
         if step == self._first + 1:
             jax.block_until_ready(scalars)
@@ -75,18 +61,7 @@ class Hooks:
 
 
 def read_window(text: str, steps: int) -> tuple[int, int]:
-    """Reads the flag `--profile`, "FIRST:LAST", updates counted from 1.
-
-    Args:
-        text: the flag.
-        steps: updates of the whole run.
-
-    Returns:
-        The two numbers.
-
-    Raises:
-        ValueError: it does not have this form, or is not within the run.
-    """
+    """Reads the flag `--profile`, "FIRST:LAST", updates counted from 1."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
         raise ValueError(f"--profile is {text!r}, expected FIRST:LAST, such as 10:12")

@@ -57,16 +57,7 @@ class ForwardOptions(NamedTuple):
 
 
 def map_rows(function: Callable[[Any], Any], options: ForwardOptions, rows: Any) -> Any:
-    """Applies a function of rows to a few rows at a time.
-
-    Args:
-        function: maps a tree of arrays [r, ...] to a tree of arrays [r, ...].
-        options: rows per pass, and the mesh over which they are split.
-        rows: tree of arrays [b, ...]; b is a multiple of `options.rows`.
-
-    Returns:
-        The results [b, ...] in the order of the rows.
-    """
+    """Applies a function of rows to a few rows at a time."""
     count = jax.tree.leaves(rows)[0].shape[0]
     parts = count // options.rows if options.rows else 1
     if parts <= 1:
@@ -95,16 +86,6 @@ def lm_loss(
     """Computes the language-modelling loss of visual tokens at full length and original positions.
 
     Differentiable with respect to the tokens alone.
-
-    Args:
-        params: the frozen model's weights.
-        model: its configuration.
-        options: how it is run.
-        tokens: all N gated tokens of each image, in the tower's space.
-        targets: conversations and their supervised tokens.
-
-    Returns:
-        Cross-entropy in nats, float32, averaged over the supervised tokens of the batch.
     """
     count = jnp.maximum(jnp.sum(targets.supervised), 1)
     return jnp.sum(_row_losses(model, options, params, tokens, targets)) / count
@@ -157,18 +138,7 @@ def row_losses(
     kept: Pruned,
     targets: Targets,
 ) -> Float[Array, " b"]:
-    """Computes the cross-entropy of conversations with some of their visual tokens.
-
-    Args:
-        params: the frozen model's weights.
-        model: its configuration.
-        options: how it is run; all rows at once.
-        kept: visual tokens of each row, in the tower's space; read at their original positions.
-        targets: conversations, each with an image before its first answer.
-
-    Returns:
-        Cross-entropy in nats, float32, summed over each row's supervised tokens.
-    """
+    """Computes the cross-entropy of conversations with some of their visual tokens."""
     k = kept.tokens.shape[1]
     tokens = model.family.project(params, model, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)

@@ -47,13 +47,7 @@ class OptimizerSettings(Settings, group="optimizer"):
 def learning_rate(
     settings: OptimizerSettings, steps: int, step: Int[Array, ""] | int
 ) -> Float[Array, ""]:
-    """Returns the learning rate of update `step`: linear from 0 over the warm-up, then a cosine.
-
-    Args:
-        settings: settings of the optimiser.
-        steps: updates of the whole run.
-        step: number of the update, from 0.
-    """
+    """Returns the learning rate of update `step`: linear from 0 over the warm-up, then a cosine."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, settings.lr, settings.warmup, steps, settings.final_lr
     )
@@ -67,11 +61,6 @@ def make_optimizer(
 
     Its `update` takes the number of the update as `step`, because skipped updates count for the
     schedule, but leave the optimiser's state unchanged.
-
-    Args:
-        settings: settings of the optimiser.
-        steps: updates of the whole run.
-        method: the method that is trained, which may have its stop clipped apart.
     """
     decay, clip = settings.weight_decay, optax.clip_by_global_norm(settings.clip)
     if method.clips_stop_apart:

@@ -60,15 +60,7 @@ class Plan(NamedTuple):
 def make_plan(
     batches: Batches, setup: step.Setup, dtype: Any, rows: int, target: Target | None = None
 ) -> Plan:
-    """Compiles the widest update, and counts the operations of every width.
-
-    Args:
-        batches: the data.
-        setup: the static part of the update.
-        dtype: dtype of the frozen weights.
-        rows: rows of a batch.
-        target: target of the mesh's devices, if jax does not see them.
-    """
+    """Compiles the widest update, and counts the operations of every width."""
     apart = max(1, setup.steps // _SAMPLED)
     widths = collections.Counter(
         batches.bucket(batches.indices(number)) for number in range(0, setup.steps, apart)
@@ -94,17 +86,7 @@ def planned_memory(traced: Any, target: Target | None = None) -> Usage:
 
 
 def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> Any:
-    """Traces an update of abstract weights, state and batch, placed as in a run.
-
-    Args:
-        setup: the static part of the update.
-        dtype: dtype of the frozen weights.
-        rows: rows of the batch.
-        bucket: its widths.
-
-    Returns:
-        The result of `jax.jit(...).trace`, which has `jaxpr` and `lower`.
-    """
+    """Traces an update of abstract weights, state and batch, placed as in a run."""
     mesh = setup.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(lambda key: step.init_state(key, setup), key)
@@ -150,13 +132,6 @@ def use_virtual_devices(run: Run, target: str | None = None) -> None:
     """Creates as many CPU devices as are planned for; to be called before jax starts.
 
     If jax sees accelerators, those are used instead, unless there is a target.
-
-    Args:
-        run: settings of the run.
-        target: as in `dry_run`.
-
-    Raises:
-        ValueError: the group `accelerator` is missing, or a bad target.
     """
     jax.config.update("jax_num_cpu_devices", _planned_for(run, target).count)
     if target is not None:
@@ -179,20 +154,6 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
     Neither weights nor accelerators are needed: only the model's configuration, tokenizer and image
     processor are read. Nothing is written except the shapes world and the token counts, which the
     run then reuses.
-
-    Args:
-        run: settings of the run.
-        workdir: folder of the run.
-        target: devices to plan for with their own compiler, as read by `targets.read_name`. If it
-            is not installed, the CPU's compiler plans for as many devices, with a message.
-
-    Returns:
-        The plan.
-
-    Raises:
-        FileNotFoundError: model or data is missing.
-        ValueError: a bad configuration or bad data, a bad target, too few devices, or a compiler
-            that rejects the update because it does not fit.
     """
     with user_input():
         run = dataclasses.replace(run, accelerator=_planned_for(run, target))

@@ -126,15 +126,7 @@ class Run(EvaluationRun):
 
 
 def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
-    """Builds the mesh of a run; None for a single device.
-
-    Args:
-        run: settings of the run.
-        devices: devices to use; by default all that jax sees.
-
-    Raises:
-        ValueError: an unknown preset, too many devices, or rows that do not divide over them.
-    """
+    """Builds the mesh of a run; None for a single device."""
     if run.mesh == "single":
         processes = jax.process_count()
         run.require("mesh", processes == 1, f"one for the {processes} processes of this run")
@@ -147,15 +139,7 @@ def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
 
 
 def read_method(run: Run, model: ModelConfig) -> TrainedMethod:
-    """Builds the method to be trained, its widths those of the model.
-
-    Args:
-        run: settings of the run; a `text_width` of 0 in those of the method hides the question.
-        model: the frozen model.
-
-    Raises:
-        ValueError: settings of another method, or `max_steps` for images that differ in size.
-    """
+    """Builds the method to be trained, its widths those of the model."""
     kind = trained_methods()[run.method]
     name, config = kind.settings, getattr(run, kind.settings)
     expected = f"a {kind.config_type.__name__}"
@@ -171,17 +155,7 @@ def read_method(run: Run, model: ModelConfig) -> TrainedMethod:
 
 
 def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
-    """Builds the static part of the update.
-
-    Args:
-        run: settings of the run.
-        model: the frozen model.
-        mesh: result of `make_mesh`.
-
-    Raises:
-        ValueError: the method's own fields are bad, a kernel needs another device, the mesh does
-            not divide a weight, or `rows_at_once` does not divide the rows of a device.
-    """
+    """Builds the static part of the update."""
     run.model.execution.check_backend()
     method = read_method(run, model)
     if mesh is not None:

@@ -102,16 +102,7 @@ def encode_rows(params: dict[str, Any], setup: Setup, pixels: Any) -> Float[Arra
 
 
 def selector_inputs(params: dict[str, Any], setup: Setup, batch: Batch) -> Inputs:
-    """Computes features and question embeddings of a batch with the frozen model.
-
-    Args:
-        params: the frozen model's weights.
-        setup: the static part.
-        batch: the batch.
-
-    Returns:
-        Inputs of the selector, which do not depend on any answer.
-    """
+    """Computes features and question embeddings of a batch with the frozen model."""
     features = encode_rows(params, setup, batch.pixels)
     text = decoder.embed(params["language"], batch.text)
     mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
@@ -156,20 +147,7 @@ def learn(
     step: Int[Array, ""],
     setup: Setup,
 ) -> tuple[State, dict[str, Array]]:
-    """Performs the selector's part of an update: everything but the frozen model.
-
-    Args:
-        state: state before the update.
-        stats: statistics of the tower's features.
-        inputs: inputs of the selector.
-        lm_loss_fn: maps gated tokens to the mean language-modelling loss.
-        key: key of the run.
-        step: number of the update, from 0.
-        setup: the static part.
-
-    Returns:
-        The new state, and scalars of the old one.
-    """
+    """Performs the selector's part of an update: everything but the frozen model."""
     share = step / setup.steps
     opening = setup.text_gate_anneal
     text_gate = jnp.minimum(1.0, share / opening) if opening else jnp.ones(())

@@ -51,21 +51,7 @@ class Selection(NamedTuple):
 
 
 def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
-    """Reads the questions of a run's validation, before anything is loaded.
-
-    Args:
-        run: the settings of the run; none if `validation.every` is 0.
-        setup: the static part of the update.
-        workdir: folder of the run, where the shapes world is.
-
-    Returns:
-        The requested number of questions and answers, or None.
-
-    Raises:
-        FileNotFoundError: a file or an image is missing.
-        ValueError: a budget that is too large, or a malformed file; the message names file, line
-            and field.
-    """
+    """Reads the questions of a run's validation, before anything is loaded."""
     if not run.validation.every:
         return None
     budget, most = run.validation.budget, setup.method.most(setup.model.max_image_tokens)
@@ -76,20 +62,7 @@ def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
 
 
 def read_calibration_questions(run: Run, workdir: Path) -> list[Question]:
-    """Reads the questions on which a trained policy's stop is calibrated.
-
-    Args:
-        run: the settings of the run; none if `validation.calibrate` is 0.
-        workdir: folder of the run, where the shapes world is.
-
-    Returns:
-        The requested number of questions, spread evenly over the validation split; none without
-        such a split.
-
-    Raises:
-        OSError: an image is missing.
-        ValueError: a malformed file; the message names file, line and field.
-    """
+    """Reads the questions on which a trained policy's stop is calibrated."""
     folder = _folder(run, workdir)
     file, most = folder / "validation.jsonl", run.validation.calibrate
     if not most or not file.is_file():
@@ -116,17 +89,7 @@ class Validation:
     """
 
     def __init__(self, run: Run, model: VLM, split: Split, workdir: Path):
-        """Runs the tower and tokenises the questions.
-
-        Args:
-            run: the settings of the run.
-            model: the frozen model.
-            split: result of `read_questions`.
-            workdir: folder of the run.
-
-        Raises:
-            ValueError: an image that cannot be read, or a question that is too long.
-        """
+        """Runs the tower and tokenises the questions."""
         self._settings, self._model, self._split = run.validation, model, split
         self._folder, self._size = workdir / FOLDER, run.batch_size
         execution, n = run.model.execution, model.config.max_image_tokens
@@ -158,16 +121,7 @@ class Validation:
         return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
 
     def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
-        """Answers the questions from the policy's kept tokens, and draws a few.
-
-        Args:
-            step: updates done.
-            policy: the current policy.
-
-        Returns:
-            "step"; "loss" of the correct answers in nats per token, "accuracy" of the model's own
-            in percent, mean, standard deviation and range of K, "questions", and "seconds" taken.
-        """
+        """Answers the questions from the policy's kept tokens, and draws a few."""
         begin = time.perf_counter()
         answers, selection = self.answer(policy)
         texts, count = answers.texts, answers.kept
@@ -191,12 +145,6 @@ class Validation:
         """Answers from the tokens that a policy keeps, at its own stop or at the set budget.
 
         A policy without a stop keeps a quarter of the tokens if no budget is set.
-
-        Args:
-            policy: the current policy.
-
-        Returns:
-            The answers, and the kept tokens.
         """
         n, budget = self._model.config.max_image_tokens, self._settings.budget
         free = Budget("own") if policy.has_stop else Budget("rate", Fraction(1, 4))

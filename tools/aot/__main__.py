@@ -126,17 +126,7 @@ def groups(flags: argparse.Namespace) -> Sequence[Group]:
 
 
 def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[list[str], bool]:
-    """Compiles a program.
-
-    Args:
-        device_memory: bytes of a device.
-        to: the target.
-        lowered: the program.
-
-    Returns:
-        Memory, kernels, CPU seconds and result, and whether it compiled. A program that does not
-        fit counts as compiled.
-    """
+    """Compiles a program."""
     begin = time.process_time()  # of all threads: wall time depends on the load
     try:
         compiled = to.compile(lowered)
@@ -158,14 +148,7 @@ class Results(dict[str, list[str]]):
     """
 
     def __init__(self, path: Path | None):
-        """Reads the results of earlier runs.
-
-        Args:
-            path: JSON lines, to which new results are appended; None saves nothing.
-
-        Raises:
-            ValueError: a line is not a result.
-        """
+        """Reads the results of earlier runs."""
         super().__init__()
         self._path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []
@@ -185,17 +168,7 @@ class Results(dict[str, list[str]]):
 
 
 def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
-    """Compiles a group: the lines of the table, and whether each program compiled.
-
-    Args:
-        group: what to compile.
-        done: results that are not compiled again; new ones are added.
-
-    Raises:
-        FileNotFoundError: there is no such configuration.
-        ValueError: a target that is unknown or cannot be compiled for here, a bad configuration,
-            or a program that it does not have.
-    """
+    """Compiles a group: the lines of the table, and whether each program compiled."""
     for name, config, dtype in itertools.product(group.targets, group.configs, group.dtypes):
         with user_input():
             to = make_target(name)

@@ -53,15 +53,6 @@ def loops(text: str) -> tuple[Loop, ...]:
 
     On a GPU each of them is a kernel or a copy (a product in a library may be two), and a small one
     takes as long as its launch. On a TPU a program is one kernel, and these are its steps.
-
-    Args:
-        text: text of a compiled, scheduled program: `compiled.as_text()`.
-
-    Returns:
-        The loops, outer and inner ones, by descending number of kernels.
-
-    Raises:
-        ValueError: the text is not that of a scheduled program.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("expected the text of a compiled program, with is_scheduled=true")
@@ -83,13 +74,6 @@ def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, 
     These are copies: slices of a stack, or concatenated, transposed or converted matrices. A
     program whose products read the weights in place has none. A TPU's fetches into its vector
     memory are not copies.
-
-    Args:
-        text: text of a compiled, scheduled program.
-        weights: [k, n] shapes of matrices. No number of tokens may be a multiple of k or n.
-
-    Returns:
-        Types of results, such as "bf16[1,4096,4096]", that hold one or several such matrices.
     """
     shapes = [sides for k, n in weights for sides in ((k, n), (n, k))]
     computations = _computations(text)

@@ -44,19 +44,7 @@ _WHOLE = ((r".*", P()),)
 
 
 def load_run(name: str, changes: Sequence[str] = ()) -> Run:
-    """Reads and checks a configuration.
-
-    Args:
-        name: a name for `configurations.find`: "shapes:literal", "configs/shapes.py".
-        changes: changes to it, each "field=value".
-
-    Returns:
-        The settings of its run.
-
-    Raises:
-        FileNotFoundError: there is no such configuration.
-        ValueError: the configuration is invalid, or has no such field.
-    """
+    """Reads and checks a configuration."""
     return configurations.load(name, changes)
 
 
@@ -74,16 +62,7 @@ class Programs:
     """The programs of a run on a mesh."""
 
     def __init__(self, run: Run, mesh: Mesh, dtype: str):
-        """Builds the static part of the programs.
-
-        Args:
-            run: result of `load_run`.
-            mesh: mesh of a target's devices, from `build_mesh`.
-            dtype: dtype of `DTYPES`.
-
-        Raises:
-            ValueError: the settings do not fit the mesh.
-        """
+        """Builds the static part of the programs."""
         frozen, own = DTYPES[dtype]
         group = PRUNERS[run.method].settings
         run = run.replace({f"{group}.dtype": own})
@@ -99,11 +78,7 @@ class Programs:
         return tuple(self._table())
 
     def trace(self, name: str) -> Any:
-        """Traces a program; the result has `lower`.
-
-        Args:
-            name: one of `names`.
-        """
+        """Traces a program; the result has `lower`."""
         return self._table()[name]()
 
     def _table(self) -> dict[str, Callable[[], Any]]:

@@ -19,15 +19,7 @@ _QUESTION, _WORD = " ".join(["two"] * 16), "red"
 
 
 def write_model(folder: Path, fields: dict[str, Any]) -> Path:
-    """Writes the files of a model that are read before its weights.
-
-    Args:
-        folder: created.
-        fields: fields of `config.json`, in the Hugging Face layout.
-
-    Returns:
-        The folder: configuration, image processor and a small tokenizer.
-    """
+    """Writes the files of a model that are read before its weights."""
     tiny_tokenizer().save_pretrained(folder)
     side = fields["vision_config"]["image_size"]
     processor = {
@@ -41,19 +33,7 @@ def write_model(folder: Path, fields: dict[str, Any]) -> Path:
 
 
 def write_conversations(folder: Path, count: int, ids: int) -> Path:
-    """Writes conversations of equal length, each a question about its own image.
-
-    Args:
-        folder: created.
-        count: conversations, each with a JPEG file of 640 x 480.
-        ids: ids of each conversation, with the image as one.
-
-    Returns:
-        The folder: train.json and images/.
-
-    Raises:
-        ValueError: too few ids for an answer.
-    """
+    """Writes conversations of equal length, each a question about its own image."""
     encoder, random = llava_encoder(tiny_tokenizer()), np.random.default_rng(0)
     least = len(encoder.encode((_QUESTION, _WORD), 1).ids)
     if ids < least:

@@ -55,14 +55,7 @@ prompts (`tools/bench/efficiency.py`):
 
 
 def section(results: Sequence[Mapping[str, Any]]) -> str:
-    """Formats results as Markdown.
-
-    Args:
-        results: objects from `stepprune_jax.efficiency`.
-
-    Returns:
-        The section, the paper's own figures first.
-    """
+    """Formats results as Markdown."""
     return "\n\n".join([_HEAD, *_paper(), *(part for r in results for part in _device(r))])
 
 

@@ -42,16 +42,7 @@ def read_all(files: list[Path]) -> None:
 
 
 def report(gigabytes: float, repeats: int) -> str:
-    """Writes a bfloat16 folder, loads it onto the default device, and tabulates GB/s.
-
-    Args:
-        gigabytes: size of the folder, rounded to whole layers of 0.40 GB, at least one.
-        repeats: rounds; the best is shown, as other programs use the disk too.
-
-    Returns:
-        A Markdown table: `load_vlm` and a plain reading of the same files, from the disk and from
-        the system's cache.
-    """
+    """Writes a bfloat16 folder, loads it onto the default device, and tabulates GB/s."""
     layers = max(1, round(1e9 * gigabytes / LAYER_BYTES))
     with tempfile.TemporaryDirectory() as folder:
         testing.tiny_llava(

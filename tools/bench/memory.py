@@ -38,23 +38,7 @@ def compiled_programs(
     programs: Iterable[str] = ("encode", "prefill", "decode"),
     dtype: Any = jnp.bfloat16,
 ) -> dict[str, Any]:
-    """Compiles the backbone's programs for a mesh from shapes only.
-
-    Args:
-        config: the model's shape, including the image size.
-        mesh: result of `build_mesh`.
-        batch: rows, one image each; divisible by the mesh's "data" and "fsdp" axes.
-        length: tokens of the assembled sequence.
-        max_new_tokens: additional slots of the cache.
-        programs: which of "encode" (tower and projector), "prefill", "decode" (cache donated).
-        dtype: dtype of weights and cache.
-
-    Returns:
-        `jax.stages.Compiled` by program.
-
-    Raises:
-        ValueError: a sharded dimension that the mesh does not divide.
-    """
+    """Compiles the backbone's programs for a mesh from shapes only."""
     text = config.text
     slots = (text.num_layers, batch, text.num_kv_heads, length + max_new_tokens, text.head_dim)
     shape = jax.ShapeDtypeStruct

@@ -194,14 +194,7 @@ def loop_report(
 
 
 def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str:
-    """Reports how far a trained policy's choices agree with those step by step in float32.
-
-    Args:
-        run: folder of its training run.
-        model: folder of the model that it was trained with.
-        most: questions of the run's test split, spread evenly.
-        counts: numbers of tokens kept.
-    """
+    """Reports how far a trained policy's choices agree with those step by step in float32."""
     with user_input():
         learned = load_policy(run / "policy.safetensors")
         vlm = load_vlm(model, dtype=jnp.float32, progress=False)

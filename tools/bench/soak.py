@@ -68,14 +68,7 @@ class Look(NamedTuple):
 
 
 def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iterator[Asked]:
-    """Yields random requests endlessly.
-
-    Args:
-        seed: seed of the draws.
-        words: words for prompts.
-        policy: policy of the pruner "stepprune".
-        most: the largest budget.
-    """
+    """Yields random requests endlessly."""
     random = np.random.default_rng(seed)
     while True:
         pruner, given = PRUNERS[random.integers(len(PRUNERS))]
@@ -108,15 +101,7 @@ def _look(generations: int, begin: float) -> Look:
 
 
 def soak(generations: int, seed: int) -> Iterator[Look]:
-    """Answers random requests with the shipped model in this process.
-
-    Args:
-        generations: number of generations.
-        seed: seed of the requests.
-
-    Yields:
-        The resources of the process, at the start and then `LOOKS` times.
-    """
+    """Answers random requests with the shipped model in this process."""
     model = load_vlm("shapes", dtype=jnp.float32, progress=False)
     policy = load_policy("literal")
     words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())

@@ -91,21 +91,7 @@ class _Bench(NamedTuple):
 
 
 def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path) -> Measured:
-    """Times updates of a run.
-
-    Args:
-        run: settings of the run; its model and data are replaced.
-        fields: `config.json` of the model whose shape it has, in the Hugging Face layout.
-        steps: number of timed updates.
-        ids: ids of each conversation, its image as one.
-        folder: empty folder for data.
-
-    Returns:
-        The measurements.
-
-    Raises:
-        ValueError: a bad configuration.
-    """
+    """Times updates of a run."""
     with user_input():
         run = _replace_data(run, fields, ids, folder)
         mesh = make_mesh(run)
@@ -225,13 +211,7 @@ def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any],
 
 
 def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
-    """Formats the measurements line by line.
-
-    Args:
-        measured: result of `measure`.
-        devices: number of devices.
-        name: their name in `ACCELERATORS`; None if their peak is unknown.
-    """
+    """Formats the measurements line by line."""
     yield f"update        {measured.update:.4g} s, fed by the pipeline"
     yield f"              {measured.fed:.4g} s with the batch at hand"
     rate = measured.model_flops / measured.update
