@@ -48,6 +48,6 @@ def local_path(given: str | Path) -> Path:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: a question that suggests a similar one."""
+    """Returns the end of a message about an unknown name: a question that suggests another."""
     similar = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {similar[0]}?" if similar else ""

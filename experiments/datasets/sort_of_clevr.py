@@ -108,7 +108,7 @@ def convert(
     validation_share: float = 0.1,
     seed: int = 0,
 ) -> dict[str, int]:
-    """Writes Sort-of-CLEVR as ``images/``, ``train.json``, and questions and answers of two splits."""
+    """Writes Sort-of-CLEVR as images, ``train.json``, and questions and answers of two splits."""
     out = Path(out)
     scenes = read_scenes(source)
     asked = {split: _asked(scenes[split], split, ternary) for split in scenes}
