@@ -18,14 +18,9 @@ from stepprune_jax.policy import PolicyConfig
 class LlmCost(NamedTuple):
     """Multiply-accumulates of one row's pass through the language model.
 
-    Attributes:
-        projections: queries, keys, values and outputs of all layers.
-        attention: scores and weighted values over every pair of tokens, including masked pairs.
-        masked: the part of `attention` that the causal mask discards: half of the pairs of new
-            tokens, as usually counted.
-        mlp: the gated MLPs.
-        head: the requested logits.
-        mean_tokens: new tokens entering a layer, averaged over layers.
+    `attention` counts every pair of tokens, `masked` those of them that the causal mask discards:
+    half of the pairs of new tokens, as usually counted. `head` is that of the requested logits,
+    `mean_tokens` the new tokens entering a layer, averaged over layers.
     """
 
     projections: int
@@ -58,19 +53,12 @@ def _matmuls(rows: int, *shapes: tuple[int, int]) -> int:
 def policy_flops(
     config: PolicyConfig, num_tokens: int, text_length: int, kept: int, *, exact: bool = True
 ) -> dict[str, int]:
-    """Counts the FLOPs of one image's inference: matrix products, which are all but a percent.
+    """Counts the FLOPs of the policy's inference of one image that keeps `kept` tokens.
 
-    Args:
-        config: policy configuration.
-        num_tokens: N.
-        text_length: text tokens the policy sees.
-        kept: K.
-        exact: whether K is a budget; otherwise the policy stops by itself, which takes one more
-            step and, with `stop="hazard"`, a decoder layer of its own.
-
-    Returns:
-        `encoder`; `memory`, the slots' keys and values for all their readers; `tables` over pairs
-        of slots; `steps`; `hazard`; and their `total`.
+    Without an `exact` budget the policy stops by itself, which takes one more step and, with
+    `stop="hazard"`, a decoder layer of its own. Returns those of the `encoder`; `memory`, the
+    slots' keys and values for all their readers; `tables` over pairs of slots; `steps`; `hazard`;
+    and their `total`.
     """
     d, n, m = config.policy_width, num_tokens, num_tokens + 1
     hidden = config.mlp_ratio * d
@@ -120,19 +108,8 @@ def llm_flops(
     e and MLP width f; with grouped key heads 2 n e^2 (1 + h_kv / h) in place of 4 n e^2), as in
     FastV (https://arxiv.org/abs/2403.06764) and SparseVLM (https://arxiv.org/abs/2410.04417).
 
-    Args:
-        config: the model's shape.
-        prompt_tokens: new tokens n of each row, text and visual together; or one number per layer
-            where a method prunes inside the model.
-        cached_tokens: earlier tokens that the new ones attend to, in the same form; a decoding step
-            has one new token.
-        num_logits: positions that the output head is applied to.
-
-    Returns:
-        An `LlmCost`.
-
-    Raises:
-        ValueError: a list does not have one entry per layer, or a count is negative.
+    Tokens are counts, or one for each layer where a method prunes inside the model; new tokens
+    attend to `cached_tokens`, as in a decoding step, which has one new token.
     """
     tokens = _per_layer("prompt_tokens", prompt_tokens, config.num_layers)
     cached = _per_layer("cached_tokens", cached_tokens, config.num_layers)
@@ -160,7 +137,7 @@ def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[i
 
 
 def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Counts the FLOPs of encoding and projecting images."""
+    """Counts the FLOPs of `tower` and `projector` for images of these grids, and their `total`."""
     counts = [config.family.vision_flops(config, grid) for grid in grids]
     parts = {name: sum(count[name] for count in counts) for name in ("tower", "projector")}
     return parts | {"total": sum(parts.values())}
@@ -172,12 +149,6 @@ def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     Recomputation in a backward pass counts again. A scan's body counts as often as it runs, where
     the compiler's own analysis counts it once; a loop of unknown length counts once, and a
     conditional counts its most expensive branch.
-
-    Args:
-        jaxpr: result of `jax.make_jaxpr`, or the `jaxpr` of a jitted function's `trace`.
-
-    Returns:
-        The count.
     """
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr = jaxpr.jaxpr

@@ -22,12 +22,8 @@ LONGEST_SIDE = 8192  # largest input of a tower in pixels, 20 times that of any 
 class Rule(NamedTuple):
     """What a field of a JSON file may hold.
 
-    Attributes:
-        field: its name in the file.
-        default: value of an absent or null field; None if it must be given, unless `optional`.
-        read: maps the field to a value, or to None if it does not fit.
-        expected: what fits, for the error.
-        optional: whether the value may be None.
+    `read` maps the field to a value, or to None if it does not fit. Absent and null fields get the
+    default; where that is None, they are refused unless `optional`.
     """
 
     field: str
@@ -117,15 +113,11 @@ def written(config: Any, rules: Mapping[str, Rule]) -> Json:
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Stretching of the rotary frequencies beyond the pretrained length.
+    """Stretching of the rotary frequencies beyond the pretrained length, by `factor`.
 
-    Attributes:
-        kind: "linear" (all frequencies divided by `factor`) or "llama3" (only those whose wave is
-            long compared with the pretrained length, with a smooth transition).
-        factor: factor by which the context is extended.
-        low_freq_factor: "llama3": waves longer than length / low_freq_factor are stretched fully.
-        high_freq_factor: "llama3": waves shorter than length / high_freq_factor are left alone.
-        original_max_positions: "llama3": the pretrained length.
+    "linear" divides all frequencies. "llama3" divides those whose wave is longer than the length
+    over `low_freq_factor`, leaves those shorter than the length over `high_freq_factor`, and has a
+    smooth transition between them.
     """
 
     kind: str

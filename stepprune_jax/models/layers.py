@@ -38,16 +38,7 @@ class Tap(NamedTuple):
 
 
 class BlockOutput(NamedTuple):
-    """Results of a block; the compiler removes those that are not used.
-
-    Attributes:
-        hidden: [b, t, width] the residual stream after the block.
-        query: [b, h, t, c] queries (after rotary positions, if any).
-        key: [b, h_kv, t, c] keys, likewise.
-        value: [b, h_kv, t, c] values.
-        mlp_input: [b, t, width] the residual stream after attention, normalised; None if the
-            backbone does not provide it.
-    """
+    """Results of a block; keys and queries after rotary positions, `mlp_input` normalised."""
 
     hidden: Float[Array, "b t width"]
     query: Float[Array, "b h t c"]
@@ -62,13 +53,7 @@ MANY_QUERIES, QUERIES = 2048, 1024
 
 
 class Segment(NamedTuple):
-    """Keys that may be attended to.
-
-    Attributes:
-        key: [b, h_kv, t, c] keys.
-        value: [b, h_kv, t, c] values.
-        mask: [b or 1, q or 1, t] True = attend; None = attend to all.
-    """
+    """Keys and values that may be attended to where the mask is True; None for all."""
 
     key: Float[Array, "b g t c"]
     value: Float[Array, "b g t c"]

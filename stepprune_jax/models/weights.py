@@ -9,14 +9,10 @@ Transform = Literal["copy", "transpose", "patches"]
 
 
 class Rule(NamedTuple):
-    """A weight and its source.
+    """A weight's path (ours, joined by slashes) and its canonical name, with ``{}`` for the layer.
 
-    Attributes:
-        path: our path, joined by slashes.
-        name: canonical name in the file; ``{}`` stands for the layer.
-        transform: "copy"; "transpose" of an `[out, in]` matrix; "patches": a convolution without
-            overlap `[d, channels, *window]` to `[window * channels, d]`, channels fastest.
-        window: sides of the window of "patches".
+    Transforms: "copy"; "transpose" of an `[out, in]` matrix; "patches", a convolution without
+    overlap `[d, channels, *window]` to `[window * channels, d]`, channels fastest.
     """
 
     path: str
@@ -26,15 +22,9 @@ class Rule(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A weight with the tensors that make it up.
+    """A weight with the tensors that make it up: one, or one for each layer if `stacked`.
 
-    Attributes:
-        path: our path, joined by slashes.
-        shape: our shape; with a leading layer axis when stacked.
-        names: canonical names, one per layer or a single one.
-        tensor_shape: required shape of each of those tensors in the file.
-        transform: as in `Rule`.
-        stacked: whether the leading axis counts layers.
+    `tensor_shape` is that of each of these tensors in the file.
     """
 
     path: str

@@ -85,18 +85,7 @@ _ORIGINAL_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class ClipConfig:
-    """Shape of a CLIP vision transformer.
-
-    Attributes:
-        hidden_size: width d of the tower.
-        intermediate_size: width of its MLPs.
-        num_layers: number of blocks.
-        num_heads: attention heads; divides `hidden_size`.
-        image_size: side of the square input in pixels.
-        patch_size: side of a square patch in pixels.
-        layer_norm_eps: added to variances.
-        activation: "quick_gelu" or "gelu" (the exact one).
-    """
+    """Shape of a CLIP vision transformer; sizes of images and patches are sides in pixels."""
 
     hidden_size: int
     intermediate_size: int

@@ -20,17 +20,11 @@ RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
 
 
 class ImageSettings(NamedTuple):
-    """Steps of the image processor, in the order of the fields.
+    """Steps of the image processor, in the order of the fields; None leaves one out.
 
-    Attributes:
-        pad_to_square: pad to a square of side max(width, height) first. LLaVA-1.5 was trained this
-            way, although the published processor files omit it.
-        resize_to: length of the shorter edge after resizing, or (height, width), or None.
-        crop_to: (height, width) of the centre crop, or None.
-        rescale: factor on the 0 to 255 values, or None.
-        mean: per-channel mean in rescaled units, subtracted; None for no normalisation.
-        std: per-channel standard deviation in rescaled units.
-        resample: number of the Pillow filter (3 is bicubic).
+    LLaVA-1.5 was trained with padding to a square, although the published processor files omit it.
+    `resize_to` is the shorter edge or (height, width), `crop_to` (height, width); mean and standard
+    deviation are in rescaled units; `resample` is the number of a Pillow filter.
     """
 
     pad_to_square: bool = True

@@ -87,19 +87,11 @@ _IDS = {
 
 @dataclasses.dataclass(frozen=True)
 class QwenVisionConfig:
-    """Shape of the tower.
+    """Shape of the tower; sizes of patches and windows are sides in pixels.
 
-    Attributes:
-        hidden_size: width d of the tower.
-        intermediate_size: width of its gated MLPs.
-        num_layers: number of blocks.
-        num_heads: attention heads.
-        patch_size: side of a square patch in pixels.
-        temporal_patch_size: frames of a patch; an image is repeated this many times.
-        merge_size: patches on each side of the square that becomes one token.
-        window_size: side in pixels of the windows in which most blocks attend.
-        full_blocks: blocks that attend to the whole image.
-        out_size: width of the merged tokens, which is the language model's.
+    Blocks attend within windows, those of `full_blocks` to the whole image. `merge_size` patches on
+    each side of a square become a token of width `out_size`. An image is repeated as
+    `temporal_patch_size` frames of a patch.
     """
 
     hidden_size: int

@@ -34,14 +34,7 @@ BLOCK_TOKENS = 16
 
 
 class ImageSettings(NamedTuple):
-    """Settings of the image processor, except the bounds of resizing, which are in `QwenConfig`.
-
-    Attributes:
-        rescale: factor on the 0 to 255 values.
-        mean: per-channel mean in rescaled units, subtracted.
-        std: per-channel standard deviation in rescaled units.
-        resample: number of the Pillow filter (3 is bicubic).
-    """
+    """Settings of the image processor, except the bounds of resizing, which are in `QwenConfig`."""
 
     rescale: float = 1 / 255
     mean: tuple[float, ...] = CLIP_MEAN
@@ -50,12 +43,10 @@ class ImageSettings(NamedTuple):
 
 
 class Patches(NamedTuple):
-    """Images as patches, padded to one length.
+    """Images as patches, padded to one length with zeros.
 
-    Attributes:
-        values: [i, m, v] float32 normalised patches, grouped by merged patch in raster order; the v
-            values run over channel, row and column. Zeros in the padding.
-        grid: [i, 2] int32 rows and columns of merged patches.
+    Values are grouped by merged patch in raster order and run over channel, row and column; the
+    grid counts merged patches.
     """
 
     values: Float[Array | np.ndarray, "*i m v"] | jax.ShapeDtypeStruct
