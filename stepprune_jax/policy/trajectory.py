@@ -67,21 +67,6 @@ def stop_margin(
     return image, stop, stop - strongest
 
 
-def hard_stop(
-    margin: Float[Array, "*b"],
-    available: Bool[Array, "*b n"],
-    step: Int[Array, "*#b"],
-    limits: RowLimits,
-) -> tuple[Bool[Array, "*b"], Bool[Array, "*b"], Bool[Array, "*b"]]:
-    """Returns whether each row stops at `step`, whether it must not, and whether it must.
-
-    A tie between stop and token keeps the token: the stop has the highest slot.
-    """
-    must = (step >= limits.max_tokens) | ~jnp.any(available, axis=-1)
-    may_not = (step < limits.min_tokens) & ~must
-    return must | (~may_not & (margin > 0)), may_not, must
-
-
 def step_distribution(
     config: PolicyConfig,
     logits: Float[Array, "*b m"],
@@ -101,7 +86,10 @@ def step_distribution(
         score = stop / config.temperature - jax.nn.logsumexp(scaled, axis=-1)
     else:
         score = margin / config.stop_temperature
-    decided, may_not, must = hard_stop(margin, available, step, limits)
+    must = (step >= limits.max_tokens) | ~jnp.any(available, axis=-1)
+    may_not = (step < limits.min_tokens) & ~must
+    # A tie between stop and token keeps the token: the stop has the highest slot.
+    decided = must | (~may_not & (margin > 0))
     stop_prob = jnp.where(may_not, 0.0, jnp.where(must, 1.0, jax.nn.sigmoid(score)))
     log_continue = jnp.where(may_not, 0.0, jnp.where(must, MASKED, jax.nn.log_sigmoid(-score)))
     open_slots = available & ~must[..., None]
@@ -154,15 +142,7 @@ def count_at_bias(
     """Returns K of each row as if `bias` had been added to its stop logits.
 
     The order of tokens does not depend on the stop, so the margins of one rollout determine the
-    count for every bias, without a second rollout; bisection over `bias` meets any mean count.
-
-    Args:
-        margin: `Trajectory.margin` of a rollout without an exact budget.
-        bias: number added to the stop logit.
-        min_tokens: tokens chosen before the stop becomes available.
-
-    Returns:
-        The count of each row, at most T_max.
+    count for every bias, without a second rollout.
     """
     step = jnp.arange(margin.shape[1])
     return first_true((margin + bias > 0) & (step >= min_tokens))
