@@ -129,7 +129,7 @@ def test_neither_rows_nor_padding_reach_other_results_and_text_does(rng, estimat
 def test_the_stop_embedding_reaches_the_stop_probability(rng):
     config = cases.small_config(width=4, text_width=0)
     params = cases.random_weights(rng, config)
-    encoded = rng.normal(size=(1, 4, 4))
+    encoded = jnp.asarray(rng.normal(size=(1, 4, 4)))
 
     def stop_prob(stop):
         slots = memory(params | dict(stop=stop), encoded)
