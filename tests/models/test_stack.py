@@ -12,7 +12,7 @@ from hf_reference import llava_pair, normal
 from stepprune_jax.models import decoder, stack, vlm
 from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.stack import Execution, lay_out, layout_of, run_stack
+from stepprune_jax.models.stack import lay_out, layout_of, run_stack
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -79,9 +79,3 @@ def test_blocks_by_hand(apart):
     assert int(carry) == 9123
     assert {k: int(v) for k, v in seen.items()} == {2: 91}
     assert {k: int(v) for k, v in before.items()} == {1: 9, 4: 9123}
-
-
-def test_unknown_attention_is_refused():
-    with pytest.raises(ValueError, match="attention is 'flash'; supported: matmul, xla, cudnn"):
-        Execution(attention="flash")
-    assert hash(Execution()) == hash(Execution()) and Execution() != Execution(remat=True)
