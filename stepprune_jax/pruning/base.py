@@ -20,6 +20,7 @@ from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning.budget import EXACT, Budget
+from stepprune_jax.pruning.ordering import keep_best
 
 # Choices of position ids for kept tokens; "own" is what the method's authors use.
 POSITIONS = (*vlm.POSITIONS, "own")
@@ -336,7 +337,15 @@ class LayerPruner(Pruner, abc.ABC):
         """Returns the budget, after a single cut."""
         return (Survivors(self.budget.exact_count(num_tokens)),)
 
-    @abc.abstractmethod
+    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
+        """Scores all slots at a cut; the best of each image remain, unless `drop` is overridden.
+
+        Args:
+            sequence: the rows before it.
+            taps: the cut's intermediates by name.
+        """
+        raise NotImplementedError
+
     def drop(
         self,
         params: Params,
@@ -358,6 +367,7 @@ class LayerPruner(Pruner, abc.ABC):
             The rows, whose visual tokens may have been merged, and which slots remain; text always
             does.
         """
+        return sequence, keep_best(self.scores(sequence, taps), sequence.image, count)
 
 
 def take(

@@ -8,14 +8,13 @@ position ids. The caches of the first K layers keep all tokens.
 import dataclasses
 from fractions import Fraction
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Float
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
 from stepprune_jax.pruning.budget import Budget
-from stepprune_jax.pruning.ordering import keep_best
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +67,7 @@ class FastV(LayerPruner):
         share = Fraction(self.budget.exact_count(num_tokens), num_tokens)
         return (depth * share - self.layer) / (depth - self.layer)
 
-    def drop(
-        self,
-        params: Params,
-        cut: LayerCut,
-        sequence: Sequence,
-        taps: dict[str, Array],
-        count: Int[Array, "b j"],
-    ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the tokens that the last token attends to most."""
+    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
+        """The attention of the last token, averaged over heads."""
         (attention,) = taps.values()
-        return sequence, keep_best(attention[:, :, 0].mean(1), sequence.image, count)
+        return attention[:, :, 0].mean(1)

@@ -9,13 +9,12 @@ import dataclasses
 import itertools
 from typing import ClassVar
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Float
 
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
-from stepprune_jax.pruning.ordering import keep_best
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
 from stepprune_jax.pruning.schedule import (
     are_layers,
     choose_layers,
@@ -91,17 +90,10 @@ class PyramidDrop(LayerPruner):
             counts = (int(num_tokens * ratio) for ratio in self.image_token_ratio_list)
         return tuple(map(Survivors, counts))
 
-    def drop(
-        self,
-        params: Params,
-        cut: LayerCut,
-        sequence: Sequence,
-        taps: dict[str, Array],
-        count: Int[Array, "b j"],
-    ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the tokens that the last token would attend to most in the layer after the cut."""
+    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
+        """The attention of the last token in the layer after the cut, averaged over heads."""
         (attention,) = taps.values()
-        return sequence, keep_best(attention[:, :, 0].mean(1), sequence.image, count)
+        return attention[:, :, 0].mean(1)
 
     def _layers(self, config: ModelConfig) -> tuple[int, ...]:
         """Returns the list of layers."""

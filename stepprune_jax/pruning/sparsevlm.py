@@ -127,9 +127,9 @@ class TextRated(LayerPruner):
         if sequence.note is None:
             note = rate_text(taps["hidden"], sequence, taps["attention"].shape[2])
             sequence = sequence._replace(note=note)
-        return self._left(sequence, self._score(sequence, taps), count)
+        return self._left(sequence, self.scores(sequence, taps), count)
 
-    def _score(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
+    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
         """Averages the raters' attention over heads and raters."""
         return rater_mean(taps["attention"].mean(1), sequence)
 
@@ -224,7 +224,7 @@ class SparseVLMv2(TextRated):
         super().check(config, num_tokens)
         self.require("heads", self.heads >= 1, "an integer from 1")
 
-    def _score(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
+    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
         """Averages the raters' attention over that of rotary positions alone, over `heads`."""
         attention = without_positions(taps["attention"], taps["rotary"], sequence)
         of_head = jax.vmap(rater_mean, (1, None), 1)(attention, sequence)

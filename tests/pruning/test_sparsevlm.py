@@ -250,7 +250,7 @@ def test_the_heads_that_look_at_the_image_most_vote():
     angles = np.stack([np.ones((1, 4, 2)), np.zeros((1, 4, 2))])  # no rotation
     sequence = rows([[-1, 0, 0, -1]])._replace(note=jnp.array([[0, 0, 0, 1.0]]))
     taps = {"attention": jnp.asarray(attention), "rotary": jnp.asarray(angles, jnp.float32)}
-    scores = {h: SparseVLMv2(heads=h)._score(sequence, taps)[0, 1:3] * 2**0.5 for h in (1, 2, 14)}
+    scores = {h: SparseVLMv2(heads=h).scores(sequence, taps)[0, 1:3] * 2**0.5 for h in (1, 2, 14)}
     np.testing.assert_allclose(scores[1], [0.5, 0.3], rtol=1e-5)
     np.testing.assert_allclose(scores[2], [0.45, 0.3], rtol=1e-5)
     np.testing.assert_allclose(scores[14], [0.3, 0.8 / 3], rtol=1e-5)
