@@ -15,6 +15,7 @@ different images vary.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -92,13 +93,15 @@ def read_rows(
         kind = getattr(PRUNERS.get(pruner), "config_type", None)
         learned = None
         if kind is not None:
-            fields = {"decoder_layers": decoder_layers, "price_growth": _PRICE_GROWTH}
-            shape = kind(
-                feature_width=config.feature_width,
-                text_width=config.text.hidden_size,
-                dtype=dtype,
-                **(fields if kind is PolicyConfig else {}),
-            )
+            given = {
+                "feature_width": config.feature_width,
+                "text_width": config.text.hidden_size,
+                "dtype": dtype,
+                "decoder_layers": decoder_layers,
+                "price_growth": _PRICE_GROWTH,
+            }
+            known = {field.name for field in dataclasses.fields(kind)}
+            shape = kind(**{name: value for name, value in given.items() if name in known})
             learned = Policy({}, shape, None)
         # A mean is calibrated once weights and images are there.
         bias = 0.0 if learned and budget.startswith("mean") else None

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tiny_run import make_run, open_tiny, optimizer_settings, write_data
 from visual import visual_of
@@ -199,6 +200,22 @@ def test_the_one_shot_baseline_has_the_same_interface(run):
     value, (metrics, running_count) = jax.eval_shape(loss, params)
     assert {"lm_loss", "k_mean", "alpha_in", "alpha_out", "iou"} == set(metrics)
     assert value.shape == running_count.shape == ()
+
+
+def test_gradients_of_a_hazard_do_not_shrink_the_others():
+    hazard, aligned = (
+        StepPrune(config=policy.PolicyConfig(stop=stop)) for stop in ("hazard", "aligned")
+    )
+    moments = {}
+    for method in (hazard, aligned):
+        for size in (1.0, 1e6):
+            ones = jnp.ones(3)
+            grads = {"hazard": {"out": size * ones}, "stop": size * ones, "pointer": ones}
+            chain = optimizer.make_optimizer(optimizer_settings(clip=0.5), 100, method)
+            _, state = chain.update(grads, chain.init(grads), grads, step=0)
+            moments[method, size] = optax.tree.get(state, "mu")["pointer"]
+    np.testing.assert_array_equal(moments[hazard, 1.0], moments[hazard, 1e6])
+    assert moments[aligned, 1e6].max() < 1e-4 * moments[hazard, 1e6].max()
 
 
 def test_muon_turns_matrices_and_leaves_the_rest_to_adam():

@@ -35,6 +35,7 @@ class Linear(TrainedMethod):
         return {"kernel": jax.random.normal(key, (self.config.feature_width,))}
 
     def train_loss(self, weights, key, inputs, lm_loss_fn, progress):
+        assert inputs.stats is not None
         gate = jax.nn.sigmoid(self.config.sharpness * inputs.image @ weights["kernel"])
         loss = lm_loss_fn(gate[..., None] * inputs.image)
         return loss, ({"lm_loss": loss, "gate": gate.mean()}, progress.running_count)
