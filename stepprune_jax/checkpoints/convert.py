@@ -7,7 +7,6 @@ accepts tensors only, and written shard by shard; configuration and tokenizer fi
 import logging
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +18,30 @@ from stepprune_jax.command_line import Parser, exit_with
 _LOG = logging.getLogger(__name__)
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".md")
+# By torch's names.
+_DTYPES = {
+    dtype.name: dtype for name, dtype in safetensors.DTYPES.items() if not name.startswith("F8")
+}
 _PATTERNS = ("pytorch_model*.bin", "consolidated*.pth", "model*.pt", "model*.bin")
 
 
 def convert(source: str | Path, target: str | Path, *, progress: bool = True) -> list[Path]:
-    """Converts a folder's pickled weights.
+    """Converts a folder's pickled weights; returns the safetensors files.
 
     Args:
         source: a folder with ``pytorch_model.bin``, or with shards and their index.
-        target: the folder to write; created if needed, must hold no safetensors weights. May be
-            the source itself.
+        target: the folder to write; must hold no safetensors weights. May be the source itself.
         progress: whether to report each shard on stderr.
 
-    Returns:
-        The safetensors files written.
-
     Raises:
-        FileNotFoundError: the source is not a folder, has no pickled weights, or lacks a shard.
+        FileNotFoundError: the source has no pickled weights, or lacks a shard.
         FileExistsError: the target already holds safetensors weights.
         ImportError: torch is not installed.
         ValueError: a file holds objects other than tensors or is damaged, or a name occurs twice.
     """
     source, target = Path(source), Path(target)
-    if not source.is_dir():
-        raise FileNotFoundError(f"no folder {source}")
     pickles = _pickles(source)
-    present = sorted(p.name for p in target.glob("*.safetensors*")) if target.is_dir() else []
-    if present:
-        raise FileExistsError(f"{target} already holds {present[0]}; choose an empty folder")
-    target.mkdir(parents=True, exist_ok=True)
+    safetensors.make_empty(target)
     shards: list[tuple[str, tuple[str, ...]]] = []
     seen: dict[str, Path] = {}
     total = 0
@@ -60,7 +54,8 @@ def convert(source: str | Path, target: str | Path, *, progress: bool = True) ->
         file = safetensors.SINGLE_NAME
         if len(pickles) > 1:
             file = f"model-{number:05d}-of-{len(pickles):05d}.safetensors"
-        size = safetensors.write_file(target / file, *_as_arrays(tensors, path))
+        specs = {name: (_dtype(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        size = safetensors.write_file(target / file, specs, map(_as_array, tensors.values()))
         shards.append((file, tuple(tensors)))
         total += size
         if progress:
@@ -82,7 +77,7 @@ def _pickles(source: Path) -> list[Path]:
         if files:
             return files
     raise FileNotFoundError(
-        f"{source} has no pickled weights: expected pytorch_model.bin, or "
+        f"no pickled weights in {source}: expected pytorch_model.bin, or "
         "pytorch_model.bin.index.json with its shards"
     )
 
@@ -103,58 +98,29 @@ def _read_pickle(path: Path) -> dict[str, Any]:
                 raise
             # Files from before torch 1.6 are not archives and cannot be mapped.
             tensors = torch.load(path, map_location="cpu", weights_only=True)
+        for tensor in tensors.values():
+            _dtype(tensor)
     except Exception as error:  # torch raises many kinds for a damaged or unsafe pickle
         raise ValueError(
             f"{path} could not be read as plain tensors (damaged, or it holds other objects, which "
-            f"are rejected): {error}"
+            f"are rejected): {error!r}"
         ) from error
-    if not isinstance(tensors, dict):
-        raise ValueError(f"{path} holds a {type(tensors).__name__}, expected a dict of tensors")
-    odd = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
-    if odd:
-        raise ValueError(f"{path} holds entries that are not tensors: {', '.join(map(str, odd))}")
     return tensors
 
 
-def _as_arrays(
-    tensors: dict[str, Any], path: Path
-) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
-    """Returns dtypes and shapes of torch tensors, and an iterator over their values."""
-    specs = {}
-    for name, tensor in tensors.items():
-        dtype = safetensors.DTYPES.get(_dtype_name(tensor))
-        if dtype is None:
-            raise ValueError(f"{path}: {name!r} has unsupported dtype {tensor.dtype}")
-        specs[name] = (dtype, tuple(tensor.shape))
-
-    def values() -> Iterator[np.ndarray]:
-        import torch
-
-        for name, tensor in tensors.items():
-            dtype, shape = specs[name]
-            # Through bytes: torch does not know numpy's bfloat16.
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-            yield flat.view(dtype).reshape(shape)
-
-    return specs, values()
-
-
-def _dtype_name(tensor: Any) -> str:
-    """Returns the safetensors name of a torch dtype."""
+def _dtype(tensor: Any) -> np.dtype:
+    """Returns numpy's dtype of a torch tensor; a KeyError if there is none."""
     name = str(tensor.dtype).removeprefix("torch.")
-    known = {
-        "float64": "F64",
-        "float32": "F32",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "int64": "I64",
-        "int32": "I32",
-        "int16": "I16",
-        "int8": "I8",
-        "uint8": "U8",
-        "bool": "BOOL",
-    }
-    return known.get(name, name)
+    return _DTYPES[name]
+
+
+def _as_array(tensor: Any) -> np.ndarray:
+    """Returns a torch tensor's values."""
+    import torch
+
+    # Through bytes: torch does not know numpy's bfloat16.
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat.view(_dtype(tensor)).reshape(tuple(tensor.shape))
 
 
 def _copy_rest(source: Path, target: Path) -> None:
@@ -167,14 +133,7 @@ def _copy_rest(source: Path, target: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        arguments: command-line arguments; None for those of the process.
-
-    Returns:
-        The exit status, 0; after a message on stderr the command exits with 2.
-    """
+    """Runs the command; reports user errors in one line and exits with status 2."""
     parser = Parser(
         prog="stepprune_jax.checkpoints.convert",
         description="Convert a folder's pickled torch weights to safetensors (needs torch).",

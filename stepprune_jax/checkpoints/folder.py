@@ -25,14 +25,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """An inspected checkpoint folder.
+    """An inspected checkpoint folder; its image tower may lie in a folder of its own.
 
-    Attributes:
-        folder: folder of the weights.
-        config: the model.
-        vision_folder: folder of the image tower, if it is another one; None otherwise.
-        origins: the given folders or hub ids.
-        repetition_penalty: value of ``generation_config.json``, 1 if it has none.
+    `origins` are the given folders or hub ids.
     """
 
     folder: Path
@@ -43,27 +38,11 @@ class Source(NamedTuple):
 
 
 def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
-    """Returns a local folder, downloading from the hub if the argument is not a folder.
-
-    Args:
-        folder_or_hub_id: a folder; or the name of a shipped model, such as ``shapes``; or a
-            hub id such as ``llava-hf/llava-1.5-7b-hf`` or ``hub:owner/name@revision``, as read by
-            `hub.repository`. A folder of the same name takes precedence.
-        patterns: the files to download.
-
-    Returns:
-        The local folder.
-
-    Raises:
-        FileNotFoundError: no such folder, and no such repository can be reached.
-        NotADirectoryError: the argument is a file.
-    """
-    if not str(folder_or_hub_id):  # otherwise the current folder
-        raise FileNotFoundError("the model is an empty name, expected a folder or hub id")
+    """Returns a local folder, that of a shipped model, or the downloaded files of a hub id."""
     folder = local_path(folder_or_hub_id)
-    if folder.is_dir():
+    if folder.is_dir() and str(folder_or_hub_id):  # an empty name is not the current folder
         return folder
-    if folder.exists():
+    if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: give its folder")
     shipped = find_shipped_model(folder_or_hub_id)
     if shipped is not None:
@@ -84,21 +63,9 @@ def inspect_folder(
 ) -> Source:
     """Identifies the kind of checkpoint and reads its configuration, not its weights.
 
-    Args:
-        folder_or_hub_id: as in `find_folder`.
-        vision_folder: the folder or hub id of a separate image tower, instead of the one named by
-            ``config.json``.
-        min_pixels: smallest area of a resized image, instead of that of the folder's processor; for
-            models that take images of any size.
-        max_pixels: largest area, likewise.
-
-    Returns:
-        The folder, its configuration, and the folder of a separate tower.
-
-    Raises:
-        FileNotFoundError: a folder or its ``config.json`` is missing, or the file of its image
-            processor where images may have any size.
-        ValueError: the folder is of another kind, or the architecture is not supported.
+    A separate tower is in `vision_folder`, or where ``config.json`` says. `min_pixels` and
+    `max_pixels` bound the area of a resized image, instead of the folder's processor, for models
+    that take images of any size.
     """
     folder = find_folder(folder_or_hub_id)
     raw = _read_config(folder)
@@ -110,7 +77,7 @@ def inspect_folder(
             f"architectures {raw.get('architectures')!r}; supported: {supported}"
         )
     file = folder / "config.json"
-    with _named(file):
+    with errors_named(file):
         configured = family.vision_folder(raw)
     penalty = _repetition_penalty(folder)
     tower, raw_tower, origins = None, None, (str(folder_or_hub_id),)
@@ -122,15 +89,15 @@ def inspect_folder(
             f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
             "with a separate tower, such as the original LLaVA-v1.5"
         )
-    with _named(file if tower is None else f"{file} with the tower of {tower}"):
+    with errors_named(file if tower is None else f"{file} with the tower of {tower}"):
         config = family.read_config(raw, raw_tower)
     config = family.bound_images(config, tower or folder, min_pixels, max_pixels)
     return Source(folder, config, tower, origins, penalty)
 
 
 @contextlib.contextmanager
-def _named(place: str | Path) -> Iterator[None]:
-    """Adds the file to errors about fields of a ``config.json``."""
+def errors_named(place: str | Path) -> Iterator[None]:
+    """Adds the file to errors about its fields."""
     try:
         yield
     except ValueError as error:
@@ -148,14 +115,7 @@ def _repetition_penalty(folder: Path) -> float:
 
 
 def fetch_weights(source: Source) -> None:
-    """Downloads the weights of a source on the hub; local folders are left unchanged.
-
-    Args:
-        source: result of `inspect_folder`.
-
-    Raises:
-        FileNotFoundError: the download failed.
-    """
+    """Downloads the weights of a source on the hub."""
     for origin in source.origins:
         find_folder(origin, WEIGHT_FILES)
 
@@ -163,17 +123,12 @@ def fetch_weights(source: Source) -> None:
 def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> tuple[Path, str]:
     """Finds the tower's folder: the given one, one inside the checkpoint, or one on the hub."""
     name = given or configured
-    if not name:
-        raise ValueError(
-            f"{folder / 'config.json'} does not say where the image tower is (mm_vision_tower is "
-            "empty); pass vision_folder="
-        )
     beside = folder / name
     try:
-        name = beside if given is None and beside.is_dir() else name
+        name = beside if given is None and configured and beside.is_dir() else name
         return find_folder(name), str(name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        source = "vision_folder" if given else f"the image tower of {folder / 'config.json'}"
+        source = "vision_folder" if given else f"mm_vision_tower of {folder / 'config.json'}"
         raise FileNotFoundError(
             f"{source}: {error}. Pass vision_folder= with its folder"
         ) from error
@@ -183,15 +138,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """Parses a folder's ``config.json`` and rejects unsupported kinds."""
     path = folder / "config.json"
     if not path.is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise FileNotFoundError(
-                f"{folder} holds an adapter (adapter_config.json) and no model: merge it into its "
-                "base model first"
-            )
         names = sorted(p.name for p in folder.iterdir())
+        adapter = "adapter_config.json" in names
+        said = "merge the adapter into its base model" if adapter else "not a model folder"
         raise FileNotFoundError(
-            f"{folder} has no config.json, so it is not a model folder; it holds: "
-            f"{', '.join(names[:8]) or 'nothing'}"
+            f"{folder} has no config.json: {said}; it holds {', '.join(names[:8]) or 'nothing'}"
         )
     config = read_json_object(path)
     quantized = config.get("quantization_config")
@@ -208,17 +159,6 @@ def load_tokenizer(folder: str | Path) -> Any:
     a begin-of-sequence id first and a blank before the text, unless ``tokenizer_config.json``
     specifies otherwise. The automatic class of `transformers` 5 does neither for a folder of model
     type "llava".
-
-    Args:
-        folder: the checkpoint folder.
-
-    Returns:
-        A `transformers` tokenizer.
-
-    Raises:
-        FileNotFoundError: there are no tokenizer files.
-        ImportError: there is only ``tokenizer.model`` and its reader is not installed.
-        ValueError: the files are damaged.
     """
     import transformers  # takes half a second, and weights alone do not need it
 

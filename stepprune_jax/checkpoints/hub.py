@@ -19,12 +19,7 @@ KNOWN_OWNERS = ("llava-hf", "liuhaotian", "openai", "Qwen")
 
 
 class Repository(NamedTuple):
-    """A repository of the hub.
-
-    Attributes:
-        name: "owner/name".
-        revision: a branch, a tag or the hash of a commit; None for the newest.
-    """
+    """A repository of the hub; without a revision (branch, tag or commit) its newest commit."""
 
     name: str
     revision: str | None = None
@@ -39,14 +34,10 @@ def is_meant(given: str | Path) -> bool:
 
 
 def repository(given: str | Path) -> Repository | None:
-    """Reads the name of a repository.
+    """Reads the name of a repository; None if it is another name or a path.
 
-    Args:
-        given: "hub:owner/name", or "owner/name" if the owner is one of `KNOWN_OWNERS`; a revision
-            may follow after an @.
-
-    Returns:
-        The repository, or None if it is not a repository's name.
+    That is "hub:owner/name", or "owner/name" if the owner is one of `KNOWN_OWNERS`; a revision may
+    follow after an @.
     """
     name, at, revision = str(given).removeprefix(PREFIX).partition("@")
     if not _is_name(name) or (at and not revision):
@@ -59,18 +50,9 @@ def repository(given: str | Path) -> Repository | None:
 def find_repository(given: str | Path, missing: str, *, anyone: bool = False) -> Repository:
     """Reads the name of a repository, after no file or folder of that name was found.
 
-    Args:
-        given: as in `repository`.
-        missing: start of the message, on the local search: "no folder a/b".
-        anyone: whether unknown owners need no prefix either, as long as no local folder has the
-            owner's name and the name does not end as a policy file's does.
-
-    Returns:
-        The repository.
-
-    Raises:
-        FileNotFoundError: it is not a repository's name. Unknown owners need the prefix, so that a
-            mistyped path does not fetch files of a stranger.
+    Unknown owners need the prefix, so that a mistyped path does not fetch files of a stranger. With
+    `anyone` they do not, as long as no local folder has the owner's name and the name does not end
+    as a policy file's does. The error begins with `missing`, on the local search.
     """
     found = repository(given)
     path = Path(given)
@@ -80,27 +62,17 @@ def find_repository(given: str | Path, missing: str, *, anyone: bool = False) ->
             _LOG.info("%s is not a local file; looking it up on the Hugging Face hub", found)
     if found is not None:
         return found
-    if is_meant(given) or not _is_name(str(given).partition("@")[0]):
-        raise FileNotFoundError(f"{missing}, and it is not a hub id ({PREFIX}owner/name)")
-    raise FileNotFoundError(
-        f"{missing}. For a repository of the Hugging Face hub, use {PREFIX}{given}; "
-        f"only those of {', '.join(KNOWN_OWNERS)} need no prefix"
-    )
+    said = f"and it is not a hub id ({PREFIX}owner/name)"
+    if _is_name(str(given).partition("@")[0]) and not is_meant(given):
+        said = (
+            f"for a repository of the Hugging Face hub, use {PREFIX}{given}; only those of "
+            f"{', '.join(KNOWN_OWNERS)} need no prefix"
+        )
+    raise FileNotFoundError(f"{missing}; {said}")
 
 
 def download(source: Repository, patterns: Sequence[str]) -> Path:
-    """Downloads files of a repository, unless they are already present.
-
-    Args:
-        source: the repository.
-        patterns: patterns of the files' names.
-
-    Returns:
-        Their folder.
-
-    Raises:
-        FileNotFoundError: no such repository or revision, or it cannot be reached.
-    """
+    """Downloads files of a repository, unless they are already present; returns their folder."""
     try:
         folder = huggingface_hub.snapshot_download(
             source.name, revision=source.revision, allow_patterns=list(patterns)
@@ -114,20 +86,7 @@ def download(source: Repository, patterns: Sequence[str]) -> Path:
 
 
 def upload(folder: Path, names: Sequence[str], target: Repository, *, private: bool) -> str:
-    """Uploads files of a folder in one commit.
-
-    Args:
-        folder: folder of the files.
-        names: names of the files.
-        target: the repository, created if needed; its revision is the branch.
-        private: whether to create it as a private repository.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        OSError: not logged in, not permitted, or the hub cannot be reached.
-    """
+    """Uploads files of a folder in one commit; returns its address."""
     api = huggingface_hub.HfApi()
     try:
         api.create_repo(target.name, private=private, exist_ok=True)

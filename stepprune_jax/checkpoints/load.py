@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from stepprune_jax.checkpoints import folder as folders
@@ -83,7 +84,7 @@ class _Part(NamedTuple):
 def load_vlm(
     folder_or_hub_id: str | Path,
     mesh: Mesh | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     *,
     vision_folder: str | Path | None = None,
     min_pixels: int | None = None,
@@ -139,7 +140,7 @@ def make_vlm(
 def load_params(
     source: folders.Source,
     mesh: Mesh | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     *,
     layers: str = "auto",
     progress: bool = True,
@@ -159,15 +160,12 @@ def load_params(
         The parameter tree.
 
     Raises:
-        TypeError: `mesh` is not a mesh.
         ValueError: `dtype` is not floating; weights are missing, unused, mis-shaped or of a
             non-floating dtype, all of which are listed; a truncated or corrupt file, or numbers too
             large for `dtype`.
     """
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype is {dtype!r}, expected a floating one, such as jnp.bfloat16")
-    if not isinstance(mesh, Mesh | None):
-        raise TypeError(f"mesh is {mesh!r}, expected a Mesh, such as build_mesh returns")
     platform = None if mesh is None else mesh.devices.flat[0].platform
     abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layers, platform)
     targets = source.config.family.weight_targets(abstract, source.config)

@@ -6,7 +6,6 @@ bfloat16 without torch, a slice of a tensor without the rest of it, and reads in
 (not a memory map), so that host memory is limited to what the loader requests.
 """
 
-import itertools
 import json
 import math
 import os
@@ -47,15 +46,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 class TensorEntry(NamedTuple):
-    """Location of a tensor.
-
-    Attributes:
-        path: the file.
-        name: the tensor's name in that file.
-        dtype: its numpy dtype (bfloat16 and float8 from ``ml_dtypes``).
-        shape: its shape.
-        offset: byte at which it starts, counted from the start of the file.
-    """
+    """A tensor of a file; the offset counts bytes from the start of the file."""
 
     path: Path
     name: str
@@ -70,155 +61,85 @@ class TensorEntry(NamedTuple):
 
 
 def read_header(path: str | Path) -> dict[str, TensorEntry]:
-    """Reads the table of contents of one safetensors file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        A dict from tensor name to entry.
-
-    Raises:
-        ValueError: the file is not a safetensors file, is truncated, or its header contradicts
-            itself. The message names the file and, if possible, the tensor.
-    """
+    """Reads the table of contents of one safetensors file, by tensor name."""
     return read_contents(path)[0]
 
 
 def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Reads the table of contents and the free-form metadata of one safetensors file.
+    """Reads the table of contents of one safetensors file, and its free-form metadata.
 
-    Args:
-        path: the file.
-
-    Returns:
-        A dict from tensor name to entry, and the metadata, empty if there is none.
-
-    Raises:
-        ValueError: as `read_header`.
+    Whatever the file holds, every entry returned lies within it, apart from all others.
     """
     path = Path(path)
     size = path.stat().st_size
     with open(path, "rb") as file:
         start = file.read(8)
-        if start.startswith(b"version "):
-            raise ValueError(
-                f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder"
-            )
         length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 2 <= length <= MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is not a safetensors file (corrupt or truncated header)")
+        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            pointer = start.startswith(b"version ")
+            said = "a Git LFS pointer, run `git lfs pull`" if pointer else "or it is truncated"
+            raise ValueError(f"{path} is not a safetensors file ({said})")
         raw = file.read(length)
-    if len(raw) < length:
-        raise ValueError(f"{path} is truncated: its header needs {8 + length} bytes, it has {size}")
     where = f"{path}: corrupt safetensors header"
     header = as_object(parse_json(raw, where, unique=True), where)
-    metadata = header.pop("__metadata__", {})
-    if not all(isinstance(text, str) for text in as_object(metadata, where).values()):
-        raise ValueError(f"{where}: __metadata__ holds values other than strings")
-    entries = {name: _entry(path, name, info, 8 + length, size) for name, info in header.items()}
-    _check_apart(entries.values())
-    return entries, metadata
+    metadata = as_object(header.pop("__metadata__", {}), where)
+    entries = {name: _entry(path, name, info, 8 + length) for name, info in header.items()}
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: entry.offset):
+        if entry.nbytes and entry.offset < end:
+            raise ValueError(f"{where}: {entry.name!r} overlaps another tensor")
+        end = max(end, entry.offset + entry.nbytes)
+    if end > size:
+        raise ValueError(f"{path} is truncated: it has {size} of {end} bytes; download it again")
+    return entries, {name: str(text) for name, text in metadata.items()}
 
 
-def _entry(path: Path, name: str, info: Any, data_start: int, file_size: int) -> TensorEntry:
-    """Checks one header record and converts it to an entry."""
+def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
+    """Converts one record of a header to an entry."""
     try:
-        dtype = DTYPES.get(info["dtype"])
-        shape, (begin, end) = tuple(info["shape"]), info["data_offsets"]
-        whole = all(is_count(number, 0) for number in (*shape, begin, end))
-    except (KeyError, TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path}: the header record of {name!r} is corrupt: {str(info)[:200]}")
-    if dtype is None:
+        kind, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+        entry = TensorEntry(path, name, DTYPES[kind], shape, data_start + begin)
+        good = all(is_count(number, 0) for number in (*shape, begin, end))
+        good = good and end - begin == entry.nbytes
+    except (LookupError, TypeError, ValueError):
+        good = False
+    if not good:
         raise ValueError(
-            f"{path}: {name!r} has dtype {info['dtype']!r}; supported: {', '.join(DTYPES)}"
-        )
-    entry = TensorEntry(path, name, dtype, shape, data_start + begin)
-    if end - begin != entry.nbytes:
-        raise ValueError(
-            f"{path}: {name!r} is corrupt: {info['dtype']}{list(shape)} needs {entry.nbytes} bytes,"
-            f" the header gives it {end - begin}"
-        )
-    if data_start + end > file_size:
-        raise ValueError(
-            f"{path} is truncated: {name!r} ends at byte {data_start + end}, the file has "
-            f"{file_size}; download it again"
+            f"{path}: the header record of {name!r} is corrupt, or its dtype is none of "
+            f"{', '.join(DTYPES)}: {str(info)[:200]}"
         )
     return entry
 
 
-def _check_apart(entries: Iterable[TensorEntry]) -> None:
-    """Rejects tensors that share bytes."""
-    ordered = sorted((e for e in entries if e.nbytes), key=lambda entry: entry.offset)
-    for one, next_one in itertools.pairwise(ordered):
-        if one.offset + one.nbytes > next_one.offset:
-            raise ValueError(
-                f"{one.path}: corrupt safetensors header: {one.name!r} and {next_one.name!r} "
-                "overlap"
-            )
-
-
 def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
-    """Reads the tables of contents of a folder's weights: one file, or shards with an index.
-
-    Args:
-        folder: a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
-
-    Returns:
-        A dict from tensor name to entry, over all shards.
-
-    Raises:
-        FileNotFoundError: the folder has no safetensors weights (for pickled ones the message
-            explains how to convert them), or shards named by the index are absent.
-        ValueError: an index or shard is corrupt, the index names a file outside the folder, two
-            shards hold the same name, or a name is not in the shard given by the index.
-    """
+    """Reads the tables of contents of a folder's weights: one file, or shards with an index."""
     folder = Path(folder)
-    index, weight_map = folder / INDEX_NAME, {}
-    if index.is_file():
-        weight_map = read_weight_map(index)
-    elif not (folder / SINGLE_NAME).is_file():
-        raise FileNotFoundError(_no_weights(folder))
-    paths = [folder / name for name in sorted(set(weight_map.values()))] or [folder / SINGLE_NAME]
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        if not (folder / SINGLE_NAME).is_file():
+            raise FileNotFoundError(_no_weights(folder))
+        return read_header(folder / SINGLE_NAME)
+    weight_map = read_weight_map(index)
     entries: dict[str, TensorEntry] = {}
-    for path in paths:
-        for name, entry in read_header(path).items():
-            if name in entries:
-                raise ValueError(f"{name!r} is both in {entries[name].path} and in {path}")
+    for file in sorted(set(weight_map.values())):
+        for name, entry in read_header(folder / file).items():
+            if weight_map.get(name, file) != file or name in entries:
+                raise ValueError(f"{index}: weight_map does not have {name!r} in {file} alone")
             entries[name] = entry
-    for name, file in weight_map.items():
-        if name not in entries or entries[name].path.name != file:
-            there = f"in {entries[name].path.name}" if name in entries else "in no shard"
-            raise ValueError(f"{index}: weight_map has {name!r} in {file}, but it is {there}")
+    absent = [name for name in weight_map if name not in entries]
+    if absent:
+        raise ValueError(f"{index}: {absent[0]!r} of weight_map is in no shard")
     return entries
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Reads the file of each tensor from an index.
-
-    Args:
-        index: index of safetensors or pickle shards.
-
-    Returns:
-        A dict from tensor name to the name of an existing file.
-
-    Raises:
-        FileNotFoundError: a file is absent.
-        ValueError: it is not a shard index, or names a file outside its folder.
-    """
+    """Reads the file of each tensor from an index of safetensors or pickle shards."""
     weight_map = as_object(read_json_object(index).get("weight_map"), f"{index}: weight_map")
-    if not weight_map:
-        raise ValueError(f"{index}: weight_map is empty")
-    for name, file in weight_map.items():
-        # A link in the folder may lead elsewhere, as in the hub's own folders.
-        if not isinstance(file, str) or file in ("", ".", "..") or PurePath(file).name != file:
-            raise ValueError(
-                f"{index}: weight_map has {name!r} in {file!r}, expected the name of a file "
-                "in the same folder"
-            )
-    missing = [f for f in sorted(set(weight_map.values())) if not (index.parent / f).is_file()]
+    files = sorted({str(file) for file in weight_map.values()})
+    # A link in the folder may lead elsewhere, as in the hub's own folders.
+    if not files or any(name in ("", ".", "..") or PurePath(name).name != name for name in files):
+        raise ValueError(f"{index}: weight_map should name files in the same folder, got {files}")
+    missing = [file for file in files if not (index.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(
             f"{index} names {len(missing)} shard(s) that are not in {index.parent}: "
@@ -246,28 +167,15 @@ def _no_weights(folder: Path) -> str:
 def read_tensor(
     entry: TensorEntry, index: tuple[slice, ...] | None = None, dtype: np.dtype | None = None
 ) -> np.ndarray:
-    """Reads a tensor, or a block of it, into a new array.
+    """Reads a tensor, or a block of it, into a new array of the file's dtype.
 
     Only the bytes of the block are read: one read for whole rows, one per row for a block of
-    columns.
-
-    Args:
-        entry: the tensor.
-        index: a slice with step 1 per axis; only the first two axes may be restricted. None reads
-            everything.
-        dtype: floating dtype that the numbers will be converted to; None for the file's own.
-
-    Returns:
-        A contiguous array of the file's dtype.
-
-    Raises:
-        ValueError: the file ends before the block, or a number is NaN, infinite, or too large for
-            `dtype`.
+    columns. The index has a slice with step 1 per axis; only the first two may be restricted. It is
+    an error if a number is NaN, infinite, or too large for `dtype`, to which it will be converted.
     """
     shape = entry.shape
-    spans = [slice(None).indices(size)[:2] for size in shape]
-    for axis, cut in enumerate(index or ()):
-        spans[axis] = cut.indices(shape[axis])[:2]
+    cuts = [*(index or ()), *[slice(None)] * len(shape)]
+    spans = [cut.indices(size)[:2] for cut, size in zip(cuts, shape, strict=False)]
     local = tuple(max(stop - start, 0) for start, stop in spans)
     # Read as bytes: numpy rejects a buffer of the ml_dtypes types.
     buffer = np.empty(math.prod(local) * entry.dtype.itemsize, np.uint8)
@@ -315,8 +223,6 @@ def _runs(
     """Yields contiguous byte runs (start, length) of a block of a row-major tensor."""
     if not shape:
         return [(0, itemsize)]
-    if any(span != (0, size) for span, size in zip(spans[2:], shape[2:], strict=True)):
-        raise ValueError("only the first two axes of a tensor can be sliced")
     (first, last), row = spans[0], math.prod(shape[1:]) * itemsize
     if len(shape) == 1 or spans[1] == (0, shape[1]):
         return [(first * row, (last - first) * row)]
@@ -344,19 +250,9 @@ def write_file(
     tensors: Iterable[np.ndarray],
     metadata: Mapping[str, str] | None = None,
 ) -> int:
-    """Writes one safetensors file atomically, taking the tensors one at a time.
+    """Writes one safetensors file atomically, and returns its bytes of tensor data.
 
-    Args:
-        path: the file to write.
-        specs: (dtype, shape) by name, in the order of ``tensors``.
-        tensors: the arrays, for instance from a generator, so that one is in memory at a time.
-        metadata: strings to store in the header.
-
-    Returns:
-        The bytes of tensor data written.
-
-    Raises:
-        ValueError: an array does not have its declared dtype and shape, or the counts differ.
+    The tensors are taken one at a time, and have the dtypes and shapes of `specs`, in its order.
     """
     path = Path(path)
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -374,12 +270,7 @@ def write_file(
     try:
         with file_named(partial), open(partial, "wb") as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
-            for (name, (dtype, shape)), tensor in zip(specs.items(), tensors, strict=True):
-                if tensor.dtype != dtype or tensor.shape != shape:
-                    raise ValueError(
-                        f"{name!r} is {tensor.dtype}{list(tensor.shape)}, "
-                        f"declared {dtype}{list(shape)}"
-                    )
+            for _, tensor in zip(specs, tensors, strict=True):
                 flat = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
                 file.write(memoryview(flat))
         partial.replace(path)
@@ -388,18 +279,20 @@ def write_file(
     return end
 
 
+def make_empty(folder: Path) -> None:
+    """Creates a folder for weights, unless it already holds some."""
+    present = sorted(path.name for path in folder.glob("*.safetensors*"))
+    if present:
+        raise FileExistsError(f"{folder} already holds {present[0]}; choose an empty folder")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def plan_shards(
     sizes: Mapping[str, int], max_shard_bytes: int
 ) -> list[tuple[str, tuple[str, ...]]]:
     """Splits tensors over files, in order, each below a size unless one tensor alone exceeds it.
 
-    Args:
-        sizes: bytes by tensor name.
-        max_shard_bytes: bytes of tensor data one file may hold.
-
-    Returns:
-        (file name, tensor names) per shard: ``model.safetensors`` alone, or
-        ``model-00001-of-0000N.safetensors`` and so on.
+    Returns the name of each file with the names of its tensors.
     """
     groups: list[list[str]] = [[]]
     total = 0
@@ -418,13 +311,7 @@ def plan_shards(
 
 
 def write_index(folder: str | Path, shards: list[tuple[str, tuple[str, ...]]], total: int) -> None:
-    """Writes the shard index next to the shards.
-
-    Args:
-        folder: the folder of the shards.
-        shards: as returned by `plan_shards`.
-        total: bytes of tensor data over all shards.
-    """
+    """Writes the shard index next to the shards."""
     weight_map = {name: file for file, names in shards for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (Path(folder) / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

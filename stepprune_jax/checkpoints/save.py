@@ -35,10 +35,7 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
         ValueError: a parameter's shape does not fit the config.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    present = sorted(p.name for p in folder.glob("*.safetensors*"))
-    if present:
-        raise FileExistsError(f"{folder} already holds {present[0]}; choose an empty folder")
+    safetensors.make_empty(folder)
     family = model.config.family
     flat = weights.flatten(model.params)
     layers = layout_of(model.params)
@@ -106,16 +103,7 @@ def _write_weights(
 
 
 def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
-    """Returns one tensor of a weight in the file's axes, inverting the loader's transforms.
-
-    Args:
-        target: the weight with its tensors.
-        leaf: its values.
-        layer: number of the tensor.
-
-    Returns:
-        The tensor, in host memory, in the dtype of the weight.
-    """
+    """Returns one tensor of a weight in the file's axes, inverting the loader's transforms."""
     array = np.asarray(leaf[layer] if target.stacked else leaf)
     if target.transform == "transpose":
         return array.T

@@ -32,14 +32,7 @@ def find_shipped_policy(name: str | Path) -> Path | None:
 
 
 def or_shipped(missing: str, given: str | Path, kind: str, names: Iterable[str]) -> str:
-    """Completes a message about a missing file with the names of shipped ones.
-
-    Args:
-        missing: the message so far.
-        given: the missing name; for a path or a repository's id the message is unchanged.
-        kind: "model" or "policy".
-        names: names of the shipped ones.
-    """
+    """Adds the names of shipped ones to a message on a missing name, but not on a path or id."""
     if "/" in str(given) or ":" in str(given):
         return missing
     return f"{missing}, nor a shipped {kind} of that name ({', '.join(names)})"

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -53,15 +51,16 @@ def _leaves(tree):
         yield from _leaves(value) if isinstance(value, dict) else [np.asarray(value)]
 
 
-def test_the_command_converts_and_reports_errors(tmp_path):
+def test_the_command_converts_and_reports_errors(tmp_path, capsys):
     folder = testing.tiny_llava(tmp_path / "source")
-    command = [sys.executable, "-m", "stepprune_jax.checkpoints.convert", str(folder)]
-    run = subprocess.run([*command, str(tmp_path / "new")], capture_output=True, text=True)
-    assert run.returncode == 2 and "error:" in run.stderr and "pickled weights" in run.stderr
-    _to_pickles(folder, 2)
-    assert convert.main([str(folder), str(tmp_path / "new")]) == 0
-    with pytest.raises(SystemExit, match="2"):
-        convert.main([str(folder), str(tmp_path / "new")])  # already there
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="2"):  # no pickles; already there
+            convert.main([str(folder), str(tmp_path / "new")])
+        assert capsys.readouterr().err.count("\n") == 1
+        if not (tmp_path / "new").exists():
+            _to_pickles(folder, 2)
+            assert convert.main([str(folder), str(tmp_path / "new")]) == 0
+            capsys.readouterr()
 
 
 class _Spy:
@@ -76,29 +75,16 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, capsys):
     assert "unpickled!" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [([1], "holds a list"), ({"a": 1}, "entries that are not tensors: a")],
-)
-def test_a_pickle_of_something_else_is_refused(tmp_path, value, message):
-    torch.save(value, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=message):
-        convert.convert(tmp_path, tmp_path / "new", progress=False)
-
-
-def test_damaged_and_missing_files_are_named(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 cut short")
+@pytest.mark.parametrize("value", [[1], {"a": 1}, b"PK\x03\x04 cut short"])
+def test_other_files_are_refused_by_name(tmp_path, value):
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(value) if isinstance(value, bytes) else torch.save(value, path)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin could not be read"):
         convert.convert(tmp_path, tmp_path / "new", progress=False)
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "gone.bin"}}))
     with pytest.raises(FileNotFoundError, match=r"gone\.bin"):
         convert.convert(tmp_path, tmp_path / "new", progress=False)
-    index.write_text("[]")
-    with pytest.raises(ValueError, match=r"index\.json: expected a JSON object"):
-        convert.convert(tmp_path, tmp_path / "new", progress=False)
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        convert.convert(tmp_path / "nowhere", tmp_path / "new")
 
 
 def test_files_from_before_archives_and_shared_tensors_convert(tmp_path):
