@@ -100,7 +100,7 @@ def errors_named(place: str | Path) -> Iterator[None]:
     """Adds the file to errors about its fields."""
     try:
         yield
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{place}: {str(error).removeprefix('config.json: ')}") from error
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax.checkpoints import hub, safetensors
+from stepprune_jax.checkpoints.folder import errors_named
 from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, policy_names
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
@@ -52,23 +53,18 @@ def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None =
         ValueError: the weights do not fit the configuration, or `stop_bias` is not a number that
             float32 holds.
     """
-    path = Path(path)
-    if not is_number(float(policy.stop_bias)):
-        raise ValueError(f"stop_bias is {policy.stop_bias}, expected a finite number")
+    path, stop_bias = Path(path), _number(float(policy.stop_bias), "stop_bias")
     wanted = _wanted(policy.config, policy.stats is not None)
     tensors = weights.flatten(policy.params)
     if policy.stats is not None:
         tensors |= {f"stats/{name}": leaf for name, leaf in policy.stats._asdict().items()}
-    problems = _problems(wanted, {name: (leaf.shape, leaf.dtype) for name, leaf in tensors.items()})
-    if problems:
-        kind = type(policy.config).__name__
-        raise ValueError(f"the weights to save do not fit their {kind}:\n{problems}")
+    _check_tensors("to save", policy.config, wanted, tensors)
     arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in wanted}
     metadata = {
         "kind": FORMAT,
         "version": str(VERSION),
         "package_version": version(),
-        "stop_bias": json.dumps(float(policy.stop_bias)),
+        "stop_bias": json.dumps(stop_bias),
         **config_metadata(policy.config),
     }
     if policy.calibration is not None:
@@ -84,13 +80,11 @@ def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None =
 def load_policy(path: str | Path) -> Policy:
     """Reads a policy written by `save_policy`, strictly.
 
-    Fields of `PolicyConfig` that an older file lacks take their defaults.
-
     Args:
         path: the file, the name of a shipped policy, or "owner/name", as in `policy_file`.
 
     Returns:
-        The policy, with weights of the dtype of `init_policy`.
+        The policy, with weights of the dtype of its method's parameters.
 
     Raises:
         FileNotFoundError: there is no such file, here or on the hub.
@@ -99,64 +93,37 @@ def load_policy(path: str | Path) -> Policy:
     """
     path = policy_file(path)
     entries, metadata = safetensors.read_contents(path)
-    if metadata.get("kind") != FORMAT:
+    if (metadata.get("kind"), metadata.get("version")) != (FORMAT, str(VERSION)):
         raise ValueError(
-            f"{path} is a safetensors file but not a policy: expected one written by save_policy "
-            f"(metadata kind {FORMAT!r}), found tensors such as {', '.join(list(entries)[:3])}"
+            f"{path} is not a policy of format version {VERSION}, as save_policy writes it: it has "
+            f"version {metadata.get('version')}, and tensors such as {', '.join([*entries][:3])}"
         )
-    if metadata.get("version") != str(VERSION):
-        raise ValueError(
-            f"{path} has format version {metadata.get('version')}, this package reads {VERSION}; "
-            f"it was written by version {metadata.get('package_version')} of the package"
-        )
-    config = read_config(path, metadata)
-    stop_bias = parse_json(metadata.get("stop_bias", "0"), f"{path}: stop_bias")
-    if not is_number(stop_bias):
-        raise ValueError(f"{path}: stop_bias is {stop_bias!r}, expected a finite number")
-    calibration = None
-    if "calibration" in metadata:
-        try:
-            calibration = read_calibration(parse_json(metadata["calibration"], "its calibration"))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+    config, calibration = read_config(path, metadata), None
+    with errors_named(path):
+        stop_bias = parse_json(metadata.get("stop_bias", ""), "stop_bias")
+        stop_bias = float(_number(stop_bias, "stop_bias"))
+        if "calibration" in metadata:
+            calibration = read_calibration(parse_json(metadata["calibration"], "calibration"))
     _check_sizes(path, config, entries)
-    has_stats = any(name.startswith("stats/") for name in entries)
-    wanted = _wanted(config, has_stats)
-    problems = _problems(wanted, {name: (e.shape, e.dtype) for name, e in entries.items()})
-    if problems:
-        kind = type(config).__name__
-        raise ValueError(f"the weights in {path} do not fit its {kind}:\n{problems}")
+    wanted = _wanted(config, any(name.startswith("stats/") for name in entries))
+    _check_tensors(f"in {path}", config, wanted, entries)
     tensors = {
         name: jnp.asarray(safetensors.read_tensor(entries[name], dtype=leaf.dtype), leaf.dtype)
         for name, leaf in wanted.items()
     }
-    broken = [name for name, leaf in tensors.items() if not np.isfinite(np.asarray(leaf)).all()]
-    if broken:
-        raise ValueError(f"{path}: {broken[0]!r} has values that are not finite")
-    stats = None
-    if has_stats:
-        stats = FeatureStats(
-            **{name: tensors.pop(f"stats/{name}") for name in FeatureStats._fields}
-        )
-        if (np.asarray(stats.var) < 0).any():
-            raise ValueError(f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
-    return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
+    stats = {name: tensors.pop(f"stats/{name}", None) for name in FeatureStats._fields}
+    stats = None if stats["var"] is None else FeatureStats(**stats)
+    if stats is not None and (np.asarray(stats.var) < 0).any():
+        raise ValueError(f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
+    return Policy(weights.unflatten(tensors), config, stats, stop_bias, calibration)
 
 
 def policy_file(path: str | Path) -> Path:
     """Finds a policy's file, downloading it from the hub if requested.
 
-    Args:
-        path: the file; or the name of a shipped policy; or the repository of the hub that holds
-            `POLICY_FILE`, "owner/name" or "owner/name@revision"; "hub:owner/name" if there is a
-            local folder of the owner's name.
-
-    Returns:
-        The local file.
-
-    Raises:
-        FileNotFoundError: there is no such file, here or on the hub.
-        ValueError: the path is a folder.
+    That is a file; or the name of a shipped policy; or the repository of the hub that holds
+    `POLICY_FILE`, "owner/name" or "owner/name@revision", with "hub:" in front of it if there is a
+    local folder of the owner's name.
     """
     file, shipped = Path(path), find_shipped_policy(path)
     if file.is_file():
@@ -174,15 +141,7 @@ def policy_file(path: str | Path) -> Path:
 
 
 def check_fits(policy: Policy, config: ModelConfig) -> None:
-    """Checks that a policy fits a model, before anything is compiled.
-
-    Args:
-        policy: the policy.
-        config: configuration of the model.
-
-    Raises:
-        ValueError: a width differs; the message names all that do.
-    """
+    """Checks that a policy fits a model, before anything is compiled."""
     widths = [("feature_width", policy.config.feature_width, "vision", config.feature_width)]
     if policy.config.text_width:
         widths.append(("text_width", policy.config.text_width, "text", config.text.hidden_size))
@@ -223,54 +182,50 @@ def _check_sizes(
             )
 
 
-def _problems(wanted: dict[str, Any], stored: dict[str, tuple[tuple, Any]]) -> str:
-    """Lists missing, mis-shaped, wrongly typed and unused tensors, one per line."""
-    lines = []
-    for name, leaf in wanted.items():
-        if name not in stored:
-            lines.append(f"  missing: {name} {list(leaf.shape)}")
-            continue
-        shape, dtype = stored[name]
-        if tuple(shape) != leaf.shape:
-            lines.append(f"  wrong shape: {name} is {list(shape)}, expected {list(leaf.shape)}")
-        elif not jnp.issubdtype(dtype, jnp.floating):
-            lines.append(f"  wrong dtype: {name} is {dtype}, expected floating point")
-    lines += [f"  unused: {name}" for name in stored if name not in wanted]
+def _check_tensors(
+    place: str,
+    config: TrainedConfig,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    stored: Mapping[str, jax.Array | safetensors.TensorEntry],
+) -> None:
+    """Lists missing, mis-shaped, wrongly typed and unused tensors, one per line, in one error."""
+    lines = [f"  missing: {name}" for name in wanted if name not in stored]
+    for name, leaf in stored.items():
+        if name not in wanted:
+            lines.append(f"  unused: {name}")
+        elif tuple(leaf.shape) != wanted[name].shape:
+            expected = list(wanted[name].shape)
+            lines.append(f"  wrong shape: {name} is {list(leaf.shape)}, expected {expected}")
+        elif not jnp.issubdtype(leaf.dtype, jnp.floating):
+            lines.append(f"  wrong dtype: {name} is {leaf.dtype}, expected floating point")
     if len(lines) > _LISTED:
         lines[_LISTED:] = [f"  and {len(lines) - _LISTED} more"]
-    return "\n".join(lines)
+    if lines:
+        kind = type(config).__name__
+        raise ValueError(f"the weights {place} do not fit their {kind}:\n" + "\n".join(lines))
+
+
+def _number(value: Any, name: str) -> float:
+    """Returns a finite number, or raises with its name."""
+    if not is_number(value):
+        raise ValueError(f"{name} is {value!r}, expected a finite number")
+    return value
 
 
 def read_config(path: Path, metadata: Mapping[str, str]) -> TrainedConfig:
-    """Reads the configuration of a policy.
-
-    Args:
-        path: file of the metadata, for messages.
-        metadata: metadata as written by `config_metadata`.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ValueError: an unknown method or field, or a bad value; the message names the file.
-    """
-    method, known = metadata.get("method", "stepprune"), trained_methods()  # absent in older files
+    """Reads the configuration of a policy from metadata as written by `config_metadata`."""
+    method, known = metadata.get("method"), trained_methods()
     if method not in known:
         raise ValueError(
             f"{path} holds a policy of method {method!r}, expected one of {tuple(known)}"
         )
     kind = known[method].config_type
-    where = f"{path}: its {kind.__name__}"
-    fields = as_object(parse_json(metadata.get("config", ""), where), where)
-    unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(kind)})
-    if unknown:
-        raise ValueError(
-            f"{path}: its {kind.__name__} has unknown field(s) {', '.join(unknown)}; it may have "
-            "been written by a newer version of this package"
-        )
-    # JSON has no tuples, and lists cannot be hashed.
-    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    try:
-        return kind(**fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    with errors_named(path):
+        fields = as_object(parse_json(metadata.get("config", ""), kind.__name__), kind.__name__)
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
+        if unknown:
+            raise ValueError(
+                f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
+            )
+        # JSON has no tuples, and lists cannot be hashed.
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
