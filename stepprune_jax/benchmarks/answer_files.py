@@ -32,13 +32,6 @@ def pruning_rate(count: float | int, num_tokens: int) -> float:
     return round(100 * (1 - count / num_tokens), 1)
 
 
-def budget_of_rate(method: str, rate: float | None, num_tokens: int) -> int | None:
-    """Recovers a budget from files that hold its rounded pruning rate instead of the count."""
-    if rate is None or method.endswith(", own stop"):
-        return None
-    return round(num_tokens * (1 - rate / 100))
-
-
 class Provenance(NamedTuple):
     """Provenance of an answer file: everything that determines its answers.
 
