@@ -1,6 +1,5 @@
 """The second level of the shapes world: crowds of look-alikes, and chains of neighbours."""
 
-import hashlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 from experiments.shapes import LEVELS, Scene, Shape, patch_labels, scene_at, write_world
-from experiments.shapes.__main__ import main
 from experiments.shapes.crowds import FAMILIES, alike, chains, distances, neighbours
 from experiments.shapes.scene import COLORS, SHAPES
 from stepprune_jax.data.llava import read_questions, read_scenes
@@ -228,22 +226,3 @@ def test_a_world_of_the_second_level_is_ordinary_data_and_the_same_every_time(tm
         write_world(one, **{**SMALL, "level": 1, "side": 160, "grid": 16}, patches=True)
     with pytest.raises(ValueError, match="level of the shapes world is 3, expected one of 1, 2"):
         write_world(tmp_path / "c", **{**SMALL, "level": 3})
-
-
-def test_the_first_level_is_what_it_was_before_there_was_a_second(tmp_path):
-    folder = write_world(
-        tmp_path, seed=4, train=12, validation=5, test=6, patches=True, emphasis=2.0
-    )
-    whole = hashlib.sha256()
-    for name in sorted(path.name for path in folder.glob("*.json*")):
-        whole.update((folder / name).read_bytes())
-    assert whole.hexdigest()[:16] == "614fa69f634ea49e"
-
-
-def test_the_command_draws_the_second_level(tmp_path, capsys):
-    counts = ["--train", "1", "--validation", "0", "--test", "0", "--preview", "1"]
-    main(["--out", str(tmp_path / "w"), "--level", "2", *counts])
-    assert (tmp_path / "w" / "preview.png").is_file()
-    with pytest.raises(SystemExit):
-        main(["--out", str(tmp_path / "x"), "--level", "0", *counts])
-    assert "level of the shapes world is 0, expected one of 1, 2" in capsys.readouterr().err

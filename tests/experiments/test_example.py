@@ -46,14 +46,3 @@ def test_right_answers_score_all_points_and_wrong_ones_none(folder, tmp_path, na
 
 def other(text):
     return {"yes": "no", "no": "yes"}.get(text, "nothing")
-
-
-def test_mistakes_are_told_in_one_line(folder, tmp_path, capsys):
-    for arguments, message in (
-        (["--out", str(folder)], "eval exists: remove it, or give another --out"),
-        (["--out", str(tmp_path), "--scenes", "2"], "MME needs 14: more --scenes"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            example.main(arguments)
-        error = capsys.readouterr().err
-        assert left.value.code == 2 and message in error and error.count("\n") == 1

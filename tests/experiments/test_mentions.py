@@ -51,12 +51,6 @@ def test_each_mention_is_found_after_the_one_before(packed):
     assert rows.ids[0, placed.slot[0]].tolist() == [cup] * 3
 
 
-def test_a_word_that_the_question_lacks_is_named(packed):
-    rows = ROWS._replace(exchange=np.array([0, 1, 1]))
-    with pytest.raises(ValueError, match="sample 0: 'cup' is not in question 1, or not after"):
-        place_mentions(*packed, rows)
-
-
 def test_mentions_of_what_did_not_fit_are_left_out():
     tokenizer = build_tokenizer(TURNS, TEMPLATE)
     short = pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)], most=12)
@@ -106,21 +100,3 @@ def test_the_worlds_mentions_stand_in_their_questions_and_tell_the_truth(tmp_pat
                 one, two = found.value[rows][:, 2]
                 assert query.answer == ("yes" if one > two else "no")
     assert seen == set(FAMILIES) - {"majority", "background"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sample": np.array([0, 0, 9])}, r"sample goes up to 9, expected 0 to 0"),
-        ({"exchange": np.array([1, 0, 1])}, "by sample and exchange, in their order"),
-        ({"number": np.array([1, -1, 3])}, "number is -1, expected 0 or more"),
-        ({"value": np.zeros((2, 1))}, r"value is \[2, 1\], expected 2 axes and 3 rows"),
-        ({"other": np.zeros(3)}, "expected .*'exchange', 'number', 'sample', 'value', 'word'"),
-    ],
-)
-def test_bad_files_are_refused_by_name(tmp_path, changes, message):
-    path = tmp_path / "train_mentions.npz"
-    assert read_mentions(path, 1) is None
-    np.savez(path, **(ROWS._asdict() | changes))
-    with pytest.raises(ValueError, match=f"train_mentions.npz.*{message}"):
-        read_mentions(path, 1)

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from small_world import (
-    changed,
     one_shot,
     save_all,
     small_run,
@@ -15,7 +14,7 @@ from small_world import (
 )
 
 from experiments.report.records import read_records
-from experiments.studies.sequence import _describe, as_markdown, compare, main, over_runs
+from experiments.studies.sequence import _describe, as_markdown, compare, over_runs
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.data.llava import Scene, read_questions
 from stepprune_jax.evaluation.encode import encode_questions
@@ -135,30 +134,3 @@ def test_figures_of_kept_tokens_by_hand():
     alone = _describe(image, np.array([2]), scene)
     assert np.isnan(alone["similarity"]) and (alone["looks"], alone["repeats"]) == (1, 0)
     assert np.isnan(_describe(image, np.array([2]), Scene(0, ()))["looks"])
-
-
-def test_runs_that_cannot_be_compared_are_refused(world, tmp_path):
-    model, run, base = world
-    write_split(tmp_path / "data", "test", 1, 0, scenes=False)
-    bare = small_run(model.folder, tmp_path / "data")
-    with pytest.raises(ValueError, match=r"the row 'oracle' needs the patches"):
-        compare(bare, base / "run")
-    alone = save_policy(one_shot(), tmp_path / "one" / "policy.safetensors").parent
-    with pytest.raises(ValueError, match=r"'first step' needs a policy with steps, not 'autosel"):
-        compare(run, alone)
-    with pytest.raises(ValueError, match=r"config.eval.budgets holds 1/3, expected numbers"):
-        compare(changed(run, budgets=("1/3",)), tmp_path / "run")
-
-
-def test_the_command_reports_mistakes_in_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["--config", "shapes_hard", "--workdir", str(tmp_path / "run"), "--limit", "-1"])
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and "--limit is -1, expected a number >= 0" in error
-    with pytest.raises(SystemExit):
-        main(["--config", "shapes_hard", "--workdir", "a", "b", "--scorer", "x"])
-    with pytest.raises(SystemExit):
-        main(["--config", "shapes_hard", "--workdir", "a", "a"])
-    written = capsys.readouterr().err
-    assert "--workdir is ['a', 'a'], expected distinct folders" in written
-    assert "--scorer has 1 files, expected one for each of the 2 folders" in written

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.studies.spread import (
-    budget_table,
     differences,
-    own_stop_table,
     pack,
     summarise,
 )
@@ -69,11 +67,6 @@ def test_what_is_said_of_stops_is_averaged_where_there_is_one():
     assert [row["at_bounds"] for row in found] == [None, 3.5]
 
 
-def test_a_missing_retention_has_no_mean():
-    table = [row("StepPrune", "exact", 66.7, 0.0, 0) | {"retention": None}]
-    assert summarise(UNTRAINED, [table])[1]["retention"] is None
-
-
 def test_differences_worked_by_hand():
     found = {(d["first"], d["second"]): d for d in differences(TABLES)}
     adaptive = found["StepPrune, adaptive", "StepPrune, exact"]
@@ -91,12 +84,6 @@ def test_differences_worked_by_hand():
     assert {d["runs_error"] for d in single} == {d["p"] for d in single} == {None}
 
 
-def test_runs_without_any_spread_have_no_p():
-    kinds = (("StepPrune", "exact"), ("StepPrune", "adaptive"), ("AutoSelect-like", "exact"))
-    alike = [[row(*kind, 66.7, 70.1, seed) for kind in kinds] for seed in (0, 1)]
-    assert [d["p"] for d in differences(alike)] == [None] * 3
-
-
 def test_the_error_of_the_questions_is_that_of_paired_answers():
     tables = [
         [row("StepPrune", "exact", 66.7, 70.0, 0, correct=(1, 1, 0, 1, 1, 0, 0, 1, 1))],
@@ -107,20 +94,3 @@ def test_the_error_of_the_questions_is_that_of_paired_answers():
     (found,) = differences(tables)
     gaps = [0, 1, 0, 0, 0, -1, 0, 0, 1]
     assert found["questions_error"] == round(100 * np.std(gaps, ddof=1) / 3, 2)
-
-
-def test_tables_have_a_line_for_each_method():
-    stop = {"at_bounds": 2.0, "spearman_relevant": 0.5}
-    tables = [[*table[:3], *(row | stop for row in table[3:])] for table in TABLES]
-    rows = summarise(UNTRAINED, tables)
-    assert budget_table(rows).splitlines() == [
-        "| method | mode | runs | 3 | 3 |",
-        "| --- | --- | --- | --- | --- |",
-        "| StepPrune | exact | 2 | 73.0 +- 2.8 | 64.0 +- 4.2 |",
-        "| StepPrune | adaptive | 2 | 75.0 +- 4.2 (K 3.0) |",
-        "| AutoSelect-like | exact | 2 | 71.0 +- 1.4 |",
-    ]
-    assert own_stop_table(rows).splitlines()[2:] == [
-        "| StepPrune, own stop | 2 | 3.0 +- 0.0 | 78.0 +- 1.4 | 2.0 | 0.5 |"
-    ]
-    assert own_stop_table(rows[:1]) == ""

@@ -7,7 +7,6 @@ import pytest
 
 from experiments.report.records import Records, accuracy_table
 from experiments.report.statistics import paired_difference, spearman, stop_figures
-from experiments.report.training import draw_training, read_metrics, running_mean
 from stepprune_jax.data.llava import Scene
 
 
@@ -65,13 +64,3 @@ def test_paired_differences_worked_by_hand():
     assert pairs["standard_error_by_image"] == pytest.approx(math.sqrt(5000 * 2) / 4, abs=1e-3)
     alone = paired_difference(first[:1], second[:1], np.zeros(1, int))
     assert alone == {"difference": 100.0, "standard_error": None, "standard_error_by_image": None}
-
-
-def test_curves_tolerate_missing_keys(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1, "loss": 2.0, "note": "x"}\n\n{"step": 2, "loss": NaN, "iou": 1}\n')
-    metrics = read_metrics(file)
-    assert set(metrics) == {"step", "loss", "iou"}
-    np.testing.assert_array_equal(metrics["iou"], [np.nan, 1])
-    assert draw_training(tmp_path / "t.png", file).stat().st_size > 1000
-    np.testing.assert_allclose(running_mean(np.array([0.0, 3, 6]), 1), [1.5, 3, 4.5])

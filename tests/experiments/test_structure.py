@@ -9,7 +9,6 @@ from experiments.pretrain.structure import (
     fourier_code,
     init_tower,
     shift,
-    standardising_projector,
 )
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
@@ -48,12 +47,6 @@ def test_a_shift_turns_a_code_into_that_of_the_neighbour(offset):
                 )
 
 
-def test_a_code_is_nearest_to_itself():
-    code = fourier_code(24, 48)
-    likeness = code @ code.T
-    assert (likeness.argmax(1) == np.arange(24 * 24)).all()
-
-
 def test_heads_of_the_first_block_begin_as_looks_at_one_neighbour():
     side, heads, width = 6, CONFIG.num_heads, 16
     params = init_tower(jax.random.key(3), CONFIG)
@@ -86,16 +79,3 @@ def test_later_blocks_leave_half_of_their_heads_as_they_were():
 
 def heads_of(count, width):
     return [slice(head * width, (head + 1) * width) for head in range(count)]
-
-
-def test_the_projector_takes_features_as_they_are():
-    random = np.random.default_rng(0)
-    scale, mean = np.array([1.0, 30, 0.2]), np.array([4.0, -7, 0])
-    features = (random.standard_normal((5, 40, 3)) * scale + mean).astype(np.float32)
-    up = {"kernel": jnp.asarray(random.standard_normal((3, 2)), jnp.float32), "bias": jnp.ones(2)}
-    made = standardising_projector({"up": up, "down": {}}, jnp.asarray(features))
-    standard = (features - features.mean((0, 1))) / features.std((0, 1))
-    expected = standard @ np.asarray(up["kernel"]) + 1
-    found = features @ np.asarray(made["up"]["kernel"]) + np.asarray(made["up"]["bias"])
-    np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert made["down"] == {}
