@@ -85,30 +85,15 @@ GOOD = says("<image>\nWhat?", "red")
     [
         ("text", "expected a JSON object, got a string"),
         ({"image": "a.png"}, '"conversations" is missing'),
-        ({"image": "a.png", "conversations": []}, '"conversations" must be a list'),
-        ({"image": "a.png", "conversations": "hi"}, '"conversations" must be a list'),
-        ({"conversations": ["hi"]}, r"conversations\[0\]: expected a JSON object"),
         ({"conversations": [{"from": "user", "value": "x"}]}, r'\[0\]: "from" must be "human"'),
-        ({"conversations": GOOD[:1] * 2, "image": "a.png"}, r'\[1\]: "from" must be "gpt" here'),
         ({"conversations": says("a", "b", "c")}, "a question that has no answer"),
-        ({"conversations": says("a", "b", first="gpt")}, "a question that has no answer"),
-        ({"conversations": says("a", "b", "c", "d", first="gpt")}, "a question that has no answer"),
         ({"conversations": says("a", " \n")}, r'conversations\[1\]: "value" is empty'),
-        ({"conversations": says("", "b")}, r'conversations\[0\]: "value" is empty'),
-        ({"conversations": says("a", 3)}, r'\[1\]: "value" must be a string, got a number'),
-        ({"conversations": [{"from": "human"}]}, r'conversations\[0\]: "value" is missing'),
-        ({"conversations": says("\ud800", "b")}, '"value" is not text'),
         ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
-        ({"conversations": says("<image>", "b"), "image": "a.png"}, "empty except for <image>"),
         (
             {"conversations": says("a", "b", "<image>\nc", "d"), "image": "a.png"},
             r"conversations\[2\].*first question only",
         ),
-        ({"id": [], "image": "a.png", "conversations": GOOD}, '"id" must be a string, got a list'),
-        ({"image": 5, "conversations": GOOD}, '"image" must be a string, got a number'),
-        ({"image": "", "conversations": GOOD}, '"image" is empty'),
         ({"image": "../a.png", "conversations": GOOD}, '"image" must be a path inside the'),
-        ({"image": "deep/../../a.png", "conversations": GOOD}, '"image" must be a path inside'),
         ({"image": "/etc/passwd", "conversations": GOOD}, '"image" must be a path inside'),
         ({"image": "C:\\a.png", "conversations": GOOD}, '"image" must be a path inside'),
     ],
@@ -185,13 +170,8 @@ def test_questions_answers_and_scenes(root):
     [
         (question(1), r'"question_id" \'1\' was already given at line 1'),
         (question(None), '"question_id" must be a string, got null'),
-        (question(True), '"question_id" must be a string, got true or false'),
-        (question(2, text=None), '"text" must be a string, got null'),
         (question(2, text="<image>\n"), '"text" is empty except for <image>'),
-        (question(2, category=""), '"category" is empty'),
         (question(2, image="../a.png"), '"image" must be a path inside'),
-        ({"question_id": 2, "text": "x"}, '"image" is missing'),
-        ([], "expected a JSON object, got a list"),
     ],
 )
 def test_bad_questions_are_refused_by_line_and_field(root, row, message):
@@ -202,22 +182,6 @@ def test_bad_questions_are_refused_by_line_and_field(root, row, message):
 def test_missing_images_of_questions_are_named(root):
     with pytest.raises(FileNotFoundError, match=r'line 1: "image": no file at .*no\.png'):
         questions(root, question(1, image="no.png"))
-
-
-def test_lines_that_are_not_json_are_named(root):
-    file = root / "test.jsonl"
-    whole = json.dumps(question(1))
-    file.write_text(f"{whole}\n{whole[:30]}")
-    with pytest.raises(ValueError, match=r"line 2, column \d+: not JSON.*was the file truncated"):
-        read_questions(file, root)
-    file.write_text(f"{whole}\n\nnonsense\n{whole}\n")
-    with pytest.raises(ValueError, match=r"line 3, column 1: not JSON: Expecting value$"):
-        read_questions(file, root / "images")
-    file.write_text("\n \n")
-    with pytest.raises(ValueError, match=r"test\.jsonl: expected one JSON object per line"):
-        read_questions(file, root)
-    with pytest.raises(FileNotFoundError, match=r"no file at .*gone\.jsonl"):
-        read_questions(root / "gone.jsonl", root)
 
 
 @pytest.mark.parametrize(
@@ -241,10 +205,7 @@ def test_answers_that_do_not_match_are_refused(root, rows, message):
     ("fields", "message"),
     [
         ({"complexity": 2}, '"relevant" must be a list of patch numbers >= 0, got None'),
-        ({"complexity": 2, "relevant": [1, -1]}, '"relevant" must be a list'),
-        ({"complexity": 2, "relevant": [0.5]}, '"relevant" must be a list'),
         ({"complexity": -1, "relevant": []}, '"complexity" must be a whole number >= 0, got -1'),
-        ({"complexity": True, "relevant": []}, '"complexity" must be a whole number'),
     ],
 )
 def test_bad_scenes_are_refused(root, fields, message):

@@ -144,19 +144,6 @@ def test_what_is_left_out_is_counted(opened, tokenizer):
         opened(CHAT, gone, missing="skip")
 
 
-def test_a_first_message_of_the_assistant_is_dropped_as_llava_does(opened, tokenizer):
-    later = sample("<image>\nis this a dog ?", "no")
-    later["conversations"].insert(0, {"from": "gpt", "value": "left over"})
-    alone, chat = ({**row, "conversations": later["conversations"][:1]} for row in (later, CHAT))
-    corpus = opened(alone, chat, later)
-    assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
-    assert corpus.rows([0])[0].ids.tolist() == llava_encoder(tokenizer).encode(TURNS[:2], 1).ids
-    assert opened.lines[1:3] == [
-        "  1 skipped: text only, nothing to prune",
-        "  1 skipped: only a first message of the assistant",
-    ]
-
-
 def test_rows_that_are_cut_are_counted(opened, tokenizer):
     encoded = llava_encoder(tokenizer).encode(TURNS, 1)
     length, said = len(encoded.ids) + 7, len(encoded.text) - 1
@@ -258,14 +245,6 @@ def test_damaged_counts_are_made_again(opened):
         assert index.load_index(path) is None
         np.testing.assert_array_equal(opened(MULTI).lengths, first.lengths)
     assert path.read_bytes() == data
-
-
-def test_a_slow_tokenizer_is_refused_at_once(opened):
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(ValueError, match="expected a fast one"):
-        opened(MULTI, tokenizer=Slow())
 
 
 def test_counts_of_another_prompt_form_are_not_reused(tokenizer, tmp_path):

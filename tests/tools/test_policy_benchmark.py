@@ -49,9 +49,3 @@ def test_the_difference_of_gradients_is_a_number_where_some_are_zero():
     )
     assert policy.relative_difference([one], [0 * one]) == np.inf
     assert np.isnan(policy.relative_difference([np.nan * one], [one]))
-
-
-def test_an_agreement_needs_a_run(capsys):
-    with pytest.raises(SystemExit):
-        policy.main(["--parts", "agreement"])
-    assert "needs the folder of a training run (--run)" in capsys.readouterr().err

@@ -9,13 +9,10 @@ import pytest
 from PIL import Image
 from tiny_run import load_config, make_run, metrics, open_tiny, write_data
 
-from experiments.pretrain import small_qwen
-from experiments.pretrain.vocabulary import build_tokenizer
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.efficiency.model_shapes import model_config
-from stepprune_jax.models import vlm
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import train
@@ -134,18 +131,3 @@ def test_the_papers_second_model_has_the_papers_values(reading):
         )
         assert features.shape == (2, 2048, width)
     assert json.dumps(run.eval.budgets) == '["1/3", "2/9", "1/9"]'
-
-
-def test_the_small_model_of_several_sizes_has_the_values_of_the_small_llava():
-    run, first = (load_config(name) for name in ("shapes_qwen", "shapes"))
-    changed = {key for key, value in run.flat().items() if first.flat().get(key) != value}
-    assert changed == {"model.folder", "model.max_pixels", "data.folder", "eval.budgets"}
-    made = load_config("pretrain_shapes_qwen")
-    assert (made.model.least_size, made.model.image_size) == (64, 112)
-    model = small_qwen.model_config(made.model, build_tokenizer([], small_qwen.TEMPLATE))
-    weights = jax.tree.leaves(vlm.abstract_params(model))
-    assert sum(2 * leaf.size for leaf in weights) < 4e6  # bytes in float16
-    model = model.family.bound_images(model, None, None, run.model.max_pixels)
-    assert model.max_image_tokens == 198
-    setup = make_setup(run, model)
-    assert [setup.method.most(n) for n in (64, 121, 196)] == [32, 60, 98]

@@ -17,7 +17,6 @@ from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.models import vlm
 from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training import train
-from stepprune_jax.training.hooks import read_window
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 from stepprune_jax.training.settings import make_setup
 from stepprune_jax.training.validation import Selection, Validation, read_questions
@@ -241,10 +240,3 @@ def test_what_cannot_be_watched_is_named(world, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         train(make_run(*world, **changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_windows_are_read_strictly():
-    assert read_window("10:12", 12) == (10, 12) and read_window("3:3", 9) == (3, 3)
-    for text in ("10", "a:b", "0:2", "5:4", "3:13", "-1:3", ""):
-        with pytest.raises(ValueError, match=f"--profile is {text!r}, expected"):
-            read_window(text, 12)

@@ -1,7 +1,6 @@
 """What a run refuses before it loads anything, and the shipped configurations."""
 
 import dataclasses
-import math
 
 import jax
 import pytest
@@ -29,40 +28,15 @@ def build(run):
             {"data.missing": "replace"},
             "config.data.missing is 'replace', expected one of stop, skip",
         ),
-        ({"data.workers": -1}, "config.data.workers is -1, expected an integer from 0"),
-        ({"data.policy_text_limit": 0}, "config.data.policy_text_limit is 0"),
-        ({"steps": 10**12}, "config.steps is 1000000000000, expected an integer from 1, below 2"),
         ({"seed": 2**70}, "config.seed is 1180591620717411303424, expected an integer from 0, bel"),
-        ({"steps": 0}, "config.steps is 0, expected an integer from 1"),
-        ({"batch_size": -1}, "config.batch_size is -1"),
-        ({"optimizer.lr": -1.0}, "config.optimizer.lr is -1.0, expected a number above 0"),
-        ({"optimizer.lr": 0.0}, "config.optimizer.lr is 0.0, expected a number above 0"),
-        ({"optimizer.lr": math.inf}, "config.optimizer.lr is inf, expected a number above 0"),
-        ({"data.cache_gb": math.inf}, "config.data.cache_gb is inf, expected a number from 0"),
-        ({"optimizer.b1": 1.0}, "config.optimizer.b1 is 1.0, expected a number from 0, below 1"),
-        ({"optimizer.clip": 0.0}, "config.optimizer.clip is 0.0, expected a number above 0"),
         ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
-        ({"method": "fastv"}, "config.method is 'fastv', expected one of autoselect, stepprune"),
-        ({"max_skipped": 0}, "config.max_skipped is 0, expected an integer from 1"),
-        ({"model.attention": "flash"}, "config.model.attention is 'flash', expected one of matmul"),
         ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
-        ({"model.rows_at_once": 3}, "rows_at_once is 3, expected 0 or a divisor of the 8 rows"),
         ({"model.rows_at_once": -1}, "rows_at_once is -1, expected an integer from 0"),
-        ({"policy.stop": "never"}, r"PolicyConfig.stop is 'never', expected one of"),
-        ({"data.workers": 10**5}, "data.workers is 100000, expected an integer from 0 to 512"),
-        ({"mesh": "pipeline"}, "mesh 'pipeline' is unknown"),
         ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
         (
             {"mesh": "fsdp=4,tensor=2", "batch_size": 24},
             "rows_at_once is 4, expected 0 or a divisor of the 6 rows of each device",
         ),
-        ({"mesh": "tensor=5"}, "do not fit 8 devices"),
-        (
-            {"mesh": "fsdp=1,tensor=8"},
-            r"language/embed/embedding of shape .* not divisible by the 8",
-        ),
-        ({"tensorboard": True}, "tensorboardX is not installed"),
-        ({"tensorboard": None}, "config.tensorboard is None, expected True or False"),
     ],
 )
 def test_bad_fields_are_named(tmp_path, change, message):
@@ -185,10 +159,6 @@ def test_a_variant_shares_the_changes_of_the_command_line():
         assert (optimizer.lr, optimizer.muon_lr) == (lr, 0)
 
 
-def test_one_device_needs_no_mesh():
-    assert make_mesh(make_run("", "", mesh="single")) is None
-
-
 @pytest.mark.parametrize(
     ("mesh", "rows", "expected"),
     [("single", 4, 4), ("single", 0, 0), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
@@ -202,11 +172,3 @@ def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match=r"config.mesh is 'single', expected one for the 2 proc"):
         make_mesh(make_run("", ""))
-
-
-def test_settings_cannot_be_changed():
-    tiny = make_run("", "")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        tiny.optimizer.lr = 1.0
-    with pytest.raises(ValueError, match=r"config.optimizer.lr is 0.0, expected a number above 0"):
-        dataclasses.replace(tiny.optimizer, lr=0.0)

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from tools.aot.hlo import Loop, copied_weights, loops
 
@@ -133,8 +132,3 @@ def test_copied_weights_by_hand():
     assert copied_weights(COPIES, [(6, 10)]) == ("bf16[6,10]", "f32[10,6]", "bf16[6,30]")
     assert copied_weights(COPIES, [(10, 6)]) == copied_weights(COPIES, [(6, 10)])
     assert copied_weights(COPIES, [(6, 11)]) == ()
-
-
-def test_a_program_that_is_not_scheduled_is_refused():
-    with pytest.raises(ValueError, match="is_scheduled=true"):
-        loops(jax.jit(jnp.sin).lower(1.0).as_text())

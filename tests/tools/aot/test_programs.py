@@ -196,24 +196,3 @@ def test_a_program_that_does_not_fit_is_a_result(cpu_target, capsys, monkeypatch
     monkeypatch.setattr(cpu_target, "compile", fail)
     assert command.main(["--target", "h200", "--program", "take"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("| does not fit |")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--program", "prune"], "configs/shapes.py has no program 'prune', it has update, "),
-        (["--config", "configs/none.py"], "no configuration file configs/none.py"),
-        (["--target", "h2000"], "target 'h2000' is unknown"),
-    ],
-)
-def test_mistakes_are_reported_in_one_line(cpu_target, capsys, flags, message):
-    with pytest.raises(SystemExit) as ended, one_line_errors(command.NAME):
-        command.main([*(["--target", "h200"] if "--target" not in flags else []), *flags])
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_the_full_table_takes_no_other_flags(capsys):
-    with pytest.raises(SystemExit):
-        command.parse(["--full", "--target", "h200"])
-    assert "--full has its own targets" in capsys.readouterr().err
