@@ -87,10 +87,10 @@ def update(policy, moments, frozen, key, progress):
             progress=sp.Progress(progress),
         )
 
-    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(policy.params)
+    (value, (metrics, _)), grads = jax.value_and_grad(loss, has_aux=True)(policy.params)
     updates, moments = optimiser.update(grads, moments, policy.params)
     params = optax.apply_updates(policy.params, updates)
-    return policy.replace(params=params), moments, sp.policy_metrics(aux) | {"loss": value}
+    return policy.replace(params=params), moments, metrics | {"loss": value}
 
 
 moments = optimiser.init(policy.params)
