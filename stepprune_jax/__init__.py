@@ -1,17 +1,15 @@
 """StepPrune in JAX: a sequential policy that prunes the visual tokens of multimodal LLMs.
 
-Public names are imported on first use, so that work without a model, such as scoring answers,
-neither waits for jax nor needs an accelerator.
+Public names are imported on first use: importing jax takes seconds, and scoring answers, for one,
+does not need it.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stepprune_jax.checkpoints import VLM, Policy, load_policy, load_vlm, save_policy, save_vlm
-    from stepprune_jax.inference import Answer, generate
+    from stepprune_jax.inference import Answer, RunOptions, Sampling, generate, stream
     from stepprune_jax.policy import (
         POINTER,
         DecoderFns,
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
         trajectory_scores,
         update_stats,
     )
+    from stepprune_jax.pruning import make_method
 
     __version__: str
 
@@ -60,6 +59,8 @@ __all__ = [
     "PolicyConfig",
     "Progress",
     "Pruned",
+    "RunOptions",
+    "Sampling",
     "Trajectory",
     "abstract_policy",
     "calibrate_stop_bias",
@@ -72,6 +73,7 @@ __all__ = [
     "init_policy",
     "load_policy",
     "load_vlm",
+    "make_method",
     "noise_gate",
     "partition_rules",
     "policy_metrics",
@@ -81,6 +83,7 @@ __all__ = [
     "save_vlm",
     "select",
     "soft_topk",
+    "stream",
     "train_loss",
     "trajectory_scores",
     "update_stats",
@@ -90,7 +93,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Finds a public name in the package that exports it."""
     if name in __all__:
-        for package in ("policy", "checkpoints", "inference"):
+        for package in ("policy", "pruning", "checkpoints", "inference"):
             module = import_module(f"{__name__}.{package}")
             if name in module.__all__:
                 return getattr(module, name)
@@ -101,19 +104,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})
-
-
-class _Package(ModuleType):
-    """Keeps `stepprune_jax.generate` bound to the function.
-
-    Python binds a module to its parent when it is imported; here the function of the same name is
-    the public one, and the module is the command.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "generate" and isinstance(value, ModuleType):
-            value = value.generate
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

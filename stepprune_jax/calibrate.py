@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
         out = file_to_write("--out", given.out)
         source = inspect_folder(given.model, given.vision_folder)
-        check_fits(policy, source.config)
+        check_fits(policy.config, source.config)
         folder = local_path(given.data)
         asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
         if not asked:

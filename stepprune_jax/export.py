@@ -2,7 +2,7 @@
 
     python -m stepprune_jax.export runs/shapes --out release/
 
-writes release/policy.safetensors, which `stepprune_jax.generate` and `eval.py` take as --policy,
+writes release/policy.safetensors, which `stepprune-generate` and `eval.py` take as --policy,
 and release/README.md, which states what it was trained on. The run may be unfinished or running.
 `--push owner/name` uploads both to the Hugging Face hub, for `--policy hub:owner/name`.
 """
@@ -88,18 +88,7 @@ def same_policy(one: Policy, other: Policy) -> bool:
 
 
 def latest_policy(workdir: Path) -> tuple[int, Policy, dict[str, Any]]:
-    """Reads the policy of a run's latest undamaged checkpoint.
-
-    Args:
-        workdir: folder of the run.
-
-    Returns:
-        Updates done, the policy, and the run's metadata.
-
-    Raises:
-        FileNotFoundError: the run has no checkpoint.
-        ValueError: the checkpoints are damaged, or are not a policy's.
-    """
+    """Reads a run's latest checkpoint: updates done, the policy, and the run's metadata."""
     step, arrays, about = read_latest(workdir.resolve())
     if "selector" not in about:
         raise ValueError(f"{workdir} holds no checkpoints of a policy: they do not name a method")
@@ -109,15 +98,7 @@ def latest_policy(workdir: Path) -> tuple[int, Policy, dict[str, Any]]:
 
 
 def figures(workdir: Path, step: int) -> dict[str, Any]:
-    """Reads a run's last logged metrics up to a step.
-
-    Args:
-        workdir: folder of the run.
-        step: updates done.
-
-    Returns:
-        The rows under "training" and "validation", as far as they exist.
-    """
+    """Reads a run's last logged metrics up to a step, "training" and "validation"."""
     found = {}
     for name, kind in _FIGURES.items():
         rows = [row for row in read_rows(workdir / name) if row["step"] <= step]
@@ -132,16 +113,10 @@ def model_card(
     last: dict[str, Any],
     target: hub.Repository | None = None,
 ) -> str:
-    """Fills the model card.
+    """Fills the model card, Markdown with a YAML header as model hubs read it.
 
-    Args:
-        policy: the policy to publish.
-        trained: "step", "config" (fields by dotted name) and the hashes "model" and "data".
-        last: result of `figures`.
-        target: the hub repository of the policy; None for a file.
-
-    Returns:
-        Markdown with a YAML header, as model hubs read it.
+    `trained` has "step", "config" (fields by dotted name) and the hashes "model" and "data"; `last`
+    is the result of `figures`.
     """
     config, step = trained["config"], trained["step"]
     name = config["model.folder"] or "the small LLaVA of the shapes world"

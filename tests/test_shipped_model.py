@@ -21,7 +21,7 @@ from stepprune_jax.checkpoints.shipped import (
 )
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split
-from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.sets import Batching, answer_all, rank_all
 from stepprune_jax.pruning import make_method
@@ -122,7 +122,9 @@ def test_every_policy_is_for_a_model():
 )
 def test_policies_fit_their_model_and_say_where_they_come_from(model, qwen, file):
     policy = load_policy(file)
-    check_fits(policy, qwen.config if file.stem in POLICIES_FOR["shapes_qwen"] else model.config)
+    check_fits(
+        policy.config, qwen.config if file.stem in POLICIES_FOR["shapes_qwen"] else model.config
+    )
     assert policy.stats is not None
     _, metadata = safetensors.read_contents(file)
     assert {"seed", "commit", "command"} <= json.loads(metadata["about"]).keys()

@@ -43,8 +43,9 @@ prompt = LLAVA.conversation([LLAVA.place_images("What is this?", 1)])
 assert -200 in tokenize_with_images(model.tokenizer, prompt, 1)
 pixels = preprocess_clip(open_image(Image.new("L", (30, 20))), model.image_settings)
 assert pixels.shape == (3, 24, 24)
-from stepprune_jax.inference import generate
-(answer,) = generate(model, ["a dog?"], [Image.new("L", (30, 20))], max_tokens=2, warm_up=False)
+from stepprune_jax.inference import RunOptions, generate
+options = RunOptions(2, warm_up=False)
+(answer,) = generate(model, ["a dog?"], [Image.new("L", (30, 20))], options=options)
 assert answer.kept == 9 and 1 <= len(answer.token_ids) <= 2
 open(sys.argv[2] + "/pytorch_model.bin", "wb").close()
 try:
@@ -58,8 +59,8 @@ assert "torch" not in sys.modules
 
 _COMMAND = """
 from stepprune_jax.command_line import exit_with
-from stepprune_jax.generate import main
-exit_with("stepprune_jax.generate", lambda: main([f"--model={sys.argv[1]}", "--prompt=a <image>"]))
+from stepprune_jax.cli.generate import main
+exit_with("stepprune-generate", lambda: main([f"--model={sys.argv[1]}", "--prompt=a <image>"]))
 """
 
 
@@ -78,4 +79,4 @@ def test_a_command_does_not_ask_for_torch(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", _HIDE + _COMMAND, str(folder)], capture_output=True, text=True
     )
-    assert run.stderr.startswith("stepprune_jax.generate: error:") and run.returncode == 2
+    assert run.stderr.startswith("stepprune-generate: error:") and run.returncode == 2

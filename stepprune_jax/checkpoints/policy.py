@@ -140,11 +140,11 @@ def policy_file(path: str | Path) -> Path:
     return file
 
 
-def check_fits(policy: Policy, config: ModelConfig) -> None:
+def check_fits(policy: TrainedConfig, config: ModelConfig) -> None:
     """Checks that a policy fits a model, before anything is compiled."""
-    widths = [("feature_width", policy.config.feature_width, "vision", config.feature_width)]
-    if policy.config.text_width:
-        widths.append(("text_width", policy.config.text_width, "text", config.text.hidden_size))
+    widths = [("feature_width", policy.feature_width, "vision", config.feature_width)]
+    if policy.text_width:
+        widths.append(("text_width", policy.text_width, "text", config.text.hidden_size))
     wrong = [
         f"its {name} is {width}, the model's {part} hidden_size {expected}"
         for name, width, part, expected in widths

@@ -15,17 +15,7 @@ from stepprune_jax.demo.panel import CSS, draw_answers, draw_kept
 def build(
     model: VLM, name: str, choices: Mapping[str, Choice], examples: Sequence[Example]
 ) -> gr.Blocks:
-    """Builds the page.
-
-    Args:
-        model: the model.
-        name: name of the model.
-        choices: result of `list_choices`; the first one is preselected.
-        examples: initial examples; may be empty.
-
-    Returns:
-        The page; `launch` serves it.
-    """
+    """Builds the page for a model by its name; the first choice is preselected."""
     most = model.config.max_image_tokens
     tokens = f"at most {most:,}" if model.config.sizes_vary else f"{most:,}"
     first = next(iter(choices.values()))
@@ -85,7 +75,8 @@ def _handler(
         if image is None:
             raise gr.Error("give an image", print_exception=False)
         try:
-            shown = compare(model, choices[method], image, question, mode, count)
+            chosen = choices[method].method(mode, count)
+            shown = compare(model, chosen, image, question)
         except ValueError as error:
             raise gr.Error(str(error), print_exception=False) from error
         return draw_answers(shown), draw_kept(model, shown)
@@ -94,12 +85,6 @@ def _handler(
 
 
 def serve(page: gr.Blocks, host: str, port: int) -> None:
-    """Serves a page until it is interrupted.
-
-    Args:
-        page: result of `build`.
-        host: address to listen on.
-        port: port of the host.
-    """
+    """Serves a page until it is interrupted."""
     page.queue(default_concurrency_limit=1)  # one program at a time on the devices
     page.launch(server_name=host, server_port=port, css=CSS, share=False)

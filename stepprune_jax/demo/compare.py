@@ -9,38 +9,23 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import check_fits
 from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.answer import Answer, generate
+from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, make_method
 
 # Modes of the number of tokens to keep.
 EXACTLY, ON_AVERAGE, BY_ITSELF = "exactly", "on average", "where the policy stops"
-MAX_TOKENS = 64
+OPTIONS = RunOptions(max_tokens=64)
 
 
 class Choice(NamedTuple):
-    """A method that the page offers.
-
-    Attributes:
-        pruner: its name in `PRUNERS`.
-        policy: policy of a trained pruner.
-        modes: supported modes of the number of tokens.
-    """
+    """A method that the page offers, and the modes of the number of tokens that it supports."""
 
     pruner: str
     policy: Policy | None
     modes: tuple[str, ...]
 
     def method(self, mode: str, count: float | int) -> Method:
-        """Builds the method.
-
-        Args:
-            mode: one of `modes`.
-            count: tokens to keep; ignored if the policy stops by itself.
-
-        Raises:
-            ValueError: an unsupported mode or count.
-        """
-        if mode not in self.modes:
-            raise ValueError(f"{self.pruner} cannot keep tokens {mode!r}: {', '.join(self.modes)}")
+        """Builds the method; a policy that stops by itself ignores the count."""
         budget = {
             EXACTLY: Budget("count", int(count)),
             ON_AVERAGE: Budget("mean", count),
@@ -50,13 +35,7 @@ class Choice(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Both answers.
-
-    Attributes:
-        image: the image, RGB.
-        full: the answer from all tokens.
-        pruned: the answer from the kept tokens.
-    """
+    """An image, and the answers from all of its tokens and from the kept ones."""
 
     image: Image.Image
     full: Answer
@@ -64,19 +43,14 @@ class Comparison(NamedTuple):
 
 
 def list_choices(model: VLM, policies: Mapping[str, Policy]) -> dict[str, Choice]:
-    """Lists the methods that can prune a model at any exact budget.
+    """Lists the methods that can prune a model at any exact budget by name, policies first.
 
-    Args:
-        model: the model.
-        policies: policies by displayed name; those of another model are skipped.
-
-    Returns:
-        Choices by name, policies first.
+    Policies of other models, by their displayed names, are skipped.
     """
     choices = {}
     for name, policy in policies.items():
         try:
-            check_fits(policy, model.config)
+            check_fits(policy.config, model.config)
         except ValueError:
             continue
         modes = (EXACTLY,)
@@ -85,50 +59,28 @@ def list_choices(model: VLM, policies: Mapping[str, Policy]) -> dict[str, Choice
             if policy.calibration is not None:
                 modes = (BY_ITSELF, ON_AVERAGE, EXACTLY)
         choices[name] = Choice(policy.method, policy, modes)
+    most = model.config.max_image_tokens
     for name, kind in PRUNERS.items():
         if kind.config_type is not None or "count" not in kind.budgets:
             continue
         choice = Choice(name, None, (EXACTLY,))
-        few = max(2, model.config.max_image_tokens // 4)
         try:
-            choice.method(EXACTLY, few).pruner.check(model.config, model.config.max_image_tokens)
+            choice.method(EXACTLY, max(2, most // 4)).pruner.check(model.config, most)
         except ValueError:
             continue
         choices[name] = choice
     return choices
 
 
-def compare(
-    model: VLM,
-    choice: Choice,
-    image: Image.Image,
-    question: str,
-    mode: str,
-    count: float | int,
-) -> Comparison:
-    """Answers from all tokens, and from the kept ones.
+def compare(model: VLM, method: Method, image: Image.Image, question: str) -> Comparison:
+    """Answers from all tokens, and from those that a method keeps.
 
     A program of new shapes is compiled and run once before it is timed, so times are those of warm
-    programs.
-
-    Args:
-        model: the model.
-        choice: the method.
-        image: the image, of any Pillow mode.
-        question: the question.
-        mode: one of the choice's modes.
-        count: tokens to keep.
-
-    Returns:
-        Both answers.
-
-    Raises:
-        ValueError: no question, or a request that method or model does not support.
+    programs. A question or a request that method or model do not support is a ValueError.
     """
-    if not question.strip():
-        raise ValueError("the question is empty")
     image = open_image(image)
-    method = choice.method(mode, count)
-    (full,) = generate(model, [question], [image], max_tokens=MAX_TOKENS)
-    (pruned,) = generate(model, [question], [image], pruner=method, max_tokens=MAX_TOKENS)
+    if not question.strip():  # which `generate` accepts beside an image
+        raise ValueError("the question is empty")
+    (full,) = generate(model, [question], [image], options=OPTIONS)
+    (pruned,) = generate(model, [question], [image], method, options=OPTIONS)
     return Comparison(image, full, pruned)

@@ -31,15 +31,7 @@ CSS = """
 
 
 def draw_kept(model: VLM, shown: Comparison) -> str:
-    """Draws the image as the model sees it; hovering over a kept patch shows its step.
-
-    Args:
-        model: the model that answered.
-        shown: image and answers.
-
-    Returns:
-        HTML.
-    """
+    """Draws the image as the model sees it, as HTML; hovering over a patch shows its step."""
     answer = shown.pruned
     order = answer.kept_indices[0]
     seen = seen_patches(model, shown.image, answer.grids[0], order)
@@ -65,14 +57,7 @@ def draw_kept(model: VLM, shown: Comparison) -> str:
 
 
 def draw_answers(shown: Comparison) -> str:
-    """Puts the two answers side by side, with tokens and time to the first one.
-
-    Args:
-        shown: image and answers.
-
-    Returns:
-        HTML.
-    """
+    """Puts the two answers side by side as HTML, with tokens and time to the first one."""
     full, pruned = shown.full, shown.pruned
     return (
         '<div class="answers">'

@@ -38,7 +38,7 @@ from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_con
 from stepprune_jax.efficiency.peaks import device_peak
 from stepprune_jax.efficiency.timing import environment, free_memory, peak_memory
 from stepprune_jax.efficiency.weights import random_weights
-from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [row._replace(method=place_method(model, row.method)) for row in rows]
     theirs = reference(model, device) if device else None
     peak = device_peak(dtype)
-    options = RunOptions("own", execution, max_tokens=flags.new_tokens + 1)
+    options = RunOptions(flags.new_tokens + 1, execution=execution)
     bench = Bench(model, options, peak, flags.rounds)
     result = {
         "model": flags.model,

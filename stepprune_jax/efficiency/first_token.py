@@ -19,9 +19,8 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.efficiency.peaks import Peak
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.flops import traced_flops
-from stepprune_jax.inference import decoding, pipeline, programs
-from stepprune_jax.inference.decoding import RunOptions
-from stepprune_jax.inference.pipeline import Images, Prompts
+from stepprune_jax.inference import decoding, greedy, pipeline, programs
+from stepprune_jax.inference.base import Images, Pairs, Prompts, RunOptions, read_images
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models import decoder
 from stepprune_jax.models.decoder import Cache
@@ -33,8 +32,8 @@ from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.policy.encoder import memory
 from stepprune_jax.pruning import Method, Trained
 
-_place = jit_for_weights(programs.place, ("config", "capacity", "positions", "projected", "mesh"))
-_start = jit_for_weights(decoding.start, ("config", "stages", "options", "mesh"))
+_place = jit_for_weights(programs.place, ("config", "plan"))
+_start = jit_for_weights(decoding.start, ("config", "plan"))
 
 
 class Row(NamedTuple):
@@ -93,7 +92,7 @@ def draw_batch(config: ModelConfig, size: int, text: int, seed: int = 0) -> Batc
     number = np.arange(size, dtype=np.int32)
     full = np.full(size, text, np.int32)
     prompts = Prompts(ids, full + 1, words, full, number[:, None], number)
-    return Batch(prompts, pipeline.read_images(config, pixels))
+    return Batch(prompts, read_images(config, pixels))
 
 
 def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
@@ -191,9 +190,10 @@ class _Turn(NamedTuple):
 def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
     """Answers a batch like a user's program, timing the first token."""
     model, options = bench.model, bench.options
-    sampling = decoding.greedy(())
+    sampling = greedy(())
     begin = time.perf_counter()
-    begun = pipeline.begin(model, row.method, batch.prompts, batch.images, sampling, options)
+    ready = pipeline.prepare(model, row.method, batch.prompts, batch.images, options)
+    begun = pipeline.begin(model, ready, sampling)
     jax.block_until_ready(begun.state.token)
     middle = time.perf_counter()
     caches = jax.tree.leaves(begun.state.cache, is_leaf=lambda node: isinstance(node, Cache))
@@ -230,28 +230,20 @@ def _stages(bench: Bench, row: Row, batch: Batch) -> dict[str, _Stage]:
     taps = method.pruner.taps(model.config)
     vision = pipeline.encode(model, batch.images, taps, options.execution)
     asked = (model, method, batch.prompts, vision)
-    run = pipeline.prepare(*asked, decoding.greedy(()), options).run
-    params, config, learned, kept, texts, sampling = run.args
-    stages = run.keywords["stages"]
-    place = functools.partial(
-        _place,
-        *(params, config, kept, texts),
-        capacity=stages.slots[0],
-        positions=run.keywords["options"].positions,
-        projected=stages.projected,
-        mesh=run.keywords["mesh"],
-    )
+    ready, params, config = pipeline.prepare(*asked, options), model.params, model.config
+    plan, kept, texts = ready.plan, ready.tokens, ready.texts
+    place = functools.partial(_place, params, config, kept, texts, plan=plan)
     start = functools.partial(
-        _start, *(params, config, learned, place(), texts.counts, sampling), **run.keywords
+        _start, params, config, ready.learned, place(), texts, greedy(()), plan=plan
     )
-    shapes = (kept.index.shape, stages.slots[0], stages.projected)
+    shapes = (kept.index.shape, plan.slots[0], plan.projected)
     parts = {
         "tower": _Stage(
             taps, lambda: pipeline.encode(model, batch.images, taps, options.execution)
         ),
         "selector": _Stage(row.name, lambda: pipeline.choose(*asked)[0]),
         "projector": _Stage(shapes, place),
-        "prefill": _Stage(stages, start),
+        "prefill": _Stage(plan, start),
     }
     if method.pruner.has_stop:
         shape = method.pruner.config
@@ -302,14 +294,19 @@ def _time_stages(
 
 def _programs(bench: Bench, row: Row, batch: Batch) -> dict[str, Any]:
     """Returns the planned memory of a row's programs, and their operations."""
-    ready = pipeline.prepare(
-        *(bench.model, row.method, batch.prompts, batch.images),
-        *(decoding.greedy(()), bench.options),
-    )
-    calls = [call for call in (ready.choice, ready.run) if call is not None]
-    traced = [call.func.trace(*call.args, **call.keywords) for call in calls]
+    model, method = bench.model, row.method
+    ready = pipeline.prepare(model, method, batch.prompts, batch.images, bench.options)
+    weights = (model.params, model.config)
+    last = (ready.learned, ready.tokens, ready.texts, greedy(()))
+    traced = [programs.run_begin.trace(*weights, *last, plan=ready.plan)]
+    if not isinstance(ready.tokens, Pairs):
+        pairs, plan = pipeline.plan_choice(
+            *(model, method.pruner, batch.prompts, batch.images),
+            execution=bench.options.execution,
+        )
+        traced.append(programs.run_choose.trace(*weights, method.params, pairs, plan=plan))
     return {
-        "programs": len(calls),
+        "programs": len(traced),
         "memory_bytes": max(usage(t.lower().compile()).total for t in traced),
         "traced_tflops": sum(traced_flops(t.jaxpr) for t in traced) / 1e12,
     }

@@ -18,7 +18,8 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.prompts import pad_batch
-from stepprune_jax.inference.pipeline import Images, Prompts, Vision, encode, read_images
+from stepprune_jax.inference.base import Images, Prompts
+from stepprune_jax.inference.pipeline import encode
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
@@ -47,7 +48,7 @@ class Encoded(NamedTuple):
     """
 
     prompts: Prompts
-    images: Vision | Images
+    images: Images
     seconds: float = 0.0
 
     @property
@@ -108,8 +109,9 @@ def encode_questions(
     parts, seconds = [], 0.0
     for first in range(0, len(places), batch_size):
         rows = [row for image in list(asked)[first : first + batch_size] for row in asked[image]]
-        (request, images), taken = timed(functools.partial(_read, model, questions, rows))
-        count = len(images.sizes)
+        asked_here = [questions[row] for row in rows]
+        request, taken = timed(functools.partial(_request, model, asked_here))
+        images, count = request.images, len(request.images.sizes)
         if tower:
             run = functools.partial(_run_tower, model, images, batch_size, taps, execution)
             images, spent = timed(run, num_compiled)
@@ -138,17 +140,9 @@ def encode_chunks(
         yield first, encode_questions(model, questions[first : first + size], **options)
 
 
-def _read(
-    model: VLM, questions: Sequence[Question | BenchmarkQuestion], rows: Sequence[int]
-) -> tuple[Request, Images]:
-    """Reads ids and pixels of some of the questions, each with an image."""
-    request = _request(model, [questions[row] for row in rows])
-    return request, read_images(model.config, request.pixels)
-
-
 def _run_tower(
     model: VLM, images: Images, batch_size: int, taps: Sequence[Tap], execution: Execution
-) -> Vision:
+) -> Images:
     """Runs the tower over images, repeated to fill a batch; the result is on the host."""
     count = len(images.sizes)
     repeated = np.arange(batch_size) % count
@@ -157,11 +151,12 @@ def _run_tower(
     return jax.tree.map(lambda part: part[:count], vision)
 
 
-def _no_images(model: VLM) -> Vision:
+def _no_images(model: VLM) -> Images:
     """Returns placeholder images for questions without one."""
     shape = (1, model.config.max_image_tokens, model.config.feature_width)
     features = np.zeros(shape, jax.tree.leaves(model.params)[0].dtype)
-    return Vision(features, np.ones((1, 2), np.int32), np.full(1, shape[1], np.int32), {})
+    grid, sizes = np.ones((1, 2), np.int32), np.full(1, shape[1], np.int32)
+    return Images(grid, sizes, features=features, taps={})
 
 
 @user_input()
@@ -176,7 +171,7 @@ def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> R
                     opened[image] = open_bytes(image)
             images[number] = opened[image]
     texts = [question.text for question in questions]
-    return read_request(model.tokenizer, model.image_settings, model.config, texts, images)
+    return read_request(model, texts, images)
 
 
 def open_bytes(data: bytes) -> Image.Image:

@@ -43,7 +43,7 @@ from stepprune_jax.evaluation.encode import (
 from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
-from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.sets import Answers, Batching, answer_all, rank_all
 from stepprune_jax.parallel import distributed
@@ -279,9 +279,9 @@ class _Answerer:
             sizes = tuple(sorted({*steps, n}))
         self._batching = Batching(size, sizes, WIDTHS)
         self._options = RunOptions(
+            settings.longest_answer(task.benchmark),
             settings.positions,
-            conditions.run.model.execution,
-            max_tokens=settings.longest_answer(task.benchmark),
+            execution=conditions.run.model.execution,
         )
         self._steps: dict[Any, int] = {}
         for row, longest in zip(rows, steps, strict=True):

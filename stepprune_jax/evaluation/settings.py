@@ -276,7 +276,7 @@ def check_policies(
     most = max(Budget.parse(budget).count(n) for budget in settings.budgets)
     for name, policy in policies.items():
         try:
-            check_fits(policy, config)
+            check_fits(policy.config, config)
         except ValueError as error:
             raise ValueError(f"row {name!r}: {error}") from error
         steps = policy.pruner.most(n)

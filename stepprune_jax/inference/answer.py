@@ -1,35 +1,33 @@
 """`generate` and `stream`: answers to questions about images."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import check_fits
-from stepprune_jax.data.prompts import pad_batch
-from stepprune_jax.inference import decoding, pipeline
-from stepprune_jax.inference.buckets import row_bucket
-from stepprune_jax.inference.decoding import RunOptions
-from stepprune_jax.inference.pipeline import Begun, Prompts, read_images
+from stepprune_jax.inference import pipeline
+from stepprune_jax.inference.base import Begun, RunOptions
+from stepprune_jax.inference.decoding import check_finite
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
-from stepprune_jax.inference.sampling import check_sampling
+from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
-from stepprune_jax.pruning import POSITIONS, Budget, Method, Policy, Pruner, make_method
-from stepprune_jax.settings import is_count, is_number
+from stepprune_jax.pruning import POSITIONS, Method
+from stepprune_jax.pruning.method import NO_PRUNING
+from stepprune_jax.settings import is_count
 
 
 class Answer(NamedTuple):
     """The answer to one prompt.
 
-    Times are those of warm programs, without compilation (see `Options.warm_up`).
+    Times are those of warm programs, without compilation (see `RunOptions.warm_up`).
 
     Attributes:
         text: the text, without special tokens and surrounding white space.
@@ -56,79 +54,16 @@ class Answer(NamedTuple):
     tokens_per_s: float
 
 
-class Options(NamedTuple):
-    """Keyword arguments of `generate` and `stream`.
-
-    Attributes:
-        pruner: the pruner: a name of `PRUNERS`, a custom `Pruner`, or a `Method`; by default that
-            of the policy, or none.
-        budget: tokens to keep per image: a count, a `Budget`, or text for `Budget.parse`; None lets
-            a policy stop by itself.
-        policy: the policy of a trained pruner.
-        mean_budget: mean number of tokens to keep per image, instead of `budget`; sets the stop
-            bias from the policy's calibration.
-        stop_bias: number added to the policy's stop logits, instead of its own bias.
-        pruner_options: fields of the named pruner.
-        positions: position ids of kept tokens: "own", as in the authors' program, "original" or
-            "compact".
-        max_tokens: longest answer, in tokens.
-        temperature: sampling temperature; 0 is greedy.
-        top_p: probability mass to sample from.
-        repetition_penalty: penalty on tokens of the prompt and the answer so far, see
-            `sampling.penalise`; by default that of the model's folder, or 1, which is none.
-        seed: an integer or a PRNG key. The same seed gives the same answer.
-        stop_ids: ids that end an answer; by default those of the configuration.
-        context_limit: longest prompt after expansion, with the kept tokens; longer ones are
-            truncated at the right end, with a warning. None for that of the model's family.
-        execution: how the model's layers are run.
-        warm_up: whether to run a batch of new shapes once before the timed run, so that times
-            include no compilation.
-        trace: called with the `Begun` batch once the first tokens are known.
-    """
-
-    pruner: str | Pruner | Method | None = None
-    budget: int | str | Budget | None = None
-    policy: Policy | None = None
-    mean_budget: float | int | None = None
-    stop_bias: float | int | None = None
-    pruner_options: Mapping[str, Any] | None = None
-    positions: str = "own"
-    max_tokens: int = 128
-    temperature: float | int = 0.0
-    top_p: float | int = 1.0
-    repetition_penalty: float | int | None = None
-    seed: int | Array = 0
-    stop_ids: Sequence[int] | None = None
-    context_limit: int | None = None
-    execution: Execution = Execution()
-    warm_up: bool = True
-    trace: Callable[[Begun], None] | None = None
-
-
-class _Event(NamedTuple):
-    """A token of a row, and the text that became final with it."""
-
-    row: int
-    token: int
-    piece: str
-
-
-class _Begun(NamedTuple):
-    """A batch after its first token."""
-
-    batch: Begun
-    sampling: decoding.Sampling
-    ttft_ms: float
-    grids: list[tuple[tuple[int, int], ...]]
-
-
 def generate(
     model: VLM,
     prompts: Sequence[Prompt],
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
+    method: Method = NO_PRUNING,
     *,
+    sampling: Sampling = Sampling(),
+    options: RunOptions = RunOptions(),
     on_token: Callable[[int, int, str], None] | None = None,
-    **options: Any,
+    trace: Callable[[Begun], None] | None = None,
 ) -> list[Answer]:
     """Answers a batch of prompts, with or without images, with or without pruning.
 
@@ -140,42 +75,38 @@ def generate(
         prompts: the user's text: a question each, or the turns of a conversation that ends with a
             question. The chat template is added here.
         images: for each prompt its images (paths or Pillow images), or None.
+        method: how visual tokens are pruned, from `make_method`; by default not at all.
+        sampling: how tokens are drawn; by default greedily.
+        options: how the model is run, and the longest answer.
         on_token: called with (row, id, text) for each token as it is generated; the texts of a row
             concatenate to its answer.
-        **options: fields of `Options`.
+        trace: called with the `Begun` batch once the first tokens are known.
 
     Returns:
         One `Answer` per prompt.
 
     Raises:
         FileNotFoundError: an image is missing.
-        TypeError: a prompt of a wrong type, or an unknown option.
+        TypeError: a prompt or a method of a wrong type.
         ValueError: bad prompts, images or options; the message names them.
     """
-    if on_token is None:
-        return _answer_at_once(model, prompts, images, Options(**options))
-    steps = _answer_by_token(model, prompts, images, Options(**options))
-    while True:
-        try:
-            event = next(steps)
-        except StopIteration as end:
-            return end.value
-        on_token(*event)
+    check_run(model.config, method, sampling, options)
+    request = read_request(model, prompts, images)
+    return answer(model, request, method, sampling, options, on_token, trace)
 
 
 def stream(
     model: VLM,
     prompt: Prompt,
     images: Sequence[ImageLike] | ImageLike | None = None,
-    **options: Any,
-) -> Iterator[str]:
+    method: Method = NO_PRUNING,
+    *,
+    sampling: Sampling = Sampling(),
+    options: RunOptions = RunOptions(),
+) -> Generator[str, None, Answer]:
     """Streams the answer to one prompt.
 
-    Args:
-        model: the model from `load_vlm`.
-        prompt: as in `generate`.
-        images: the prompt's images.
-        **options: fields of `Options`.
+    Args are those of `generate`, for a single prompt.
 
     Yields:
         Pieces of text as they become final; they concatenate to the answer's text.
@@ -183,86 +114,51 @@ def stream(
     Returns:
         The `Answer`, as the value of the generator.
     """
-    answers = yield from _pieces(_answer_by_token(model, [prompt], [images], Options(**options)))
-    return answers[0]
+    check_run(model.config, method, sampling, options)
+    request = read_request(model, [prompt], [images])
+    decoder = _Decoder(model, request, method, sampling, options)
+    for _, _, piece in decoder.tokens():
+        if piece:
+            yield piece
+    return decoder.answers()[0]
 
 
-def method_of(config: ModelConfig, options: Options) -> Method:
-    """Builds the method that the options select, and checks that it fits the model.
-
-    Args:
-        config: the model's configuration.
-        options: the options.
-
-    Raises:
-        TypeError: the pruner is not a name, a `Pruner` or a `Method`.
-        ValueError: an unknown pruner, an unsupported budget, or a policy of another model.
-    """
-    pruner = options.pruner
-    if isinstance(pruner, Method | Pruner):
-        for name in ("budget", "policy", "mean_budget", "stop_bias", "pruner_options"):
-            if getattr(options, name) is not None:
-                raise ValueError(f"{name} is given with a pruner that has its own")
-        method = pruner if isinstance(pruner, Method) else Method(pruner)
-    elif not isinstance(pruner, str | None):
-        raise TypeError(f"pruner is {pruner!r}, expected a name, a Pruner or a Method")
+def answer(
+    model: VLM,
+    request: Request,
+    method: Method,
+    sampling: Sampling,
+    options: RunOptions,
+    on_token: Callable[[int, int, str], None] | None = None,
+    trace: Callable[[Begun], None] | None = None,
+) -> list[Answer]:
+    """Answers a request, whose method and options `check_run` has checked; see `generate`."""
+    decoder = _Decoder(model, request, method, sampling, options)
+    if trace is not None:
+        trace(decoder.begun)
+    if on_token is None:
+        decoder.finish()
     else:
-        method = make_method(
-            pruner,
-            read_budget(options.budget, options.mean_budget, options.stop_bias),
-            policy=options.policy,
-            stop_bias=options.stop_bias,
-            options=options.pruner_options,
-        )
-    if options.policy is not None:
-        check_fits(options.policy, config)
-    method.pruner.check(config, config.max_image_tokens)
-    return method
+        for event in decoder.tokens():
+            on_token(*event)
+    return decoder.answers()
 
 
-def read_budget(
-    budget: int | str | Budget | None,
-    mean_budget: float | int | None,
-    stop_bias: float | int | None = None,
-) -> int | str | Budget | None:
-    """Reads a budget that may be a mean budget.
-
-    Args:
-        budget: a budget for `make_method`.
-        mean_budget: a mean count instead.
-        stop_bias: a stop bias, which excludes a mean count.
-
-    Returns:
-        The budget that is given, or None.
-
-    Raises:
-        ValueError: a mean count with another of the three, or one that is not a positive number.
-    """
-    if mean_budget is None:
-        return budget
-    for name, value in (("budget", budget), ("stop_bias", stop_bias)):
-        if value is not None:
-            raise ValueError(f"{name} and mean_budget are given, expected one of them")
-    if not is_number(mean_budget) or mean_budget <= 0:
-        raise ValueError(f"mean_budget is {mean_budget!r}, expected a positive number")
-    return Budget("mean", mean_budget)
-
-
-def check_options(config: ModelConfig, options: Options) -> Method:
-    """Checks the options before any work.
+def check_run(config: ModelConfig, method: Method, sampling: Sampling, options: RunOptions) -> None:
+    """Checks that a method fits a model, and how it is to be run, before any work.
 
     Args:
         config: the model's configuration.
-        options: the options.
-
-    Returns:
-        The pruning method.
+        method: the pruning method.
+        sampling: how tokens are drawn.
+        options: how the model is run.
 
     Raises:
-        ValueError: an option has a bad value; the message names it and what was expected.
+        TypeError: the method is not a `Method`.
+        ValueError: a bad value, a budget that is too large, or a policy of another model; the
+            message names it and what was expected.
     """
-    penalty = 1.0 if options.repetition_penalty is None else options.repetition_penalty
-    check_sampling(options.temperature, options.top_p, penalty)
+    sampling.check()
     if options.positions not in POSITIONS:
         raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
@@ -274,93 +170,105 @@ def check_options(config: ModelConfig, options: Options) -> Method:
         )
     if options.context_limit is not None and not is_count(options.context_limit):
         raise ValueError(f"context_limit is {options.context_limit!r}, expected an integer from 1")
-    if isinstance(options.seed, int) and not (is_count(options.seed, 0) and options.seed < 1 << 32):
-        raise ValueError(f"seed is {options.seed}, expected an integer from 0, below 2**32")
-    return method_of(config, options)
+    if not isinstance(method, Method):
+        raise TypeError(f"method is {method!r}, expected a Method, such as make_method returns")
+    if method.pruner.config_type is not None:
+        check_fits(method.pruner.config, config)
+    method.pruner.check(config, config.max_image_tokens)
 
 
-def make_prompts(request: Request) -> Prompts:
-    """Pads a request's ids to buckets, and lists its images."""
-    ids = pad_batch(request.ids)
-    # Few widths, since each pair of a width and a row length is a program.
-    longest = max(map(len, request.question_ids))
-    words = pad_batch(request.question_ids, multiple=max(16, 1 << (longest - 1).bit_length()))
-    b, j = len(request.ids), row_bucket(max(map(len, request.image_of)))
-    image_of = np.full((b, j), -1, np.int32)
-    for row, numbers in enumerate(request.image_of):
-        image_of[row, : len(numbers)] = numbers
-    return Prompts(*ids, *words, image_of, np.arange(b, dtype=np.int32))
+class _Decoder:
+    """A batch on its way from the first token to the last."""
 
-
-def _begin(model: VLM, prompts: Sequence[Prompt], images: Any, options: Options) -> _Begun:
-    """Runs everything up to the first token, timed once all its programs are compiled."""
-    method = check_options(model.config, options)
-    if model.tokenizer is None:
-        raise ValueError("the model has no tokenizer: load it with load_vlm")
-    begin = time.perf_counter()
-    request = read_request(model.tokenizer, model.image_settings, model.config, prompts, images)
-    rows = make_prompts(request)
-    shown = None if request.pixels is None else read_images(model.config, request.pixels)
-    on_host = time.perf_counter() - begin
-    method = pipeline.place_method(model, method)
-    key = jax.random.key(options.seed) if isinstance(options.seed, int) else options.seed
-    stops = model.config.eos_token_ids if options.stop_ids is None else options.stop_ids
-    penalty = options.repetition_penalty
-    penalty = model.repetition_penalty if penalty is None else penalty
-    sampling = decoding.Sampling(
-        key,
-        np.float32(options.temperature),
-        np.float32(options.top_p),
-        np.array(stops, np.int32),
-        None if penalty == 1 else np.float32(penalty),
-    )
-    how = RunOptions(
-        options.positions, options.execution, options.context_limit, options.max_tokens
-    )
-
-    def run() -> _Begun:
+    def __init__(
+        self,
+        model: VLM,
+        request: Request,
+        method: Method,
+        sampling: Sampling,
+        options: RunOptions,
+    ):
+        """Runs everything up to the first token, timed once all its programs are compiled."""
         begin = time.perf_counter()
-        batch = pipeline.begin(model, method, rows, shown, sampling, how)
-        jax.block_until_ready(batch.state)
-        ttft_ms = 1000 * (on_host + time.perf_counter() - begin)
-        return _Begun(batch, sampling, ttft_ms, _grids(rows, shown))
+        self._model, self._options, images = model, options, request.images
+        self._sampling = sampling.resolve(model.config.eos_token_ids, model.repetition_penalty)
+        prompts = request.prompts()
+        on_host = request.seconds + time.perf_counter() - begin
+        method = pipeline.place_method(model, method)
 
-    before = num_compiled()
-    begun = run()
-    if options.warm_up and num_compiled() > before:
-        # A limit of 0 compiles the decoding without drawing a token.
-        state = pipeline.finish(model, begun.batch.state, sampling, 0, options.execution)
-        jax.block_until_ready(state.token)
-        begun = run()
-    if options.trace is not None:
-        options.trace(begun.batch)
-    return begun
+        def run() -> tuple[Begun, float]:
+            begin = time.perf_counter()
+            batch = pipeline.prepare(model, method, prompts, images, options)
+            begun = pipeline.begin(model, batch, self._sampling)
+            jax.block_until_ready(begun.state)
+            return begun, 1000 * (on_host + time.perf_counter() - begin)
 
+        before = num_compiled()
+        self.begun, self._ttft_ms = run()
+        if options.warm_up and num_compiled() > before:
+            # A limit of 0 compiles the decoding without drawing a token.
+            jax.block_until_ready(self._step(self.begun.state, 0).token)
+            self.begun, self._ttft_ms = run()
+        self._state, self._seconds = self.begun.state, 0.0
+        self._grids = [
+            tuple(map(tuple, images.grid[list(shown)].tolist())) if shown else ()
+            for shown in request.image_of
+        ]
 
-def _answers(model: VLM, begun: _Begun, rows: Sequence[Sequence[int]], rate: float) -> list[Answer]:
-    """Assembles the answers."""
-    trace, answers = begun.batch.trace, []
-    index, image_of, order = fetch((trace.stages[-1].index, trace.stages[-1].image, trace.order))
-    for row, ids in enumerate(rows):
-        answers.append(
-            Answer(
-                text=answer_text(model.tokenizer, ids),
-                token_ids=tuple(map(int, ids)),
-                visual_tokens=int(begun.batch.visual_tokens[row]),
-                kept=int(begun.batch.kept[row]),
-                kept_indices=tuple(
-                    _kept_of(
-                        index[row][image_of[row] == image],
-                        None if order is None else order[row, image],
-                    )
-                    for image in range(len(begun.grids[row]))
-                ),
-                grids=begun.grids[row],
-                ttft_ms=begun.ttft_ms,
-                tokens_per_s=rate,
+    def _step(self, state: pipeline.Decoding, limit: int) -> pipeline.Decoding:
+        return pipeline.finish(self._model, state, self._sampling, limit, self._options.execution)
+
+    def finish(self) -> None:
+        """Draws all tokens in one program."""
+        begin = time.perf_counter()
+        self._state = self._step(self._state, self._options.max_tokens)
+        check_finite(jax.device_get(self._state.finite), np.arange(len(self._grids)))
+        self._seconds = time.perf_counter() - begin
+
+    def tokens(self) -> Iterator[tuple[int, int, str]]:
+        """Yields row, id and final text of each token as it is drawn."""
+        texts = [TextStream(self._model.tokenizer) for _ in self._grids]
+        step, before, begin = 1, np.zeros(len(texts), bool), time.perf_counter()
+        while True:
+            state, last = self._state, step == self._options.max_tokens
+            token, finished, finite = jax.device_get((state.token, state.finished, state.finite))
+            check_finite(finite, np.arange(len(texts)))
+            self._seconds += time.perf_counter() - begin
+            for row in np.flatnonzero(~before).tolist():
+                piece = texts[row].add(int(token[row]))
+                if finished[row] or last:
+                    piece += texts[row].finish()
+                yield row, int(token[row]), piece
+            if last or finished.all():
+                return
+            begin, before, step = time.perf_counter(), finished, step + 1
+            self._state = self._step(state, step)
+
+    def answers(self) -> list[Answer]:
+        """Assembles the answers once all tokens are drawn."""
+        state, trace = self._state, self.begun.trace
+        tokens, count, step = jax.device_get((state.tokens, state.count, state.step))
+        stage = trace.stages[-1]
+        index, image_of, order = fetch((stage.index, stage.image, trace.order))
+        rate = (int(step) - 1) / self._seconds if step > 1 else 0.0
+        answers = []
+        for row, grids in enumerate(self._grids):
+            ids = tokens[row, : count[row]].tolist()
+            left = (index[row][image_of[row] == image] for image in range(len(grids)))
+            orders = [None] * len(grids) if order is None else order[row]
+            answers.append(
+                Answer(
+                    text=answer_text(self._model.tokenizer, ids),
+                    token_ids=tuple(ids),
+                    visual_tokens=int(self.begun.visual_tokens[row]),
+                    kept=int(self.begun.kept[row]),
+                    kept_indices=tuple(map(_kept_of, left, orders)),
+                    grids=grids,
+                    ttft_ms=self._ttft_ms,
+                    tokens_per_s=rate,
+                )
             )
-        )
-    return answers
+        return answers
 
 
 def _kept_of(left: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"] | None) -> tuple[int, ...]:
@@ -368,76 +276,6 @@ def _kept_of(left: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"] | None) -> 
     if order is not None:  # truncation to the context may have removed some of them
         left = order[np.isin(order, left[left >= 0])]
     return tuple(left.tolist())
-
-
-def _grids(rows: Prompts, images: pipeline.Images | None) -> list[tuple[tuple[int, int], ...]]:
-    """Returns rows and columns of the tokens of each prompt's images."""
-    if images is None:
-        return [()] * len(rows.length)
-    return [
-        tuple((int(height), int(width)) for height, width in images.grid[shown[shown >= 0]])
-        for shown in rows.image_of
-    ]
-
-
-def _rate(steps: int, seconds: float) -> float:
-    """Returns steps per second; 0 for no steps."""
-    return steps / seconds if steps else 0.0
-
-
-def _answer_at_once(
-    model: VLM, prompts: Sequence[Prompt], images: Any, options: Options
-) -> list[Answer]:
-    """Answers in one program per batch."""
-    begun = _begin(model, prompts, images, options)
-    begin = time.perf_counter()
-    state, limit = begun.batch.state, options.max_tokens
-    end = pipeline.finish(model, state, begun.sampling, limit, options.execution)
-    tokens, count, step, finite = jax.device_get((end.tokens, end.count, end.step, end.finite))
-    decoding.check_finite(finite, np.arange(len(finite)))
-    rate = _rate(int(step) - 1, time.perf_counter() - begin)
-    return _answers(
-        model, begun, [row[:n].tolist() for row, n in zip(tokens, count, strict=True)], rate
-    )
-
-
-def _answer_by_token(
-    model: VLM, prompts: Sequence[Prompt], images: Any, options: Options
-) -> Generator[_Event, None, list[Answer]]:
-    """Answers token by token."""
-    begun = _begin(model, prompts, images, options)
-    rows: list[list[int]] = [[] for _ in prompts]
-    texts = [TextStream(model.tokenizer) for _ in prompts]
-    seconds, step, begin = 0.0, 1, time.perf_counter()
-    before, state = np.zeros(len(rows), bool), begun.batch.state
-    while True:
-        token, finished, finite = jax.device_get((state.token, state.finished, state.finite))
-        decoding.check_finite(finite, np.arange(len(rows)))
-        seconds += time.perf_counter() - begin
-        last = step == options.max_tokens
-        for row in np.flatnonzero(~before).tolist():
-            rows[row].append(int(token[row]))
-            piece = texts[row].add(int(token[row]))
-            if finished[row] or last:
-                piece += texts[row].finish()
-            yield _Event(row, int(token[row]), piece)
-        if last or finished.all():
-            return _answers(model, begun, rows, _rate(step - 1, seconds))
-        begin, before, step = time.perf_counter(), finished, step + 1
-        state = pipeline.finish(model, state, begun.sampling, step, options.execution)
-
-
-def _pieces(
-    events: Generator[_Event, None, list[Answer]],
-) -> Generator[str, None, list[Answer]]:
-    """Yields the non-empty texts of events."""
-    while True:
-        try:
-            event = next(events)
-        except StopIteration as end:
-            return end.value
-        if event.piece:
-            yield event.piece
 
 
 def trace_arrays(begun: Begun, row: int = 0) -> dict[str, np.ndarray]:

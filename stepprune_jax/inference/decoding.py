@@ -4,137 +4,23 @@ A whole answer (`decode`) and a loop on the host that reads each token (`decode`
 higher each time) run the same step in the same program, so both give the same tokens.
 """
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference.sampling import penalise, sample
+from stepprune_jax.inference.base import Decoding, Places, Plan, Texts, Trace
+from stepprune_jax.inference.sampling import Sampling, penalise, sample
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
-from stepprune_jax.pruning import LayerCut, LayerPruner
 from stepprune_jax.user_input import user_input
-
-
-class Sampling(NamedTuple):
-    """Sampling parameters, which may change from call to call without a compilation.
-
-    Attributes:
-        key: PRNG key; each row of a batch draws from its own, see `row_keys`.
-        temperature: sampling temperature; 0 is greedy.
-        top_p: probability mass to sample from.
-        stop_ids: [t] ids that end a row.
-        repetition_penalty: penalty of `sampling.penalise`; None for none, which is another program.
-    """
-
-    key: Array
-    temperature: ArrayLike
-    top_p: ArrayLike
-    stop_ids: Int[ArrayLike, "t"]
-    repetition_penalty: ArrayLike | None = None
-
-
-class RunOptions(NamedTuple):
-    """How the model is run; static.
-
-    Attributes:
-        positions: position ids of kept tokens, "original" or "compact", see `vlm.assemble`, or
-            "own" for those of the method's authors. "compact" renumbers the remaining tokens after
-            each cut between layers.
-        execution: how the layers of tower and language model are run.
-        context_limit: longest row after expansion; longer ones are truncated at the right end. None
-            for that of the model's family.
-        max_tokens: longest answer, in tokens.
-    """
-
-    positions: str = "original"
-    execution: Execution = Execution()
-    context_limit: int | None = None
-    max_tokens: int = 128
-
-
-class Decoding(NamedTuple):
-    """Decoding state of a batch.
-
-    Attributes:
-        cache: keys and values of everything but the last token.
-        token: [b] last token; not in the cache yet.
-        finished: [b] True = a stop id was generated; later tokens are not recorded.
-        finite: [b] False = the logits of a token were not finite, which also finishes the row.
-        count: [b] tokens generated, including the stop id.
-        key: [b] PRNG keys, one per row, so that draws do not depend on the rest of the batch.
-        step: number of the next step; the prefill was step 0.
-        tokens: [b, max_tokens] int32 the answers, padded with -1.
-        seen: [b, v] True at tokens of prompt and answer; None without a repetition penalty.
-    """
-
-    cache: Any
-    token: Int[Array, "b"]
-    finished: Bool[Array, "b"]
-    finite: Bool[Array, "b"]
-    count: Int[Array, "b"]
-    key: Array
-    step: Int[Array, ""]
-    tokens: Int[Array, "b max_tokens"]
-    seen: Bool[Array, "b v"] | None = None
-
-
-class Stages(NamedTuple):
-    """Static sizes of a batch, and the stages between which visual tokens are dropped.
-
-    Attributes:
-        slots: length of the rows of each stage.
-        cuts: the cuts between the stages.
-        pruner: the pruner that drops tokens there; None without cuts.
-        text: text tokens of the longest prompt, padded to a bucket, for cuts that read all of them.
-        renumber: whether tokens remaining after a cut get the position ids 0, 1, 2, ...
-        projected: whether the kept tokens are already projected.
-    """
-
-    slots: tuple[int, ...]
-    cuts: tuple[LayerCut, ...] = ()
-    pruner: LayerPruner | None = None
-    text: int = 0
-    renumber: bool = False
-    projected: bool = False
-
-
-class Places(NamedTuple):
-    """The tokens in the rows of a stage; the fields are those of `vlm.Sequence`."""
-
-    image: Int[Array, "b s"]
-    index: Int[Array, "b s"]
-    position: Int[Array, "b p s"]
-    length: Int[Array, "b"]
-
-
-class Trace(NamedTuple):
-    """Record of a prefill.
-
-    Attributes:
-        logits: [b, v] float32 at each prompt's last token.
-        stages: the rows that enter the language model, then those after each cut.
-        order: [b, j, t] int32 tokens of each image kept before the language model, in order of
-            choice, -1 in the padding; None for a method that chooses a set.
-    """
-
-    logits: Float[Array, "b v"]
-    stages: tuple[Places, ...]
-    order: Int[Array, "b j t"] | None = None
-
-
-def greedy(stop_ids: Iterable[int]) -> Sampling:
-    """Returns greedy sampling, whose key is never used."""
-    stops = np.array([*stop_ids], np.int32)
-    return Sampling(jax.random.key(0), np.float32(0), np.float32(1), stops)
 
 
 def row_keys(key: Array, rows: int) -> Array:
@@ -145,16 +31,7 @@ def row_keys(key: Array, rows: int) -> Array:
 def seen_ids(
     config: ModelConfig, ids: Int[Array, "b l"], length: Int[Array, "b"]
 ) -> Bool[Array, "b v"]:
-    """Marks the tokens of prompts; an image counts as the model's own id for images.
-
-    Args:
-        config: the model's shape.
-        ids: right-padded ids, with `IMAGE_TOKEN` in place of an image.
-        length: number of ids of each row.
-
-    Returns:
-        [b, v] True at tokens that occur.
-    """
+    """Marks the tokens of prompts; an image counts as the model's own id for images."""
     vocabulary = config.text.vocab_size
     image = vocabulary if config.image_token_id is None else config.image_token_id
     ids = jnp.where(ids == IMAGE_TOKEN, image, ids)
@@ -194,46 +71,27 @@ def start(
     config: ModelConfig,
     learned: Any,
     sequence: vlm.Sequence,
-    counts: tuple[Int[Array, "b j"], ...],
+    texts: Texts,
     sampling: Sampling,
-    *,
-    stages: Stages,
-    options: RunOptions,
-    seen: Bool[Array, "b v"] | None = None,
-    mesh: Mesh | None = None,
+    plan: Plan,
 ) -> tuple[Decoding, Trace]:
-    """Runs the prefill and draws the first tokens.
-
-    Args:
-        params: the model's weights.
-        config: the model's shape.
-        learned: trained parameters of the pruner, for its cuts.
-        sequence: result of `vlm.assemble`.
-        counts: for each cut, [b, j] tokens of each image that remain after it.
-        sampling: how tokens are drawn.
-        stages: cuts between layers, and row lengths of the stages.
-        options: how the model is run.
-        seen: [b, v] tokens of the prompts, if the sampling has a penalty.
-        mesh: mesh of the weights, over which the cache is sharded.
-
-    Returns:
-        The state after the first token, and the record of the prefill.
-    """
-    b, max_tokens = sequence.hidden.shape[0], options.max_tokens
-    rows = {"last": 1, "text": stages.text}
+    """Runs the prefill, with the pruner's cuts, and draws the first tokens."""
+    rows = {"last": 1, "text": plan.text}
 
     def drop(cut, count):
-        return lambda rows, taps: stages.pruner.drop(learned, cut, rows, taps, count)
+        return lambda rows, taps: plan.pruner.drop(learned, cut, rows, taps, count)
 
+    compact = plan.positions == "compact"
     cuts = [
-        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], stages.renumber)
-        for cut, slots, count in zip(stages.cuts, stages.slots[1:], counts, strict=True)
+        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], compact)
+        for cut, slots, count in zip(plan.cuts, plan.slots[1:], texts.counts, strict=True)
     ]
     # The last token is never read, so it needs no slot.
     result = vlm.prefill(
-        params, config, sequence, max_tokens - 1, cuts=cuts, execution=options.execution
+        params, config, sequence, plan.max_tokens - 1, cuts=cuts, execution=plan.execution
     )
-    zeros = jnp.zeros(b, jnp.int32)
+    b = len(texts.length)
+    zeros, penalised = jnp.zeros(b, jnp.int32), sampling.repetition_penalty is not None
     state = Decoding(
         cache=result.cache,
         token=zeros,
@@ -242,40 +100,14 @@ def start(
         count=zeros,
         key=row_keys(sampling.key, b),
         step=jnp.int32(0),
-        tokens=jnp.full((b, max_tokens), -1, jnp.int32),
-        seen=seen,
+        tokens=jnp.full((b, plan.max_tokens), -1, jnp.int32),
+        seen=seen_ids(config, texts.ids, texts.length) if penalised else None,
     )
-    rows = (sequence, *result.cuts)
-    trace = Trace(
-        result.logits,
-        tuple(Places(*(getattr(row, name) for name in Places._fields)) for row in rows),
+    stages = tuple(
+        Places(*(getattr(row, name) for name in Places._fields)) for row in (sequence, *result.cuts)
     )
-    return constrain_rows(mesh, (_record(state, result.logits, sampling), trace))
-
-
-def advance(
-    params: dict[str, Any],
-    config: ModelConfig,
-    state: Decoding,
-    sampling: Sampling,
-    execution: Execution = Execution(),
-    mesh: Mesh | None = None,
-) -> Decoding:
-    """Reads the last tokens and draws the next ones.
-
-    Args:
-        params: the model's weights.
-        config: the model's shape.
-        state: state before the step; donate it under jit.
-        sampling: how tokens are drawn.
-        execution: how the layers are run.
-        mesh: mesh of the weights.
-
-    Returns:
-        The state after the step.
-    """
-    logits, cache = vlm.decode_step(params, config, state.token, state.cache, execution)
-    return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
+    state = _record(state, result.logits, sampling)
+    return constrain_rows(plan.mesh, (state, Trace(result.logits, stages)))
 
 
 def decode(
@@ -287,13 +119,13 @@ def decode(
     execution: Execution = Execution(),
     mesh: Mesh | None = None,
 ) -> Decoding:
-    """Repeats `advance` until all rows are finished or have `limit` tokens.
+    """Reads the last tokens and draws the next, until all rows are finished or have `limit` tokens.
 
     Args:
         params: the model's weights.
         config: the model's shape.
         state: state before the step; donate it under jit.
-        sampling: how tokens are drawn.
+        sampling: how tokens are drawn, resolved.
         limit: maximum number of tokens per row, at most the `max_tokens` of the state.
         execution: how the layers are run.
         mesh: mesh of the weights.
@@ -305,22 +137,15 @@ def decode(
     def going(state):
         return (state.step < limit) & ~jnp.all(state.finished)
 
-    def body(state):
-        return advance(params, config, state, sampling, execution, mesh)
+    def step(state):
+        logits, cache = vlm.decode_step(params, config, state.token, state.cache, execution)
+        return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
 
-    return jax.lax.while_loop(going, body, state)
+    return jax.lax.while_loop(going, step, state)
 
 
 def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -> None:
-    """Raises if answers come from logits that are not finite.
-
-    Args:
-        finite: [b] `Decoding.finite`, on the host.
-        numbers: [b] numbers of the prompts.
-
-    Raises:
-        ValueError: the logits of a prompt, which is named, were not finite.
-    """
+    """Raises a ValueError that names the first prompt whose logits were not finite."""
     broken = np.flatnonzero(~finite)
     if broken.size:
         with user_input():

@@ -1,13 +1,24 @@
 """From prompts and images to ids and pixels, without the model's weights."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
+from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.images import open_image
-from stepprune_jax.data.prompts import IMAGE_MARK, check_ids, question_ids, tokenize_with_images
+from stepprune_jax.data.prompts import (
+    IMAGE_MARK,
+    check_ids,
+    pad_batch,
+    question_ids,
+    tokenize_with_images,
+)
+from stepprune_jax.inference.base import Images, Prompts, read_images
+from stepprune_jax.inference.buckets import row_bucket
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.images import join_images, naming
 
@@ -22,29 +33,38 @@ class Request(NamedTuple):
     Attributes:
         ids: ids of each prompt, with -200 in place of an image.
         question_ids: ids of each prompt's user text alone, for the policy.
-        pixels: the distinct images after the family's preprocessing, or None.
-        image_of: for each prompt, the row in `pixels` of each of its images.
+        images: the distinct images, before the tower; None if there are none.
+        image_of: for each prompt, the row in `images` of each of its images.
+        seconds: time taken to read it.
     """
 
     ids: tuple[tuple[int, ...], ...]
     question_ids: tuple[tuple[int, ...], ...]
-    pixels: Any
+    images: Images | None
     image_of: tuple[tuple[int, ...], ...]
+    seconds: float = 0.0
+
+    def prompts(self) -> Prompts:
+        """Returns the prompts as arrays, padded to buckets."""
+        # Few widths, since each pair of a width and a row length is a program.
+        longest = max(map(len, self.question_ids))
+        words = pad_batch(self.question_ids, multiple=max(16, 1 << (longest - 1).bit_length()))
+        b, j = len(self.ids), row_bucket(max(map(len, self.image_of)))
+        image_of = np.full((b, j), -1, np.int32)
+        for row, numbers in enumerate(self.image_of):
+            image_of[row, : len(numbers)] = numbers
+        return Prompts(*pad_batch(self.ids), *words, image_of, np.arange(b, dtype=np.int32))
 
 
 def read_request(
-    tokenizer: Any,
-    image_settings: Any,
-    config: ModelConfig,
+    model: VLM,
     prompts: Sequence[Prompt],
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
 ) -> Request:
     """Checks and prepares prompts and images, without touching the model's weights.
 
     Args:
-        tokenizer: the model's `transformers` tokenizer.
-        image_settings: the model's image settings; None only if there are no images.
-        config: the model's configuration.
+        model: the model, whose weights need not have been loaded.
         prompts: a question each, or the turns of a conversation that ends with one. `<image>` may
             mark the places of images; without it they come first.
         images: for each prompt its images: paths or Pillow images; one alone needs no list. The
@@ -58,8 +78,12 @@ def read_request(
         TypeError: a prompt is neither a string nor strings, or an image neither a path nor a Pillow
             image.
         ValueError: no prompts, an empty prompt, marks that do not match the images, a damaged
-            image, or one that the model does not take. The message names the prompt or the image.
+            image, one that the model does not take, or a model without a tokenizer. The message
+            names the prompt or the image.
     """
+    begin, config = time.perf_counter(), model.config
+    if model.tokenizer is None:
+        raise ValueError("the model has no tokenizer: load it with load_vlm")
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
     if not len(prompts):
@@ -67,7 +91,7 @@ def read_request(
     rows = [None] * len(prompts) if images is None else list(images)
     if len(rows) != len(prompts):
         raise ValueError(f"images has {len(rows)} entries for {len(prompts)} prompt(s)")
-    numbers: dict[str | int, int] = {}
+    places: dict[str | int, int] = {}
     pixels: list[Any] = []
     ids, questions, image_of = [], [], []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
@@ -75,24 +99,25 @@ def read_request(
             row = _as_images(row)
             turns = _turns(prompt, len(row), config)
             text = config.family.conversation(turns)
-            ids.append(tuple(tokenize_with_images(tokenizer, text, len(row))))
+            ids.append(tuple(tokenize_with_images(model.tokenizer, text, len(row))))
             check_ids(ids[-1], config.text.vocab_size)
         except (TypeError, ValueError) as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             raise type(error)(f"{where}{error}") from error
-        questions.append(question_ids(tokenizer, turns))
+        questions.append(question_ids(model.tokenizer, turns))
         for place, image in enumerate(row):
-            if _identity(image) in numbers:
+            if _identity(image) in places:
                 continue
-            if image_settings is None:
+            if model.image_settings is None:
                 raise ValueError("images are given, but the model has no image settings")
-            numbers[_identity(image)] = len(pixels)
+            places[_identity(image)] = len(pixels)
             with naming(_name(image, place, number, turns[-1])):
                 opened = open_image(image)
-                pixels.append(config.family.preprocess(config, image_settings, [opened]))
-        image_of.append(tuple(numbers[_identity(image)] for image in row))
-    joined = join_images(pixels) if pixels else None
-    return Request(tuple(ids), tuple(questions), joined, tuple(image_of))
+                pixels.append(config.family.preprocess(config, model.image_settings, [opened]))
+        image_of.append(tuple(places[_identity(image)] for image in row))
+    seen = read_images(config, join_images(pixels)) if pixels else None
+    seconds = time.perf_counter() - begin
+    return Request(tuple(ids), tuple(questions), seen, tuple(image_of), seconds)
 
 
 def _identity(image: ImageLike) -> str | int:

@@ -1,35 +1,74 @@
 """From logits to a token: greedy, temperature, nucleus, repetition penalty."""
 
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.settings import is_number
+from stepprune_jax.settings import is_count, is_number
 
 
-def check_sampling(
-    temperature: float | int, top_p: float | int, repetition_penalty: float | int = 1.0
-) -> None:
-    """Checks sampling settings.
+class Sampling(NamedTuple):
+    """How tokens are drawn; it may change from call to call without a compilation.
 
-    Args:
-        temperature: divisor of logits; 0 is greedy.
-        top_p: probability mass to sample from.
-        repetition_penalty: penalty of `penalise`.
+    `generate` takes it as it is written, with a seed and with None for the model's own; `resolve`
+    turns these into the arrays that programs read.
 
-    Raises:
-        ValueError: a temperature below 0 or not finite, top_p outside (0, 1], or a penalty that is
-            not a positive number.
+    Attributes:
+        key: a seed, or a PRNG key; each row of a batch draws from its own, see
+            `decoding.row_keys`. The same key gives the same answer.
+        temperature: divisor of the logits; 0 is greedy.
+        top_p: probability mass to sample from, see `nucleus`.
+        stop_ids: [t] ids that end a row; None for those of the model's configuration.
+        repetition_penalty: penalty of `penalise`. None for that of the model's folder; in a
+            resolved one it means none, which is another program.
     """
-    if not (is_number(temperature) and temperature >= 0):
-        raise ValueError(f"temperature is {temperature!r}, expected a number >= 0 (0 is greedy)")
-    if not (is_number(top_p) and 0 < top_p <= 1):
-        raise ValueError(f"top_p is {top_p!r}, expected a number in (0, 1]")
-    if not (is_number(repetition_penalty) and repetition_penalty > 0):
-        raise ValueError(
-            f"repetition_penalty is {repetition_penalty!r}, expected a number > 0 (1 is none)"
+
+    key: int | Array = 0
+    temperature: ArrayLike = 0.0
+    top_p: ArrayLike = 1.0
+    stop_ids: Sequence[int] | Int[ArrayLike, "t"] | None = None
+    repetition_penalty: ArrayLike | None = None
+
+    def check(self) -> None:
+        """Raises a ValueError that names a value out of its range."""
+        if not (is_number(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"temperature is {self.temperature!r}, expected a number >= 0 (0 is greedy)"
+            )
+        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p is {self.top_p!r}, expected a number in (0, 1]")
+        penalty = self.repetition_penalty
+        if penalty is not None and not (is_number(penalty) and penalty > 0):
+            raise ValueError(f"repetition_penalty is {penalty!r}, expected a number > 0 (1: none)")
+        if isinstance(self.key, int) and not (is_count(self.key, 0) and self.key < 1 << 32):
+            raise ValueError(f"seed is {self.key}, expected an integer from 0, below 2**32")
+
+    def resolve(self, stop_ids: Sequence[int], repetition_penalty: float) -> "Sampling":
+        """Returns the arrays that programs read.
+
+        Args:
+            stop_ids: the model's, where it has none.
+            repetition_penalty: the model's, where it has none.
+        """
+        penalty = self.repetition_penalty
+        penalty = repetition_penalty if penalty is None else penalty
+        return Sampling(
+            jax.random.key(self.key) if isinstance(self.key, int) else self.key,
+            np.float32(self.temperature),
+            np.float32(self.top_p),
+            np.array(stop_ids if self.stop_ids is None else self.stop_ids, np.int32),
+            None if penalty == 1 else np.float32(penalty),
         )
+
+
+def greedy(stop_ids: Iterable[int]) -> Sampling:
+    """Returns resolved greedy sampling without a penalty; its key is never used."""
+    return Sampling().resolve([*stop_ids], 1.0)
 
 
 def penalise(

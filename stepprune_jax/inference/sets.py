@@ -9,8 +9,9 @@ from jaxtyping import Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline, programs
-from stepprune_jax.inference.decoding import RunOptions, check_finite, greedy
-from stepprune_jax.inference.pipeline import Images, Padding, Prompts, Vision
+from stepprune_jax.inference.base import Images, Prompts, RunOptions
+from stepprune_jax.inference.decoding import check_finite
+from stepprune_jax.inference.sampling import greedy
 from stepprune_jax.inference.text import answer_text
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.parallel.placement import fetch
@@ -60,7 +61,7 @@ def rank_all(
     model: VLM,
     method: Method,
     prompts: Prompts,
-    vision: Vision,
+    images: Images,
     *,
     steps: int,
     batch_size: int,
@@ -72,7 +73,7 @@ def rank_all(
         model: the model.
         method: the ranker, from `place_method`.
         prompts: prompts with one image each.
-        vision: features of all images, on the host.
+        images: all images after the tower, on the host.
         steps: length of the order; at most the number of tokens of the largest image.
         batch_size: prompts per batch.
         report: called with the number of prompts done after each batch.
@@ -81,11 +82,11 @@ def rank_all(
         The ranking, on the host, and the mean seconds per row, padding included.
     """
     parts, seconds = [], 0.0
-    steps = min(steps, vision.features.shape[1])
+    steps = min(steps, images.features.shape[1])
     for rows, count in batches(len(prompts.length), batch_size):
 
         def run(rows=rows):
-            return fetch(pipeline.rank(model, method, prompts.take(rows), vision, steps))
+            return fetch(pipeline.rank(model, method, prompts.take(rows), images, steps))
 
         ranking, taken = timed(run, programs.num_compiled)
         seconds += taken
@@ -99,14 +100,14 @@ def answer_all(
     model: VLM,
     method: Method,
     prompts: Prompts,
-    images: Images | Vision,
+    images: Images,
     options: RunOptions,
     batching: Batching,
     *,
     ranking: Ranking | None = None,
     report: Callable[[int], None] = lambda done: None,
 ) -> Answers:
-    """Answers every prompt greedily.
+    """Answers every prompt greedily, without a repetition penalty.
 
     Prompts are sorted by their widths, if there are several, and by their counts, if a ranking
     gives them, so that a batch is padded to the smallest sizes that hold it. The answer to a prompt
@@ -141,24 +142,19 @@ def answer_all(
     sampling = greedy(model.config.eos_token_ids)
     known: dict[tuple[int, ...], str] = {}
     texts, seconds, kept = [""] * total, np.zeros(total), np.zeros(total, np.int32)
-    for first in range(0, total, size):
-        rows = ranked[np.minimum(np.arange(first, first + size), total - 1)]
-        real, width = min(size, total - first), int(widths[bucket[rows[0]]])
+    for places, real in batches(total, size):
+        rows = ranked[places]
 
-        def run(rows=rows, width=width):
-            begun = pipeline.begin(
-                model,
-                method,
-                prompts.take(rows).cut(width),
-                images,
-                sampling,
-                options,
-                padding=Padding(batching.sizes, width),
+        def run(rows=rows):
+            batch = pipeline.prepare(
+                *(model, method, prompts.take(rows), images, options),
+                sizes=batching.sizes,
+                width=int(widths[bucket[rows[0]]]),
                 ranking=None if ranking is None else jax.tree.map(lambda x: x[rows], ranking),
             )
-            state = pipeline.finish(
-                model, begun.state, sampling, options.max_tokens, options.execution
-            )
+            begun = pipeline.begin(model, batch, sampling)
+            limit, execution = options.max_tokens, options.execution
+            state = pipeline.finish(model, begun.state, sampling, limit, execution)
             tokens, counts, finite = fetch((state.tokens, state.count, state.finite))
             check_finite(finite, prompts.number[rows])
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
@@ -173,5 +169,5 @@ def answer_all(
             texts[row], seconds[row], kept[row] = known[ids[at]], taken / size, left[at]
             if ranking is None:
                 order[row] = index[at][index[at] >= 0]
-        report(first + real)
+        report(int(places[0]) + real)
     return Answers(texts, kept, order, seconds)

@@ -1,5 +1,6 @@
 """Answers to another program's questions, by the pipeline of our own benchmarks."""
 
+import dataclasses
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,17 +17,54 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.images import open_image
 from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
-from stepprune_jax.inference.answer import Options, check_options
-from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.answer import check_run
+from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.sets import Batching, answer_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import PRUNERS, Method
+from stepprune_jax.pruning import PRUNERS, Method, make_method
 from stepprune_jax.pruning.method import NO_PRUNING
 
 DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What an answerer is loaded from, and how it runs.
+
+    Attributes:
+        pretrained: checkpoint folder, hub id, or the name of a shipped model, "shapes".
+        policy: policy file, or the name of a shipped policy.
+        method: a name of `PRUNERS`, or "policy" for that of the policy, which is the default with
+            one; without one it is "all".
+        budget: tokens to keep per image, as read by `Budget.parse`; without it a policy stops by
+            itself.
+        stop_bias: number added to the policy's stop logits, instead of its own bias.
+        vision_folder: CLIP folder of an original LLaVA-v1.5 checkpoint.
+        dtype: dtype of the model: "bfloat16", "float32" or "float16".
+        mesh: preset of `build_mesh`.
+        batch_size: questions per batch on each device.
+        positions: position ids of kept tokens: "own", those of the method's authors, "original" or
+            "compact".
+        attention: "matmul", "xla" or "cudnn".
+        seed: seed of random tokens.
+    """
+
+    pretrained: str | Path
+    policy: str | Path | None = None
+    method: str | None = None
+    budget: int | str | None = None
+    stop_bias: float | int | None = None
+    vision_folder: str | Path | None = None
+    dtype: str = "bfloat16"
+    mesh: str = "single"
+    batch_size: int = 1
+    positions: str = "own"
+    attention: str = "matmul"
+    seed: int = 0
 
 
 class Wanted(NamedTuple):
@@ -46,14 +84,7 @@ class Wanted(NamedTuple):
 
 
 class Answerer(NamedTuple):
-    """A model with its pruning method.
-
-    Attributes:
-        model: the frozen model.
-        method: the pruning method.
-        batch_size: questions per batch, over all devices.
-        options: how the model is run.
-    """
+    """A model with its pruning method; `batch_size` questions per batch, over all devices."""
 
     model: VLM
     method: Method
@@ -61,74 +92,36 @@ class Answerer(NamedTuple):
     options: RunOptions
 
 
-def load_answerer(
-    pretrained: str | Path,
-    *,
-    policy: str | Path | None = None,
-    method: str | None = None,
-    budget: int | str | None = None,
-    mean_budget: float | int | None = None,
-    stop_bias: float | int | None = None,
-    vision_folder: str | Path | None = None,
-    dtype: str = "bfloat16",
-    mesh: str = "single",
-    batch_size: int = 1,
-    positions: str = "own",
-    attention: str = "matmul",
-    seed: int = 0,
-) -> Answerer:
-    """Checks the arguments, and then loads the model.
-
-    Args:
-        pretrained: checkpoint folder, hub id, or the name of a shipped model, "shapes".
-        policy: policy file, or the name of a shipped policy.
-        method: a name of `PRUNERS`, or "policy" for that of the policy, which is the default with
-            one; without one it is "all".
-        budget: tokens to keep per image, as read by `Budget.parse`; without it a policy stops by
-            itself.
-        mean_budget: mean number of tokens to keep per image, by the policy's calibration, instead
-            of `budget`.
-        stop_bias: number added to the policy's stop logits, instead of its own bias.
-        vision_folder: CLIP folder of an original LLaVA-v1.5 checkpoint.
-        dtype: dtype of the model: "bfloat16", "float32" or "float16".
-        mesh: preset of `build_mesh`.
-        batch_size: questions per batch on each device.
-        positions: position ids of kept tokens: "own", those of the method's authors, "original" or
-            "compact".
-        attention: "matmul", "xla" or "cudnn".
-        seed: seed of random tokens.
-
-    Returns:
-        The model with its method.
+def load_answerer(settings: Settings) -> Answerer:
+    """Checks the settings, and then loads the model.
 
     Raises:
         FileNotFoundError: model or policy is missing.
-        ValueError: an argument has a bad value, or contradicts another one.
+        ValueError: a setting has a bad value, or contradicts another one.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, expected an integer from 1")
-    if method == "policy" and policy is None:
+    if settings.dtype not in DTYPES:
+        raise ValueError(f"dtype is {settings.dtype!r}, expected one of {', '.join(DTYPES)}")
+    if settings.batch_size < 1:
+        raise ValueError(f"batch_size is {settings.batch_size}, expected an integer from 1")
+    if settings.method == "policy" and settings.policy is None:
         raise ValueError("method 'policy' needs a policy")
-    is_random = method in PRUNERS and PRUNERS[method].is_random
-    execution = Execution(attention=attention)
-    source = folders.inspect_folder(pretrained, vision_folder)
-    options = Options(
-        pruner=None if method == "policy" else method,
-        budget=budget,
-        policy=None if policy is None else load_policy(policy),
-        mean_budget=mean_budget,
-        stop_bias=stop_bias,
-        pruner_options={"seed": seed} if is_random else None,
-        positions=positions,
-        execution=execution,
+    is_random = settings.method in PRUNERS and PRUNERS[settings.method].is_random
+    source = folders.inspect_folder(settings.pretrained, settings.vision_folder)
+    method = make_method(
+        None if settings.method == "policy" else settings.method,
+        settings.budget,
+        policy=None if settings.policy is None else load_policy(settings.policy),
+        stop_bias=settings.stop_bias,
+        options={"seed": settings.seed} if is_random else None,
     )
-    chosen = check_options(source.config, options)
-    devices = None if mesh == "single" else build_mesh(mesh)
-    model = load_vlm(pretrained, devices, jnp.dtype(dtype), vision_folder=vision_folder)
-    size = batch_size * row_count(mesh_of(model.params))
-    return Answerer(model, place_method(model, chosen), size, RunOptions(positions, execution))
+    execution = Execution(attention=settings.attention)
+    options = RunOptions(positions=settings.positions, execution=execution)
+    check_run(source.config, method, Sampling(), options)
+    devices = None if settings.mesh == "single" else build_mesh(settings.mesh)
+    dtype, vision = jnp.dtype(settings.dtype), settings.vision_folder
+    model = load_vlm(settings.pretrained, devices, dtype, vision_folder=vision)
+    size = settings.batch_size * row_count(mesh_of(model.params))
+    return Answerer(model, place_method(model, method), size, options)
 
 
 def answer_questions(
@@ -202,7 +195,7 @@ def _answer_chunk(
             how,
             encoded.prompts.take(rows),
             encoded.images,
-            answerer.options._replace(max_tokens=longest),
+            dataclasses.replace(answerer.options, max_tokens=longest),
             Batching(answerer.batch_size, widths=WIDTHS),
         )
         for row, text in zip(rows, answers.texts, strict=True):

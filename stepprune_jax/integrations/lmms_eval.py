@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from stepprune_jax.integrations.answerer import Wanted, answer_questions, load_answerer
+from stepprune_jax.integrations.answerer import Settings, Wanted, answer_questions, load_answerer
 
 try:
     from lmms_eval.api.model import lmms
@@ -54,8 +54,7 @@ class StepPrune(lmms):
             batch_size: questions per batch on each device.
             device: ignored; jax chooses, by JAX_PLATFORMS.
             max_batch_size: ignored.
-            **options: options of `load_answerer`: policy, method, budget, mean_budget, stop_bias,
-                vision_folder, dtype, mesh, positions, attention, seed.
+            **options: further fields of `answerer.Settings`.
 
         Raises:
             FileNotFoundError: model or policy is missing.
@@ -65,7 +64,8 @@ class StepPrune(lmms):
         super().__init__()
         if not str(batch_size).isdecimal():
             raise ValueError(f"batch_size is {batch_size!r}, expected an integer from 1")
-        self._answerer = load_answerer(pretrained, batch_size=int(batch_size), **options)
+        settings = Settings(pretrained=pretrained, batch_size=int(batch_size), **options)
+        self._answerer = load_answerer(settings)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers lmms-eval's requests greedily.

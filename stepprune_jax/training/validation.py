@@ -16,7 +16,7 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.data.llava import read_questions as list_questions
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
-from stepprune_jax.inference.decoding import RunOptions
+from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.programs import run_take
 from stepprune_jax.inference.sets import Answers, Batching, answer_all, batches, rank_all

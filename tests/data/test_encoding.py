@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax import testing
+from stepprune_jax.checkpoints import VLM
 from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference.request import read_request
@@ -158,7 +159,7 @@ def test_training_and_generation_see_the_same_prompt(tokenizer, tmp_path):
     Image.new("RGB", (24, 24)).save(path)
     config = LlavaConfig.from_hf(testing.tiny_hf_config(len(tokenizer)))
     images = ImageSettings(resize_to=24, crop_to=(24, 24))
-    asked = read_request(tokenizer, images, config, ["What is this?"], [path])
+    asked = read_request(VLM({}, config, tokenizer, images), ["What is this?"], [path])
     encoded = llava_encoder(tokenizer).encode(["What is this?", "red"], 1)
     assert tuple(encoded.ids[: len(asked.ids[0])]) == asked.ids[0]
     assert encoded.labels[: len(asked.ids[0])] == [IGNORE] * len(asked.ids[0])

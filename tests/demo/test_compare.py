@@ -50,7 +50,7 @@ def test_what_a_model_can_be_pruned_by(choices):
 
 
 def test_both_answers_and_what_was_kept(model, choices):
-    shown = compare(model, choices["mine"], IMAGE.convert("RGBA"), "red dog?", EXACTLY, 3)
+    shown = compare(model, choices["mine"].method(EXACTLY, 3), IMAGE.convert("RGBA"), "red dog?")
     assert (shown.full.kept, shown.pruned.kept) == (9, 3) and shown.pruned.ttft_ms > 0
     html = draw_answers(shown)
     assert "all tokens: 9 of 9" in html and "kept tokens: 3 of 9" in html
@@ -65,7 +65,7 @@ def test_both_answers_and_what_was_kept(model, choices):
 
 
 def test_merged_tokens_are_no_patches(model, choices):
-    shown = compare(model, choices["visionzip"], IMAGE, "two?", EXACTLY, 4)
+    shown = compare(model, choices["visionzip"].method(EXACTLY, 4), IMAGE, "two?")
     assert draw_kept(model, shown).count("<title>") == 2
 
 
@@ -91,16 +91,16 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(tmp_path):
     [
         ("mine", " ", EXACTLY, 3, "question is empty"),
         ("mine", "two?", EXACTLY, 9, "from 1 to 4"),
-        ("mine", "two?", ON_AVERAGE, 3, "cannot keep tokens 'on average'"),
+        ("mine", "two?", ON_AVERAGE, 3, "no calibration"),
     ],
 )
 def test_mistakes_are_said(model, choices, name, question, mode, count, message):
     with pytest.raises(ValueError, match=message):
-        compare(model, choices[name], IMAGE, question, mode, count)
+        compare(model, choices[name].method(mode, count), IMAGE, question)
 
 
 def test_a_text_is_no_html(model, choices):
-    shown = compare(model, choices["grid"], IMAGE, "two?", EXACTLY, 2)
+    shown = compare(model, choices["grid"].method(EXACTLY, 2), IMAGE, "two?")
     shown = shown._replace(pruned=shown.pruned._replace(text="<b>&"))
     assert "<p>&lt;b&gt;&amp;</p>" in draw_answers(shown)
 

@@ -14,8 +14,8 @@ from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.rows import plan_rows
 from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.evaluation.split import read_split
-from stepprune_jax.inference import generate, sets
-from stepprune_jax.inference.decoding import RunOptions, run_decode
+from stepprune_jax.inference import RunOptions, generate, sets
+from stepprune_jax.inference.decoding import run_decode
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.programs import run_begin, run_rank
 from stepprune_jax.inference.sets import Batching, answer_all, rank_all
@@ -60,10 +60,11 @@ def margins(model, folder):
     return stop_margins(model, stepprune(), questions, Execution(), 4)
 
 
-def ask(model, split, **options):
+def ask(model, split, method=NO_PRUNING):
     texts = [question.text for question in split.questions]
     images = [question.image for question in split.questions]
-    return generate(model, texts, images, max_tokens=3, warm_up=False, **options)
+    options = RunOptions(3, warm_up=False)
+    return generate(model, texts, images, method, options=options)
 
 
 def rank(model, method, encoded, steps, batch_size=4):
@@ -114,12 +115,12 @@ def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, marg
     policy = stepprune()
     ranking = rank(model, make_method(policy=policy), test, STEPS)
     exact = answer(model, make_method(None, 3, policy=policy), test, ranking)
-    by_hand = ask(model, test_split, policy=policy, budget=3)
+    by_hand = ask(model, test_split, make_method(None, 3, policy=policy))
     assert exact.texts == [a.text for a in by_hand]
     (bias,) = stop_biases(policy, margins, [2])
     mean = Budget("mean", 2)
     adaptive = answer(model, make_method(None, mean, policy=policy, stop_bias=bias), test, ranking)
-    alone = ask(model, test_split, policy=policy, stop_bias=bias)
+    alone = ask(model, test_split, make_method(policy=policy, stop_bias=bias))
     assert adaptive.kept.tolist() == [a.kept for a in alone]
     assert adaptive.texts == [a.text for a in alone]
     assert list(map(len, adaptive.order)) == adaptive.kept.tolist()
@@ -148,7 +149,7 @@ def test_any_selection_is_answered_as_by_generate(model, test, test_split):
     count = random.integers(0, 5, 15).astype(np.int32)
     count[:2] = 0, 4
     method = Method(AnyOrder(), (jnp.asarray(order), jnp.asarray(count)))
-    said = ask(model, test_split, pruner=method)
+    said = ask(model, test_split, method)
     assert [a.kept for a in said] == count.tolist()
     alone = answer(model, method, test)
     assert alone.texts == [a.text for a in said] and alone.kept.tolist() == count.tolist()

@@ -20,10 +20,11 @@ from stepprune_jax.evaluation.encode import cut_prompts, encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import EvaluationRun
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
+from stepprune_jax.pruning import make_method
 
 NAMES = ("folder", "pope", "mmbench", "scienceqa", "textvqa")
 PUBLIC = NAMES[1:]
@@ -119,9 +120,8 @@ def test_answers_are_those_of_generate(run, root, model, method, options):
     for name in ("folder", "scienceqa", "mmbench"):
         asked = asked_by(name, root)
         images = [opened(question.image) for question in asked]
-        said = generate(
-            model, [q.text for q in asked], images, max_tokens=3, warm_up=False, **options
-        )
+        how = RunOptions(3, warm_up=False)
+        said = generate(model, [q.text for q in asked], images, make_method(**options), options=how)
         rows = lines(run, name, method)
         assert [row["text"] for row in rows] == [answer.text for answer in said]
         assert [row["kept"] for row in rows] == [answer.kept for answer in said]

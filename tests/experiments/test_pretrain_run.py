@@ -17,7 +17,7 @@ from experiments.shapes import write_world
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.workdir.metrics import MetricsLog
 
@@ -155,7 +155,8 @@ def test_the_model_answers_as_in_transformers(data, whole):
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(whole / "model").eval()
     questions = ["What is the background?", "Is there a red circle?", "How many shapes are there?"]
     pictures = [data / "images" / f"train_{number:06d}.png" for number in range(3)]
-    answers = generate(ours, questions, [[p] for p in pictures], max_tokens=4, warm_up=False)
+    options = RunOptions(4, warm_up=False)
+    answers = generate(ours, questions, [[p] for p in pictures], options=options)
     for question, picture, answer in zip(questions, pictures, answers, strict=True):
         prompt = LLAVA.conversation([LLAVA.place_images(question, 1)])
         ids = tokenize_with_images(ours.tokenizer, prompt, 1)

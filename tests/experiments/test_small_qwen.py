@@ -33,7 +33,7 @@ from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models import vlm
 from stepprune_jax.models.layers import attention_weights
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
@@ -199,7 +199,8 @@ def test_a_run_goes_through_all_stages_and_transformers_gives_the_same_answers(t
     for number in range(2):  # of 2 x 2 and of 3 x 3 tokens
         path = data / "images" / f"train_{number:06d}.png"
         question = "What is the background?"
-        answer = generate(ours, [question], [[path]], max_tokens=4, warm_up=False)[0]
+        options = RunOptions(4, warm_up=False)
+        answer = generate(ours, [question], [[path]], options=options)[0]
         pixels = processor(transformers.image_utils.load_image(str(path)), return_tensors="pt")
         count = int(pixels["image_grid_thw"].prod()) // 4
         assert count == (4, 9)[number] == len(answer.kept_indices[0])

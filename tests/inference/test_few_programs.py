@@ -8,10 +8,7 @@ from small_world import stepprune
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.inference import greedy, pipeline, read_request
-from stepprune_jax.inference.answer import make_prompts
-from stepprune_jax.inference.decoding import RunOptions
-from stepprune_jax.inference.pipeline import read_images
+from stepprune_jax.inference import RunOptions, greedy, pipeline, read_request
 from stepprune_jax.pruning import Method, make_method
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -46,15 +43,13 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_batch_takes_one_program_or_two_and_a_look(name, model, compilations, monkeypatch):
     images = [[random_image(1)], None, [random_image(2), random_image(3)]]
-    asked = read_request(
-        model.tokenizer, model.image_settings, model.config, ["What is this?", "two", "red"], images
-    )
+    asked = read_request(model, ["What is this?", "two", "red"], images)
     method, sampling = pipeline.place_method(model, METHODS[name]()), greedy([2])
     looks, fetch = [], pipeline.fetch
     monkeypatch.setattr(pipeline, "fetch", lambda tree: looks.append(tree) or fetch(tree))
-    batch = make_prompts(asked), read_images(model.config, asked.pixels)
-    before = len(compilations)
-    begun = pipeline.begin(model, method, *batch, sampling, RunOptions(max_tokens=2))
+    prompts, options, before = asked.prompts(), RunOptions(max_tokens=2), len(compilations)
+    batch = pipeline.prepare(model, method, prompts, asked.images, options)
+    begun = pipeline.begin(model, batch, sampling)
     jax.block_until_ready(begun)
     # An operation outside of a program would be one more: nothing has been compiled before.
     expected = (2, 1) if name == "own stop" else (1, 0)

@@ -11,12 +11,13 @@ from PIL import Image
 
 from stepprune_jax import PolicyConfig, policy, testing
 from stepprune_jax.checkpoints import Policy, load_vlm
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.models import layers
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.pruning import make_method
 from tools.bench.memory import compiled_programs
 
 MANY, MOST = 1_280, 16_384
@@ -31,11 +32,11 @@ def image(rows, columns):
     return Image.fromarray(draw)
 
 
-def answer(model, shown, **options):
+def answer(model, shown, method):
     """The answer about an image, and how many programs it compiled."""
     before = num_compiled()
-    how = {"max_tokens": 2, "warm_up": False} | options
-    (found,) = generate(model, ["Is it red?"], [shown], **how)
+    options = RunOptions(2, warm_up=False)
+    (found,) = generate(model, ["Is it red?"], [shown], method, options=options)
     return found, num_compiled() - before
 
 
@@ -54,12 +55,11 @@ def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, tmp_path):
     key, stats = jax.random.key(0), FeatureStats.start(48)
     own = Policy(policy.init_policy(key, POLICY), POLICY, stats)
     columns = 32 if tokens == MANY else 128
-    pruned = {"pruner": "stepprune", "policy": own, "budget": 100}
-    for options in (pruned, {"pruner": "visionzip", "budget": 100}):
+    for method in (make_method(None, 100, policy=own), make_method("visionzip", 100)):
         # A whole bucket of tokens has a program, and all smaller images in it share another one.
         for missing, programs in ((0, None), (2, None), (3, 0)):
             shown = image(tokens // columns - missing, columns)
-            found, compiled = answer(model, shown, **options)
+            found, compiled = answer(model, shown, method)
             assert (found.visual_tokens, found.kept) == (tokens - missing * columns, 100)
             assert compiled == programs or programs is None
 

@@ -11,9 +11,9 @@ from experiments.shapes import write_world
 from stepprune_jax import testing
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.cli.generate import main
 from stepprune_jax.data import check
 from stepprune_jax.evaluation.encode import encode_questions
-from stepprune_jax.generate import main
 from stepprune_jax.inference import read_request
 from stepprune_jax.user_input import is_user_error
 
@@ -42,13 +42,12 @@ def test_the_command_names_the_file(model, path, capsys):
 
 
 def test_an_image_in_memory_is_named_by_its_place(model, path):
-    read = (model.tokenizer, model.image_settings, model.config)
     wide = Image.new("RGB", (20, 10))
     with pytest.raises(ValueError) as caught:
-        read_request(*read, ["One?", "Both?"], [wide, [wide, NARROW]])
+        read_request(model, ["One?", "Both?"], [wide, [wide, NARROW]])
     assert str(caught.value) == f"image 1 of prompt 1 ('Both?'): {REASON}"
     with pytest.raises(ValueError) as caught:
-        read_request(*read, ["One?", "Both?"], [wide, [wide, str(path)]])
+        read_request(model, ["One?", "Both?"], [wide, [wide, str(path)]])
     assert str(caught.value) == f"{path}: {REASON}"
 
 

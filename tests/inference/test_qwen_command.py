@@ -1,4 +1,4 @@
-"""The command on a tiny Qwen2.5-VL: every pruner on two images of different size, and bad input."""
+"""The command on a tiny Qwen2.5-VL: pruners on two images of different size, and bad input."""
 
 import json
 import shutil
@@ -9,20 +9,25 @@ from PIL import Image
 from quick import quick_or_slow
 
 from stepprune_jax import testing
-from stepprune_jax.generate import main
+from stepprune_jax.cli.generate import main
 
 SIZES = ((50, 70), (20, 90))  # height and width in pixels: 35 and 22 tokens
-NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
 RUN = ("random", "grid", "fastv", "sparsevlm", "pyramiddrop", "dart", "holov", "visionzip")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
+    """Model folders, of which two are not supported, and images."""
     folder = tmp_path_factory.mktemp("files")
     testing.tiny_qwen(folder / "model", num_hidden_layers=8)
     for number, (height, width) in enumerate(SIZES):
         noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
         Image.fromarray(noise).save(folder / f"{number}.png")
+    for name in ("qwen2", "no_processor"):
+        shutil.copytree(folder / "model", folder / name)
+    (folder / "no_processor" / "preprocessor_config.json").unlink()
+    config = folder / "qwen2" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen2_vl"}))
     return folder
 
 
@@ -46,36 +51,16 @@ def test_a_pruner_keeps_half_of_each_image(files, capsys, name):
         assert answer["kept"] == 18 + 11
 
 
-@pytest.mark.parametrize("name", NEED_CLASS_TOKEN)
-def test_a_pruner_that_needs_a_class_token_is_refused_by_name(files, capsys, name):
-    assert run(files, "--pruner", name, "--budget", "50%") == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert f"error: {name}: the model's tower has no [CLS] attention" in err
-
-
-@pytest.fixture(scope="module")
-def broken(files):
-    """Model folders that are not supported, beside the good one."""
-    for name in ("qwen2", "no_processor"):
-        shutil.copytree(files / "model", files / name)
-    (files / "no_processor" / "preprocessor_config.json").unlink()
-    config = files / "qwen2" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "qwen2_vl"}))
-    return files
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("flags", "changes", "message"),
     [
-        ({"prompt": "<|video_pad|>Red?"}, "videos are not supported"),
-        ({"prompt": "<|image_pad|>Red?"}, "the prompt has <|image_pad|>, which the template adds"),
-        ({"prompt": "<image>Red?"}, "the prompt has 1 <image>, but 2 image(s) are given"),
-        ({"model": "qwen2"}, "model_type 'qwen2_vl'"),
-        ({"model": "no_processor"}, "has no preprocessor_config.json"),
+        (("--pruner=cls", "--budget=50%"), {}, "cls: the model's tower has no [CLS] attention"),
+        ((), {"prompt": "<|image_pad|>Red?"}, "the prompt has <|image_pad|>, which the template"),
+        ((), {"model": "qwen2"}, "model_type 'qwen2_vl'"),
+        ((), {"model": "no_processor"}, "has no preprocessor_config.json"),
     ],
 )
-def test_bad_input_is_one_line(broken, capsys, changes, message):
-    assert run(broken, **changes) == 2
+def test_bad_input_is_one_line(files, capsys, flags, changes, message):
+    assert run(files, *flags, **changes) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err

@@ -28,11 +28,11 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.cli.generate import main
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
-from stepprune_jax.generate import main
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
@@ -362,9 +362,11 @@ def test_the_repetition_penalty_of_the_folder_is_that_of_the_reference(pair):
     cases = [("Is it red?", [image(*SIZES[0])]), ("Is there a red one in it, or a blue one?", [])]
     prompts, shown = zip(*cases, strict=True)
     expected = [answer_of_reference(pair, *case, 8, repetition_penalty=1.5) for case in cases]
-    answers = generate(model, prompts, shown, max_tokens=8)
+    options = RunOptions(max_tokens=8)
+    answers = generate(model, prompts, shown, options=options)
     assert [list(answer.token_ids) for answer in answers] == expected
-    plain = generate(model, prompts, shown, max_tokens=8, repetition_penalty=1)
+    unpenalised = Sampling(repetition_penalty=1)
+    plain = generate(model, prompts, shown, sampling=unpenalised, options=options)
     assert [list(answer.token_ids) for answer in plain] != expected
 
 

@@ -15,10 +15,18 @@ from small_world import one_shot, stepprune
 
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.inference import generate, greedy, pipeline, read_request, trace_arrays
-from stepprune_jax.inference.answer import make_prompts
-from stepprune_jax.inference.decoding import RunOptions
-from stepprune_jax.inference.pipeline import Padding, Prompts, Vision, read_images
+from stepprune_jax.inference import (
+    Images,
+    Prompts,
+    RunOptions,
+    Sampling,
+    generate,
+    greedy,
+    pipeline,
+    read_request,
+    trace_arrays,
+)
+from stepprune_jax.inference.base import Begun
 from stepprune_jax.inference.programs import run_choose
 from stepprune_jax.models import vlm
 from stepprune_jax.pruning import (
@@ -105,7 +113,7 @@ class Run(NamedTuple):
     """An answered batch; `begun` is a copy, as decoding consumes the state."""
 
     answers: list
-    begun: pipeline.Begun
+    begun: Begun
 
     def arrays(self, row):
         return trace_arrays(self.begun, row)
@@ -121,29 +129,26 @@ def model(tmp_path_factory):
     return load_vlm(folder, dtype=jnp.float32, progress=False)
 
 
-def answer(model, pruner, batch=BATCH, **options):
+def answer(model, chosen, batch=BATCH, **options):
     begun = []
     answers = generate(
         model,
         *batch,
-        pruner=pruner,
-        positions="original",
-        max_tokens=STEPS,
-        warm_up=False,
-        stop_ids=(),
+        chosen,
+        sampling=Sampling(stop_ids=()),
+        options=RunOptions(STEPS, "original", warm_up=False, **options),
         trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
-        **options,
     )
     return Run(answers, begun[0])
 
 
-def begin(model, chosen, batch=BATCH, padding=pipeline.LADDERS):
+def begin(model, chosen, batch=BATCH, **padding):
     """Up to the first token, by the pipeline's stages."""
-    request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
-    images = read_images(model.config, request.pixels)
-    vision = pipeline.encode(model, images, chosen.pruner.taps(model.config))
-    prompts, options = make_prompts(request), RunOptions(max_tokens=STEPS)
-    return pipeline.begin(model, chosen, prompts, vision, greedy(()), options, padding=padding)
+    request = read_request(model, *batch)
+    images = pipeline.encode(model, request.images, chosen.pruner.taps(model.config))
+    prompts, options = request.prompts(), RunOptions(STEPS, "original")
+    ready = pipeline.prepare(model, chosen, prompts, images, options, **padding)
+    return pipeline.begin(model, ready, greedy(()))
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +167,8 @@ def run(model):
 @pytest.fixture(scope="module")
 def tokens_of(model):
     """The projected tokens [n, e] of each image."""
-    asked = read_request(
-        model.tokenizer, model.image_settings, model.config, ["dog"] * 4, [[x] for x in IMAGES]
-    )
-    features = pipeline.encode(model, read_images(model.config, asked.pixels)).features
+    asked = read_request(model, ["dog"] * 4, [[x] for x in IMAGES])
+    features = pipeline.encode(model, asked.images).features
     projected = np.asarray(
         jax.jit(model.config.family.project, static_argnums=1)(model.params, model.config, features)
     )
@@ -174,9 +177,8 @@ def tokens_of(model):
 
 def kept_of(model, chosen, batch=BATCH):
     """What a pruner keeps of a batch, its images one after the other."""
-    request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
-    images = read_images(model.config, request.pixels)
-    return chosen_of(model, chosen, make_prompts(request), images)
+    request = read_request(model, *batch)
+    return chosen_of(model, chosen, request.prompts(), request.images)
 
 
 def reference(model, name, result, row, tokens_of, batch=BATCH):
@@ -186,7 +188,7 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
     from the layer on at which they were dropped. Merged tokens, and those in an order of their own,
     stand for their image alone; what is merged between layers has no such equivalent.
     """
-    request = read_request(model.tokenizer, model.image_settings, model.config, *batch)
+    request = read_request(model, *batch)
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     arrays = result.arrays(row)
     merges = (arrays["kept_0"] < 0).any() or name in OWN_ORDER
@@ -291,7 +293,7 @@ def test_dropping_and_caching_equal_masking_and_recomputing(
 def test_neither_other_rows_nor_larger_buckets_change_a_row(model, run, name):
     """By the pipeline's stages, one by one; row 1 is the same in both batches."""
     small, chosen = run(name).begun, method(name)
-    begun = begin(model, chosen, OTHER, Padding((K + 2, N), 100))
+    begun = begin(model, chosen, OTHER, sizes=(K + 2, N), width=100)
     enters = chosen.pruner.entering(N)
     slots = [[stage.index.shape[1] for stage in b.trace.stages] for b in (begun, small)]
     assert slots[0][0] == 100 + 2 * (N if enters == N else K + 2)
@@ -395,8 +397,9 @@ def batch_of(model, pruner, view):
     image_of = np.arange(r, dtype=np.int32)[:, None]
     ids = np.full((r, 1), vlm.IMAGE_TOKEN, np.int32)
     taps = dict(zip(pruner.taps(model.config), map(np.asarray, view.taps), strict=True))
-    vision = Vision(np.asarray(view.tokens), np.asarray(view.grid), sizes, taps)
-    return Prompts(ids, one, words, num_words, image_of, number), vision
+    tokens = np.asarray(view.tokens)
+    images = Images(np.asarray(view.grid), sizes, features=tokens, taps=taps)
+    return Prompts(ids, one, words, num_words, image_of, number), images
 
 
 def alone(view, row):

@@ -11,7 +11,7 @@ from generation_reference import ask, pair, traced
 from views import llava, rows
 
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning import Budget, Dart, LayerCut, Survivors
+from stepprune_jax.pruning import Budget, Dart, LayerCut, Method, Survivors
 from stepprune_jax.pruning.dart import set_order
 
 
@@ -152,6 +152,6 @@ def test_generation_equals_the_torch_reference(both, layer, pivots, order, budge
         return entered[-1].dropping(least_alike(core, entered, layer, count, pivots, order))
 
     pruner = Dart(Budget("count", budget), layer, *pivots, order)
-    for asked in traced(both, ask(3, seed=layer), pruner=pruner, max_tokens=4):
+    for asked in traced(both, ask(3, seed=layer), Method(pruner), 4):
         torch_stages.check(both, asked, {layer: drop})
         assert asked.answer.kept == count * len(asked.images)

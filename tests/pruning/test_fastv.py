@@ -8,7 +8,7 @@ from generation_reference import ask, pair, traced
 from views import llava, rows
 
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning import Budget, FastV, LayerCut, Survivors
+from stepprune_jax.pruning import Budget, FastV, LayerCut, Method, Survivors
 from stepprune_jax.pruning.ordering import keep_best
 
 HEADS = [
@@ -73,6 +73,6 @@ def test_generation_equals_the_torch_reference(both, layer, count):
         counts = [count] * (entered[-1].image.max() + 1)
         return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], counts)
 
-    options = {"pruner": FastV(Budget("count", count), layer), "max_tokens": 5}
-    for asked in traced(both, questions, **options):
+    method = Method(FastV(Budget("count", count), layer))
+    for asked in traced(both, questions, method, 5):
         torch_stages.check(both, asked, {layer: drop})

@@ -7,7 +7,7 @@ import torch_stages
 from generation_reference import ask, pair, traced
 from views import select, view
 
-from stepprune_jax.pruning import Budget, HoloV
+from stepprune_jax.pruning import Budget, HoloV, Method
 
 
 def selected(tokens, attention, count, crops, capacity=None):
@@ -104,5 +104,5 @@ def test_generation_equals_the_torch_reference(tmp_path, count, crops):
             [tokens[kept], torch.zeros(missing, tokens.shape[1])]
         )
 
-    for asked in traced(both, ask(3, seed=count), pruner=pruner, positions="own", max_tokens=1):
+    for asked in traced(both, ask(3, seed=count), Method(pruner), 1):
         torch_pruning.check(both, asked, choose, projected=True)

@@ -167,6 +167,6 @@ def test_generation_equals_the_torch_reference(both, name, budget):
         index, tokens = plain(attention, keys, tokens, name, budget, 4)
         return [*index, -1], tokens
 
-    options = {"pruner_options": {"neighbours": 4}, "positions": "own", "max_tokens": 1}
-    for asked in traced(both, ask(3, seed=budget or 0), pruner=name, budget=budget, **options):
+    method = make_method(name, budget, options={"neighbours": 4})
+    for asked in traced(both, ask(3, seed=budget or 0), method, 1):
         torch_pruning.check(both, asked, choose)

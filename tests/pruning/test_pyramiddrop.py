@@ -7,7 +7,7 @@ from views import llava
 
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning import Budget, LayerCut, PyramidDrop, make_method
+from stepprune_jax.pruning import Budget, LayerCut, Method, PyramidDrop, make_method
 from stepprune_jax.pruning.schedule import geometric_counts, mean_ratio, stage_widths
 
 LLAVA = llava(side=192)  # of 576 visual tokens
@@ -106,7 +106,6 @@ def test_generation_equals_the_torch_reference(both, positions):
         return drop
 
     drops = {layer: dropping(layer) for layer in ratios}
-    options = {"pruner": pruner, "positions": positions, "max_tokens": 5}
-    for asked in traced(both, ask(3, seed=1), **options):
+    for asked in traced(both, ask(3, seed=1), Method(pruner), 5, positions):
         rows = torch_stages.check(both, asked, drops, renumber=positions == "own")
         assert {(row.image == 0).sum() for row in rows} >= ({9, 6, 2} if asked.images else {0})

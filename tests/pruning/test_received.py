@@ -12,7 +12,7 @@ from views import select, view
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import Policy, load_vlm
-from stepprune_jax.inference import generate, trace_arrays
+from stepprune_jax.inference import RunOptions, generate, trace_arrays
 from stepprune_jax.models import layers
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import PRUNERS, Budget, make_method, trained_methods
@@ -178,13 +178,12 @@ def learned(name):
 def test_images_of_different_sizes_keep_the_same_share(model, name):
     """Of 35 and 22 tokens; where a row stands changes nothing."""
     images, seen = [image(50, 70), image(20, 90)], []
-    options = {"pruner": name, "max_tokens": 3, "warm_up": False, "trace": seen.append}
-    options |= {"policy": learned(name), "pruner_options": OPTIONS.get(name)}
-    if name != "all":
-        options["budget"] = SHARE
+    budget = None if name == "all" else SHARE
+    method = make_method(name, budget, policy=learned(name), options=OPTIONS.get(name))
+    how = {"options": RunOptions(3, warm_up=False), "trace": seen.append}
     prompts = ["Is it red?", "Is it red?"]
-    there = generate(model, prompts, images, **options)
-    back = generate(model, prompts, images[::-1], **options)
+    there = generate(model, prompts, images, method, **how)
+    back = generate(model, prompts, images[::-1], method, **how)
     counts = [35, 22] if name == "all" else [12, 7]
     if name == "dart":  # in turns of eight pivots, four of which are added
         counts = [8 + 4, 0 + 4]

@@ -8,7 +8,7 @@ import torch_stages
 from generation_reference import ask, pair, traced
 from views import llava, rows
 
-from stepprune_jax.pruning import Budget, SparseVLM, SparseVLMv2, Survivors
+from stepprune_jax.pruning import Budget, Method, SparseVLM, SparseVLMv2, Survivors
 from stepprune_jax.pruning.ordering import keep_best
 from stepprune_jax.pruning.sparsevlm import (
     cluster_and_merge,
@@ -321,7 +321,7 @@ def test_generation_equals_the_torch_reference(both, kind, counts, options):
     heads = options.get("heads")
     pruner = kind(pruning_loc=(0, 1), sparse_token_list=counts, **options)
     drops = {loc + 1: dropping(loc, count, heads) for loc, count in enumerate(counts)}
-    for asked in traced(both, ask(3, seed=2), pruner=pruner, positions="own", max_tokens=4):
+    for asked in traced(both, ask(3, seed=2), Method(pruner), 4):
         last = torch_stages.check(both, asked, drops, renumber=heads is None)[-1]
         merged = (last.index < 0) & (last.image >= 0)
         assert merged.any() == (heads is None and len(asked.images) > 0)

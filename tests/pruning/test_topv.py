@@ -9,7 +9,7 @@ from generation_reference import ask, pair, traced
 from views import llava, rows
 
 from stepprune_jax.models.layers import Tap
-from stepprune_jax.pruning import Budget, LayerCut, TopV
+from stepprune_jax.pruning import Budget, LayerCut, Method, TopV
 from stepprune_jax.pruning.ordering import evenly
 from stepprune_jax.pruning.topv import contributions
 
@@ -134,5 +134,5 @@ def test_generation_equals_the_torch_reference(tmp_path):
             [span[plain(*(x[span] for x in states), (5, 5), 9, topv)] for span in spans]
         )
 
-    for asked in traced(both, ask(3, seed=5), pruner=topv, max_tokens=4):
+    for asked in traced(both, ask(3, seed=5), Method(topv), 4):
         torch_stages.check(both, asked, {2: drop})

@@ -6,7 +6,7 @@ import torch_pruning
 from generation_reference import ask, pair, traced
 from views import llava
 
-from stepprune_jax.pruning import Budget, VisionZip
+from stepprune_jax.pruning import Budget, Method, VisionZip
 from stepprune_jax.pruning.visionzip import merge
 
 run_merge = jax.jit(merge, static_argnums=(3, 4))
@@ -118,5 +118,5 @@ def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
         tokens, source, _ = plain(attention.sum(0), keys, hidden, dominant, merged)
         return [i - 1 for i in source[:dominant]] + [-1] * merged, tokens
 
-    for asked in traced(both, ask(3, seed=count), pruner=pruner, positions="own", max_tokens=1):
+    for asked in traced(both, ask(3, seed=count), Method(pruner), 1):
         torch_pruning.check(both, asked, choose)

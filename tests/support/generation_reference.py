@@ -12,7 +12,14 @@ from PIL import Image
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference import Answer, generate, read_request, trace_arrays
+from stepprune_jax.inference import (
+    Answer,
+    RunOptions,
+    Sampling,
+    generate,
+    read_request,
+    trace_arrays,
+)
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.pruning.base import take
 
@@ -56,7 +63,7 @@ def ask(count, seed=0):
 
 
 def request(model, prompt, images):
-    return read_request(model.tokenizer, model.image_settings, model.config, [prompt], [images])
+    return read_request(model, [prompt], [images])
 
 
 class Asked(NamedTuple):
@@ -68,11 +75,12 @@ class Asked(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-def traced(pair, questions, **options):
+def traced(pair, questions, method, max_tokens, positions="own"):
     """Our answers to the result of `ask`."""
     begun, (prompts, images) = [], questions
-    options = {"stop_ids": (), "warm_up": False, "trace": begun.append} | options
-    answers = generate(pair.ours, prompts, images, **options)
+    options = RunOptions(max_tokens, positions, warm_up=False)
+    how = {"sampling": Sampling(stop_ids=()), "options": options, "trace": begun.append}
+    answers = generate(pair.ours, prompts, images, method, **how)
     arrays = [trace_arrays(begun[0], row) for row in range(len(prompts))]
     return list(map(Asked, prompts, images, answers, arrays))
 
@@ -87,7 +95,7 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
     ids = torch.tensor([ids])
     pixels = {}
     if images:
-        pixels["pixel_values"] = torch.tensor(asked.pixels)
+        pixels["pixel_values"] = torch.tensor(asked.images.pixels)
     found = theirs.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -130,7 +138,7 @@ def pruned_answer(pair, prompt, images, positions, max_tokens):
     embeddings, places, place, image = [], [], 0, 0
     for token in asked.ids[0]:
         if token == IMAGE_TOKEN:
-            pixels = torch.tensor(asked.pixels[asked.image_of[0][image]][None])
+            pixels = torch.tensor(asked.images.pixels[asked.image_of[0][image]][None])
             states = core.vision_tower(pixels, output_hidden_states=True).hidden_states
             visual = core.multi_modal_projector(states[-2][:, 1:])[0]
             for slot, index in enumerate(kept):

@@ -11,8 +11,8 @@ from tiny_run import make_run, write_data
 
 from stepprune_jax import export, load_policy, testing
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.cli.generate import main as generate
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_policies
-from stepprune_jax.generate import main as generate
 from stepprune_jax.training import train
 from stepprune_jax.workdir.checkpoints import Checkpoints
 

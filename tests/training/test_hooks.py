@@ -12,7 +12,7 @@ from PIL import Image
 from tiny_run import ASKED, looks, make_run, metrics, write_data, write_questions
 from visual import visual_of
 
-from stepprune_jax import generate, load_policy, load_vlm, testing
+from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method, testing
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.models import vlm
 from stepprune_jax.pruning import AutoSelectConfig
@@ -92,7 +92,8 @@ def test_counts_and_answers_are_those_of_generate(world, watched, validation, mo
     model, look = validation
     policy = load_policy(watched / "policy.safetensors")
     images = [[world[1] / "images" / f"{i % 3}.png"] for i in range(5)]
-    answers = generate(model, ASKED, images, policy=policy, max_tokens=3, warm_up=False)
+    how = RunOptions(3, warm_up=False)
+    answers = generate(model, ASKED, images, make_method(policy=policy), options=how)
     row = look(6, policy)
     assert {k: v for k, v in row.items() if k != "seconds"} == looks(watched)[-1]
     answered, selection = look.answer(policy)

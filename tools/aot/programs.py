@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from stepprune_jax import configurations
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
 from stepprune_jax.inference import decoding, programs
-from stepprune_jax.inference.decoding import RunOptions, Sampling, Stages, greedy
-from stepprune_jax.inference.programs import Choice, Features, Pairs, Pixels, Texts
+from stepprune_jax.inference.base import Pairs, Plan, Texts
+from stepprune_jax.inference.sampling import Sampling, greedy
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.parallel.placement import jit_for_weights, row_count
@@ -167,12 +167,11 @@ class Programs:
         return self._by_rows(Kept(index, index, tokens, _shape(index.shape, bool), _shape((rows,))))
 
     def _pairs(self, rows: int) -> Pairs:
+        """Returns pairs with images after the tower."""
         row = _shape((rows,))
-        words = _shape((rows, self._bucket.text))
-        return self._by_rows(Pairs(row, _shape((rows, 2)), None, words, row, row, row))
-
-    def _images(self, rows: int) -> Features:
-        return self._by_rows(Features(self._features(rows)))
+        words, features = _shape((rows, self._bucket.text)), self._features(rows)
+        grid = _shape((rows, 2))
+        return self._by_rows(Pairs(features, (), row, grid, None, words, row, row, row))
 
     def _texts(self, rows: int, cuts: int = 0) -> Texts:
         """Returns questions with an image each."""
@@ -211,8 +210,7 @@ class Programs:
             self._model,
             self._pixels(self._rows),
             taps=(),
-            execution=self._execution,
-            mesh=self._mesh,
+            plan=Plan(execution=self._execution, mesh=self._mesh),
         )
 
     def _pruner(self, budget: Budget) -> tuple[Pruner, Trained]:
@@ -221,16 +219,16 @@ class Programs:
         bias = self._place(_shape((), jnp.float32))
         return pruner, Trained(self._policy, self._stats, bias)
 
-    def _choosing(self, budget: Budget) -> tuple[Trained, Choice]:
+    def _choosing(self, budget: Budget) -> tuple[Trained, Plan]:
         pruner, learned = self._pruner(budget)
         capacity = self._kept if budget.is_exact else pruner.most(self._tokens)
-        return learned, Choice(pruner, capacity, self._execution)
+        plan = Plan(pruner, capacity, execution=self._execution, mesh=self._mesh)
+        return learned, plan
 
     def _select(self, budget: Budget, rows: int) -> Any:
-        learned, choice = self._choosing(budget)
-        arrays = (learned, self._images(rows), self._pairs(rows))
+        learned, plan = self._choosing(budget)
         return programs.run_choose.trace(
-            self._weights, self._model, *arrays, choice=choice, mesh=self._mesh
+            self._weights, self._model, learned, self._pairs(rows), plan=plan
         )
 
     def _rank(self) -> Any:
@@ -239,11 +237,9 @@ class Programs:
             self._weights,
             self._model,
             learned,
-            self._images(self._rows),
             self._pairs(self._rows),
-            pruner=pruner,
+            plan=Plan(pruner, mesh=self._mesh),
             steps=pruner.most(self._tokens),
-            mesh=self._mesh,
         )
 
     def _take(self) -> Any:
@@ -251,18 +247,23 @@ class Programs:
         arrays = self._by_rows((self._features(self._rows), order, count))
         return programs.run_take.trace(*arrays, capacity=self._kept)
 
-    def _options(self) -> RunOptions:
-        return RunOptions(execution=self._execution, max_tokens=NEW_TOKENS)
-
-    def _begin(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _begin(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], Plan]:
         """Returns arguments of `programs.begin` after the weights, with all visual tokens."""
-        stages = Stages((self._slots(self._tokens),))
+        plan = Plan(
+            slots=(self._slots(self._tokens),),
+            max_tokens=NEW_TOKENS,
+            execution=self._execution,
+            mesh=self._mesh,
+        )
         if pruner is not None:
-            slots = (*stages.slots, self._slots(self._kept))
-            stages = Stages(slots, pruner.cuts(self._model, self._tokens), pruner.program())
-        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(stages.cuts))
-        options = {"stages": stages, "options": self._options(), "mesh": self._mesh}
-        return ((), kept, texts, self._sampling), options
+            plan = dataclasses.replace(
+                plan,
+                pruner=pruner.program(),
+                slots=(*plan.slots, self._slots(self._kept)),
+                cuts=pruner.cuts(self._model, self._tokens),
+            )
+        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(plan.cuts))
+        return ((), kept, texts, self._sampling), plan
 
     def _slots(self, kept: int) -> int:
         """Returns the length of a question with `kept` visual tokens."""
@@ -273,26 +274,23 @@ class Programs:
         return self._place(jax.eval_shape(lambda: greedy((0,))))
 
     def _prefill(self, pruner: Pruner | None = None) -> Any:
-        arrays, options = self._begin(pruner)
-        return programs.run_begin.trace(self._weights, self._model, *arrays, **options)
+        arrays, plan = self._begin(pruner)
+        return programs.run_begin.trace(self._weights, self._model, *arrays, plan=plan)
 
     def _answer(self, rows: int) -> Any:
         """Traces from pixels to the first token at an exact budget."""
-        learned, choice = self._choosing(Budget("count", self._kept))
-        images = Pixels(self._pixels(rows))
-        return programs.run_answer.trace(
+        learned, plan = self._choosing(Budget("count", self._kept))
+        pairs = self._pairs(rows)._replace(images=self._pixels(rows), taps=None)
+        return programs.run_begin.trace(
             self._weights,
             self._model,
-            *(learned, images, self._pairs(rows), self._texts(rows), self._sampling),
-            choice=choice,
-            stages=Stages((self._slots(self._kept),)),
-            options=self._options(),
-            mesh=self._mesh,
+            *(learned, pairs, self._texts(rows), self._sampling),
+            plan=dataclasses.replace(plan, slots=(self._slots(self._kept),), max_tokens=NEW_TOKENS),
         )
 
     def _decode(self, pruner: Pruner | None = None) -> Any:
-        arrays, options = self._begin(pruner)
-        begin = functools.partial(programs.begin, **options | {"mesh": None})
+        arrays, plan = self._begin(pruner)
+        begin = functools.partial(programs.begin, plan=dataclasses.replace(plan, mesh=None))
         arguments = (self._weights, *arrays)
         state, _ = jax.eval_shape(
             lambda params, *arrays: begin(params, self._model, *arrays), *arguments

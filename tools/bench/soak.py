@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,9 +22,9 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.timing import machine
-from stepprune_jax.inference import generate
+from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
-from stepprune_jax.pruning import Policy
+from stepprune_jax.pruning import Method, Policy, make_method
 
 # Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
 MOST_PROMPTS, MOST_IMAGES, MOST_WORDS, MOST_PIXELS = 2, 1, 40, 1000
@@ -40,12 +40,12 @@ class Asked(NamedTuple):
     Attributes:
         prompts: prompts of the batch.
         images: images of each prompt.
-        options: further arguments of `generate`.
+        method: how tokens are pruned.
     """
 
     prompts: list[str]
     images: list[list[Image.Image]]
-    options: dict[str, Any]
+    method: Method
 
 
 class Look(NamedTuple):
@@ -72,17 +72,15 @@ def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iter
     random = np.random.default_rng(seed)
     while True:
         pruner, given = PRUNERS[random.integers(len(PRUNERS))]
-        options: dict[str, Any] = {"pruner": pruner, "max_tokens": LONGEST_ANSWER}
-        if pruner == "stepprune":
-            options["policy"] = policy
-        if given:
-            options["budget"] = int(random.integers(1, most + 1))
+        budget = int(random.integers(1, most + 1)) if given else None
+        trained = policy if pruner == "stepprune" else None
+        method = make_method(pruner, budget, policy=trained)
         prompts, images = [], []
         for _ in range(random.integers(1, MOST_PROMPTS + 1)):
             count = int(MOST_WORDS ** random.random())
             prompts.append(" ".join(random.choice(words, count)))
             images.append([_image(random) for _ in range(random.integers(MOST_IMAGES + 1))])
-        yield Asked(prompts, images, options)
+        yield Asked(prompts, images, method)
 
 
 def _image(random: np.random.Generator) -> Image.Image:
@@ -109,8 +107,9 @@ def soak(generations: int, seed: int) -> Iterator[Look]:
     begin = time.perf_counter()
     yield _look(0, begin)
     asked = itertools.islice(requests(seed, words, policy, most), generations)
-    for number, (prompts, images, options) in enumerate(asked, start=1):
-        generate(model, prompts, images, warm_up=False, **options)
+    options = RunOptions(LONGEST_ANSWER, warm_up=False)
+    for number, (prompts, images, method) in enumerate(asked, start=1):
+        generate(model, prompts, images, method, options=options)
         if number * LOOKS // generations > (number - 1) * LOOKS // generations:
             yield _look(number, begin)
 

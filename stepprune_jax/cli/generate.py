@@ -1,6 +1,6 @@
 """Answers questions about images from the command line.
 
-    python -m stepprune_jax.generate --model DIR --image x.jpg --prompt "What is this?"
+    stepprune-generate --model DIR --image x.jpg --prompt "What is this?"
 
 The answer is streamed, followed by the number of visual tokens kept, the time to the first token
 and the decoding speed. `--json` prints one JSON object instead; `--overlay` draws the kept tokens.
@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,27 +24,33 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import file_named
-from stepprune_jax.inference.answer import (
-    Answer,
-    Options,
-    check_options,
-    generate,
-    trace_arrays,
-)
-from stepprune_jax.inference.request import read_request
+from stepprune_jax.inference.answer import Answer, answer, check_run, trace_arrays
+from stepprune_jax.inference.base import Begun, RunOptions
+from stepprune_jax.inference.request import Request, read_request
+from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
-from stepprune_jax.pruning import POSITIONS, PRUNERS, read_options
+from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Method, make_method, read_options
 from stepprune_jax.user_input import one_line
 
-_NAME = "stepprune_jax.generate"
+_NAME = "stepprune-generate"
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 # Errors of the user; anything else is a bug and keeps its traceback.
 _USER_ERRORS = (ValueError, OSError, ImportError)
 
 
+class _Run(NamedTuple):
+    """What the flags ask for, read once."""
+
+    model: VLM
+    images: list[Image.Image]
+    method: Method
+    sampling: Sampling
+    options: RunOptions
+    request: Request
+
+
 def _parser() -> argparse.ArgumentParser:
-    """Builds the parser of the command's options."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
@@ -76,93 +82,79 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(arguments: argparse.Namespace) -> tuple[VLM, list[Image.Image], Options]:
-    """Checks every input before loading the weights."""
-    if arguments.prompt is None and not arguments.interactive:
+def _check_flags(given: argparse.Namespace) -> None:
+    """Raises if flags contradict each other, or if a file could not be written."""
+    if given.prompt is None and not given.interactive:
         raise ValueError("--prompt is missing (or --interactive, to read questions from stdin)")
-    if arguments.json and arguments.interactive:
+    if given.json and given.interactive:
         raise ValueError("--json answers one --prompt and cannot be combined with --interactive")
-    if arguments.overlay is not None:
-        _check_overlay(arguments)
-    if arguments.trace is not None:
-        _check_trace(arguments)
-    images = [open_image(path) for path in arguments.image]
-    source = folders.inspect_folder(
-        arguments.model,
-        arguments.vision_folder,
-        min_pixels=arguments.min_pixels,
-        max_pixels=arguments.max_pixels,
-    )
-    tokenizer = folders.load_tokenizer(source.folder)
-    settings = source.config.family.image_settings(source.vision_folder or source.folder)
-    options = Options(
-        policy=load_policy(arguments.policy) if arguments.policy is not None else None,
-        pruner_options=read_options("--pruner_options", arguments.pruner_options),
-        execution=Execution(attention=arguments.attention),
-        **{name: getattr(arguments, name) for name in _OPTIONS},
-    )
-    check_options(source.config, options)
-    question = "?" if arguments.prompt is None else arguments.prompt
-    read_request(tokenizer, settings, source.config, [question], [arguments.image])
-    mesh = None if arguments.mesh is None else build_mesh(arguments.mesh)
-    dtype, layers = _DTYPES[arguments.dtype], arguments.layers
-    params = load_params(source, mesh, dtype, layers=layers)
-    return make_vlm(source, params, tokenizer, settings), images, options
-
-
-def _check_trace(arguments: argparse.Namespace) -> None:
-    """Raises if a trace could not be written."""
-    path = Path(arguments.trace)
-    if not arguments.json:
-        raise ValueError("--trace requires --json")
-    if path.suffix != ".npz" or not path.parent.is_dir():
-        raise ValueError(
-            f"--trace is {arguments.trace!r}, expected a .npz file in an existing folder"
-        )
-
-
-def _check_overlay(arguments: argparse.Namespace) -> None:
-    """Raises if an overlay could not be drawn."""
-    path = Path(arguments.overlay)
-    if arguments.interactive or not arguments.image:
+    if given.overlay is not None and (given.interactive or not given.image):
         raise ValueError("--overlay requires one --prompt and at least one --image")
-    if path.suffix != ".png" or not path.parent.is_dir():
-        raise ValueError(
-            f"--overlay is {arguments.overlay!r}, expected a .png file in an existing folder"
-        )
+    if given.trace is not None and not given.json:
+        raise ValueError("--trace requires --json")
+    amounts = [
+        f"--{name}"
+        for name in ("budget", "mean_budget", "stop_bias")
+        if getattr(given, name) is not None
+    ]
+    if given.mean_budget is not None and len(amounts) > 1:
+        raise ValueError(f"{' and '.join(amounts)} are given, expected one of them")
+    for flag, suffix in (("overlay", ".png"), ("trace", ".npz")):
+        file = getattr(given, flag)
+        if file is not None and not (Path(file).suffix == suffix and Path(file).parent.is_dir()):
+            raise ValueError(
+                f"--{flag} is {file!r}, expected a {suffix} file in an existing folder"
+            )
 
 
-_OPTIONS = (
-    "pruner",
-    "budget",
-    "mean_budget",
-    "stop_bias",
-    "positions",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "repetition_penalty",
-    "seed",
-)
-
-
-def _summary(answer: Answer) -> str:
-    """Formats kept tokens, latency and speed in one line."""
-    return (
-        f"[kept {answer.kept} of {answer.visual_tokens} visual tokens, first token after "
-        f"{answer.ttft_ms:.1f} ms, {answer.tokens_per_s:.1f} tokens/s]"
+def _read(given: argparse.Namespace) -> _Run:
+    """Reads and checks everything, and then loads the weights."""
+    _check_flags(given)
+    images = [open_image(path) for path in given.image]
+    source = folders.inspect_folder(
+        given.model,
+        given.vision_folder,
+        min_pixels=given.min_pixels,
+        max_pixels=given.max_pixels,
     )
+    settings = source.config.family.image_settings(source.vision_folder or source.folder)
+    model = make_vlm(source, {}, folders.load_tokenizer(source.folder), settings)
+    mean = given.mean_budget
+    method = make_method(
+        given.pruner,
+        given.budget if mean is None else Budget("mean", mean),
+        policy=None if given.policy is None else load_policy(given.policy),
+        stop_bias=given.stop_bias,
+        options=read_options("--pruner_options", given.pruner_options),
+    )
+    sampling = Sampling(
+        given.seed,
+        given.temperature,
+        given.top_p,
+        repetition_penalty=given.repetition_penalty,
+    )
+    execution = Execution(attention=given.attention)
+    options = RunOptions(given.max_tokens, given.positions, execution=execution)
+    check_run(model.config, method, sampling, options)
+    request = read_request(model, ["?" if given.prompt is None else given.prompt], [images])
+    mesh = None if given.mesh is None else build_mesh(given.mesh)
+    params = load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
+    return _Run(model._replace(params=params), images, method, sampling, options, request)
 
 
-def _say(model: VLM, turns: Sequence[str], images: list[Image.Image], options: Options) -> Answer:
-    """Streams an answer, followed by its summary."""
+def _stream(run: _Run, request: Request) -> Answer:
+    """Prints an answer token by token, and then its figures."""
 
     def write(row: int, token: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
-    (answer,) = generate(model, [turns], [images], on_token=write, **options._asdict())
-    print(f"\n{_summary(answer)}", flush=True)
-    return answer
+    (found,) = answer(run.model, request, run.method, run.sampling, run.options, write)
+    print(
+        f"\n[kept {found.kept} of {found.visual_tokens} visual tokens, first token after "
+        f"{found.ttft_ms:.1f} ms, {found.tokens_per_s:.1f} tokens/s]",
+        flush=True,
+    )
+    return found
 
 
 def _questions(first: str | None) -> Iterator[str]:
@@ -179,16 +171,17 @@ def _questions(first: str | None) -> Iterator[str]:
             yield line.strip()
 
 
-def _converse(model: VLM, first: str | None, images: list[Image.Image], options: Options) -> None:
+def _converse(run: _Run, first: str | None) -> None:
     """Answers question after question; the images and the conversation are kept."""
     turns: list[str] = []
     for question in _questions(first):
         try:
-            answer = _say(model, [*turns, question], images, options)
+            request = read_request(run.model, [[*turns, question]], [run.images])
+            found = _stream(run, request)
         except ValueError as error:
             _complain(error)
             continue
-        turns += [question, answer.text]
+        turns += [question, found.text]
 
 
 def _complain(error: Exception) -> None:
@@ -205,63 +198,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for a mistake in the input, which is reported on stderr.
     """
-    parsed = _parser().parse_args(arguments)
-    shown: set[str] = set()
+    given = _parser().parse_args(arguments)
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if str(message) not in shown:  # options are read twice: before the weights are, and after
-            shown.add(str(message))
-            print(f"warning: {one_line(message)}", file=sys.stderr)
+        print(f"warning: {one_line(message)}", file=sys.stderr)
 
     with warnings.catch_warnings():
         # Warnings are shown to the user without the line of code.
         warnings.showwarning = show
-        return _run(parsed)
+        return _execute(given)
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _execute(given: argparse.Namespace) -> int:
     """Runs the parsed command and returns its exit status."""
     if hasattr(sys.stdin, "reconfigure"):  # a question that is not UTF-8 is rejected as a prompt
         sys.stdin.reconfigure(errors="surrogateescape")
     try:
-        model, images, options = _prepare(parsed)
+        run = _read(given)
     except _USER_ERRORS as error:
         _complain(error)
         return 2
-    if parsed.interactive:
+    if given.interactive:
         try:
-            _converse(model, parsed.prompt, images, options)
+            _converse(run, given.prompt)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-    elif parsed.json:
-        if parsed.trace is not None:
-            options = options._replace(
-                trace=lambda begun: _save_trace(parsed.trace, trace_arrays(begun))
-            )
-        (answer,) = generate(model, [parsed.prompt], [images], **options._asdict())
-        print(json.dumps(answer._asdict()))
-        _draw(parsed, model, images, answer)
+        return 0
+    if given.json:
+
+        def save(begun: Begun) -> None:
+            if given.trace is not None:
+                with file_named(Path(given.trace)):
+                    np.savez_compressed(given.trace, **trace_arrays(begun))
+
+        (found,) = answer(run.model, run.request, run.method, run.sampling, run.options, trace=save)
+        print(json.dumps(found._asdict()))
     else:
-        _draw(parsed, model, images, _say(model, [parsed.prompt], images, options))
-    return 0
-
-
-def _save_trace(path: str, arrays: dict[str, np.ndarray]) -> None:
-    """Writes a trace."""
-    with file_named(Path(path)):
-        np.savez_compressed(path, **arrays)
-
-
-def _draw(
-    parsed: argparse.Namespace, model: VLM, images: list[Image.Image], answer: Answer
-) -> None:
-    """Draws the kept tokens, if requested."""
-    if parsed.overlay is not None:
+        found = _stream(run, run.request)
+    if given.overlay is not None:
         # Imported here: answering does not need these packages.
         from stepprune_jax.visualize.overlays import draw_answer
 
-        with file_named(Path(parsed.overlay)):
-            draw_answer(parsed.overlay, model, images, parsed.prompt, answer)
+        with file_named(Path(given.overlay)):
+            draw_answer(given.overlay, run.model, run.images, given.prompt, found)
+    return 0
 
 
 def command() -> NoReturn:
