@@ -411,7 +411,7 @@ BAD = {
     "positions": ({"options": RunOptions(positions="mixed")}, ValueError, "positions is 'mixed'"),
     "context": ({"options": RunOptions(context_limit=0)}, ValueError, "context_limit is 0"),
     "temperature": ({"sampling": Sampling(temperature=-1.0)}, ValueError, "temperature is -1"),
-    "budget": ({"method": make_method("cls", 10)}, ValueError, "from 1 to 9"),
+    "budget": ({"method": make_method("cls", 10)}, ValueError, "budget is 10"),
 }
 
 

@@ -90,7 +90,7 @@ def test_one_json_object_a_trace_and_an_overlay(files, model, capfd):
             assert array.dtype == ("float32" if name == "logits" else "int32")
         assert arrays["logits"].argmax() == found["token_ids"][0]
     with Image.open(overlay) as image:
-        assert image.width > 1.9 * image.height
+        assert image.width > image.height
 
 
 def test_a_mean_budget_is_a_bias_of_the_calibration(files, capsys):
@@ -171,8 +171,8 @@ MISTAKES = {
     "lines": (["--prompt", "a", "--image", "a\nb\x1b.png"], r"no image file at a b\x1b.png"),
     "broken image": (["--prompt", "a", "--image", "{}/broken.png"], "damaged image"),
     "other policy": (["--prompt", "a", "--policy", "{}/other_policy"], "feature_width is 16"),
-    "budget": (["--prompt", "a", "--policy", "{}/policy", "--budget", "5"], "from 1 to 4"),
-    "pruner": (["--prompt", "a", "--pruner", "fastw"], "did you mean 'fastv'?"),
+    "budget": (["--prompt", "a", "--policy", "{}/policy", "--budget", "5"], "budget is 5"),
+    "pruner": (["--prompt", "a", "--pruner", "fastw"], "Did you mean fastv?"),
     "option": (["--prompt", "a", "--pruner_options", "layer"], "'layer', expected KEY=VALUE"),
     "trace": (["--prompt", "a", "--json", "--trace", "{}/no/t.npz"], "expected a .npz file"),
     "overlay": (["--interactive", "--overlay", "{}/o.png"], "requires one --prompt"),
