@@ -43,7 +43,7 @@ class _Run(NamedTuple):
     """What the flags ask for, read once."""
 
     model: VLM
-    images: list[Image.Image]
+    images: list[Image.Image]  # of a conversation or an overlay
     method: Method
     sampling: Sampling
     options: RunOptions
@@ -110,7 +110,6 @@ def _check_flags(given: argparse.Namespace) -> None:
 def _read(given: argparse.Namespace) -> _Run:
     """Reads and checks everything, and then loads the weights."""
     _check_flags(given)
-    images = [open_image(path) for path in given.image]
     source = folders.inspect_folder(
         given.model,
         given.vision_folder,
@@ -136,7 +135,10 @@ def _read(given: argparse.Namespace) -> _Run:
     execution = Execution(attention=given.attention)
     options = RunOptions(given.max_tokens, given.positions, execution=execution)
     check_run(model.config, method, sampling, options)
-    request = read_request(model, ["?" if given.prompt is None else given.prompt], [images])
+    # Paths, so that errors name the file.
+    request = read_request(model, ["?" if given.prompt is None else given.prompt], [given.image])
+    again = given.interactive or given.overlay is not None
+    images = [open_image(path) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
     params = load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
     return _Run(model._replace(params=params), images, method, sampling, options, request)

@@ -90,7 +90,7 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(tmp_path):
     ("name", "question", "mode", "count", "message"),
     [
         ("mine", " ", EXACTLY, 3, "question is empty"),
-        ("mine", "two?", EXACTLY, 9, "from 1 to 4"),
+        ("mine", "two?", EXACTLY, 9, "budget is 9"),
         ("mine", "two?", ON_AVERAGE, 3, "no calibration"),
     ],
 )
