@@ -24,6 +24,7 @@ from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.pruning import StepPrune
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             setup = Setup(
                 config,
-                policy,
+                StepPrune(config=policy),
                 steps=1000,
                 optimizer=_OPTIMIZER,
                 text_gate_anneal=0.1,
