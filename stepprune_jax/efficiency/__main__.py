@@ -1,12 +1,10 @@
 """Cost and savings of pruning from pixels to the first token: the paper's efficiency table.
 
     python -m stepprune_jax.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
-    python -m stepprune_jax.efficiency --model qwen-mid --rows all --transformers --json OUT
 
 Weights, images and prompts are random, on jax's default device. Rows take turns, so that drift of
 the machine affects all equally; ratios are computed within a turn; compilation is excluded. Each
 measurement starts with pixels in host memory and ends when the first token is known.
-`tools.bench.efficiency_page` turns such results into a section of the documentation.
 
 Random weights stop anywhere. For a learned stop to keep the requested mean, the price of a token
 grows steeply with their number, and the bias is calibrated on the images of the batch, as on
@@ -19,24 +17,20 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import Parser, exit_with, integer_from
-from stepprune_jax.efficiency import first_token, torch_reference
-from stepprune_jax.efficiency.first_token import Batch, Bench, Row
+from stepprune_jax.efficiency import measure
+from stepprune_jax.efficiency.measure import Bench, Row
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
-from stepprune_jax.efficiency.peaks import device_peak
-from stepprune_jax.efficiency.timing import environment, free_memory, peak_memory
+from stepprune_jax.efficiency.timing import environment, free_memory, peak_memory, table
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
@@ -47,7 +41,19 @@ from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of
 
-UNPRUNED, REFERENCE = "all", "transformers"
+UNPRUNED = "all"
+_HEADER = [
+    "row",
+    "tokens kept",
+    "TFLOPs",
+    "choosing, ms",
+    "to the first token, ms",
+    "ms a token",
+    "cache, MB a row",
+    "memory, GB",
+    "times unpruned",
+    "compile, s",
+]
 # Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in this many.
 _ONE_IN = (3, 4.5, 9)
 # Power of the count with which the price of a token grows; see above.
@@ -142,13 +148,12 @@ def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[
     # The residual stream, an MLP's two activations, and one layer's scores in float32.
     layer = itemsize * (2 * text.hidden_size + 2 * text.intermediate_size)
     each = length * (cache + layer + 4 * text.num_heads * length)
-    needed = (1 + flags.transformers) * weights + max(flags.batch) * each
+    needed = weights + max(flags.batch) * each
     free, device = free_memory(), jax.devices()[0].device_kind
     if needed > free:
         changes = ["--model mid"] if flags.model in MODELS and flags.model != "mid" else []
         changes += ["--dtype bfloat16"] if flags.dtype != "bfloat16" else []
         changes += ["a smaller --batch"] if max(flags.batch) > 1 else []
-        changes += ["no --transformers"] if flags.transformers else []
         if jax.default_backend() == "cpu":
             changes.append("jax for an accelerator (pip install 'stepprune-jax[cuda]' or '[tpu]')")
         raise ValueError(
@@ -158,44 +163,27 @@ def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[
         )
 
 
-def torch_device() -> str:
-    """Returns the torch device that matches jax's."""
-    for name in ("torch", "transformers"):
-        if find_spec(name) is None:
-            raise ValueError(f"--transformers needs {name}: pip install it")
-    device = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
-    if device is None:
-        raise ValueError(f"--transformers runs on a CPU or GPU, jax uses {jax.default_backend()}")
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--transformers: torch sees no GPU, install its CUDA build")
-    return device
-
-
-def reference(model: VLM, device: str) -> Callable[[Batch], Callable[[], Any]]:
-    """Builds the model of `transformers` with SDPA and our weights."""
-    theirs = torch_reference.build_vlm(model.params, model.config, device)
-
-    def on(batch: Batch) -> Callable[[], Any]:
-        return functools.partial(
-            torch_reference.first_tokens,
-            theirs,
-            batch.prompts.ids,
-            jax.tree.map(np.asarray, batch.images.pixels),
-            model.config,
-        )
-
-    return on
+def _cells(row: dict[str, Any]) -> list[object]:
+    """Returns the cells of a row; brackets have the minimum and the maximum over the rounds."""
+    mean, least, most = row["kept"]
+    (selector, *_), whole, (decode, *_) = (row["ms"][n] for n in ("selector", "whole", "decode"))
+    return [
+        row["row"],
+        f"{mean:.4g}" + (f" ({least} to {most})" if least < most else ""),
+        sum(row["tflops"].values()),
+        selector,
+        _spread(whole),
+        decode,
+        row["cache_bytes"] / 1e6,
+        row["memory_bytes"] / 1e9,
+        _spread(row["speed_up"]),
+        row["compile_s"],
+    ]
 
 
-def _said(row: dict[str, Any]) -> str:
-    """Returns a row's time to the first token, and how long the others take in comparison."""
-    others = (
-        f"; {other} takes {median:.2f} ({least:.2f} to {most:.2f}) times as long"
-        for other, (median, least, most) in row["speed_up"].items()
-    )
-    return f"{row['ms']['whole'][0]:,.0f} ms to the first token{''.join(others)}"
+def _spread(values: Sequence[float]) -> str:
+    median, least, most = values
+    return f"{median:.3g} ({least:.3g}, {most:.3g})"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -225,9 +213,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
     parser.add_argument("--rounds", type=integer_from(1), default=5, help="turns of every row")
-    parser.add_argument(
-        "--transformers", action="store_true", help="compare with `transformers` and SDPA as well"
-    )
     flags = parser.parse_args(arguments)
     flags.parser = parser
     return flags
@@ -244,7 +229,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         execution = Execution(attention=flags.attention)
         execution.check_backend()
         rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
-        device = torch_device() if flags.transformers else None
         check_memory(flags, config, rows)
         out = Path(flags.json)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -255,10 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(method=place_method(model, row.method)) for row in rows]
-    theirs = reference(model, device) if device else None
-    peak = device_peak(dtype)
     options = RunOptions(flags.new_tokens + 1, execution=execution)
-    bench = Bench(model, options, peak, flags.rounds)
+    bench = Bench(model, options, flags.rounds)
     result = {
         "model": flags.model,
         "layers": config.text.num_layers,
@@ -270,21 +252,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "execution": str(execution),
         "environment": environment(),
-        "peak": peak._asdict(),
         "batches": {},
     }
     for size in flags.batch:
-        batch = first_token.draw_batch(config, size, flags.text)
-        references = {REFERENCE: theirs(batch)} if theirs else {}
-        result["batches"][str(size)] = first_token.measure(bench, rows, batch, references)
-        for row in result["batches"][str(size)]:
-            print(f"batch {size}, {row['row']}: {_said(row)}", flush=True)
+        measured = measure.measure(bench, rows, measure.draw_batch(config, size, flags.text))
+        result["batches"][str(size)] = measured
         result["peak_bytes"] = peak_memory()
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"batch {size}\n\n{table(_HEADER, [_cells(row) for row in measured])}\n", flush=True)
     print(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    # `transformers` shares the card, so jax may not preallocate all of it.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     exit_with("stepprune_jax.efficiency", main)

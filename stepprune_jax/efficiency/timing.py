@@ -1,23 +1,11 @@
-"""Timing of compiled functions side by side, and the description of a machine."""
+"""The machine of a measurement, its memory, and tables."""
 
 import os
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
-
-
-def machine() -> str:
-    """Describes the machine of the measurements in one line."""
-    device, processor = jax.devices()[0], platform.processor() or platform.machine()
-    return (
-        f"{jax.device_count()} x {device.device_kind} ({device.platform}), {processor}, "
-        f"{os.cpu_count()} cores, jax {jax.__version__}, Python {platform.python_version()}"
-    )
 
 
 def environment() -> dict[str, str | int]:
@@ -75,29 +63,6 @@ def peak_memory() -> int | None:
     """Returns the largest peak bytes of this process's devices; None if unreported."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     return max(device["peak_bytes_in_use"] for device in stats) if all(stats) else None
-
-
-def time_side_by_side(
-    calls: Mapping[str, Callable[..., object]],
-    repeats: int,
-    setups: Mapping[str, Callable[[], object]] | None = None,
-) -> dict[str, float]:
-    """Returns median seconds of each call, in turns, so that drift affects all equally."""
-    setups = setups or {}
-
-    def run(name, call):
-        arguments = [jax.block_until_ready(setups[name]())] if name in setups else []
-        start = time.perf_counter()
-        jax.block_until_ready(call(*arguments))
-        return time.perf_counter() - start
-
-    for name, call in calls.items():
-        run(name, call)
-    seconds = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            seconds[name].append(run(name, call))
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
 def table(header: list[str], rows: list[list[object]]) -> str:

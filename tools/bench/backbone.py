@@ -21,9 +21,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from stepprune_jax.command_line import Parser, exit_with, integer_from
-from stepprune_jax.efficiency import torch_reference
 from stepprune_jax.efficiency.model_shapes import MODELS
-from stepprune_jax.efficiency.timing import machine, table, time_side_by_side
+from stepprune_jax.efficiency.timing import table
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import decoder, vlm
@@ -33,7 +32,8 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.testing import tiny_hf_config
 from stepprune_jax.user_input import user_input
-from tools.bench import loading
+from tools.bench import loading, torch_reference
+from tools.bench.timing import machine, time_side_by_side
 
 # Text part of the model; the tower is not timed here.
 PRESETS = {

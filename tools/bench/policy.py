@@ -25,7 +25,7 @@ from stepprune_jax import policy
 from stepprune_jax.checkpoints import load_policy, load_vlm
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 from stepprune_jax.command_line import Parser, exit_with, integer_from
-from stepprune_jax.efficiency.timing import machine, table, time_side_by_side
+from stepprune_jax.efficiency.timing import table
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.flops import policy_flops
@@ -37,6 +37,7 @@ from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.selection import select_loop, select_parallel
 from stepprune_jax.pruning import StepPrune
 from stepprune_jax.user_input import user_input
+from tools.bench.timing import machine, time_side_by_side
 
 PARTS = ("gradient", "loop", "operations", "agreement")
 

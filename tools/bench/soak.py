@@ -21,10 +21,10 @@ from PIL import Image
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, integer_from
-from stepprune_jax.efficiency.timing import machine
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.pruning import Method, Policy, make_method
+from tools.bench.timing import machine
 
 # Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
 MOST_PROMPTS, MOST_IMAGES, MOST_WORDS, MOST_PIXELS = 2, 1, 40, 1000

@@ -26,7 +26,7 @@ from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.command_line import Parser, add_config, exit_with, integer_from, read_config
 from stepprune_jax.data.source import training_source
 from stepprune_jax.efficiency.model_shapes import MODELS, model_config
-from stepprune_jax.efficiency.timing import machine, peak_memory
+from stepprune_jax.efficiency.timing import peak_memory
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models.stack import Execution
@@ -40,6 +40,7 @@ from stepprune_jax.training.failures import memory_advice
 from stepprune_jax.training.settings import Run, make_mesh, make_setup
 from stepprune_jax.user_input import user_input
 from tools.bench.drawn_data import write_conversations, write_model
+from tools.bench.timing import machine
 
 # Updates in flight before the host waits for one, as in a run.
 _IN_FLIGHT = 2

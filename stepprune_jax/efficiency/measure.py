@@ -1,0 +1,175 @@
+"""Rows of an efficiency table, measured in turns: from pixels to the first token, and on."""
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax import policy
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.evaluation.operations import first_token_flops
+from stepprune_jax.inference import greedy, pipeline, programs
+from stepprune_jax.inference.base import Images, Pairs, Prompts, RunOptions, read_images
+from stepprune_jax.inference.sets import rank_all
+from stepprune_jax.models.decoder import Cache
+from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+from stepprune_jax.parallel.compiling import usage
+from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.pruning import Method
+
+
+class Row(NamedTuple):
+    """A row of the table: its name, such as "stepprune@64", and its method."""
+
+    name: str
+    method: Method
+
+
+class Batch(NamedTuple):
+    """Inputs of all rows: prompts with one image each, and the images."""
+
+    prompts: Prompts
+    images: Images
+
+
+class Bench(NamedTuple):
+    """The model, how it is run (with one token more than are decoded), and turns of every row."""
+
+    model: VLM
+    options: RunOptions
+    rounds: int
+
+
+def draw_batch(config: ModelConfig, size: int, text: int, seed: int = 0) -> Batch:
+    """Draws images and prompts."""
+    random = np.random.default_rng(seed)
+    pixels = jax.tree.map(
+        lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
+        config.family.max_pixels(config, size),
+    )
+    if isinstance(config, QwenConfig):
+        side = math.isqrt(config.max_image_tokens)
+        pixels = pixels._replace(grid=np.full((size, 2), side, np.int32))
+    most = min(config.text.vocab_size - 1, config.image_token_id)
+    words = random.integers(3, most, (size, text), np.int32)
+    ids = np.insert(words, text // 2, IMAGE_TOKEN, axis=1)
+    number = np.arange(size, dtype=np.int32)
+    full = np.full(size, text, np.int32)
+    prompts = Prompts(ids, full + 1, words, full, number[:, None], number)
+    return Batch(prompts, read_images(config, pixels))
+
+
+def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
+    """Calibrates the stop of a row with a mean budget on the images of the batch."""
+    pruner, model = row.method.pruner, bench.model
+    if pruner.budget.kind != "mean":
+        return row
+    vision = fetch(pipeline.encode(model, batch.images, pruner.taps(model.config)))
+    size, n = len(batch.prompts.length), vision.features.shape[1]
+    ranking, _ = rank_all(
+        model, row.method, batch.prompts, vision, steps=pruner.most(n), batch_size=size
+    )
+    margin = jnp.asarray(ranking.margin)
+    bias = policy.calibrate_stop_bias(
+        margin,
+        pruner.budget.value,
+        min_tokens=pruner.config.min_tokens,
+        max_bias=jnp.max(jnp.abs(margin)) + 1,
+    )
+    learned = row.method.params._replace(stop_bias=bias)
+    return row._replace(method=row.method._replace(params=learned))
+
+
+def measure(bench: Bench, rows: Sequence[Row], batch: Batch) -> list[dict[str, Any]]:
+    """Measures rows, which take turns; the first is the baseline of the others."""
+    rows = [with_stop_bias(bench, row, batch) for row in rows]
+    compiling = {row.name: _answer(bench, row, batch) for row in rows}
+    turns = [{row.name: _answer(bench, row, batch) for row in rows} for _ in range(bench.rounds)]
+    results, base = [], rows[0].name
+    for row in rows:
+        first, own = compiling[row.name], [turn[row.name] for turn in turns]
+        again = statistics.median(turn.whole + turn.decode for turn in own)
+        kept, steps = first.kept, bench.options.max_tokens - 1
+        results.append(
+            {
+                "row": row.name,
+                "kept": [float(kept.mean()), int(kept.min()), int(kept.max())],
+                "ms": {
+                    "selector": _spread(1e3 * turn.selector for turn in own),
+                    "whole": _spread(1e3 * turn.whole for turn in own),
+                    "decode": _spread(1e3 * turn.decode / steps for turn in own),
+                },
+                "tflops": _tflops(bench.model, row.method, batch, round(float(kept.mean()))),
+                "memory_bytes": _memory(bench, row, batch),
+                "cache_bytes": first.cache // len(kept),
+                "compile_s": max(0.0, first.whole + first.decode - again),
+                "speed_up": _spread(turn[base].whole / turn[row.name].whole for turn in turns),
+            }
+        )
+    return results
+
+
+class _Turn(NamedTuple):
+    """Seconds of choosing tokens alone, to the first token, and from there to the last; results."""
+
+    selector: float
+    whole: float
+    decode: float
+    kept: Any
+    cache: int
+
+
+def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
+    """Answers a batch like a user's program, timing the first token."""
+    model, options, sampling = bench.model, bench.options, greedy(())
+    taps = row.method.pruner.taps(model.config)
+    vision = jax.block_until_ready(pipeline.encode(model, batch.images, taps, options.execution))
+    begin = time.perf_counter()
+    jax.block_until_ready(pipeline.choose(model, row.method, batch.prompts, vision)[0])
+    selector = time.perf_counter() - begin
+    begin = time.perf_counter()
+    ready = pipeline.prepare(model, row.method, batch.prompts, batch.images, options)
+    begun = pipeline.begin(model, ready, sampling)
+    jax.block_until_ready(begun.state.token)
+    middle = time.perf_counter()
+    caches = jax.tree.leaves(begun.state.cache, is_leaf=lambda node: isinstance(node, Cache))
+    nbytes = sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
+    state = pipeline.finish(model, begun.state, sampling, options.max_tokens, options.execution)
+    jax.block_until_ready(state.token)
+    return _Turn(selector, middle - begin, time.perf_counter() - middle, begun.kept, nbytes)
+
+
+def _spread(values: Iterable[float]) -> list[float]:
+    """Returns median, minimum and maximum."""
+    values = sorted(values)
+    return [statistics.median(values), values[0], values[-1]]
+
+
+def _memory(bench: Bench, row: Row, batch: Batch) -> int:
+    """Returns the planned memory of the larger of a row's programs."""
+    model, method = bench.model, row.method
+    ready = pipeline.prepare(model, method, batch.prompts, batch.images, bench.options)
+    weights = (model.params, model.config)
+    last = (ready.learned, ready.tokens, ready.texts, greedy(()))
+    traced = [programs.run_begin.trace(*weights, *last, plan=ready.plan)]
+    if not isinstance(ready.tokens, Pairs):
+        pairs, plan = pipeline.plan_choice(
+            *(model, method.pruner, batch.prompts, batch.images),
+            execution=bench.options.execution,
+        )
+        traced.append(programs.run_choose.trace(*weights, method.params, pairs, plan=plan))
+    return max(usage(program.lower().compile()).total for program in traced)
+
+
+def _tflops(model: VLM, method: Method, batch: Batch, kept: int) -> dict[str, float]:
+    """Returns each stage's operations, by formula, for the tokens that are present."""
+    text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
+    flops = first_token_flops(model.config, method.pruner, grid, text, text, kept)
+    return {part: len(batch.prompts.length) * count / 1e12 for part, count in flops.items()}
