@@ -32,14 +32,10 @@ FILE = "stop_biases.json"
 
 
 class Sample(NamedTuple):
-    """Questions with an image each, that biases are computed on.
+    """Questions with an image each that biases are computed on, and their name in the file.
 
-    Attributes:
-        about: identification of the sample in the file.
-        questions: the questions.
-        decimals: decimals to which biases are rounded; None for exact ones. An exact bias is the
-            margin of some question, whose K then depends on the last bit of a sum, and so on the
-            batch size.
+    Biases are rounded to `decimals`; None leaves them exact. An exact bias is the margin of some
+    question, whose K then depends on the last bit of a sum, and so on the batch size.
     """
 
     about: Mapping[str, str]
@@ -48,25 +44,16 @@ class Sample(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """Stop margins of rollouts that do not stop, on some questions.
-
-    Attributes:
-        margin: [q, t] stop margins before each step; infinite where no token may be chosen.
-        sizes: [q] tokens of each question's image.
-    """
+    """Stop margins before each step of rollouts that do not stop; infinite behind their end."""
 
     margin: Float[np.ndarray, "q t"]
     sizes: Int[np.ndarray, "q"]
 
 
 class StopBiases(NamedTuple):
-    """The stop biases of a run's policies, in a file that also keeps those of other policies.
+    """The stop biases of the policies that stop by themselves, by row name, in a file.
 
-    Attributes:
-        path: the file.
-        weights: the model's fingerprint.
-        digests: the fingerprint of each policy that stops by itself, by row name.
-        budgets: mean numbers of tokens, or shares of the images' tokens.
+    The file also keeps those of earlier policies.
     """
 
     path: Path
@@ -131,12 +118,7 @@ class StopBiases(NamedTuple):
 
 
 def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[BenchmarkQuestion]:
-    """Chooses questions with an image, the same number of each benchmark, spread evenly.
-
-    Args:
-        asked: the questions of each benchmark.
-        most: number of questions to choose; 0 for all.
-    """
+    """Chooses `most` questions with an image, or all for 0, spread evenly over the benchmarks."""
     chosen = []
     for questions in asked.values():
         shown = [question for question in questions if question.image is not None]
@@ -181,21 +163,7 @@ def calibrate_policy(
     execution: Execution,
     size: int,
 ) -> Policy:
-    """Measures the mean counts of stop biases, without answering.
-
-    Args:
-        model: the frozen model.
-        policy: a StepPrune policy.
-        questions: each with an image.
-        execution: how the layers of the model are run.
-        size: questions per batch.
-
-    Returns:
-        The policy with its calibration.
-
-    Raises:
-        ValueError: a question without an image, or an image that cannot be read.
-    """
+    """Returns a policy with the mean counts of its stop biases, measured without answering."""
     margins = stop_margins(model, policy, questions, execution, size)
     table = calibrate(margins.margin, margins.sizes, policy.pruner.least)
     return policy.replace(calibration=table)

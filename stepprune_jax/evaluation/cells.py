@@ -24,11 +24,7 @@ def markdown_cell(value: Any) -> str:
 def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Any]], texts: int = 0) -> str:
     """Formats a Markdown table, in which all but columns of text are right-aligned.
 
-    Args:
-        header: one text per column.
-        rows: at least one row, with a text, a number or None per column.
-        texts: number of columns of text, which come first; 0 for those that hold text in the first
-            row.
+    These are the first `texts` ones, or those with a text in the first row.
     """
     left = [at < texts if texts else isinstance(value, str) for at, value in enumerate(rows[0])]
     lines = [[markdown_cell(name) for name in header], ["---" if x else "---:" for x in left]]

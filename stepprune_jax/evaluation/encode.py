@@ -38,13 +38,10 @@ _CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
 
 class Encoded(NamedTuple):
-    """A set of questions, each with one image or none; arrays are on the host.
+    """A set of questions, each with one image or none, on the host.
 
-    Attributes:
-        prompts: one prompt per question.
-        images: the distinct images, after the tower or before it; zeros for one after it if there
-            is none.
-        seconds: mean seconds per question with an image, for image and ids.
+    `images` are the distinct images, after the tower or before it; zeros if there is none.
+    `seconds` is the mean time of image and ids of a question with an image.
     """
 
     prompts: Prompts
@@ -83,21 +80,8 @@ def encode_questions(
 ) -> Encoded:
     """Reads every distinct image once, runs the tower over it, and tokenises every question.
 
-    Args:
-        model: the model.
-        questions: the questions.
-        batch_size: images that go through the tower together.
-        taps: intermediates of the tower that pruners need.
-        execution: how the tower's blocks are run.
-        tower: whether to run it here, once for all uses of an image; if images are used only once,
-            they may remain pixels, and a batch is answered by fewer programs.
-        numbers: numbers of the questions in their whole set; by default 0, 1, 2, ...
-
-    Returns:
-        The encoded questions, in the given order.
-
-    Raises:
-        ValueError: an image that cannot be read, or one of a size that the model does not take.
+    Without `tower`, images remain pixels: if each is used once, a batch is answered by fewer
+    programs. `numbers` are those of the questions in their whole set, by default 0, 1, 2, ...
     """
     asked: dict[Path | bytes | None, list[int]] = {}
     for row, question in enumerate(questions):

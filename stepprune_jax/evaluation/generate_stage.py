@@ -59,20 +59,8 @@ def generate_answers(
 ) -> dict[str, Path]:
     """Answers the unanswered questions of all benchmarks.
 
-    Args:
-        run: the settings of the run.
-        workdir: folder of the run; answers go to workdir/answers/BENCHMARK/METHOD.jsonl. Several
-            processes must all see it.
-        policy: a policy file, or folder of a run, for the default row; otherwise that of the
-            working directory, if it has one.
-
-    Returns:
-        Folders of answer files by name of the benchmark.
-
-    Raises:
-        FileNotFoundError: a policy, the model, questions or images are missing.
-        ValueError: bad settings or files, policies that do not fit the model, or answer files of
-            another provenance.
+    Returns the folders of answer files by benchmark, workdir/answers/BENCHMARK, which all processes
+    must see. `policy` is that of the default row, if not the run's own.
     """
     folder = Path(workdir) / ANSWERS
     with user_input():
@@ -148,12 +136,7 @@ class _OpenRow(NamedTuple):
 class Task:
     """The questions of a benchmark, to be answered by every row of the table.
 
-    Attributes:
-        conditions: what answers depend on besides row and question.
-        benchmark: the benchmark.
-        questions: all its questions.
-        sample: questions that stop biases are computed on; None if no row needs them.
-        further: rows in addition to those of the settings.
+    Stop biases are computed on `sample`; `further` rows are answered besides those of the settings.
     """
 
     conditions: Conditions
@@ -249,16 +232,9 @@ class Task:
 
 
 def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
-    """Divides questions among processes, and each process's share into chunks.
+    """Returns one process's share of questions, in chunks of `size`.
 
-    Args:
-        todo: numbers of questions.
-        size: questions per chunk.
-        index: index of this process.
-        count: number of processes.
-
-    Returns:
-        The chunks of this process, equally many in every process; the last ones may be empty.
+    Every process has equally many chunks, of which the last ones may be empty.
     """
     begin, end = (len(todo) * place // count for place in (index, index + 1))
     chunks = math.ceil(math.ceil(len(todo) / count) / size)

@@ -26,12 +26,7 @@ from stepprune_jax.pruning import PRUNERS, Budget, Policy, Pruner, TrainedMethod
 
 
 class Lengths(NamedTuple):
-    """Lengths of prompts with one image, in tokens.
-
-    Attributes:
-        text: [q] tokens other than the image's.
-        words: [q] number of these that are the user's.
-    """
+    """Text tokens of prompts with one image, and how many of them are the user's words."""
 
     text: Int[np.ndarray, "q"]
     words: Int[np.ndarray, "q"]
@@ -45,19 +40,9 @@ def count_operations(
     files: Sequence[AnswerFile],
     own: Path | None,
 ) -> list[float | None]:
-    """Counts the operations of table rows, averaged over the questions with an image.
+    """Counts the GFLOPs of complete answer files, averaged over the questions with an image.
 
-    Args:
-        source: the model's folder.
-        settings: settings with the policies of rows.
-        questions: all questions of the benchmark.
-        grids: result of `image_grids`.
-        files: complete answer files.
-        own: file of the default row's policy, if there is one.
-
-    Returns:
-        GFLOPs of each file, to four digits; None if its policy's file was removed or replaced, or
-        no question has an image.
+    None if a policy's file was removed or replaced, or no question has an image.
     """
     shown = [question for question in questions if question.image is not None]
     if not shown:
@@ -109,19 +94,10 @@ def prompt_lengths(tokenizer: Any, config: ModelConfig, questions: Sequence[str]
 def first_token_flops(
     config: ModelConfig, pruner: Pruner, grid: tuple[int, int], text: int, words: int, kept: int
 ) -> dict[str, float | int]:
-    """Counts the operations of one prompt with one image, up to the first token.
+    """Counts the operations of one prompt with one image, up to the first token, by part.
 
-    Args:
-        config: the model's configuration.
-        pruner: how tokens are dropped.
-        grid: rows and columns of the image's patches.
-        text: number of text tokens.
-        words: number of these that are the user's.
-        kept: tokens kept by a learned stop; other budgets follow from the pruner.
-
-    Returns:
-        FLOPs by part: `tower`; `choice`, which is counted for trained methods and 0 for others;
-        `projector`; `prefill` of the language model.
+    `words` of the `text` tokens are the user's. `kept` counts for a learned stop; other budgets
+    follow from the pruner. `choice` is 0 for methods without training.
     """
     n = int(config.family.num_tokens(config, np.array([grid]))[0])
     stops = not pruner.budget.is_exact
@@ -181,13 +157,7 @@ def pruner_of(provenance: Provenance, policy: Policy | None) -> Pruner | None:
 def row_policies(
     settings: EvalSettings, files: Sequence[AnswerFile], own: Path | None
 ) -> list[Policy | None]:
-    """Loads the policy of each answer file; None without training, or if its file is another now.
-
-    Args:
-        settings: settings, with the files of further rows.
-        files: answer files.
-        own: the default row's file, if there is one.
-    """
+    """Loads the policy of each answer file; None without training, or if its file changed."""
     known: dict[str, Policy | None] = {}
 
     def find(label: str) -> Policy | None:

@@ -63,17 +63,8 @@ def plan_rows(
 ) -> list[TableRow]:
     """Plans the rows that the settings ask for, but for pruners that do not support the model.
 
-    Args:
-        settings: settings with budgets and methods.
-        config: the model's configuration.
-        policies: by row name.
-        biases: for each policy that stops by itself, a stop bias for each budget.
-        seed: seed of random rows.
-        untrained: whether methods without training have rows.
-
-    Returns:
-        All tokens, the methods without training at each budget, then each policy: exact, adaptive,
-        and its own stop if requested.
+    These are all tokens, the methods without training at each budget, then each policy: exact,
+    adaptive if it has biases, and its own stop if requested.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows, n, given = [], config.max_image_tokens, settings.pruner_options
@@ -107,15 +98,7 @@ def plan_rows(
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """What determines answers besides row and question.
-
-    Attributes:
-        run: the settings of the run.
-        source: source of the model.
-        policies: by row name.
-        folder: folder for the answers, with one folder per benchmark.
-        untrained: whether methods without training have rows.
-    """
+    """What determines answers besides row and question, and the folder for them."""
 
     run: EvaluationRun
     source: Source
@@ -153,11 +136,7 @@ class Conditions:
     def files(
         self, rows: Sequence[TableRow], benchmark: Benchmark, questions: Sequence[BenchmarkQuestion]
     ) -> list[AnswerFile]:
-        """Returns the answer file of each row.
-
-        Raises:
-            ValueError: two rows would have the same file.
-        """
+        """Returns the answer file of each row; rejects rows that would share one."""
         digest, owners = questions_digest(questions), {}
         files = [
             AnswerFile.of(self.folder, self._provenance(row, benchmark, digest, len(questions)))

@@ -30,19 +30,10 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def score_file(file: AnswerFile, root: Path, seed: int) -> dict[str, Any]:
-    """Scores an answer file, and counts tokens and time.
+    """Scores an answer file, and counts tokens and time; `gflops` is None here.
 
-    Args:
-        file: the answer file.
-        root: folder with the annotations.
-        seed: seed of the run.
-
-    Returns:
-        benchmark, method, mode, budget (tokens; None for a policy's own stop), num_tokens, model,
-        questions (their fingerprint), seed, asked, answered; `headline`, `parts` and `warnings` of
-        the scorer, or no headline and `problem`, the reason; K of the questions with an image:
-        mean_k, sd_k, min_k, max_k; `ms`, the mean time of a question; and `gflops`, None here. K
-        and time are None if nothing was answered, time also if the answers do not record it.
+    `mean_k`, `sd_k`, `min_k` and `max_k` are of the questions with an image. Without a headline,
+    `problem` is the reason. K and time are None if no answer has them.
     """
     made, answers = file.provenance, _whole_lines(file)
     return {
@@ -108,18 +99,7 @@ def _is_score(score: dict[str, Any]) -> bool:
 
 
 def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
-    """Reads the scores of a run.
-
-    Args:
-        workdir: workdir of the run.
-
-    Returns:
-        Results of `score_file`.
-
-    Raises:
-        FileNotFoundError: the run has none.
-        ValueError: the file is not a list of scores.
-    """
+    """Reads the scores of a run, as `score_file` returns them."""
     path = Path(workdir) / "report" / SCORES
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: run eval.py with this --workdir first")

@@ -182,16 +182,8 @@ class EvaluationRun(Settings):
 def find_policy(name: str, path: str) -> Path:
     """Finds the policy file of a row.
 
-    Args:
-        name: name of the row, for the message.
-        path: a path that is absolute or relative to the current folder or the package; the name of
-            a shipped policy; or "hub:owner/name".
-
-    Returns:
-        The file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
+    A path may be absolute or relative to the current folder or the package; it may also be the name
+    of a shipped policy, or "hub:owner/name".
     """
     if hub.is_meant(path):
         return policy_file(path)
@@ -205,18 +197,9 @@ def find_policy(name: str, path: str) -> Path:
 
 
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
-    """Finds the policy file of the default row.
+    """Finds the policy file of the default row: that of the run, or another one.
 
-    Args:
-        workdir: the run's folder, with the policy that it trained.
-        policy: another policy: a policy file, the folder of a run that trained one, the name of a
-            shipped policy, or "hub:owner/name".
-
-    Returns:
-        The file.
-
-    Raises:
-        FileNotFoundError: it does not exist.
+    The other one is a file, the folder of a run, the name of a shipped policy, or "hub:owner/name".
     """
     if policy is not None:
         place = local_path(policy)
@@ -232,20 +215,10 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
 def read_policies(
     settings: EvalSettings, workdir: str | Path, policy: str | Path | None = None
 ) -> dict[str, Policy]:
-    """Loads the policies of the rows to answer.
+    """Loads the policies of the rows to answer by name, in the order of the table.
 
-    Args:
-        settings: the settings.
-        workdir: folder of the run, with the default row's policy.
-        policy: another policy for the default row, as in `own_policy`.
-
-    Returns:
-        Policies by name of the row, in the order of the table. A row whose file is missing is left
-        out with a message, unless `settings.methods` or `policy` asks for it.
-
-    Raises:
-        FileNotFoundError: a file that was asked for is missing; the message names it.
-        ValueError: a file that is not a policy.
+    A row whose file is missing is left out with a message, unless `methods` or `policy` asks for
+    it.
     """
     policies = {}
     for name in [name for name in (*settings.rows, DEFAULT) if settings.wants(name)]:

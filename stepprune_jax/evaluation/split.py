@@ -13,13 +13,7 @@ from stepprune_jax.data.llava import (
 
 
 class Split(NamedTuple):
-    """Questions about images with their answers.
-
-    Attributes:
-        questions: in the file's order.
-        answers: one per question.
-        scenes: one per question, or None without descriptions of the images.
-    """
+    """Questions in the file's order, with their answers and, if known, scenes."""
 
     questions: list[Question]
     answers: list[str]
@@ -27,19 +21,7 @@ class Split(NamedTuple):
 
 
 def read_split(folder: str | Path, name: str) -> Split:
-    """Reads a split of a data folder: questions, answers and, if present, scenes.
-
-    Args:
-        folder: folder with images/ and the files of the split.
-        name: "validation" or "test".
-
-    Returns:
-        The split.
-
-    Raises:
-        FileNotFoundError: a file or an image is missing.
-        ValueError: a malformed file; the message names file, line and field.
-    """
+    """Reads the split "validation" or "test" of a data folder; scenes are optional."""
     folder = Path(folder)
     questions = read_questions(folder / f"{name}.jsonl", folder / "images")
     if not questions:

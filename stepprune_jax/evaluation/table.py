@@ -27,14 +27,7 @@ Score = Mapping[str, Any]
 
 
 class MethodScores(NamedTuple):
-    """The scores of a method at one budget.
-
-    Attributes:
-        method: its name, followed by the run's name if runs differ.
-        mode: "exact" or "adaptive".
-        budget: tokens to keep; N for all tokens, None for a policy's own stop.
-        scores: results of `scores.score_file` by benchmark.
-    """
+    """The scores of a method at one budget, by benchmark; the budget is None for its own stop."""
 
     method: str
     mode: str
@@ -57,13 +50,7 @@ class Section(NamedTuple):
 
 
 class BenchmarkTable(NamedTuple):
-    """The scores of all methods on all benchmarks.
-
-    Attributes:
-        benchmarks: names, in the order of the columns.
-        num_tokens: N.
-        rows: in the order of `names.row_place`.
-    """
+    """The scores of all methods on all benchmarks, both in their order."""
 
     benchmarks: list[str]
     num_tokens: int
@@ -92,18 +79,7 @@ def _headlines(row: MethodScores) -> dict[str, float]:
 def average_retention(
     scores: Sequence[int | float | Decimal], upper_bound: Sequence[int | float | Decimal]
 ) -> float:
-    """Computes "Avg.", the mean share of the unpruned model's scores.
-
-    Args:
-        scores: one score per benchmark, in any unit.
-        upper_bound: the unpruned model's, in the same order and units.
-
-    Returns:
-        100 x the unweighted mean of the ratios, which may exceed 100.
-
-    Raises:
-        ValueError: there is no score, or not one upper bound per score.
-    """
+    """Computes "Avg.", 100 x the unweighted mean of scores over those of the unpruned model."""
     if not scores:
         raise ValueError("average retention needs at least one score")
     ratios = [float(s) / float(u) for s, u in zip(scores, upper_bound, strict=True)]
@@ -111,21 +87,11 @@ def average_retention(
 
 
 def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()) -> BenchmarkTable:
-    """Merges the scores of runs.
+    """Merges the scores of runs, which must agree in questions, N, and scores with all tokens.
 
     Rows of the same name that differ are named after their runs. If one run has not answered all
-    questions of a row, another's result is used.
-
-    Args:
-        runs: scores by name of the run.
-        labels: methods in the order of the table; others follow, with the default policy last.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: the runs differ in their questions, their number of visual tokens, or their
-            scores with all tokens.
+    questions of a row, another's result is used. Methods are in the order of `labels`; others
+    follow, with the default policy last.
     """
     every = [(run, score) for run, scores in runs.items() for score in scores]
     _check_same(every, "num_tokens", "visual tokens")

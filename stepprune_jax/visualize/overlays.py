@@ -20,17 +20,10 @@ _SIDE, _GAP, _HEAD, _FOOT = 384, 28, 50, 116  # pixels
 
 
 class Overlay(NamedTuple):
-    """An image with its kept patches, question and answer.
+    """An image with its kept patches in the order of choice, question and answer.
 
-    Attributes:
-        image: the image.
-        patches: kept patches in the order of choice.
-        title: text above the image, on the left.
-        category: text above the image, on the right.
-        text: the question.
-        answer: the answer.
-        right: whether the answer is correct; `None` if unknown.
-        grid: patches along an edge, once the image is padded to a square.
+    `title` and `category` stand above it; `right` is None if unknown; `grid` counts patches along
+    an edge, once the image is padded to a square.
     """
 
     image: str | Path | Image.Image
@@ -56,18 +49,7 @@ def draw_answer(
     question: str,
     answer: Answer,
 ) -> Path:
-    """Draws the images of a prompt as the model sees them, with the kept tokens.
-
-    Args:
-        path: the PNG to write.
-        model: the model that answered.
-        images: images of the prompt, RGB, at least one.
-        question: the question.
-        answer: the answer.
-
-    Returns:
-        The path.
-    """
+    """Draws the images of a prompt as the model sees them, with the kept tokens, as a PNG."""
     shown = []
     for image, grid, indices in zip(images, answer.grids, answer.kept_indices, strict=True):
         panel = seen_patches(model, image, grid, indices)
@@ -89,13 +71,7 @@ def draw_answer(
 
 
 class Seen(NamedTuple):
-    """A square with the image seen by the tower in its middle.
-
-    Attributes:
-        image: the square.
-        grid: patches along an edge, including those beside the image.
-        patches: patches of the kept tokens, in their order.
-    """
+    """A square of `grid` patches along an edge with the image in its middle, and kept patches."""
 
     image: Image.Image
     grid: int
@@ -126,16 +102,7 @@ def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:
 
 
 def draw_rows(out: str | Path | io.BytesIO, rows: Sequence[Sequence[Overlay]]) -> None:
-    """Draws rows of examples, laid out in pixels so that none is resampled.
-
-    Args:
-        out: the PNG to write; parent folders are created.
-        rows: the examples.
-
-    Raises:
-        FileNotFoundError: an image is missing.
-        ValueError: an image cannot be read.
-    """
+    """Draws rows of examples as a PNG, laid out in pixels so that none is resampled."""
     if isinstance(out, str | Path):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
     row_height = _HEAD + _SIDE + _FOOT

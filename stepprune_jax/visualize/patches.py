@@ -56,15 +56,8 @@ def square_patches(
 ) -> Int[np.ndarray, "k"]:
     """Finds the patches of tokens in the square that their image is padded to.
 
-    Args:
-        tokens: indices of visual tokens.
-        grid: rows and columns of the image's patches.
-        first: index of the first patch; tokens before it (a class token, and -1 for merged ones)
-            have no patch and are left out.
-
-    Returns:
-        Indices in a square of max(rows, columns) patches along an edge, with the image in its
-        middle.
+    The image lies in the middle of max(rows, columns) patches along an edge. Tokens before the
+    `first` patch (a class token, and -1 for merged ones) are left out.
     """
     (rows, columns), side = grid, max(grid)
     place = np.asarray(tokens, int) - first
@@ -89,16 +82,7 @@ def draw_panel(
 ) -> Image.Image:
     """Draws an image with its kept patches bright, outlined and marked in the order of choice.
 
-    Args:
-        path: the image.
-        order: kept patches, the first choice first; they are marked by numbers, or by dots from
-            dark to bright if numbers do not fit.
-        grid: patches along an edge.
-        side: pixels along an edge of the result.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is not an image, or is damaged.
+    Marks are numbers, or dots from dark to bright if numbers do not fit.
     """
     kept = kept_patches(order, grid)
     panel = Image.fromarray(dim(read_square(path, side), kept))

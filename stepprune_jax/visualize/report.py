@@ -50,15 +50,10 @@ pre { background: #f5f7fa; padding: 12px; white-space: pre-wrap; overflow-wrap: 
 
 
 class Answered(NamedTuple):
-    """The answers to one benchmark.
+    """The complete answer files of one benchmark, and what is needed to draw examples of them.
 
-    Attributes:
-        benchmark: the benchmark.
-        root: folder with its annotations.
-        files: its complete answer files.
-        questions: all its questions; empty if they cannot be read.
-        grids: rows and columns of the patches of each question's image; empty if unknown.
-        first: index of an image's first patch: 1 behind a class token, otherwise 0.
+    `questions` and `grids` (rows and columns of patches, by image) are empty if unknown; `first` is
+    the index of an image's first patch.
     """
 
     benchmark: Benchmark
@@ -77,22 +72,7 @@ def write_page(
     samples: int,
     command: str | None = None,
 ) -> Path:
-    """Writes the page of an evaluation.
-
-    Args:
-        path: the HTML file; figures are inside.
-        table: the scores.
-        answered: the answers to each benchmark.
-        samples: most examples of each benchmark.
-        command: the command line to show.
-
-    Returns:
-        The path.
-
-    Raises:
-        FileNotFoundError: an image of an example is missing.
-        ValueError: an image of an example cannot be read.
-    """
+    """Writes the page of an evaluation, with at most `samples` examples of each benchmark."""
     parts = [*map(_html_table, sections(table)), _list(notes(table))]
     parts.append(_figure(draw_retention(table), "Retention: score in % of that with all tokens."))
     for shown in answered:
@@ -161,16 +141,9 @@ def _png(figure: Figure) -> bytes:
 
 
 def draw_retention(table: BenchmarkTable) -> bytes | None:
-    """Draws average retention against tokens, time and operations, as far as they are known.
+    """Draws average retention against tokens, time and operations, as far as known; returns a PNG.
 
-    Exact counts are solid lines, adaptive ones dashed with hollow markers. A field is averaged over
-    the benchmarks.
-
-    Args:
-        table: the scores.
-
-    Returns:
-        A PNG; None if no row has a retention.
+    Exact counts are solid lines, adaptive ones dashed with hollow markers.
     """
     points: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in table.rows:
