@@ -29,6 +29,7 @@ from stepprune_jax.pruning import Budget, Policy, make_method
 from stepprune_jax.pruning.calibration import calibrate
 
 FILE = "stop_biases.json"
+Biases = Mapping[str, Mapping[int | str, float]]  # by row name and budget
 
 
 class Sample(NamedTuple):
@@ -61,7 +62,7 @@ class StopBiases(NamedTuple):
     digests: Mapping[str, str]
     budgets: Sequence[int | str]
 
-    def known(self, sample: Sample) -> dict[str, dict[int | str, float]]:
+    def known(self, sample: Sample) -> Biases:
         """Returns the biases of rows that have one for every budget, by row name and budget."""
         entries = self._read()
         found = {name: self._entry(entries, name, sample)["biases"] for name in self.digests}
@@ -78,10 +79,10 @@ class StopBiases(NamedTuple):
         sample: Sample,
         execution: Execution,
         size: int,
-    ) -> dict[str, dict[int | str, float]]:
+    ) -> Biases:
         """Computes the biases that are missing, `size` questions per batch; returns all."""
 
-        def run() -> dict[str, dict[int | str, float]]:
+        def run() -> Biases:
             entries = self._read()
             for name in self.digests if distributed.is_main() else ():
                 entry = self._entry(entries, name, sample)

@@ -5,7 +5,6 @@ import io
 import re
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from stepprune_jax.user_input import one_line
 
@@ -13,15 +12,16 @@ from stepprune_jax.user_input import one_line
 _MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")
 # Start of a formula in a spreadsheet, after any blanks.
 _FORMULA = re.compile(r"[\s\0]*[=+\-@]")
+Cell = str | float | int | None
 
 
-def markdown_cell(value: Any) -> str:
+def markdown_cell(value: Cell) -> str:
     """Formats a value as a cell of a Markdown table, escaping markup; None is a dash."""
     text = "-" if value is None else one_line(value)
     return _MARKUP.sub(r"\\\g<0>", escape(text, quote=False))
 
 
-def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Any]], texts: int = 0) -> str:
+def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Cell]], texts: int = 0) -> str:
     """Formats a Markdown table, in which all but columns of text are right-aligned.
 
     These are the first `texts` ones, or those with a text in the first row.
@@ -32,7 +32,7 @@ def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Any]], texts: i
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def csv_table(table: Sequence[dict[str, Any]]) -> str:
+def csv_table(table: Sequence[dict[str, Cell]]) -> str:
     """Formats objects with the same fields as CSV, in which no text is a spreadsheet's formula."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -41,5 +41,5 @@ def csv_table(table: Sequence[dict[str, Any]]) -> str:
     return out.getvalue()
 
 
-def _no_formula(value: Any) -> Any:
+def _no_formula(value: Cell) -> Cell:
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value

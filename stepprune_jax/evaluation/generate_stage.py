@@ -9,9 +9,9 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from stepprune_jax.benchmarks.answer_files import (
 )
 from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.evaluation.calibrate import FILE, Sample, StopBiases, spread
+from stepprune_jax.evaluation.calibrate import FILE, Biases, Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import (
     WIDTHS,
     Encoded,
@@ -40,7 +40,7 @@ from stepprune_jax.evaluation.encode import (
     cut_prompts,
     encode_questions,
 )
-from stepprune_jax.evaluation.rows import Conditions, TableRow
+from stepprune_jax.evaluation.rows import Conditions, RankingKey, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.base import RunOptions
@@ -52,6 +52,9 @@ from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import Method, Ranking
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import user_input
+
+# With the seconds per question that each took.
+_Rankings = dict[RankingKey | None, tuple[Ranking | None, float]]
 
 
 def generate_answers(
@@ -152,7 +155,7 @@ class Task:
         path = conditions.folder / FILE
         return StopBiases(path, conditions.weights, digests, conditions.settings.budgets)
 
-    def _files(self, biases: Mapping[str, Any]) -> list[tuple[TableRow, AnswerFile]]:
+    def _files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
         rows = [*self.conditions.rows(biases), *self.further]
         files = self.conditions.files(rows, self.benchmark, self.questions)
         return list(zip(rows, files, strict=True))
@@ -259,7 +262,7 @@ class _Answerer:
             settings.positions,
             execution=conditions.run.model.execution,
         )
-        self._steps: dict[Any, int] = {}
+        self._steps: dict[RankingKey | None, int] = {}
         for row, longest in zip(rows, steps, strict=True):
             key = row.row.ranking
             self._steps[key] = max(longest, self._steps.get(key, 0))
@@ -296,11 +299,9 @@ class _Answerer:
             append(file.part(jax.process_index()), objects)
             bar.update(len(mine))
 
-    def _rank(
-        self, seen: Encoded, rows: Sequence[TableRow]
-    ) -> dict[Any, tuple[Ranking | None, float]]:
+    def _rank(self, seen: Encoded, rows: Sequence[TableRow]) -> _Rankings:
         """Computes one ranking for all rows that share it, and its seconds per question."""
-        rankings: dict[Any, tuple[Ranking | None, float]] = {None: (None, 0.0)}
+        rankings: _Rankings = {None: (None, 0.0)}
         for row in rows:
             key = row.ranking
             if key not in rankings and len(seen.prompts.number):
@@ -315,7 +316,7 @@ class _Answerer:
         return rankings
 
     def _answer_row(
-        self, seen: Encoded, row: TableRow, rankings: Mapping[Any, Any], places: np.ndarray
+        self, seen: Encoded, row: TableRow, rankings: _Rankings, places: np.ndarray
     ) -> dict[int, AnswerLine]:
         """Answers one row of the table; returns the lines by number of the question."""
         if not len(places):

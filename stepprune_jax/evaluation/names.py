@@ -1,7 +1,6 @@
 """Names of special table rows, and the order of rows."""
 
 from collections.abc import Sequence
-from typing import Any
 
 ALL = "all tokens"
 # The policy trained by the run in the working directory.
@@ -21,7 +20,9 @@ def without_own_stop(name: str) -> str:
     return name.removesuffix(_STOP)
 
 
-def row_place(method: str, mode: str, budget: int | None, labels: Sequence[str]) -> tuple[Any, ...]:
+def row_place(
+    method: str, mode: str, budget: int | None, labels: Sequence[str]
+) -> tuple[bool | int | str, ...]:
     """Returns a key that sorts rows: all tokens, own stops, then budgets from many to few tokens.
 
     Within a budget, methods are in the order of `labels`, exact before adaptive.

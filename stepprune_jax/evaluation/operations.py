@@ -164,7 +164,7 @@ def row_policies(
         path = own if label == DEFAULT else settings.rows.get(label)
         if path is not None:
             with contextlib.suppress(OSError, ValueError):
-                return load_policy(path if label == DEFAULT else find_policy(label, path))
+                return load_policy(find_policy(path))
         return None
 
     policies: list[Policy | None] = []

@@ -14,11 +14,15 @@ from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
 from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.checkpoints.identity import model_identity
+from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.names import own_stop
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
 from stepprune_jax.user_input import local_path
+
+# What rows that share a ranking have in common: pruner and policy.
+RankingKey = tuple[Ranker, str | None]
 
 
 class TableRow(NamedTuple):
@@ -39,7 +43,7 @@ class TableRow(NamedTuple):
         return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
 
     @property
-    def ranking(self) -> tuple[Any, str | None] | None:
+    def ranking(self) -> RankingKey | None:
         """Key of the ranking, equal for rows that share it; None for methods without ranking."""
         pruner = self.method.pruner
         if not isinstance(pruner, Ranker):
@@ -57,7 +61,7 @@ def plan_rows(
     settings: EvalSettings,
     config: ModelConfig,
     policies: Mapping[str, Policy],
-    biases: Mapping[str, Mapping[int | str, float]],
+    biases: Biases,
     seed: int,
     untrained: bool = True,
 ) -> list[TableRow]:
@@ -126,7 +130,7 @@ class Conditions:
         """The fingerprint of each policy, by row name."""
         return {name: policy_digest(policy) for name, policy in self.policies.items()}
 
-    def rows(self, biases: Mapping[str, Mapping[int | str, float]]) -> list[TableRow]:
+    def rows(self, biases: Biases) -> list[TableRow]:
         """Plans the rows, given stop biases as for `plan_rows`."""
         run = self.run
         return plan_rows(

@@ -14,7 +14,6 @@ from stepprune_jax.checkpoints.policy import (
     load_policy,
     policy_file,
 )
-from stepprune_jax.checkpoints.shipped import find_shipped_policy
 from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.family import ModelConfig
@@ -22,8 +21,6 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
 from stepprune_jax.settings import Settings, choice, count, setting
 from stepprune_jax.user_input import local_path
-
-_PACKAGE = Path(__file__).parents[1]
 
 
 def _are_budgets(values: tuple[int | str, ...]) -> bool:
@@ -61,9 +58,8 @@ class EvalSettings(Settings, group="eval"):
         max_new_tokens: longest answer, in tokens; None for the limit of the benchmark's program.
         positions: position ids of kept tokens, "original", "compact", or "own" for those of each
             method's authors.
-        rows: further trained rows: policy files by name of the row. A path inside the package
-            ("assets/policies/...") is found wherever the package is installed. A row whose file
-            is missing is left out, unless `methods` names it.
+        rows: further trained rows: policy files by name of the row. A row whose file is missing is
+            left out, unless `methods` names it.
         adaptive: rows whose learned stop is also evaluated, at a bias that meets each budget on
             average.
         own_stops: rows of `adaptive` that are also evaluated without a bias.
@@ -179,32 +175,17 @@ class EvaluationRun(Settings):
         return BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
 
 
-def find_policy(name: str, path: str) -> Path:
-    """Finds the policy file of a row.
-
-    A path may be absolute or relative to the current folder or the package; it may also be the name
-    of a shipped policy, or "hub:owner/name".
-    """
-    if hub.is_meant(path):
-        return policy_file(path)
-    places = [local_path(path), _PACKAGE / path]
-    for place in (*places, find_shipped_policy(path)):
-        if place is not None and place.is_file():
-            return place
-    raise FileNotFoundError(
-        f"no policy file for the row {name!r}: looked for {' and '.join(map(str, places))}"
-    )
+def find_policy(path: str | Path) -> Path:
+    """Finds a policy: a file, the folder of a run, the name of a shipped one, or one of the hub."""
+    place = local_path(path)
+    file = place / POLICY_FILE if place.is_dir() else place
+    return policy_file(path if hub.is_meant(path) else file)
 
 
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
-    """Finds the policy file of the default row: that of the run, or another one.
-
-    The other one is a file, the folder of a run, the name of a shipped policy, or "hub:owner/name".
-    """
+    """Finds the policy of the default row: that of the run, unless another one is given."""
     if policy is not None:
-        place = local_path(policy)
-        file = place / POLICY_FILE if place.is_dir() else place
-        return policy_file(policy if hub.is_meant(policy) else file)
+        return find_policy(policy)
     own = local_path(workdir) / POLICY_FILE
     if not own.is_file():
         hint = "run train.py with this --workdir first, or pass a policy as --policy"
@@ -223,13 +204,11 @@ def read_policies(
     policies = {}
     for name in [name for name in (*settings.rows, DEFAULT) if settings.wants(name)]:
         try:
-            if name == DEFAULT:
-                path = own_policy(workdir, policy)
-            else:
-                path = find_policy(name, settings.rows[name])
+            own = name == DEFAULT
+            path = own_policy(workdir, policy) if own else find_policy(settings.rows[name])
         except FileNotFoundError as error:
-            if settings.names(name) or (name == DEFAULT and policy is not None):
-                raise
+            if settings.names(name) or (own and policy is not None):
+                raise FileNotFoundError(f"row {name!r}: {error}") from error
             distributed.say(f"no row {name!r}: {error}")
             continue
         policies[name] = load_policy(path)

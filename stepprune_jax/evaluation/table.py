@@ -7,7 +7,7 @@ One benchmark has a table of all figures, several have one in the paper's format
 all tokens comes from the runs themselves.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +17,7 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import pruning_rate
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.evaluation.cells import csv_table, markdown_cell, markdown_rows
+from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markdown_rows
 from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
 from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.pruning import PRUNERS
@@ -45,7 +45,7 @@ class Section(NamedTuple):
 
     title: str
     header: list[str]
-    rows: list[list[Any]]
+    rows: list[list[Cell]]
     texts: int
 
 
@@ -142,7 +142,7 @@ def _whole(score: Score) -> bool:
 
 def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
     """Returns the methods for which runs have different results."""
-    seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    seen: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
     clashes = set()
     for _, score in every:
         if not _whole(score):
@@ -161,7 +161,7 @@ def sections(table: BenchmarkTable) -> list[Section]:
         header = [name.replace("_", " ") for name in objects[0]]
         return [Section("", header, [list(value.values()) for value in objects], 2)]
     titles = [BENCHMARKS[name].title for name in table.benchmarks]
-    kinds: list[tuple[str, Any, list[str]]] = [
+    kinds: list[tuple[str, Callable[[Score], Cell], list[str]]] = [
         ("Scores", _score_cell, ["Avg."]),
         ("Visual tokens kept, mean ± standard deviation", _k_cell, []),
         ("Milliseconds per question", lambda score: _decimals(score["ms"], 1), []),
@@ -227,13 +227,13 @@ def as_markdown(table: BenchmarkTable) -> str:
     return "\n".join([*parts, *([f"## Notes\n\n{lines}"] if lines else [])])
 
 
-def as_objects(table: BenchmarkTable) -> list[dict[str, Any]]:
+def as_objects(table: BenchmarkTable) -> list[dict[str, Cell]]:
     """Returns an object per row, with all figures of one benchmark or the main ones of several."""
     if len(table.benchmarks) == 1:
         return [_object(table, row) for row in table.rows]
     rows = []
     for row in table.rows:
-        value: dict[str, Any] = {"method": row.method, "mode": row.mode, "tokens": row.budget}
+        value: dict[str, Cell] = {"method": row.method, "mode": row.mode, "tokens": row.budget}
         value["average"] = table.average(row)
         for name in table.benchmarks:
             score = row.scores.get(name, {})
@@ -244,7 +244,7 @@ def as_objects(table: BenchmarkTable) -> list[dict[str, Any]]:
     return rows
 
 
-def _object(table: BenchmarkTable, row: MethodScores) -> dict[str, Any]:
+def _object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
     """Returns all figures of a row on the only benchmark."""
     (score,), benchmark = row.scores.values(), BENCHMARKS[table.benchmarks[0]]
     whole = next(iter(table.whole.scores.values())) if table.whole else {}

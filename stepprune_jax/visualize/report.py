@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -21,6 +21,7 @@ from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
+from stepprune_jax.evaluation.cells import Cell
 from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
@@ -95,7 +96,7 @@ def write_page(
 def _html_table(section: Section) -> str:
     """Formats a table; the rows of the default policy are tinted."""
 
-    def line(cells: Sequence[Any], tag: str) -> str:
+    def line(cells: Sequence[Cell], tag: str) -> str:
         texts = ["&ndash;" if cell is None else escape(str(cell)) for cell in cells]
         kinds = [" class=text" if at < section.texts else "" for at in range(len(cells))]
         return "".join(f"<{tag}{k}>{t}</{tag}>" for k, t in zip(kinds, texts, strict=True))
@@ -145,7 +146,7 @@ def draw_retention(table: BenchmarkTable) -> bytes | None:
 
     Exact counts are solid lines, adaptive ones dashed with hollow markers.
     """
-    points: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    points: dict[tuple[str, str], list[dict[str, float | None]]] = {}
     for row in table.rows:
         values = {field: row.mean(field) for field in _AXES} | {"retention": table.average(row)}
         if values["retention"] is not None:
@@ -176,7 +177,11 @@ def draw_retention(table: BenchmarkTable) -> bytes | None:
 
 
 def _draw_line(
-    axes: Axes, field: str, values: Sequence[dict[str, Any]], mode: str, look: tuple[str, str]
+    axes: Axes,
+    field: str,
+    values: Sequence[dict[str, float | None]],
+    mode: str,
+    look: tuple[str, str],
 ) -> None:
     """Draws the rows of a method in a mode against a field, as far as they have it."""
     known = [(value[field], value["retention"]) for value in values if value[field]]

@@ -257,7 +257,11 @@ def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path, monkeypa
     save_policy(stepprune(), own)
     data = dataclasses.replace(config, data=dataclasses.replace(config.data, folder="absent"))
     for bad, error, message in (
-        (changed(config, rows={"a": "b"}, methods="a"), FileNotFoundError, "the row 'a': looked f"),
+        (
+            changed(config, rows={"a": "b"}, methods="a"),
+            FileNotFoundError,
+            "row 'a': no policy file at b",
+        ),
         (changed(config, data="nowhere"), FileNotFoundError, "no file at nowhere/pope/llava_pope"),
         (changed(data, benchmarks="folder"), FileNotFoundError, "config.data.folder: no f.*absent"),
         (changed(config, budgets=(10,)), ValueError, "holds 10, the model has 9 visual tokens"),

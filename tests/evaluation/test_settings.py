@@ -35,10 +35,10 @@ def test_a_missing_policy_is_an_error_only_where_it_was_asked_for(tmp_path, caps
 
     assert not policies(rows={"mine": "nowhere"})
     said = capsys.readouterr().out
-    assert "no row 'mine': no policy file" in said and "no row 'StepPrune': " in said
+    assert "no row 'mine': no policy file at nowhere" in said and "no row 'StepPrune': " in said
     assert not policies(methods="grid", rows={"mine": "nowhere"})
     for asked in ({"methods": "stepprune"}, {"policy": "nowhere"}):
         with pytest.raises(FileNotFoundError):
             policies(**asked)
-    with pytest.raises(FileNotFoundError, match="the row 'mine': looked for nowhere"):
+    with pytest.raises(FileNotFoundError, match="row 'mine': no policy file at nowhere"):
         policies(methods="mine", rows={"mine": "nowhere"})
