@@ -25,7 +25,9 @@ def main(model, root, workdir, settings):
 
     # Small chunks, so that answers come often.
     encode.CHUNK, encode.WIDTHS, generate_stage.WIDTHS = 2, (192,), (192,)
-    config = small_run(pathlib.Path(model), pathlib.Path(root), **json.loads(settings))
+    fields = json.loads(settings)
+    fields["budgets"] = tuple(fields["budgets"])
+    config = small_run(pathlib.Path(model), pathlib.Path(root), **fields)
     generate_stage.generate_answers(config, workdir)
 
 

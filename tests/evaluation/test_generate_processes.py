@@ -21,7 +21,7 @@ METHODS = ("all-tokens", "grid-exact-77.8")
 SETTINGS = {
     "benchmarks": "folder,pope,mme",
     "methods": "all tokens,grid",
-    "budgets": [2],
+    "budgets": (2,),
     "max_new_tokens": 2,
     "batch_size": 1,
 }
