@@ -147,12 +147,6 @@ def answer(
 def check_run(config: ModelConfig, method: Method, sampling: Sampling, options: RunOptions) -> None:
     """Checks that a method fits a model, and how it is to be run, before any work.
 
-    Args:
-        config: the model's configuration.
-        method: the pruning method.
-        sampling: how tokens are drawn.
-        options: how the model is run.
-
     Raises:
         TypeError: the method is not a `Method`.
         ValueError: a bad value, a budget that is too large, or a policy of another model; the

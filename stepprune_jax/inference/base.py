@@ -196,16 +196,9 @@ class Trace(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A batch after its first tokens.
-
-    Attributes:
-        state: state of the decoding.
-        trace: record of the prefill.
-        visual_tokens: [b] visual tokens of each row before pruning, over all its images.
-        kept: [b] number of these that remain after the last cut.
-    """
+    """A batch after its first tokens."""
 
     state: Decoding
     trace: Trace
-    visual_tokens: Int[np.ndarray, "b"]
-    kept: Int[np.ndarray, "b"]
+    visual_tokens: Int[np.ndarray, "b"]  # of each row before pruning, over all its images
+    kept: Int[np.ndarray, "b"]  # of these after the last cut

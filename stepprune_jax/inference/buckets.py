@@ -8,13 +8,6 @@ def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
 
     Padding to the next one adds at most a quarter, and 640 tokens (576 of an image and a question)
     need no padding.
-
-    Args:
-        largest: the last size.
-        smallest: the first size; a multiple of 4.
-
-    Returns:
-        The sizes in order.
     """
     sizes, base = [], smallest
     while base < largest:
@@ -24,15 +17,7 @@ def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
 
 
 def row_bucket(count: int, exact: Iterable[int] = ()) -> int:
-    """Rounds a number of rows up to 0, 1, 2, 3, 4, 6, 8, 12, 16, ..., or one of `exact`.
-
-    Args:
-        count: number of rows.
-        exact: further allowed sizes.
-
-    Returns:
-        The smallest such size.
-    """
+    """Rounds a number of rows up to 0, 1, 2, 3, 4, 6, 8, 12, 16, ..., or one of `exact`."""
     sizes, base = {0, 1}, 1
     while base < count:
         base *= 2

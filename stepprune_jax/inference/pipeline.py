@@ -83,22 +83,12 @@ def choose(
     sizes: Sequence[int] | None = None,
     ranking: Ranking | None = None,
 ) -> tuple[Kept, Int[np.ndarray, "r"]]:
-    """Keeps tokens of each (image, prompt) pair.
+    """Keeps tokens of each (image, prompt) pair, and returns them with their counts on the host.
 
-    Args:
-        model: the model.
-        method: method from `place_method`.
-        prompts: prompts of the batch; at least one shows an image.
-        images: their images, with the taps of the pruner if they are after the tower.
-        execution: how the tower's blocks are run.
-        sizes: static sizes that kept tokens may be padded to; by default those of
-            `policy.bucket_ladder`.
-        ranking: ranking of these pairs on the host, if known.
-
-    Returns:
-        The kept tokens of each pair, in order of prompts, with the first pair repeated in the rows
-        that pad them to a bucket; and [r] their counts on the host, which are read back from the
-        devices only where a learned stop decides.
+    Pairs are in order of prompts, with the first repeated in the rows that pad them to a bucket.
+    Counts are read back from the devices only where a learned stop decides. Kept tokens are padded
+    to one of `sizes`, by default those of `bucket_ladder`; a `ranking` of the pairs spares its
+    computation. Images after the tower need the taps of the pruner.
     """
     pruner, image = method.pruner, _pair_up(prompts.image_of).image
     if ranking is not None:
@@ -166,22 +156,9 @@ def prepare(
 ) -> Batch:
     """Plans a batch, and chooses its tokens unless that is part of its last program.
 
-    Args:
-        model: the model.
-        method: method from `place_method`.
-        prompts: prompts of the batch.
-        images: images of the prompts, before or after the tower; None if there are none.
-        options: how the model is run.
-        sizes: as in `choose`.
-        width: slots for text, so that rows have this length plus the padded tokens of their images;
-            None pads rows to the next of a ladder of lengths.
-        ranking: order of the tokens of each image on the host, if known.
-
-    Returns:
-        The batch, for `begin`.
-
-    Warns:
-        UserWarning: a prompt is longer than the context and was truncated.
+    Rows have `width` slots for text and the padded tokens of their images; without it they are
+    padded to the next of a ladder of lengths. `sizes` and `ranking` are those of `choose`. A prompt
+    that is longer than the context is truncated, with a warning.
     """
     config, rows, padded = model.config, _pair_up(prompts.image_of), 1
     choice, cuts = Plan(execution=options.execution, mesh=mesh_of(model.params)), ()

@@ -10,15 +10,7 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Decodes an answer, without special tokens and surrounding white space.
-
-    Args:
-        tokenizer: a `transformers` tokenizer.
-        token_ids: generated ids.
-
-    Returns:
-        The text.
-    """
+    """Decodes an answer, without special tokens and surrounding white space."""
     return _decode(tokenizer, token_ids).strip()
 
 

@@ -8,15 +8,9 @@ T = TypeVar("T")
 
 
 def timed(run: Callable[[], T], *num_compiled: Callable[[], int]) -> tuple[T, float]:
-    """Runs a function and measures its time without compilation.
+    """Runs a function that waits for its result; returns that, and the seconds it took.
 
-    Args:
-        run: the function, which waits for its result. It is run again if it compiles a program, and
-            so must have no side effects.
-        *num_compiled: functions that return the number of programs compiled so far.
-
-    Returns:
-        The result, and the time in seconds.
+    It is run again if it compiles a program, and so must have no side effects.
     """
     while True:
         before, begin = [count() for count in num_compiled], time.perf_counter()
