@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from PIL import Image
 from tiny_run import looks, make_run, metrics, write_data, write_questions
 
-from stepprune_jax import generate, load_policy, load_vlm, testing
+from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method, testing
 from stepprune_jax.pruning import PRUNERS, Ranking, TrainedMethod
 from stepprune_jax.pruning.ordering import by_score
 from stepprune_jax.training import train
@@ -61,7 +61,7 @@ def test_a_method_of_ones_own_is_trained_saved_and_run(tmp_path, monkeypatch):
     against = policy.replace(params=jax.tree.map(jnp.negative, policy.params))
     kept = []
     for scorer, budget in ((policy, 4), (against, 5)):
-        options = {"policy": scorer, "budget": budget, "max_tokens": 2, "warm_up": False}
-        (answer,) = generate(model, ["dog ?"], [[image]], **options)
+        method, options = make_method(None, budget, policy=scorer), RunOptions(2, warm_up=False)
+        (answer,) = generate(model, ["dog ?"], [[image]], method, options=options)
         kept += answer.kept_indices[0]
     assert sorted(kept) == list(range(9))  # the best four, and by the opposite order the others
