@@ -198,8 +198,8 @@ def read_policies(
 ) -> dict[str, Policy]:
     """Loads the policies of the rows to answer by name, in the order of the table.
 
-    A row whose file is missing is left out with a message, unless `methods` or `policy` asks for
-    it.
+    A further row whose file is missing is left out with a message, unless `methods` names it; the
+    run's own row has to be there, unless `methods` is for other rows.
     """
     policies = {}
     for name in [name for name in (*settings.rows, DEFAULT) if settings.wants(name)]:
@@ -207,7 +207,7 @@ def read_policies(
             own = name == DEFAULT
             path = own_policy(workdir, policy) if own else find_policy(settings.rows[name])
         except FileNotFoundError as error:
-            if settings.names(name) or (own and policy is not None):
+            if own or settings.names(name):
                 raise FileNotFoundError(f"row {name!r}: {error}") from error
             distributed.say(f"no row {name!r}: {error}")
             continue
