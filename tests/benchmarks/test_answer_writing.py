@@ -82,7 +82,7 @@ def test_what_is_missing_is_what_was_not_answered(file):
     append(file.path, lines(file, 2, 1))
     assert outstanding(file, ASKED) == [0, 3, 4]
     assert said(file) == ["said 1", "said 2"]
-    append(file.path, lines(file, 0, 3, 1))  # the first answer to a question that is listed twice
+    append(file.path, lines(file, 0, 3, 1, 0))  # one is listed twice, and one answered too often
     assert outstanding(file, ASKED) == []
     assert said(file) == ["said 0", "said 1", "said 2", "said 3", "said 1"]
     assert [row.text for row in read_answers(file.path)] == said(file)
