@@ -334,6 +334,8 @@ def test_a_drop_may_keep_all_or_merge(llava):
     changed = jnp.abs(merged.logits - plain).max(1) > 1e-3
     np.testing.assert_array_equal(changed, [True, True, True, False, False])
     assert not (merged.cuts[0].image == 1).any()
+    anew = prefill_with_cuts(params, config, sequence, (vlm.Cut(2, s, merge, renumber=True),))
+    np.testing.assert_array_equal(anew.cuts[0].position, vlm.renumber(merged.cuts[0]).position)
 
 
 def test_a_stage_tells_what_the_layer_behind_it_would_attend_to(llava):
