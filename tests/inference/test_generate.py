@@ -268,6 +268,8 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(model):
     assert answer(0) == first and answer(jax.random.key(0)) == first
     assert answer(1) != first
     assert answer(0, on_token=lambda *_: None) == first
+    # Each step draws anew, here almost uniformly.
+    assert all(len({*row}) > 1 for row in answer(0, sampling=Sampling(0, 1e6)))
     # A nucleus of one token is greedy.
     assert answer(3, 1e-6) == answer(0, sampling=Sampling())
 

@@ -68,6 +68,9 @@ def test_answers_are_those_of_generate(folder):
     for text, answer, count in zip(texts, said, most, strict=True):
         ids = [token for token in answer.token_ids[:count] if token != 2]
         assert text == decode(ids).strip()
+    until = texts[0][1:]
+    (ended,) = answer_questions(answerer, [Wanted(QUESTIONS[0], images()[0], 3, (until,))])
+    assert ended == cut_at(texts[0], (until,)) != texts[0]
 
 
 @pytest.mark.slow
