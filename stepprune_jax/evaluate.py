@@ -177,7 +177,7 @@ def _ask(run: EvaluationRun, policy: Path, question: BenchmarkQuestion) -> str:
     python = os.path.relpath(sys.executable) if here else "python"
     script = command_line.program("")  # of an installed package
     words = ["stepprune-generate"] if script else [python, "-m", "stepprune_jax.cli.generate"]
-    words += ["--model", run.model.folder or "shapes", "--policy", str(policy)]
+    words += ["--model", run.model.folder, "--policy", str(policy)]
     words += ["--image", os.path.relpath(question.image)]
     return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 

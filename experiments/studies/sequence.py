@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from experiments.report.records import Records, percent, read_records
 from experiments.report.statistics import families, image_numbers, paired_difference
+from experiments.studies.oracle import make_oracle
 from stepprune_jax import configurations
 from stepprune_jax import policy as functions
 from stepprune_jax.benchmarks import BenchmarkQuestion
@@ -52,7 +53,6 @@ from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.noise import standardise
 from stepprune_jax.pruning import Budget, Method, Policy, View, make_method
-from stepprune_jax.pruning.oracle import make_oracle
 from stepprune_jax.workdir.lock import locked
 
 SCORER = "AutoSelect-like"
