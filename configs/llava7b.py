@@ -6,9 +6,6 @@
 The comment after a value is its source in the paper; "silent" where the paper gives none. All other
 values are the defaults of the settings; docs/paper.md says where these differ from the paper, whose
 values `configs/llava7b.py:literal` has to the letter. No run of this configuration has been made.
-
-The data are expected where LLaVA's instructions put them, below the working directory:
-playground/data/llava_v1_5_mix665k.json and its image folders beside it.
 """
 
 from stepprune_jax import training
@@ -36,7 +33,8 @@ def get_config(reading: str = "") -> training.Run:
             rows_at_once=1,  # memory: eight passes for the batch of 16 on two devices
         ),
         data=training.DataSettings(
-            train_file="playground/data/llava_v1_5_mix665k.json",  # silent
+            # Silent: LLaVA's own, where its instructions put them below the working directory.
+            train_file="playground/data/llava_v1_5_mix665k.json",
             image_folder="playground/data",
             unusable="skip",
             split_turns=False,  # silent: a question follows the conversation so far

@@ -117,7 +117,7 @@ def read_config(
         settings = configurations.load(given.config, changes)
         if not isinstance(settings, kind):
             found, expected = type(settings).__name__, kind.__name__
-            raise ValueError(f"--config {given.config} is a {found}, expected a {expected}")
+            raise ValueError(f"--config {given.config} is {found}, expected {expected}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
     given.workdir = local_path(given.workdir or default_workdir(given.config))

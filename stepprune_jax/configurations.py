@@ -64,25 +64,34 @@ def load(config: str, changes: Sequence[str] = ()) -> Any:
     """
     file, argument = find(config)
     try:
-        settings = runpy.run_path(str(file))["get_config"](*[argument] * bool(argument))
-    except (ValueError, OSError):
+        get_config = runpy.run_path(str(file)).get("get_config", lambda: None)
+        settings = get_config(*[argument] * bool(argument))
+    except OSError:
         raise
     except Exception as error:  # of any kind: the file is a program
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = (place.filename, place.lineno)
-        if isinstance(error, SyntaxError):
-            where = (error.filename, error.lineno)
-        name = type(error).__name__
-        raise ValueError(f"{where[0]}, line {where[1]}: {name}: {error}") from error
+        raise ValueError(f"{_place(error, file)}{error}") from error
     if not isinstance(settings, Settings):
-        kind = type(settings).__name__
-        raise ValueError(f"{file}: get_config() returned a {kind}, expected settings")
+        found = type(settings).__name__
+        raise ValueError(f"{file}: expected a get_config that returns settings, not {found}")
     texts = {}
     for change in changes:
         name, equals, texts[name] = change.partition("=")
         if not equals:
             raise ValueError(f"{change!r} is no change of a field, expected FIELD=VALUE")
     return settings.replace(read_changes(settings, texts))
+
+
+def _place(error: Exception, file: Path) -> str:
+    """Returns the start of a message: the file, and for a bug in it the line and the kind."""
+    if isinstance(error, ValueError):  # a refused value, which names its field
+        return f"{file}: "
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where, line = frame.filename, frame.lineno
+    if isinstance(error, SyntaxError):
+        where, line = error.filename, error.lineno
+    elif where == __file__:  # the call itself, such as an argument that it does not take
+        return f"{file}: {type(error).__name__}: "
+    return f"{where}, line {line}: {type(error).__name__}: "
 
 
 def _folder() -> Path:

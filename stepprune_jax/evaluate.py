@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stages", default=stages, help=f"some of {stages}")
     given, run = command_line.read_config(parser, arguments, EvaluationRun)
     with user_input():
-        distributed.use_cores(getattr(run, "cpu_devices", 0))
+        distributed.use_cores(run.cpu_devices)
         distributed.start()
     evaluate(
         run,

@@ -200,7 +200,7 @@ def _expected(kind: Any) -> str:
         return "a tuple"
     if get_origin(kind) is Mapping:
         return "a mapping"
-    return _EXPECTED.get(kind) or " or ".join(map(_expected, arms)) or f"a {kind.__name__}"
+    return _EXPECTED.get(kind) or " or ".join(map(_expected, arms)) or kind.__name__
 
 
 def _replace(settings: Any, changes: Mapping[str, Any], path: str) -> Any:

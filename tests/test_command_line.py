@@ -192,7 +192,7 @@ def read(arguments, kind=Run):
         (["--config=llava7b:loose"], "the argument of llava7b is 'loose', expected"),
         (["more", "words"], "unexpected arguments: more words"),
         (["--workdir="], "--workdir is empty, expected a folder"),
-        (["--config=experiments/configs/pretrain_shapes.py"], "is a Pretraining, expected a Run"),
+        (["--config=experiments/configs/pretrain_shapes.py"], "is Pretraining, expected Run"),
     ],
 )
 def test_bad_command_lines_are_refused(monkeypatch, capsys, given, message):
@@ -250,7 +250,12 @@ def test_as_many_devices_as_cores_are_asked_for():
             r"mistaken\d.py, line 2: NameError: name 'unde",
         ),
         ("def get_config():\n    return 1 / 0", r"line 2: ZeroDivisionError: division by zero"),
-        ("def get_config():\n    return {}", r"returned a dict, expected settings"),
+        (
+            "def get_config():\n    return {}",
+            r"a get_config that returns settings, not dict",
+        ),
+        ("x = 1", r"mistaken\d.py: expected a get_config that returns settings"),
+        ("def get_config():\n    int('x')", r"mistaken\d.py: invalid literal"),
         ("import absent_package", r"mistaken\d.py, line 1: ModuleNotFoundError: No module named"),
     ],
 )

@@ -14,8 +14,8 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
 from stepprune_jax.checkpoints.shipped import (
     ASSETS,
+    MODELS,
     POLICIES,
-    POLICIES_FOR,
     SHAPES_MODEL,
     policy_names,
 )
@@ -114,7 +114,7 @@ def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):
 
 
 def test_every_policy_is_for_a_model():
-    assert sorted(name for names in POLICIES_FOR.values() for name in names) == policy_names()
+    assert policy_names() == sorted(MODELS)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,7 @@ def test_every_policy_is_for_a_model():
 )
 def test_policies_fit_their_model_and_say_where_they_come_from(model, qwen, file):
     policy = load_policy(file)
-    check_fits(
-        policy.config, qwen.config if file.stem in POLICIES_FOR["shapes_qwen"] else model.config
-    )
+    check_fits(policy.config, qwen.config if file.stem == "shapes_qwen" else model.config)
     assert policy.stats is not None
     _, metadata = safetensors.read_contents(file)
     assert {"seed", "commit", "command"} <= json.loads(metadata["about"]).keys()

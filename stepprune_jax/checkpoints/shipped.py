@@ -7,12 +7,7 @@ ASSETS = Path(__file__).resolve().parents[1] / "assets"
 # The small LLaVA and the small Qwen2.5-VL of the shapes world.
 SHAPES_MODEL, SHAPES_QWEN = ASSETS / "shapes_llava", ASSETS / "shapes_qwen"
 MODELS = {"shapes": SHAPES_MODEL, "shapes_qwen": SHAPES_QWEN}
-POLICIES = ASSETS / "policies"
-# Policies by the model they were trained for, StepPrune's own first.
-POLICIES_FOR = {
-    "shapes": ("shapes",),
-    "shapes_qwen": ("shapes_qwen",),
-}
+POLICIES = ASSETS / "policies"  # each of the name of its model
 _SUFFIX = ".safetensors"
 
 

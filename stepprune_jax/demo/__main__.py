@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.checkpoints.shipped import POLICIES_FOR
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
     small = given.model in _SMALL
     with user_input():
-        names = [*given.policy, *POLICIES_FOR.get(given.model, ())]
+        names = [*given.policy, *([given.model] if small else [])]
         policies = dict(_named(Path(name).stem, load_policy(name)) for name in names)
         model = load_vlm(
             given.model,

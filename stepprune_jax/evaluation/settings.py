@@ -151,7 +151,8 @@ class EvaluationRun(Settings):
 
     Attributes:
         seed: seed of random rows.
-        mesh: preset of `build_mesh`, or sizes by axis.
+        mesh: preset of `parallel.sharding.build_mesh`, or sizes by axis: "data=2,tensor=4".
+        cpu_devices: CPU devices, if jax sees no others; 0 leaves their number to jax.
         model: the frozen model.
         data: the data.
         eval: settings of the evaluation.
@@ -159,6 +160,7 @@ class EvaluationRun(Settings):
 
     seed: int = count(0, least=0)
     mesh: str = setting("data", free=True)
+    cpu_devices: int = count(0, least=0, free=True)
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     eval: EvalSettings = setting(EvalSettings(), free=True)

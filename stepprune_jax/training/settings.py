@@ -66,31 +66,28 @@ class ValidationSettings(Settings, group="validation"):
 class Run(EvaluationRun):
     """The settings of a run of `train.py`, and of `eval.py` on its policy.
 
+    Those of `EvaluationRun`, whose `seed` is also that of weights, noise and the order of samples,
+    and:
+
     Attributes:
         method: method to train, of `PRUNERS`.
-        seed: seed of weights, noise and the order of samples.
         steps: updates of the whole run.
         batch_size: rows of an update, over all devices.
         text_gate_anneal: share of the steps over which the text gate opens; 0 for an open gate. A
             policy that cannot read the question yet learns that some tokens matter for any
             question, and some runs never unlearn it.
-        cpu_devices: CPU devices, if jax sees no others; 0 leaves their number to jax.
-        mesh: preset of `parallel.sharding.build_mesh`, or sizes by axis: "data=2,tensor=4".
         log_every: updates between lines of metrics.
         checkpoint_every: updates between checkpoints.
         keep_checkpoints: number of checkpoints to keep.
         max_skipped: non-finite updates in a row that stop the run.
         tensorboard: whether to write TensorBoard events.
         wandb: a project of Weights & Biases; empty for none.
-        model: the frozen model.
-        data: the data.
         policy: the policy, for the method "stepprune". Its widths of features and text are those of
             the model, unless a `text_width` of 0 hides the question.
         autoselect: the one-shot scorer, for the method "autoselect"; likewise.
         optimizer: the optimiser.
         accelerator: devices that a dry run plans for.
         validation: validation during training.
-        eval: settings of `eval.py`.
     """
 
     method: str = setting(
@@ -101,7 +98,6 @@ class Run(EvaluationRun):
     steps: int = count(500)
     batch_size: int = count(32)
     text_gate_anneal: float = share(0.0)
-    cpu_devices: int = count(0, least=0, free=True)
     log_every: int = count(10, free=True)
     checkpoint_every: int = count(100, free=True)
     keep_checkpoints: int = count(2, free=True)
@@ -142,8 +138,7 @@ def read_method(run: Run, model: ModelConfig) -> TrainedMethod:
     """Builds the method to be trained, its widths those of the model."""
     kind = trained_methods()[run.method]
     name, config = kind.settings, getattr(run, kind.settings)
-    expected = f"a {kind.config_type.__name__}"
-    run.require(name, isinstance(config, kind.config_type), expected)
+    run.require(name, isinstance(config, kind.config_type), kind.config_type.__name__)
     if model.sizes_vary and getattr(config, "max_steps", None) is not None:
         raise ValueError(
             f"config.{name}.max_steps is {config.max_steps!r}, expected None, half of each "

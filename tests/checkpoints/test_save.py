@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from visual import preprocess_clip
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import VLM, load_vlm, save_vlm
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.images import preprocess_clip
 from stepprune_jax.models.stack import lay_out
 from stepprune_jax.parallel import sharding
 

@@ -98,7 +98,7 @@ def test_policies(policy, data):
 
 
 SHAPES = configurations.load("shapes")
-FIELDS = sorted(name for name in SHAPES.flat() if "policy." not in name and "auto" not in name)
+FIELDS = sorted(name for name in SHAPES.flat() if not name.startswith(("policy.", "autoselect.")))
 
 
 @cases(60)

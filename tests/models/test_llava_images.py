@@ -9,12 +9,13 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 from PIL.TiffTags import DOUBLE
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from visual import preprocess_clip
 
 from stepprune_jax import testing
 from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava import LLAVA, LlavaConfig, images
-from stepprune_jax.models.llava.images import ImageSettings, preprocess_clip
+from stepprune_jax.models.llava.images import ImageSettings
 
 SMALL = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 
@@ -79,7 +80,7 @@ def test_strips_of_a_large_square_give_the_same_bytes(size, monkeypatch):
 
 
 def test_what_would_grow_without_bound_if_it_is_not_padded_is_refused():
-    unpadded = images.LLAVA_SETTINGS._replace(pad_to_square=False)
+    unpadded = ImageSettings()._replace(pad_to_square=False)
     assert preprocess_clip(Image.new("RGB", (200, 1)), unpadded).shape == (3, 336, 336)
     with pytest.raises(ValueError, match=r"60000 x 2 pixels is too narrow: .* to 10080000 x 336"):
         preprocess_clip(Image.new("RGB", (60_000, 2)), unpadded)

@@ -1,12 +1,18 @@
-"""Visual tokens of images that all have the same grid, as `vlm.assemble` takes them."""
+"""Pixels of images, and their visual tokens, as a model of the LLaVA family takes them."""
 
 import jax.numpy as jnp
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava.images import ImageSettings, normalise, resize
+
+
+def preprocess_clip(image, settings=ImageSettings()):  # noqa: B008  it is frozen
+    """The pixels [3, height, width] that CLIP sees of an RGB image."""
+    return normalise(resize(image, settings), settings)
 
 
 def visual_of(config, tokens, index=None, valid=None):
-    """A `vlm.Visual` of projected tokens [b, j, k, e]: all of each image's, or those at `index`."""
+    """A `vlm.Visual` of the tokens [b, j, k, e] of images of one grid, or those at `index`."""
     b, j, k = tokens.shape[:3]
     index = jnp.arange(k, dtype=jnp.int32) if index is None else jnp.asarray(index, jnp.int32)
     index = jnp.broadcast_to(index, (b, j, k))

@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from visual import preprocess_clip
 
 from stepprune_jax import testing
 from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava import LLAVA, LlavaConfig
-from stepprune_jax.models.llava.images import LLAVA_SETTINGS, preprocess_clip
+from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.training.batches import Batches, Bucket, Images, Loading, plan_buckets
 from stepprune_jax.user_input import is_user_error
 
@@ -187,7 +188,7 @@ def cache_of(settings, side, limit):
 
 
 def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
-    settings = LLAVA_SETTINGS._replace(resize_to=24, crop_to=(24, 24))
+    settings = ImageSettings()._replace(resize_to=24, crop_to=(24, 24))
     for mean in (settings.mean, None):
         settings = settings._replace(mean=mean)
         cache = cache_of(settings, 24, 1 << 20)
@@ -200,7 +201,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
 
 
 def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
-    settings = LLAVA_SETTINGS._replace(resize_to=8, crop_to=(8, 8))
+    settings = ImageSettings()._replace(resize_to=8, crop_to=(8, 8))
     paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
     cache = cache_of(settings, 8, 2 * 3 * 8 * 8)
     for number in (0, 1, 0, 2):
@@ -214,6 +215,6 @@ def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
 
 def test_images_of_another_size_than_the_model_takes_are_refused(tmp_path):
     path = save_image(tmp_path / "a.png", 24, 24)
-    cache = cache_of(LLAVA_SETTINGS._replace(resize_to=16, crop_to=(16, 16)), 24, 1)
+    cache = cache_of(ImageSettings()._replace(resize_to=16, crop_to=(16, 16)), 24, 1)
     with pytest.raises(ValueError, match=r"a\.png: the image processor makes 16 x 16 pixels"):
         cache(path)

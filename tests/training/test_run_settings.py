@@ -136,7 +136,7 @@ def test_the_command_line_changes_fields():
         ("optimizer.warmpu=1", r"config.optimizer.warmpu is not a field. Did you mean warmup\?$"),
         ("batchsize=1", r"config.batchsize is not a field. Did you mean batch_size\?$"),
         ("steps.x=1", r"config.steps.x is not a field$"),
-        ("optimizer=3", r"config.optimizer is 3, expected a OptimizerSettings"),
+        ("optimizer=3", r"config.optimizer is 3, expected OptimizerSettings"),
         ("steps=many", r"config.steps is 'many', expected an integer from 1"),
         ("steps", r"'steps' is no change of a field, expected FIELD=VALUE"),
         ("accelerator.name=abacus", "config.accelerator.name is 'abacus', expected one of rtx"),

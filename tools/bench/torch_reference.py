@@ -1,4 +1,4 @@
-"""Models of `transformers` with our weights, as references of the benchmarks.
+"""A Llama of `transformers` with our weights, as the reference of the benchmarks.
 
 torch and the models of `transformers` are imported inside the functions: nothing else of the
 package needs them.
@@ -11,12 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.checkpoints.save import file_tensor
-from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
-from stepprune_jax.models.qwen2_5_vl.images import Patches
 from stepprune_jax.models.stack import layout_of
 
 CACHES = ("dynamic", "static")
@@ -49,36 +46,6 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     return model.eval().requires_grad_(False)
 
 
-def build_vlm(params: dict[str, Any], config: ModelConfig, device: str = "cpu") -> Any:
-    """Builds the `...ForConditionalGeneration` with SDPA attention and a copy of our weights."""
-    import torch
-    import transformers
-
-    qwen = isinstance(config, QwenConfig)
-    name = "Qwen2_5_VL" if qwen else "Llava"
-    fields = config.family.hf_config(config, str(params["language"]["norm"]["scale"].dtype))
-    fields = {k: v for k, v in fields.items() if k not in ("architectures", "model_type", "dtype")}
-    hf = getattr(transformers, f"{name}Config")(**fields, attn_implementation="sdpa")
-    with torch.device("meta"):
-        model = getattr(transformers, f"{name}ForConditionalGeneration")(hf)
-    names = {config.family.canonical_name(name): name for name in model.state_dict()}
-    state = {names[name]: tensor for name, tensor in _tensors(params, config, device)}
-    tied = config.text.tie_embeddings
-    model.load_state_dict(state, strict=not tied, assign=True)
-    if tied:
-        model.tie_weights()
-    # Computed buffers are not weights: the meta device left them without values.
-    language = model.model.language_model
-    language.rotary_emb = type(language.rotary_emb)(hf.text_config).to(device)
-    if qwen:
-        tower = model.model.visual
-        tower.rotary_pos_emb = type(tower.rotary_pos_emb)(hf.vision_config).to(device)
-    else:
-        embeddings = model.model.vision_tower.embeddings
-        embeddings.position_ids = torch.arange(embeddings.num_positions, device=device)[None]
-    return model.eval().requires_grad_(False)
-
-
 def _tensors(params: dict[str, Any], config: ModelConfig, device: str) -> Iterator[tuple[str, Any]]:
     """Yields tensors of weights under their canonical names."""
     flat, abstract = weights.flatten(params), vlm.abstract_params(config, layers=layout_of(params))
@@ -86,44 +53,6 @@ def _tensors(params: dict[str, Any], config: ModelConfig, device: str) -> Iterat
         if target.path in flat:
             for layer, name in enumerate(target.names):
                 yield name, to_torch(file_tensor(target, flat[target.path], layer), device)
-
-
-def first_tokens(
-    model: Any,
-    ids: Int[np.ndarray, "b l"],
-    pixels: Float[np.ndarray, "b 3 H W"] | Patches,
-    config: ModelConfig,
-) -> Float[np.ndarray, "b v"]:
-    """Runs a model over prompts with an image each, all of the largest size."""
-    import torch
-
-    count = config.max_image_tokens
-    tokens = [np.where(row == IMAGE_TOKEN, config.image_token_id, row) for row in ids]
-    repeats = [np.where(row == IMAGE_TOKEN, count, 1) for row in ids]
-    expanded = np.stack([np.repeat(*row) for row in zip(tokens, repeats, strict=True)])
-    weight = next(model.parameters())
-    device, given = weight.device.type, {}
-    if isinstance(pixels, Patches):
-        assert isinstance(config, QwenConfig)
-        # Without our padding; a patch has its frames, which are equal here, after its channels.
-        values = np.asarray(pixels.values)[:, : count * config.vision.unit]
-        values = values.reshape(-1, 3, 1, config.vision.patch_size**2)
-        values = values.repeat(config.vision.temporal_patch_size, axis=2).reshape(len(values), -1)
-        grid = np.asarray(pixels.grid) * config.vision.merge_size
-        given["image_grid_thw"] = tokens_on(np.insert(grid, 0, 1, axis=1), device)
-        is_image = expanded == config.image_token_id
-        given["mm_token_type_ids"] = tokens_on(is_image.astype(np.int64), device)
-        pixels = values
-        model.model.rope_deltas = None  # of the previous batch
-    with torch.inference_mode():
-        output = model(
-            input_ids=tokens_on(expanded, device),
-            pixel_values=to_torch(pixels, device).to(weight.dtype),
-            use_cache=True,
-            logits_to_keep=1,
-            **given,
-        )
-    return as_numpy(output.logits[:, -1])
 
 
 def new_cache(model: Any, kind: str, capacity: int) -> Any:

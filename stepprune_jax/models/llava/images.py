@@ -41,9 +41,6 @@ class ImageSettings(NamedTuple):
         return tuple(int(value * 255) for value in self.mean or (0.0, 0.0, 0.0))
 
 
-LLAVA_SETTINGS = ImageSettings()
-
-
 def _side(value: Any) -> int | None:
     return value if is_count(value) and value <= LONGEST_SIDE else None
 
@@ -108,13 +105,6 @@ def to_hf(settings: ImageSettings, side: int) -> Json:
         "image_mean": list(settings.mean or CLIP_MEAN),
         "image_std": list(settings.std or CLIP_STD),
     }
-
-
-def preprocess_clip(
-    image: Image.Image, settings: ImageSettings = LLAVA_SETTINGS
-) -> Float[np.ndarray, "3 height width"]:
-    """Converts an RGB image to the pixels that CLIP sees, 336 x 336 for LLaVA-1.5."""
-    return normalise(resize(image, settings), settings)
 
 
 def resize(image: Image.Image, settings: ImageSettings) -> Bytes:
