@@ -9,7 +9,7 @@ from hub_server import serving
 from huggingface_hub import constants
 
 from stepprune_jax import export
-from stepprune_jax.checkpoints import Policy, hub, load_policy, save_policy
+from stepprune_jax.checkpoints import Policy, hub, load_policy, load_vlm, save_policy
 from stepprune_jax.checkpoints.folder import find_folder
 from stepprune_jax.evaluation.settings import find_policy, own_policy
 from stepprune_jax.policy import PolicyConfig, init_policy
@@ -102,12 +102,19 @@ def test_a_policy_needs_no_prefix_where_no_path_is_meant(server, published, tmp_
     assert not server.asked
 
 
-def test_a_model_comes_at_a_revision_too(server):
-    first = server.commit("org/model", {"config.json": b"{}", "weights.bin": b"a pickle"})
-    server.commit("org/model", {"config.json": b'{"model_type": "llava"}'})
-    folder = find_folder(f"hub:org/model@{first}")
-    assert (folder / "config.json").read_text() == "{}" and not (folder / "weights.bin").exists()
-    assert "llava" in (find_folder("hub:org/model") / "config.json").read_text()
+def test_a_model_comes_at_a_revision_with_its_weights_last_and_never_a_pickle(
+    server, llava_folder, capsys
+):
+    files = {path.name: path.read_bytes() for path in llava_folder.iterdir()}
+    first = server.commit("org/model", files | {"weights.bin": b"a pickle"})
+    server.commit("org/model", {"config.json": b"{}"})
+    model = load_vlm(f"hub:org/model@{first}", progress=False)
+    assert sorted(path.name for path in model.folder.iterdir()) == sorted(files)
+    names = [path.rpartition("/")[2] for path in server.asked]
+    weights = names.index("model.safetensors")
+    assert all(names.index(name) < weights for name in files if name.endswith(".json"))
+    assert f"org/model@{first} is not a local folder; looking it up" in capsys.readouterr().out
+    assert (find_folder("hub:org/model") / "config.json").read_text() == "{}"
 
 
 @pytest.fixture

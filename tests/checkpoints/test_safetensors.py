@@ -67,6 +67,13 @@ RECORD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (2).to_bytes(8, "little") + b"[]",
         (50_000).to_bytes(8, "little") + b"[" * 50_000,
         (19).to_bytes(8, "little") + b'{"__metadata__":[]}',
+        *(  # a header that can be read in two ways
+            len(raw).to_bytes(8, "little") + raw + bytes(8)
+            for raw in (
+                f'{{"w": {json.dumps(RECORD)}, "w": {json.dumps(RECORD)}}}'.encode(),
+                json.dumps({"w": RECORD}).encode("utf-16"),
+            )
+        ),
     ],
 )
 def test_a_file_without_a_good_header_is_named(tmp_path, content):
@@ -107,53 +114,38 @@ def test_tensors_that_share_bytes_are_refused(tmp_path):
     assert set(ours.read_header(path)) == {"w", "v", "none"}
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"])
-def test_numbers_that_are_not_finite_are_refused_whatever_their_dtype(tmp_path, dtype):
-    dtype = ours.DTYPES[dtype]
-    for value, good in ((-0.0, True), (-1.5, True), (np.nan, False), (-np.inf, False)):
-        tensor = np.array([[1, value], [0, 2]]).astype(dtype)
-        entry = ours.read_header(_write(tmp_path / "x.safetensors", w=tensor))["w"]
-        np.testing.assert_array_equal(ours.read_tensor(entry, (slice(1, 2),)), tensor[1:])
-        if good:
-            np.testing.assert_array_equal(ours.read_tensor(entry), tensor)
-        else:
-            with pytest.raises(ValueError, match=r"x\.safetensors: 'w' holds NaN or infinity"):
-                ours.read_tensor(entry)
-
-
 @pytest.mark.parametrize(
-    ("value", "stored", "wanted", "fits"),
+    ("value", "stored", "wanted", "problem"),
     [
-        (65504, "F32", "F16", True),
-        (65520, "F32", "F16", False),
-        (65280, "BF16", "F16", True),
-        (65536, "BF16", "F16", False),
-        (1e300, "F64", "F32", False),
-        (-3.4e38, "F64", "F32", True),
-        (3.4e38, "F32", "BF16", False),
-        (3.3e38, "F32", "BF16", True),
-        (65504, "F16", "BF16", True),
-        (448, "F8_E4M3", "F32", True),
+        *(
+            (value, stored, stored, problem)
+            for stored in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+            for value, problem in ((-0.0, ""), (-1.5, ""), (np.nan, "NaN"), (-np.inf, "infinity"))
+        ),
+        (65504, "F32", "F16", ""),
+        (65520, "F32", "F16", "too large for float16"),
+        (65280, "BF16", "F16", ""),
+        (65536, "BF16", "F16", "too large for float16"),
+        (1e300, "F64", "F32", "too large for float32"),
+        (-3.4e38, "F64", "F32", ""),
+        (3.4e38, "F32", "BF16", "too large for bfloat16"),
+        (3.3e38, "F32", "BF16", ""),
+        (65504, "F16", "BF16", ""),
+        (448, "F8_E4M3", "F32", ""),
     ],
 )
-def test_numbers_too_large_for_the_wanted_dtype_are_refused(tmp_path, value, stored, wanted, fits):
-    tensor, dtype = np.array([1, value]).astype(ours.DTYPES[stored]), ours.DTYPES[wanted]
+def test_numbers_that_the_wanted_dtype_does_not_hold_are_refused(
+    tmp_path, value, stored, wanted, problem
+):
+    tensor = np.array([[1, value], [0, 2]]).astype(ours.DTYPES[stored])
     entry = ours.read_header(_write(tmp_path / "x.safetensors", w=tensor))["w"]
-    if fits:
-        np.testing.assert_array_equal(ours.read_tensor(entry, dtype=dtype), tensor)
-    else:
-        with pytest.raises(ValueError, match=f"'w' holds numbers too large for {dtype}"):
+    dtype = ours.DTYPES[wanted]
+    np.testing.assert_array_equal(ours.read_tensor(entry, (slice(1, 2),), dtype), tensor[1:])
+    if problem:
+        with pytest.raises(ValueError, match=rf"x\.safetensors: 'w' holds .*{problem}"):
             ours.read_tensor(entry, dtype=dtype)
-
-
-def test_a_header_that_can_be_read_in_two_ways_is_refused(tmp_path):
-    record = json.dumps(RECORD)
-    for raw, said in (
-        (f'{{"w": {record}, "w": {record}}}'.encode(), "'w' is given twice"),
-        (json.dumps({"w": RECORD}).encode("utf-16"), "unreadable JSON"),
-    ):
-        with pytest.raises(ValueError, match=f"x: corrupt safetensors header.*{said}"):
-            ours.read_header(_raw(tmp_path / "x", raw, bytes(8)))
+    else:
+        np.testing.assert_array_equal(ours.read_tensor(entry, dtype=dtype), tensor)
 
 
 def test_a_file_cut_after_its_header_was_read_is_named(tmp_path):
@@ -163,14 +155,6 @@ def test_a_file_cut_after_its_header_was_read_is_named(tmp_path):
         file.truncate(path.stat().st_size - 8)
     with pytest.raises(ValueError, match=r"x\.safetensors is truncated"):
         ours.read_tensor(entry)
-
-
-def test_shards_are_found_through_the_index(tmp_path):
-    _write(tmp_path / "one.safetensors", a=np.zeros(1, np.float32))
-    _write(tmp_path / "two.safetensors", b=np.ones(1, np.float32))
-    shards = [("one.safetensors", ("a",)), ("two.safetensors", ("b",))]
-    ours.write_index(tmp_path, shards, 8)
-    assert sorted(ours.read_folder(tmp_path)) == ["a", "b"]
 
 
 def test_a_folder_with_a_bad_index_is_refused(tmp_path):

@@ -196,22 +196,6 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
     assert settings.resize_to == 40 and settings.crop_to == (30, 30) and settings.std == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("image_processor_type", "LlavaNextImageProcessor"),
-        ("size", {"shortest_edge": 0.5}),
-        ("crop_size", 1_000_000),
-        ("image_std", [1, math.nan, 1]),
-        ("resample", 9),
-    ],
-)
-def test_other_processors_are_refused(field, value):
-    message = "unsupported image processor" if "type" in field else f"here: {field} is "
-    with pytest.raises(ValueError, match=message):
-        images.settings_from_hf({field: value}, "here")
-
-
 def test_a_batch_stacks_images_of_any_size():
     vision = {"image_size": 336, "patch_size": 14}
     config = LlavaConfig.from_hf(testing.tiny_hf_config(vision=vision))
