@@ -29,11 +29,52 @@ from stepprune_jax.user_input import is_user_error, local_path, one_line, user_i
 ROOT = Path(__file__).parents[1]
 
 
-def test_errors_in_what_the_user_gave_are_reported_in_one_line(capsys):
-    with pytest.raises(SystemExit) as ended, one_line_errors("prog"), user_input():
-        raise ValueError("config.steps is 0,\nexpected more")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "prog: error: config.steps is 0, expected more\n"
+def marked(error):
+    """An error about what the user gave."""
+    with pytest.raises(type(error)), user_input():
+        raise error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (
+            marked(ValueError("config.steps is 0,\nexpected more")),
+            2,
+            "error: config.steps is 0, expected more",
+        ),
+        *(
+            (OSError(n, os.strerror(n), "/x/a"), 2, f"error: [Errno {n}] {os.strerror(n)}: '/x/a'")
+            for n in (errno.ENOSPC, errno.EROFS, errno.EISDIR, errno.ENOENT)
+        ),
+        (KeyboardInterrupt(), 128 + signal.SIGINT, "interrupted"),
+        (MemoryError("1 GiB"), 2, "error: out of memory: 1 GiB"),
+        (
+            RuntimeError("Unable to initialize backend 'x': no"),
+            2,
+            "error: Unable to initialize backend 'x': no",
+        ),
+    ],
+)
+def test_what_ends_a_program_is_reported_in_one_line(capsys, error, status, said):
+    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
+        raise error
+    assert ended.value.code == status
+    assert capsys.readouterr().err == f"prog: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        *(ValueError("shapes differ"), OSError("disk full"), KeyError("x"), RuntimeError("a bug")),
+        AssertionError(),
+    ],
+)
+def test_other_errors_are_left_alone(bug):
+    with pytest.raises(type(bug)) as found, one_line_errors("prog"):
+        raise bug
+    assert found.value is bug and not is_user_error(bug)
 
 
 HOSTILE = "a\n\r\u2028b \x1b[2J\x07\0\udcff.png"  # as a file may be called
@@ -65,34 +106,6 @@ def test_output_has_every_character():
     assert (done.stdout, done.stderr) == (b"\\udcff \\u6f22\n", b"")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EISDIR, errno.ENOENT])
-def test_what_the_machine_refuses_is_reported_in_one_line(capsys, number, tmp_path):
-    error = OSError(number, os.strerror(number), str(tmp_path / "metrics.jsonl"))
-    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
-        raise error
-    assert ended.value.code == 2
-    said = f"prog: error: [Errno {number}] {os.strerror(number)}: '{tmp_path}/metrics.jsonl'\n"
-    assert capsys.readouterr().err == said
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "said"),
-    [
-        (KeyboardInterrupt(), 128 + signal.SIGINT, "prog: interrupted\n"),
-        (MemoryError("1 GiB"), 2, "prog: error: out of memory: 1 GiB\n"),
-        (
-            RuntimeError("Unable to initialize backend 'x': no"),
-            2,
-            "prog: error: Unable to initialize backend 'x': no\n",
-        ),
-    ],
-)
-def test_what_ends_a_program_from_outside_is_reported_in_one_line(capsys, error, status, said):
-    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
-        raise error
-    assert ended.value.code == status and capsys.readouterr().err == said
-
-
 @pytest.mark.parametrize(
     ("platform", "said"),
     [("cuda", "JAX_PLATFORMS is 'cuda'"), ("nowhere", "Unable to initialize backend 'nowhere'")],
@@ -107,12 +120,6 @@ def test_a_platform_that_is_not_there_is_reported_in_one_line(platform, said):
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith(f"prog: error: {said}") and done.stderr.count("\n") == 1
-
-
-def test_errors_of_the_program_itself_are_raised():
-    for error in (RuntimeError("a bug"), AssertionError()):
-        with pytest.raises(type(error)), one_line_errors("prog"):
-            raise error
 
 
 def test_a_program_may_have_no_output(monkeypatch):
@@ -161,19 +168,6 @@ def test_output_that_nobody_reads_and_output_that_cannot_be_written(lines):
         2,
         "prog: error: [Errno 28] No space left on device\n",
     )
-
-
-@pytest.mark.parametrize("bug", [ValueError("shapes differ"), OSError("disk full"), KeyError("x")])
-def test_other_errors_are_left_alone(bug):
-    with pytest.raises(type(bug)) as found, one_line_errors("prog"):
-        raise bug
-    assert found.value is bug and not is_user_error(bug)
-
-
-def test_only_errors_about_values_and_files_are_marked():
-    with pytest.raises(TypeError) as found, user_input():
-        raise TypeError("a bug")
-    assert not is_user_error(found.value)
 
 
 def read(arguments, kind=Run):
@@ -286,7 +280,6 @@ def test_the_programs_end_with_one_line(tmp_path):
         f"experiments/pretrain/__main__.py --workdir={tmp_path} --config={pretrain} "
         f"--config.data.folder={tmp_path}",
         f"eval.py --workdir={tmp_path} --config={shapes}",
-        f"train.py --workdir={tmp_path}",
     ]
     ended = subprocess.run(
         [sys.executable, "-c", RUN_ALL],
@@ -295,14 +288,13 @@ def test_the_programs_end_with_one_line(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert ended.stdout.split() == ["2"] * 4
-    train, pretrain, evaluate, unset = ended.stderr.splitlines()
+    assert ended.stdout.split() == ["2"] * 3
+    train, pretrain, evaluate = ended.stderr.splitlines()
     assert train == "train.py: error: config.steps is 0, expected an integer from 1, below 2**31"
     assert evaluate.startswith(
         f"eval.py: error: row 'StepPrune': {tmp_path}/policy.safetensors does not"
     )
     assert pretrain == f"experiments.pretrain: error: no file at {tmp_path}/train.json"
-    assert unset == "train.py: error: the following arguments are required: --config"
 
 
 def test_a_run_has_a_folder_of_its_configuration_unless_it_is_given_one():

@@ -406,14 +406,11 @@ def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
 BAD = {
     "a string": ({"prompts": "dog"}, TypeError, "list of prompts"),
     "empty": ({"prompts": ["a", " "]}, ValueError, "prompt 1: the question is empty"),
-    "marks": ({"prompts": ["<image> <image> a"], "images": [IMAGES[0]]}, ValueError, "2 <image>"),
-    "no file": ({"images": ["absent.png"]}, FileNotFoundError, "absent.png"),
     "an answer": ({"prompts": [["a", "b"]]}, ValueError, "ends with an answer"),
     "max_tokens": ({"options": RunOptions(0)}, ValueError, "max_tokens is 0"),
     "positions": ({"options": RunOptions(positions="mixed")}, ValueError, "positions is 'mixed'"),
     "context": ({"options": RunOptions(context_limit=0)}, ValueError, "context_limit is 0"),
     "temperature": ({"sampling": Sampling(temperature=-1.0)}, ValueError, "temperature is -1"),
-    "budget": ({"method": make_method("cls", 10)}, ValueError, "budget is 10"),
 }
 
 

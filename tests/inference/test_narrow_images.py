@@ -1,6 +1,5 @@
 """An image that is too narrow for Qwen2.5-VL is named, wherever it comes from."""
 
-import io
 import json
 
 import jax.numpy as jnp
@@ -9,11 +8,8 @@ from PIL import Image
 
 from experiments.shapes import write_world
 from stepprune_jax import testing
-from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.cli.generate import main
 from stepprune_jax.data import check
-from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.inference import read_request
 from stepprune_jax.user_input import is_user_error
 
@@ -32,15 +28,6 @@ def path(tmp_path):
     return tmp_path / "narrow.png"
 
 
-def test_the_command_names_the_file(model, path, capsys):
-    wide = path.with_name("wide.png")
-    Image.new("RGB", (2000, 10)).save(wide)
-    images = ["--image", str(wide), "--image", str(path)]
-    assert main(["--model", str(model.folder), *images, "--prompt", "Both?", "--json"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.endswith(f"error: {path}: {REASON}\n") and err.count("\n") == 1
-
-
 def test_an_image_in_memory_is_named_by_its_place(model, path):
     wide = Image.new("RGB", (20, 10))
     with pytest.raises(ValueError) as caught:
@@ -56,16 +43,6 @@ def test_training_names_the_file(model, path):
     with pytest.raises(ValueError) as caught:
         read(path)
     assert str(caught.value) == f"{path}: {REASON}" and is_user_error(caught.value)
-
-
-def test_an_evaluation_names_the_file_or_the_question(model, path):
-    out = io.BytesIO()
-    NARROW.save(out, "PNG")
-    for image, name in ((path, str(path)), (out.getvalue(), "image 0 of prompt 0 ('Red?')")):
-        question = BenchmarkQuestion(7, "Red?", "Red?", image)
-        with pytest.raises(ValueError) as caught:
-            encode_questions(model, [question], batch_size=1)
-        assert str(caught.value) == f"{name}: {REASON}" and is_user_error(caught.value)
 
 
 def test_the_check_of_a_data_folder_lists_the_file_but_no_fault(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,18 +105,11 @@ def test_assembled_rows_equal_a_plain_loop(data):
         np.testing.assert_array_equal(np.stack(found, axis=1), tokens)
 
 
-def test_rows_without_images_lose_their_sentinels(llava):
-    _, config, params = llava
-    none = visual_of(config, np.zeros((1, 0, 3, 64)))
-    sequence = prefix(params, config, (jnp.array([[1, S, 2, 3]]), jnp.array([4]), none))
-    np.testing.assert_array_equal(sequence.length, [3])
-    np.testing.assert_array_equal(sequence.position, [[[0, 1, 2, 0]]])
-
-
 @pytest.mark.parametrize("positions", vlm.POSITIONS)
 def test_pruned_rows_and_cached_decode_equal_hand_built_reference_runs(llava, positions):
     model, config, params = llava
-    sequence = prefix(params, config, positions=positions)
+    # Whatever lies in the padding, rows equal those of the reference one by one.
+    sequence = prefix(params, config, prompts.batch(noise=5.0), positions)
     every = prefill(params, config, sequence, 3, all_logits=True).logits
     logits, cache, *_ = prefill(params, config, sequence, 3)
     np.testing.assert_array_equal(cache.length, sequence.length)
@@ -135,29 +127,6 @@ def test_pruned_rows_and_cached_decode_equal_hand_built_reference_runs(llava, po
         assert_close(ours, theirs[-4:], what=f"answer {row}")
 
 
-def test_a_batch_row_equals_a_batch_of_one_and_padding_changes_nothing(llava):
-    _, config, params = llava
-    for positions in vlm.POSITIONS:
-        sequence = prefix(params, config, prompts.batch(noise=5.0), positions)
-        together = prefill(params, config, sequence, 0).logits
-        for row in range(len(prompts.ROWS)):
-            # Another bucket, more padded ids, and other junk in the padding; two shapes in all.
-            extra = 8 + 3 * (row % 2) - len(prompts.ROWS[row])
-            alone = prompts.batch([row], bucket=6 + row % 2, extra=extra, noise=-3.0)
-            ours = prefill(params, config, prefix(params, config, alone, positions), 0).logits
-            assert_close(ours[0], together[row], what=f"row {row}")
-
-
-def test_slots_of_the_cache_behind_a_row_are_never_read(llava):
-    _, config, params = llava
-    cache = prefill(params, config, prefix(params, config), 3).cache
-    behind = jnp.arange(cache.key.shape[3]) >= cache.length[:, None]
-    spoilt = [jnp.where(behind[None, :, None, :, None], 1e4, x) for x in cache[:2]]
-    token = jnp.array([3, 4, 5, 6, 7])
-    ours, _ = decode_step(params, config, token, cache._replace(key=spoilt[0], value=spoilt[1]))
-    assert_close(ours, decode_step(params, config, token, cache)[0], 1e-6)
-
-
 def test_several_tokens_may_be_appended_at_once(llava):
     _, config, params = llava
     cache = prefill(params, config, prefix(params, config), 4).cache
@@ -170,33 +139,6 @@ def test_several_tokens_may_be_appended_at_once(llava):
         logits, one_by_one = decode_step(params, config, ANSWER[:, step], one_by_one)
     assert_close(decoder.logits(language, config.text, together.hidden[:, 2]), logits)
     jax.tree.map(assert_close, together.cache, one_by_one)
-
-
-def test_prefill_compiles_once_per_bucket(llava):
-    _, config, params = llava
-
-    @jax.jit
-    @chex.assert_max_traces(n=2)
-    def answer(params, batch):
-        sequence = vlm.assemble(params, config, *batch)
-        return vlm.prefill(params, config, sequence, 4).logits
-
-    for bucket in (8, 16):
-        for kept in range(8):
-            valid = jnp.broadcast_to(jnp.arange(bucket) < kept, (5, 2, bucket))
-            batch = prompts.batch(bucket=bucket)
-            length = jnp.maximum(batch.text_length - kept % 2, 1)
-            visual = batch.visual._replace(valid=valid)
-            batch = batch._replace(visual=visual, text_length=length)
-            assert jnp.isfinite(answer(params, batch)).all()
-
-
-def test_initial_weights_have_the_tree_that_checkpoints_give(llava):
-    _, config, reference = llava
-    params = vlm.abstract_params(config, jnp.float32)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), params) == jax.tree.map(
-        lambda a: (a.shape, a.dtype), reference
-    )
 
 
 # Visual tokens dropped between layers.

@@ -44,21 +44,19 @@ def leaves(tree):
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-@pytest.mark.parametrize("preset", MESHES)
-def test_presets_fill_the_axes(preset):
-    mesh = mesh_of(preset)
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1, **MESHES[preset][1]}
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [
+        ("fsdp_tensor", (1, 4, 2)),
+        ("data_fsdp", (1, 8, 1)),  # weights are cut within a process, of which there is one
+        ({"tensor": 4, "data": -1}, (2, 1, 4)),
+        ("tensor=4, data=-1", (2, 1, 4)),
+    ],
+)
+def test_axes_of_a_mesh(asked, sizes):
+    mesh = build_mesh(asked)
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
     assert mesh.axis_types == (AxisType.Auto,) * 3
-
-
-def test_sizes_may_be_given_by_axis_with_one_left_open():
-    assert dict(build_mesh({"tensor": 4, "data": -1}).shape) == {"data": 2, "fsdp": 1, "tensor": 4}
-    assert dict(build_mesh("tensor=4, data=-1").shape) == {"data": 2, "fsdp": 1, "tensor": 4}
-
-
-def test_weights_are_cut_within_a_process_and_rows_over_processes():
-    sizes = build_mesh("data_fsdp").shape  # a single process
-    assert dict(sizes) == {"data": 1, "fsdp": 8, "tensor": 1}
 
 
 def test_a_process_brings_the_rows_of_its_devices():

@@ -129,14 +129,14 @@ def model(tmp_path_factory):
     return load_vlm(folder, dtype=jnp.float32, progress=False)
 
 
-def answer(model, chosen, batch=BATCH, **options):
+def answer(model, chosen, batch=BATCH):
     begun = []
     answers = generate(
         model,
         *batch,
         chosen,
         sampling=Sampling(stop_ids=()),
-        options=RunOptions(STEPS, "original", warm_up=False, **options),
+        options=RunOptions(STEPS, "original", warm_up=False),
         trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
     )
     return Run(answers, begun[0])
@@ -243,11 +243,6 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
     return logits[-STEPS:]
 
 
-def test_the_list_is_keyed_by_name():
-    assert all(kind.name == name and kind.label for name, kind in PRUNERS.items())
-    assert len({kind.label for kind in PRUNERS.values()}) == len(PRUNERS)
-
-
 @pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
 def test_a_full_budget_is_the_unpruned_model(model, run, name):
     full, unpruned = begin(model, method(name, N)), run("all").begun
@@ -315,18 +310,6 @@ def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, co
     last = len(result.begun.trace.stages) - 1
     np.testing.assert_array_equal(result.arrays(0)[f"image_{last}"], [0] * count)
     np.testing.assert_array_equal(result.arrays(1)[f"image_{last}"], [0] * count + [1] * count)
-
-
-@pytest.mark.parametrize("name", ["random", "fastv", "sparsevlm"])
-def test_prompts_cut_to_the_context_count_what_is_left(model, run, name):
-    whole = run(name).begun
-    limit = int(run(name).arrays(0)["slot_0"][0]) + 2  # within the first image
-    with pytest.warns(UserWarning, match="was truncated to its first"):
-        begun = answer(model, method(name), context_limit=limit).begun
-    assert (begun.kept[:2] > 0).all() and begun.kept[1] < whole.kept[1]
-    for stage in begun.trace.stages:
-        assert (stage.length <= limit).all()
-    np.testing.assert_array_equal((begun.trace.stages[-1].image >= 0).sum(1), begun.kept)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -112,13 +112,6 @@ def test_without_outliers_the_sum_is_left_and_a_grid_of_a_third():
     assert kept.index[0, : int(kept.count[0])].tolist() == [0, 4, 8, -1]
 
 
-@pytest.mark.parametrize(("outliers", "grid"), [(32, 96), (40, 144), (20, 64), (120, 575)])
-def test_the_grid_is_finer_where_there_are_more_outliers(outliers, grid):
-    attention = jnp.where(jnp.arange(576) < outliers, 1.0, 0.0)[None]
-    top, count = attention > 0, jnp.array([576])
-    assert PruMergePlus(Budget("own"))._grid(attention, top, count).sum() == grid
-
-
 def test_outliers_are_counted_by_their_share_as_in_the_authors_program():
     """1 / 49 of 49 patches is less than one patch in double precision."""
     assert [kept_outliers(c, 49) for c in (0, 1, 2, 3, 4)] == [0, 0, 1, 3, 3]

@@ -70,11 +70,6 @@ def test_other_budgets_are_met_by_one_ratio(kind, budget):
     assert sum(last.survivors(LLAVA, 576)[-1]) == budget
 
 
-def test_a_budget_of_all_tokens_drops_none():
-    for pruner in (SparseVLM(), SparseVLM(Budget("count", 576)), SparseVLMv2(average=False)):
-        assert pruner.survivors(LLAVA, 576) == (Survivors(576),) * 3
-
-
 def test_a_list_decides_and_keeps_one_fewer_at_most():
     pruner = SparseVLM(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
     assert pruner.survivors(LLAVA, 576) == (

@@ -4,33 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from small_world import stepprune
+from views import view
 
 from stepprune_jax.policy.params import param_paths
-from stepprune_jax.pruning import View, make_method
+from stepprune_jax.pruning import make_method
 
-N, STEPS = 9, 7
-
-
-def view(count):
-    rng = np.random.default_rng(0)
-
-    def draw(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-    text_valid = jnp.ones((2, 3), bool)
-    return View(
-        tokens=draw(2, N, 32),
-        valid=None,
-        grid=jnp.full((2, 2), 3),
-        text=draw(2, 3, 48),
-        text_valid=text_valid,
-        number=jnp.arange(2),
-        count=jnp.full(2, count),
-    )
+STEPS = 7
 
 
 def test_the_group_reaches_order_and_choice():
-    learned = stepprune(max_steps=STEPS)
+    learned, random = stepprune(max_steps=STEPS), np.random.default_rng(0)
+    tokens, text = (random.normal(size=(2, n, d)).astype(np.float32) for n, d in ((9, 32), (3, 48)))
+    seen = view(tokens, count=5, text=text, text_valid=np.ones((2, 3), bool))
 
     def order(options):
         method = make_method("stepprune", 5, policy=learned, options=options)
@@ -40,7 +25,7 @@ def test_the_group_reaches_order_and_choice():
             ranking = method.pruner.rank(params, seen, STEPS)
             return ranking.order, method.pruner.select(params, seen, 5).index
 
-        order, kept = run(method.params, view(5))
+        order, kept = run(method.params, seen)
         np.testing.assert_array_equal(np.sort(order[:, :5], axis=1), kept)
         return np.asarray(order)
 
