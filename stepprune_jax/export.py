@@ -11,7 +11,7 @@ import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy, read_config, save_policy
 from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Policy
 from stepprune_jax.pruning.calibration import Calibration
@@ -87,7 +88,7 @@ def same_policy(one: Policy, other: Policy) -> bool:
     )
 
 
-def latest_policy(workdir: Path) -> tuple[int, Policy, dict[str, Any]]:
+def latest_policy(workdir: Path) -> tuple[int, Policy, Json]:
     """Reads a run's latest checkpoint: updates done, the policy, and the run's metadata."""
     step, arrays, about = read_latest(workdir.resolve())
     if "selector" not in about:
@@ -97,7 +98,7 @@ def latest_policy(workdir: Path) -> tuple[int, Policy, dict[str, Any]]:
     return step, Policy(arrays["state"]["params"], config, stats), about
 
 
-def figures(workdir: Path, step: int) -> dict[str, Any]:
+def figures(workdir: Path, step: int) -> Json:
     """Reads a run's last logged metrics up to a step, "training" and "validation"."""
     found = {}
     for name, kind in _FIGURES.items():
@@ -109,8 +110,8 @@ def figures(workdir: Path, step: int) -> dict[str, Any]:
 
 def model_card(
     policy: Policy,
-    trained: dict[str, Any],
-    last: dict[str, Any],
+    trained: Json,
+    last: Json,
     target: hub.Repository | None = None,
 ) -> str:
     """Fills the model card, Markdown with a YAML header as model hubs read it.
@@ -148,7 +149,7 @@ def model_card(
     )
 
 
-def _is_figure(key: str, value: Any) -> bool:
+def _is_figure(key: str, value: object) -> bool:
     return key != "step" and isinstance(value, int | float)
 
 

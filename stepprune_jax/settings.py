@@ -12,16 +12,21 @@ Errors name the field as users know it: "config.optimizer.lr is 0.0, expected a 
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepprune_jax.user_input import nearest
 
 T = TypeVar("T", bound="Settings")
+
+Holds = Callable[[Any], bool]  # whether a value of the type of a field is accepted
+Annotation = Any  # the type of a field, as it is written
+Default = Any  # to a type checker, a field has the type of its default
 
 # Normal numbers of float32, apart from 0. Integers in JSON may be too large for any float.
 _LEAST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
@@ -29,12 +34,12 @@ _EXPECTED = {bool: "True or False", int: "an integer", float: "a number", str: "
 
 
 def setting(
-    default: Any,
+    default: object,
     expected: str = "",
-    holds: Callable[[Any], bool] = lambda _: True,
+    holds: Holds = lambda _: True,
     *,
     free: bool = False,
-) -> Any:
+) -> Default:
     """Defines a field of `Settings`.
 
     Args:
@@ -45,35 +50,34 @@ def setting(
     """
     metadata = {"expected": expected, "holds": holds, "free": free}
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def count(default: int | None, least: int = 1, **options: Any) -> Any:
-    """Defines a field for an integer of at least `least`; options are those of `setting`."""
-    return setting(
-        default, f"an integer from {least}, below 2**31", lambda v: v >= least, **options
-    )
+def count(default: int | None, least: int = 1, *, free: bool = False) -> Default:
+    """Defines a field for an integer of at least `least`; `free` as in `setting`."""
+    expected = f"an integer from {least}, below 2**31"
+    return setting(default, expected, lambda value: value >= least, free=free)
 
 
-def number(default: float | None, **options: Any) -> Any:
+def number(default: float | None, *, free: bool = False) -> Default:
     """Defines a field for a number of at least 0."""
-    return setting(default, "a number from 0", lambda value: value >= 0, **options)
+    return setting(default, "a number from 0", lambda value: value >= 0, free=free)
 
 
-def positive(default: float | None, **options: Any) -> Any:
+def positive(default: float | None, *, free: bool = False) -> Default:
     """Defines a field for a number above 0."""
-    return setting(default, "a number above 0", lambda value: value > 0, **options)
+    return setting(default, "a number above 0", lambda value: value > 0, free=free)
 
 
-def share(default: float, **options: Any) -> Any:
+def share(default: float, *, free: bool = False) -> Default:
     """Defines a field for a share from 0 to 1."""
-    return setting(default, "a share from 0 to 1", lambda value: 0 <= value <= 1, **options)
+    return setting(default, "a share from 0 to 1", lambda value: 0 <= value <= 1, free=free)
 
 
-def choice(default: str, names: Sequence[str], **options: Any) -> Any:
+def choice(default: str, names: Sequence[str], *, free: bool = False) -> Default:
     """Defines a field for one of several names."""
-    return setting(default, f"one of {', '.join(names)}", lambda value: value in names, **options)
+    return setting(default, f"one of {', '.join(names)}", lambda value: value in names, free=free)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,7 @@ class Settings:
 
     _path: ClassVar[str] = "config"
 
-    def __init_subclass__(cls, group: str = "", **options: Any):
+    def __init_subclass__(cls, group: str = "", **options: object):
         super().__init_subclass__(**options)
         cls._path = f"config.{group}" if group else "config"
 
@@ -101,7 +105,7 @@ class Settings:
             value = getattr(self, name)
             raise _refused(type(self), name, value, expected)
 
-    def replace(self: T, changes: Mapping[str, Any]) -> T:
+    def replace(self: T, changes: Mapping[str, object]) -> T:
         """Returns these settings with some fields changed.
 
         Args:
@@ -112,7 +116,7 @@ class Settings:
         """
         return _replace(self, changes, self._path)
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> dict[str, object]:
         """Returns the fields by dotted name, with JSON values."""
         return dict(_walk("", json.loads(json.dumps(dataclasses.asdict(self)))))
 
@@ -120,7 +124,7 @@ class Settings:
         """Returns the dotted names of fields and groups that no result depends on."""
         return tuple(_free(self, ""))
 
-    def changes(self, old: Mapping[str, Any]) -> list[str]:
+    def changes(self, old: Mapping[str, object]) -> list[str]:
         """Compares these settings with those of an earlier run, as "config.name: old -> new".
 
         Args:
@@ -138,7 +142,7 @@ class Settings:
         ]
 
 
-def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, Any]:
+def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, object]:
     """Reads changes from the command line, for `Settings.replace`.
 
     Args:
@@ -148,18 +152,19 @@ def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, Any]
     return {name: _read(text, _kind_at(settings, name)) for name, text in texts.items()}
 
 
-def is_count(value: Any, least: int = 1) -> bool:
+def is_count(value: object, least: int = 1) -> TypeGuard[int]:
     """Returns whether a value is an integer of at least `least`; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Returns whether a value is a number that float32 holds; booleans are not."""
-    number = isinstance(value, float | int) and not isinstance(value, bool)
-    return number and (value == 0 or _LEAST <= abs(value) <= _LARGEST)
+    if isinstance(value, bool) or not isinstance(value, float | int):
+        return False
+    return value == 0 or _LEAST <= abs(value) <= _LARGEST
 
 
-def _accepted(cls: type[Settings], field: dataclasses.Field, value: Any) -> Any:
+def _accepted(cls: type[Settings], field: dataclasses.Field, value: object) -> object:
     """Returns a value of a field, an integer for a number as a float; raises if it is refused."""
     kind = _kinds(cls)[field.name]
     holds = field.metadata.get("holds", lambda _: True)
@@ -170,16 +175,16 @@ def _accepted(cls: type[Settings], field: dataclasses.Field, value: Any) -> Any:
     return float(value) if whole else value
 
 
-def _refused(cls: type[Settings], name: str, value: Any, expected: str) -> ValueError:
+def _refused(cls: type[Settings], name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"{cls._path}.{name} is {value!r}, expected {expected}")
 
 
 @functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
+def _kinds(cls: type) -> dict[str, Annotation]:
     return get_type_hints(cls)
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _fits(value: object, kind: Annotation) -> bool:
     """Returns whether a value is of the type that a field is annotated with."""
     origin, arms = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -193,7 +198,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, origin or kind)
 
 
-def _expected(kind: Any) -> str:
+def _expected(kind: Annotation) -> str:
     """Describes a type, for messages."""
     arms = [arm for arm in get_args(kind) if arm is not type(None)]
     if get_origin(kind) is tuple:
@@ -203,11 +208,11 @@ def _expected(kind: Any) -> str:
     return _EXPECTED.get(kind) or " or ".join(map(_expected, arms)) or kind.__name__
 
 
-def _replace(settings: Any, changes: Mapping[str, Any], path: str) -> Any:
+def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
     """Changes the fields of a group at once, as some values are only valid together."""
     known = [field.name for field in dataclasses.fields(settings)]
-    values: dict[str, Any] = {}
-    within: dict[str, dict[str, Any]] = {}
+    values: dict[str, object] = {}
+    within: dict[str, dict[str, object]] = {}
     for name, value in changes.items():
         head, _, rest = name.partition(".")
         if head not in known:
@@ -230,18 +235,18 @@ def _replace(settings: Any, changes: Mapping[str, Any], path: str) -> Any:
     return dataclasses.replace(settings, **values)
 
 
-def _kind_at(settings: Any, name: str) -> Any:
+def _kind_at(settings: object, name: str) -> Annotation:
     """Returns the type of a field by its dotted name; text if there is none."""
     head, _, rest = name.partition(".")
     kind, inner = _kinds(type(settings)).get(head, str), getattr(settings, head, None)
     return _kind_at(inner, rest) if rest and dataclasses.is_dataclass(inner) else kind
 
 
-def _read(text: str, kind: Any) -> Any:
+def _read(text: str, kind: Annotation) -> object:
     """Reads a value of a type; what cannot be read stays text, for the field to refuse."""
     if kind is str:
         return text
-    value: Any = text
+    value: object = text
     words = {"true": True, "false": False, "none": None}
     with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
@@ -249,7 +254,7 @@ def _read(text: str, kind: Any) -> Any:
     return (value,) if get_origin(kind) is tuple and not isinstance(value, tuple) else value
 
 
-def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _walk(prefix: str, value: object) -> Iterator[tuple[str, object]]:
     """Yields the leaves of nested dictionaries by dotted name."""
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -258,7 +263,7 @@ def _walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _free(settings: Any, prefix: str) -> Iterator[str]:
+def _free(settings: Settings, prefix: str) -> Iterator[str]:
     """Yields dotted names of fields marked free; fields of a free group are not listed."""
     for field in dataclasses.fields(settings):
         inner = getattr(settings, field.name)

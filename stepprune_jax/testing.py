@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.models import vlm
-from stepprune_jax.models.config import Json, LlamaConfig
+from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.llava import LLAVA, LlavaConfig
 from stepprune_jax.models.llava.config import ClipConfig
@@ -59,7 +60,7 @@ _QWEN_TOKENS = (
 )
 
 
-def tiny_tokenizer(image_token: bool = True) -> Any:
+def tiny_tokenizer(image_token: bool = True) -> Tokenizer:
     """Builds a small tokenizer with the rules of Llama's, with or without ``<image>``.
 
     It uses byte-pair encoding with byte fallback, writes blanks as ``▁``, puts one in front of any
@@ -99,7 +100,7 @@ def tiny_tokenizer(image_token: bool = True) -> Any:
     return tokenizer
 
 
-def qwen_tokenizer() -> Any:
+def qwen_tokenizer() -> Tokenizer:
     """Builds a small tokenizer with the rules of Qwen's: bytes, and the template's tokens last."""
     import tokenizers
     import transformers
@@ -117,7 +118,7 @@ def qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def llava_encoder(tokenizer: Any) -> ConversationEncoder:
+def llava_encoder(tokenizer: Tokenizer) -> ConversationEncoder:
     """Returns the encoder of LLaVA's conversations with this tokenizer."""
     return ConversationEncoder(tokenizer, LLAVA.place_images, LLAVA.conversation)
 
@@ -143,7 +144,7 @@ def tiny_hf_config(
     return raw
 
 
-def tiny_qwen_config(tokenizer: Any, **changes: Any) -> Json:
+def tiny_qwen_config(tokenizer: Tokenizer, **changes: object) -> Json:
     """Describes a Qwen2.5-VL small enough to run in milliseconds, as published files do.
 
     Args:
@@ -171,7 +172,7 @@ def tiny_llava(
     *,
     vision: Json | None = None,
     text: Json | None = None,
-    dtype: Any = np.float32,
+    dtype: DTypeLike = np.float32,
     max_shard_bytes: int = 1 << 30,
     seed: int = 0,
 ) -> Path:
@@ -219,10 +220,10 @@ def tiny_qwen(
     new_names: bool = False,
     min_pixels: int = 256,
     max_pixels: int = 2304,
-    dtype: Any = np.float32,
+    dtype: DTypeLike = np.float32,
     max_shard_bytes: int = 1 << 30,
     seed: int = 0,
-    **changes: Any,
+    **changes: object,
 ) -> Path:
     """Writes a tiny Qwen2.5-VL with random weights as a checkpoint folder.
 
@@ -258,7 +259,7 @@ def tiny_qwen(
 
 
 def random_tensors(
-    config: ModelConfig, dtype: Any = np.float32, seed: int = 0
+    config: ModelConfig, dtype: DTypeLike = np.float32, seed: int = 0
 ) -> dict[str, np.ndarray]:
     """Draws weights under the published names and in the files' axes.
 

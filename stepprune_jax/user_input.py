@@ -24,6 +24,18 @@ def user_input() -> Iterator[None]:
         raise
 
 
+def check(*rules: tuple[bool, str]) -> None:
+    """Raises a ValueError with the first message whose condition is false."""
+    for fits, message in rules:
+        if not fits:
+            raise ValueError(message)
+
+
+def expect(name: str, value: object, fits: bool, expected: str) -> None:
+    """Raises a ValueError that names a value and what was `expected`, unless it fits."""
+    check((fits, f"{name} is {value!r}, expected {expected}"))
+
+
 def is_user_error(error: BaseException) -> bool:
     """Returns whether an error was raised inside `user_input`."""
     return getattr(error, _MARK, False)

@@ -5,15 +5,14 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import read_fields, switch
-from stepprune_jax.models.families import FAMILIES, find_family
+from stepprune_jax.models.config import Json, Tokenizer, number, read_fields, switch
+from stepprune_jax.models.families import find_family
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.settings import is_number
 from stepprune_jax.user_input import local_path
 
 # Files fetched from the hub, in two steps: the small files reveal a wrong repository. Pickles are
@@ -69,13 +68,7 @@ def inspect_folder(
     """
     folder = find_folder(folder_or_hub_id)
     raw = _read_config(folder)
-    family = find_family(raw)
-    if family is None:
-        supported = "; ".join(known.SUPPORTED for known in FAMILIES.values())
-        raise ValueError(
-            f"{folder}: unsupported architecture: model_type {raw.get('model_type')!r}, "
-            f"architectures {raw.get('architectures')!r}; supported: {supported}"
-        )
+    family = find_family(raw, str(folder))
     file = folder / "config.json"
     with errors_named(file):
         configured = family.vision_folder(raw)
@@ -107,11 +100,8 @@ def errors_named(place: str | Path) -> Iterator[None]:
 def _repetition_penalty(folder: Path) -> float:
     """Reads the repetition penalty of a folder's model."""
     file = folder / "generation_config.json"
-    given = read_json_object(file).get("repetition_penalty") if file.is_file() else None
-    penalty = 1.0 if given is None else given
-    if not is_number(penalty) or penalty <= 0:
-        raise ValueError(f"{file}: repetition_penalty is {penalty!r}, expected a number > 0")
-    return float(penalty)
+    raw = read_json_object(file) if file.is_file() else {}
+    return read_fields(raw, str(file), {"penalty": number("repetition_penalty", 1.0)})["penalty"]
 
 
 def fetch_weights(source: Source) -> None:
@@ -134,7 +124,7 @@ def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> t
         ) from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> Json:
     """Parses a folder's ``config.json`` and rejects unsupported kinds."""
     path = folder / "config.json"
     if not path.is_file():
@@ -152,7 +142,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load_tokenizer(folder: str | Path) -> Any:
+def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Loads a folder's tokenizer, so that ids are those of the reference programs.
 
     A ``tokenizer.json`` is used unchanged. A ``tokenizer.model`` alone is read with Llama's rules:
@@ -185,7 +175,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def _sentencepiece_tokenizer(folder: Path) -> Any:
+def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
     """Reads ``tokenizer.model`` as the slow Llama tokenizer of earlier versions did."""
     import tokenizers
     import transformers

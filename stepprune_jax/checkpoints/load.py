@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,9 @@ from jaxtyping import Array
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.models import vlm, weights
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import Tokenizer
+from stepprune_jax.models.family import ModelConfig, Processor
+from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import Target
 from stepprune_jax.parallel import sharding
 
@@ -54,10 +56,10 @@ class VLM(NamedTuple):
             `generate` as in `transformers`.
     """
 
-    params: dict[str, Any]
+    params: Params
     config: ModelConfig
-    tokenizer: Any = None
-    image_settings: Any = None
+    tokenizer: Tokenizer = None
+    image_settings: Processor = None
     folder: Path | None = None
     repetition_penalty: float = 1.0
 
@@ -76,7 +78,7 @@ class _Part(NamedTuple):
 
     target: Target
     shape: tuple[int, ...]
-    devices: tuple[Any, ...]
+    devices: tuple[jax.Device, ...]
     blocks: tuple[_Block, ...]
     patches: tuple[slice, ...] | None
 
@@ -130,7 +132,7 @@ def load_vlm(
 
 
 def make_vlm(
-    source: folders.Source, params: dict[str, Any], tokenizer: Any, image_settings: Any
+    source: folders.Source, params: Params, tokenizer: Tokenizer, image_settings: Processor
 ) -> VLM:
     """Builds a `VLM` from the parts loaded from a folder."""
     penalty = source.repetition_penalty
@@ -145,7 +147,7 @@ def load_params(
     layers: str = "auto",
     progress: bool = True,
     block_bytes: int = BLOCK_BYTES,
-) -> dict[str, Any]:
+) -> Params:
     """Loads the weights alone.
 
     Args:
@@ -263,7 +265,7 @@ def _parts(
     block_bytes: int,
 ) -> Iterator[_Part]:
     """Yields the distinct parts of a weight over this process's devices, with their reads."""
-    groups: dict[tuple[tuple[int, int], ...], list[Any]] = collections.defaultdict(list)
+    groups: dict[tuple[tuple[int, int], ...], list[jax.Device]] = collections.defaultdict(list)
     for device, index in layout.addressable_devices_indices_map(target.shape).items():
         spans = zip(index, target.shape, strict=True)
         groups[tuple(cut.indices(size)[:2] for cut, size in spans)].append(device)

@@ -8,7 +8,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,9 @@ def config_metadata(config: TrainedConfig) -> dict[str, str]:
     return {"method": method, "config": json.dumps(dataclasses.asdict(config))}
 
 
-def save_policy(policy: Policy, path: str | Path, about: dict[str, Any] | None = None) -> Path:
+def save_policy(
+    policy: Policy, path: str | Path, about: Mapping[str, object] | None = None
+) -> Path:
     """Writes a policy as one safetensors file, atomically.
 
     Args:
@@ -205,7 +206,7 @@ def _check_tensors(
         raise ValueError(f"the weights {place} do not fit their {kind}:\n" + "\n".join(lines))
 
 
-def _number(value: Any, name: str) -> float:
+def _number(value: object, name: str) -> float:
     """Returns a finite number, or raises with its name."""
     if not is_number(value):
         raise ValueError(f"{name} is {value!r}, expected a finite number")

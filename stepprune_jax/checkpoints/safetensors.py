@@ -120,15 +120,13 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
             raise FileNotFoundError(_no_weights(folder))
         return read_header(folder / SINGLE_NAME)
     weight_map = read_weight_map(index)
-    entries: dict[str, TensorEntry] = {}
-    for file in sorted(set(weight_map.values())):
-        for name, entry in read_header(folder / file).items():
-            if weight_map.get(name, file) != file or name in entries:
-                raise ValueError(f"{index}: weight_map does not have {name!r} in {file} alone")
-            entries[name] = entry
-    absent = [name for name in weight_map if name not in entries]
-    if absent:
-        raise ValueError(f"{index}: {absent[0]!r} of weight_map is in no shard")
+    files = sorted(set(weight_map.values()))
+    stored = [entry for file in files for entry in read_header(folder / file).values()]
+    entries = {entry.name: entry for entry in stored}
+    wrong = {e.name for e in stored if weight_map.get(e.name, e.path.name) != e.path.name}
+    wrong |= {e.name for e in stored if entries[e.name] is not e} | (weight_map.keys() - entries)
+    if wrong:
+        raise ValueError(f"{index}: weight_map does not have the one place of {min(wrong)!r}")
     return entries
 
 

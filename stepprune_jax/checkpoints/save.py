@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +12,8 @@ from jaxtyping import Array
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.models import vlm, weights
-from stepprune_jax.models.stack import layout_of
+from stepprune_jax.models.config import Json
+from stepprune_jax.models.stack import Params, layout_of
 from stepprune_jax.models.weights import Target
 
 
@@ -57,7 +57,7 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
             _write_json(folder / name, value)
 
 
-def _check_shapes(flat: dict[str, Any], abstract: dict[str, Any]) -> None:
+def _check_shapes(flat: Mapping[str, Array], abstract: Params) -> None:
     """Checks all parameters against the config, in one error."""
     expected = weights.flatten(abstract)
     wrong = [f"{path} is absent" for path in expected if path not in flat]
@@ -73,7 +73,7 @@ def _check_shapes(flat: dict[str, Any], abstract: dict[str, Any]) -> None:
 
 def _write_weights(
     folder: Path,
-    flat: dict[str, Any],
+    flat: Mapping[str, Array],
     targets: list[Target],
     max_shard_bytes: int,
 ) -> None:
@@ -113,6 +113,6 @@ def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndar
     return array
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Json) -> None:
     """Writes an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")

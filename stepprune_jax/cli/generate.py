@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,7 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Method, make_method, read_options
-from stepprune_jax.user_input import one_line
+from stepprune_jax.user_input import check, expect, one_line
 
 _NAME = "stepprune-generate"
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
@@ -84,27 +84,26 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_flags(given: argparse.Namespace) -> None:
     """Raises if flags contradict each other, or if a file could not be written."""
-    if given.prompt is None and not given.interactive:
-        raise ValueError("--prompt is missing (or --interactive, to read questions from stdin)")
-    if given.json and given.interactive:
-        raise ValueError("--json answers one --prompt and cannot be combined with --interactive")
-    if given.overlay is not None and (given.interactive or not given.image):
-        raise ValueError("--overlay requires one --prompt and at least one --image")
-    if given.trace is not None and not given.json:
-        raise ValueError("--trace requires --json")
-    amounts = [
-        f"--{name}"
-        for name in ("budget", "mean_budget", "stop_bias")
-        if getattr(given, name) is not None
-    ]
-    if given.mean_budget is not None and len(amounts) > 1:
-        raise ValueError(f"{' and '.join(amounts)} are given, expected one of them")
-    for flag, suffix in (("overlay", ".png"), ("trace", ".npz")):
-        file = getattr(given, flag)
-        if file is not None and not (Path(file).suffix == suffix and Path(file).parent.is_dir()):
-            raise ValueError(
-                f"--{flag} is {file!r}, expected a {suffix} file in an existing folder"
-            )
+    asked, once = given.prompt is not None, not given.interactive
+    names = ("budget", "mean_budget", "stop_bias")
+    amounts = [f"--{name}" for name in names if getattr(given, name) is not None]
+    many = f"{' and '.join(amounts)} are given, expected one of them"
+    check(
+        (asked or not once, "--prompt is missing (or --interactive, to read questions from stdin)"),
+        (once or not given.json, "--json answers one --prompt, expected no --interactive"),
+        (
+            given.overlay is None or (once and bool(given.image)),
+            "--overlay requires one --prompt and at least one --image",
+        ),
+        (given.trace is None or given.json, "--trace requires --json"),
+        (given.mean_budget is None or len(amounts) == 1, many),
+    )
+    for flag, file, suffix in (
+        ("--overlay", given.overlay, ".png"),
+        ("--trace", given.trace, ".npz"),
+    ):
+        good = file is None or (Path(file).suffix == suffix and Path(file).parent.is_dir())
+        expect(flag, file, good, f"a {suffix} file in an existing folder")
 
 
 def _read(given: argparse.Namespace) -> _Run:
@@ -202,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
 
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+    def show(message: Warning | str, *_: object, **__: object) -> None:
         print(f"warning: {one_line(message)}", file=sys.stderr)
 
     with warnings.catch_warnings():

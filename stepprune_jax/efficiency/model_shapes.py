@@ -5,6 +5,8 @@ import pathlib
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.families import find_family
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.images import naming
+from stepprune_jax.user_input import check
 
 _VISION = {
     "hidden_size": 1024,
@@ -102,17 +104,10 @@ QWEN_MODELS = {
 def model_config(name: str) -> ModelConfig:
     """Returns the config of a known model, or of a folder or file in the Hugging Face layout."""
     known = MODELS | QWEN_MODELS
-    if name in known:
-        return find_family(known[name]).read_config(known[name], None)
     path = pathlib.Path(name)
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"--model {name!r} is neither a file nor one of {', '.join(known)}")
-    raw = read_json_object(path)
-    family = find_family(raw)
-    if family is None:
-        raise ValueError(f"--model {name!r}: model_type {raw.get('model_type')!r} is not supported")
-    try:
-        return family.read_config(raw, None)
-    except ValueError as error:
-        raise ValueError(f"--model {name!r}: {error}") from error
+    given = name in known or path.is_file()
+    check((given, f"--model {name!r} is neither a file nor one of {', '.join(known)}"))
+    raw = known[name] if name in known else read_json_object(path)
+    with naming(f"--model {name!r}"):
+        return find_family(raw, f"--model {name!r}").read_config(raw, None)

@@ -1,15 +1,17 @@
 """Random weights of any size, drawn on their devices."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
 
 from stepprune_jax.models import weights
+from stepprune_jax.models.stack import Params
 
 
-def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
+def random_weights(abstract: Params, seed: int = 0) -> Params:
     """Draws weights in their own dtype and on their own devices, leaf by leaf."""
     flat = weights.flatten(abstract)
     keys = jax.random.split(jax.random.key(seed), len(flat))
@@ -21,7 +23,9 @@ def random_weights(abstract: Any, seed: int = 0) -> dict[str, Any]:
 
 
 @functools.cache
-def _program(kind: str, shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+def _program(
+    kind: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding
+) -> jax.stages.Wrapped:
     """Compiles the draw of a leaf."""
 
     def draw(key):

@@ -22,6 +22,7 @@ from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, Method
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.settings import is_count
+from stepprune_jax.user_input import expect
 
 
 class Answer(NamedTuple):
@@ -153,17 +154,12 @@ def check_run(config: ModelConfig, method: Method, sampling: Sampling, options: 
             message names it and what was expected.
     """
     sampling.check()
-    if options.positions not in POSITIONS:
-        raise ValueError(f"positions is {options.positions!r}; supported: {', '.join(POSITIONS)}")
     options.execution.check_backend()
-    longest = config.text.max_positions
-    if not is_count(options.max_tokens) or options.max_tokens > longest:
-        raise ValueError(
-            f"max_tokens is {options.max_tokens!r}, expected an integer from 1 to {longest}, the "
-            "positions that the model was trained with"
-        )
-    if options.context_limit is not None and not is_count(options.context_limit):
-        raise ValueError(f"context_limit is {options.context_limit!r}, expected an integer from 1")
+    longest, most, limit = config.text.max_positions, options.max_tokens, options.context_limit
+    trained = f"an integer from 1 to {longest}, the positions that the model was trained with"
+    expect("positions", options.positions, options.positions in POSITIONS, ", ".join(POSITIONS))
+    expect("max_tokens", most, is_count(most) and most <= longest, trained)
+    expect("context_limit", limit, limit is None or is_count(limit), "an integer from 1")
     if not isinstance(method, Method):
         raise TypeError(f"method is {method!r}, expected a Method, such as make_method returns")
     if method.pruner.config_type is not None:

@@ -1,13 +1,15 @@
 """Types of a batch on its way from prompts and images to answers."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Kept, LayerCut, Pruner, Trained
@@ -56,12 +58,12 @@ class Images(NamedTuple):
 
     grid: Int[np.ndarray, "i 2"]
     sizes: Int[np.ndarray, "i"]
-    pixels: Any = None
+    pixels: Pixels | None = None
     features: Float[Array, "i n d"] | None = None
     taps: dict[Tap, Array] | None = None
 
 
-def read_images(config: ModelConfig, pixels: Any) -> Images:
+def read_images(config: ModelConfig, pixels: Pixels) -> Images:
     """Builds `Images` from the result of the family's preprocessing."""
     grid = np.asarray(config.family.grids(config, pixels), np.int32)
     return Images(grid, np.asarray(config.family.num_tokens(config, grid), np.int32), pixels)
@@ -112,7 +114,7 @@ class Plan:
 class Pairs(NamedTuple):
     """The (image, prompt) pairs of a batch, which are the rows of a pruner."""
 
-    images: Any  # [i, ...] the distinct images: pixels, or features [i, n, d] if there are taps
+    images: Pixels  # [i, ...] the distinct images: pixels, or features [i, n, d] if there are taps
     taps: tuple[Array, ...] | None  # [i, ...] in the order of `Pruner.taps`
     image: Int[Array, "r"]  # row of its image
     grid: Int[Array, "r 2"]
@@ -160,7 +162,7 @@ class Decoding(NamedTuple):
         seen: [b, v] True at tokens of prompt and answer; None without a repetition penalty.
     """
 
-    cache: Any
+    cache: Cache | tuple[Cache, ...]
     token: Int[Array, "b"]
     finished: Bool[Array, "b"]
     finite: Bool[Array, "b"]

@@ -4,8 +4,6 @@ A whole answer (`decode`) and a loop on the host that reads each token (`decode`
 higher each time) run the same step in the same program, so both give the same tokens.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +16,9 @@ from stepprune_jax.inference.base import Decoding, Places, Plan, Texts, Trace
 from stepprune_jax.inference.sampling import Sampling, penalise, sample
 from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.stack import Execution
+from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
+from stepprune_jax.pruning import Trained
 from stepprune_jax.user_input import user_input
 
 
@@ -67,9 +66,9 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
 
 
 def start(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
-    learned: Any,
+    learned: Trained | tuple[()],
     sequence: vlm.Sequence,
     texts: Texts,
     sampling: Sampling,
@@ -111,7 +110,7 @@ def start(
 
 
 def decode(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
     state: Decoding,
     sampling: Sampling,

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -280,7 +280,11 @@ def _padded_tokens(config: ModelConfig, images: Images) -> int:
 
 
 @functools.cache
-def _tower_tokens(config: ModelConfig, structure: Any, leaves: tuple[Any, ...]) -> int:
+def _tower_tokens(
+    config: ModelConfig,
+    structure: jax.tree_util.PyTreeDef,
+    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...],
+) -> int:
     one = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in leaves]
     encode_one = functools.partial(config.family.encode_image, config=config)
     features, _ = jax.eval_shape(

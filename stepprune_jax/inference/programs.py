@@ -7,7 +7,6 @@ Weights are arguments of every program.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +17,18 @@ from stepprune_jax.inference.base import Decoding, Pairs, Plan, Texts, Trace
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
-from stepprune_jax.pruning import Kept, Ranking, View
+from stepprune_jax.pruning import Kept, Ranking, Trained, View
 from stepprune_jax.pruning.base import take_first
 
 
 def encode(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
-    pixels: Any,
+    pixels: Pixels,
     *,
     taps: Sequence[Tap],
     plan: Plan,
@@ -38,7 +39,7 @@ def encode(
     return constrain_rows(plan.mesh, (tokens, chosen))
 
 
-def see(params: dict[str, Any], config: ModelConfig, pairs: Pairs, *, plan: Plan) -> View:
+def see(params: Params, config: ModelConfig, pairs: Pairs, *, plan: Plan) -> View:
     """Builds a pruner's view of encoded images, with a row for each pair."""
     n, tokens = pairs.images.shape[1], pairs.images[pairs.image]
     if plan.projected:
@@ -59,7 +60,7 @@ def see(params: dict[str, Any], config: ModelConfig, pairs: Pairs, *, plan: Plan
 
 
 def choose(
-    params: dict[str, Any], config: ModelConfig, learned: Any, pairs: Pairs, *, plan: Plan
+    params: Params, config: ModelConfig, learned: Trained | tuple[()], pairs: Pairs, *, plan: Plan
 ) -> Kept:
     """Keeps tokens of each pair, from images before or after the tower."""
     if pairs.taps is None:
@@ -70,9 +71,9 @@ def choose(
 
 
 def rank(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
-    learned: Any,
+    learned: Trained | tuple[()],
     pairs: Pairs,
     *,
     plan: Plan,
@@ -83,7 +84,7 @@ def rank(
 
 
 def place(
-    params: dict[str, Any], config: ModelConfig, kept: Kept, texts: Texts, *, plan: Plan
+    params: Params, config: ModelConfig, kept: Kept, texts: Texts, *, plan: Plan
 ) -> vlm.Sequence:
     """Projects the kept tokens and puts them in place of the images."""
     # No image fills more slots than a row has; one more slot reveals that the row is truncated.
@@ -100,9 +101,9 @@ def place(
 
 
 def begin(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
-    learned: Any,
+    learned: Trained | tuple[()],
     tokens: Kept | Pairs,
     texts: Texts,
     sampling: Sampling,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -20,7 +20,8 @@ from stepprune_jax.data.prompts import (
 from stepprune_jax.inference.base import Images, Prompts, read_images
 from stepprune_jax.inference.buckets import row_bucket
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.images import join_images, naming
+from stepprune_jax.models.images import Pixels, join_images, naming
+from stepprune_jax.user_input import check
 
 ImageLike = str | Path | Image.Image
 # A question, or a conversation: user first, then alternating.
@@ -82,17 +83,18 @@ def read_request(
             names the prompt or the image.
     """
     begin, config = time.perf_counter(), model.config
-    if model.tokenizer is None:
-        raise ValueError("the model has no tokenizer: load it with load_vlm")
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
-    if not len(prompts):
-        raise ValueError("prompts is empty, expected at least one")
     rows = [None] * len(prompts) if images is None else list(images)
-    if len(rows) != len(prompts):
-        raise ValueError(f"images has {len(rows)} entries for {len(prompts)} prompt(s)")
+    blind = model.image_settings is None and any(row is not None for row in rows)
+    check(
+        (model.tokenizer is not None, "the model has no tokenizer: load it with load_vlm"),
+        (not blind, "the model has no image settings: load it with load_vlm"),
+        (len(prompts) > 0, "prompts is empty, expected at least one"),
+        (len(rows) == len(prompts), f"images has {len(rows)} entries for {len(prompts)} prompt(s)"),
+    )
     places: dict[str | int, int] = {}
-    pixels: list[Any] = []
+    pixels: list[Pixels] = []
     ids, questions, image_of = [], [], []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         try:
@@ -108,8 +110,6 @@ def read_request(
         for place, image in enumerate(row):
             if _identity(image) in places:
                 continue
-            if model.image_settings is None:
-                raise ValueError("images are given, but the model has no image settings")
             places[_identity(image)] = len(pixels)
             with naming(_name(image, place, number, turns[-1])):
                 opened = open_image(image)
@@ -150,10 +150,8 @@ def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
     turns = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise TypeError(f"expected a string or a list of strings, got {prompt!r}")
-    if len(turns) % 2 == 0:
-        raise ValueError(
-            f"a conversation of {len(turns)} turns ends with an answer, not a question"
-        )
+    ends = f"a conversation of {len(turns)} turns ends with an answer, not a question"
+    check((len(turns) % 2 == 1, ends))
     for turn in turns:
         try:
             turn.encode()
@@ -163,12 +161,10 @@ def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
     # An answer cannot contain an image, but a model may have written the mark.
     turns[1::2] = [turn.replace(IMAGE_MARK, "") for turn in turns[1::2]]
     marks = sum(turn.count(IMAGE_MARK) for turn in turns)
-    if marks not in (0, num_images):
-        raise ValueError(
-            f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given"
-        )
-    if not turns[-1].replace(IMAGE_MARK, "").strip() and not (len(turns) == 1 and num_images):
-        raise ValueError("the question is empty")
+    asked = turns[-1].replace(IMAGE_MARK, "").strip()
+    unlike = f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given"
+    shown_alone = len(turns) == 1 and num_images > 0
+    check((marks in (0, num_images), unlike), (bool(asked) or shown_alone, "the question is empty"))
     if marks == turns[0].count(IMAGE_MARK):  # otherwise marks in later turns keep their places
         turns[0] = config.family.place_images(turns[0], num_images)
     return turns

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.settings import is_count, is_number
+from stepprune_jax.user_input import expect
 
 
 class Sampling(NamedTuple):
@@ -36,17 +37,15 @@ class Sampling(NamedTuple):
 
     def check(self) -> None:
         """Raises a ValueError that names a value out of its range."""
-        if not (is_number(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"temperature is {self.temperature!r}, expected a number >= 0 (0 is greedy)"
-            )
-        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p is {self.top_p!r}, expected a number in (0, 1]")
-        penalty = self.repetition_penalty
-        if penalty is not None and not (is_number(penalty) and penalty > 0):
-            raise ValueError(f"repetition_penalty is {penalty!r}, expected a number > 0 (1: none)")
-        if isinstance(self.key, int) and not (is_count(self.key, 0) and self.key < 1 << 32):
-            raise ValueError(f"seed is {self.key}, expected an integer from 0, below 2**32")
+        heat, mass = self.temperature, self.top_p
+        penalty, seed = self.repetition_penalty, self.key
+        counts = not isinstance(seed, int) or (is_count(seed, 0) and seed < 1 << 32)
+        known = penalty is None or (is_number(penalty) and penalty > 0)
+        greedy = "a number >= 0 (0 is greedy)"
+        expect("temperature", heat, is_number(heat) and heat >= 0, greedy)
+        expect("top_p", mass, is_number(mass) and 0 < mass <= 1, "a number in (0, 1]")
+        expect("repetition_penalty", penalty, known, "a number > 0 (1: none)")
+        expect("seed", seed, counts, "an integer from 0, below 2**32")
 
     def resolve(self, stop_ids: Sequence[int], repetition_penalty: float) -> "Sampling":
         """Returns the arrays that programs read.

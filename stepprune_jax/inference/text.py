@@ -2,19 +2,20 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any
+
+from stepprune_jax.models.config import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # Written by a decoder for bytes that are not (yet) a character.
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
-def answer_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+def answer_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Decodes an answer, without special tokens and surrounding white space."""
     return _decode(tokenizer, token_ids).strip()
 
 
-def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+def _decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Decodes ids without special tokens."""
     # Cleaning up would rewrite earlier text depending on what follows.
     return tokenizer.decode(
@@ -30,7 +31,7 @@ class TextStream:
     decoded as a whole (one bad byte makes all of them unknown).
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         """Starts an empty stream; `tokenizer` is a `transformers` tokenizer."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []

@@ -27,6 +27,8 @@ from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import PRUNERS, Method, make_method
 from stepprune_jax.pruning.method import NO_PRUNING
+from stepprune_jax.settings import is_count
+from stepprune_jax.user_input import check, expect
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -99,12 +101,10 @@ def load_answerer(settings: Settings) -> Answerer:
         FileNotFoundError: model or policy is missing.
         ValueError: a setting has a bad value, or contradicts another one.
     """
-    if settings.dtype not in DTYPES:
-        raise ValueError(f"dtype is {settings.dtype!r}, expected one of {', '.join(DTYPES)}")
-    if settings.batch_size < 1:
-        raise ValueError(f"batch_size is {settings.batch_size}, expected an integer from 1")
-    if settings.method == "policy" and settings.policy is None:
-        raise ValueError("method 'policy' needs a policy")
+    size, dtype, known = settings.batch_size, settings.dtype, settings.policy is not None
+    expect("dtype", dtype, dtype in DTYPES, f"one of {', '.join(DTYPES)}")
+    expect("batch_size", size, is_count(size), "an integer from 1")
+    check((settings.method != "policy" or known, "method 'policy' needs a policy"))
     is_random = settings.method in PRUNERS and PRUNERS[settings.method].is_random
     source = folders.inspect_folder(settings.pretrained, settings.vision_folder)
     method = make_method(
@@ -118,9 +118,10 @@ def load_answerer(settings: Settings) -> Answerer:
     options = RunOptions(positions=settings.positions, execution=execution)
     check_run(source.config, method, Sampling(), options)
     devices = None if settings.mesh == "single" else build_mesh(settings.mesh)
-    dtype, vision = jnp.dtype(settings.dtype), settings.vision_folder
-    model = load_vlm(settings.pretrained, devices, dtype, vision_folder=vision)
-    size = settings.batch_size * row_count(mesh_of(model.params))
+    model = load_vlm(
+        settings.pretrained, devices, jnp.dtype(dtype), vision_folder=settings.vision_folder
+    )
+    size *= row_count(mesh_of(model.params))
     return Answerer(model, place_method(model, method), size, options)
 
 
@@ -142,9 +143,8 @@ def answer_questions(
     Raises:
         ValueError: a longest answer below 1, or an image that cannot be read.
     """
-    short = [w.max_new_tokens for w in wanted if w.max_new_tokens < 1]
-    if short:
-        raise ValueError(f"max_new_tokens is {short[0]}, expected an integer from 1")
+    for most in {w.max_new_tokens for w in wanted}:
+        expect("max_new_tokens", most, most >= 1, "an integer from 1")
     texts, done = [""] * len(wanted), 0
     for longest in sorted({w.max_new_tokens for w in wanted}):
         alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]

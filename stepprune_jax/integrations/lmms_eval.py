@@ -10,7 +10,7 @@ through its entry points.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -62,10 +62,9 @@ class StepPrune(lmms):
             ValueError: an option with a bad value.
         """
         super().__init__()
-        if not str(batch_size).isdecimal():
-            raise ValueError(f"batch_size is {batch_size!r}, expected an integer from 1")
-        settings = Settings(pretrained=pretrained, batch_size=int(batch_size), **options)
-        self._answerer = load_answerer(settings)
+        # As text it comes from a command line.
+        size = int(batch_size) if str(batch_size).isdecimal() else batch_size
+        self._answerer = load_answerer(Settings(pretrained=pretrained, batch_size=size, **options))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers lmms-eval's requests greedily.
@@ -119,7 +118,7 @@ class StepPrune(lmms):
         )
 
 
-def _check_greedy(settings: dict[str, Any], where: str) -> None:
+def _check_greedy(settings: Mapping[str, object], where: str) -> None:
     """Rejects settings that are not greedy, and warns of those without effect."""
     sampled = settings.get("temperature", 1 if settings.get("do_sample") else 0)
     if sampled or (settings.get("num_beams") or 1) != 1:

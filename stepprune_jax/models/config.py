@@ -6,11 +6,13 @@ classes, because published files leave default fields out.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from stepprune_jax.settings import is_count, is_number
+from stepprune_jax.user_input import check
 
 Json = dict[str, Any]
+Tokenizer = Any  # one of `transformers`, whose import takes half a second; None if there is none
 
 # Far beyond any model. Sizes are read before the tensors they are compared with, and a list of the
 # tensors of 10**9 layers would exhaust memory.
@@ -27,8 +29,8 @@ class Rule(NamedTuple):
     """
 
     field: str
-    default: Any
-    read: Callable[[Any], Any]
+    default: object
+    read: Callable[[Any], object]
     expected: str
     optional: bool = False
 
@@ -47,12 +49,10 @@ def read_fields(raw: Json, where: str, rules: Mapping[str, Rule]) -> Json:
 
 def require(where: str, *rules: tuple[bool, str]) -> None:
     """Refuses values that do not fit together, with the first message whose condition is false."""
-    for fits, message in rules:
-        if not fits:
-            raise ValueError(f"{where}: {message}")
+    check(*((fits, f"{where}: {message}") for fits, message in rules))
 
 
-def one_of(field: str, default: Any, *others: Any) -> Rule:
+def one_of(field: str, default: object, *others: object) -> Rule:
     """One of a few values; with the default None it must be given."""
     values = tuple(value for value in (default, *others) if value is not None)
     expected = "one of " * (len(values) > 1) + ", ".join(map(repr, values))
@@ -62,7 +62,7 @@ def one_of(field: str, default: Any, *others: Any) -> Rule:
 def size(field: str, default: int | None, most: int = MOST) -> Rule:
     """A positive integer, of a size that a model can have; without a default it may be absent."""
 
-    def read(value: Any) -> int | None:
+    def read(value: object) -> int | None:
         return value if is_count(value) and value <= most else None
 
     return Rule(field, default, read, f"a positive integer of at most {most:,}", default is None)
@@ -71,7 +71,7 @@ def size(field: str, default: int | None, most: int = MOST) -> Rule:
 def number(field: str, default: float | None) -> Rule:
     """A finite number above 0."""
 
-    def read(value: Any) -> float | None:
+    def read(value: object) -> float | None:
         return float(value) if is_number(value) and value > 0 else None
 
     return Rule(field, default, read, "a finite number above 0")
@@ -95,18 +95,19 @@ def token(field: str, default: int | None = None) -> Rule:
 def tokens(field: str, default: tuple[int, ...] = ()) -> Rule:
     """One or several token ids, as a tuple."""
 
-    def read(value: Any) -> tuple[int, ...] | None:
+    def read(value: object) -> tuple[int, ...] | None:
         ids = tuple(value) if isinstance(value, list | tuple) else (value,)
-        return ids if all(map(_is_id, ids)) else None
+        known = tuple(number for number in ids if _is_id(number))
+        return known if len(known) == len(ids) else None
 
     return Rule(field, default, read, "a token id, or a list of them")
 
 
-def _is_id(value: Any) -> bool:
+def _is_id(value: object) -> TypeGuard[int]:
     return is_count(value, 0) and value < MOST
 
 
-def written(config: Any, rules: Mapping[str, Rule]) -> Json:
+def written(config: object, rules: Mapping[str, Rule]) -> Json:
     """Writes the fields that `read_fields` reads by the same rules."""
     return {rule.field: getattr(config, name) for name, rule in rules.items()}
 

@@ -8,13 +8,21 @@ from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAVA, QWEN2_5_VL)}
 
 
-def find_family(raw: Json) -> Family | None:
+def find_family(raw: Json, where: str) -> Family:
     """Finds the family that reads a checkpoint folder.
 
     Args:
         raw: its parsed ``config.json``.
+        where: the folder, for the message.
 
-    Returns:
-        The family, or None if no family does.
+    Raises:
+        ValueError: no family does; the message lists the supported models.
     """
-    return next((family for family in FAMILIES.values() if family.matches(raw)), None)
+    for family in FAMILIES.values():
+        if family.matches(raw):
+            return family
+    supported = "; ".join(family.SUPPORTED for family in FAMILIES.values())
+    raise ValueError(
+        f"{where}: unsupported architecture: model_type {raw.get('model_type')!r}, "
+        f"architectures {raw.get('architectures')!r}; supported: {supported}"
+    )

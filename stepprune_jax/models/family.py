@@ -20,11 +20,13 @@ from jaxtyping import Array, Float, Int
 from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
-from stepprune_jax.models.config import Json, LlamaConfig
+from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
 from stepprune_jax.models.images import Bytes, PixelCache, Pixels, read_processor, stack_images
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule, Target, targets
+
+Processor = Any  # settings of an image processor, of a type that only the family reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +163,9 @@ class Family(abc.ABC):
         """Lists the tensors that make up each leaf of the weights; see `weights.targets`."""
         return targets(abstract, self.weight_rules(config))
 
-    def complete_vocabulary(self, config: ModelConfig, tokenizer: Any) -> tuple[ModelConfig, Any]:
+    def complete_vocabulary(
+        self, config: ModelConfig, tokenizer: Tokenizer
+    ) -> tuple[ModelConfig, Tokenizer]:
         """Adds tokens that a saved folder needs to configuration and tokenizer (or None).
 
         New rows of the vocabulary are filled with those of token 0.
@@ -170,7 +174,7 @@ class Family(abc.ABC):
 
     # Images, on the host.
 
-    def image_settings(self, folder: str | Path) -> Any:
+    def image_settings(self, folder: str | Path) -> Processor:
         """Reads the image processor's settings.
 
         Raises:
@@ -180,11 +184,11 @@ class Family(abc.ABC):
         return self.read_settings(*read_processor(folder))
 
     @abc.abstractmethod
-    def read_settings(self, raw: Json, where: str) -> Any:
+    def read_settings(self, raw: Json, where: str) -> Processor:
         """Reads the settings from an image processor's JSON object of the file `where`."""
 
     @abc.abstractmethod
-    def hf_processor(self, config: ModelConfig, settings: Any) -> dict[str, Json]:
+    def hf_processor(self, config: ModelConfig, settings: Processor) -> dict[str, Json]:
         """Describes how images are processed, as JSON values by file name."""
 
     @abc.abstractmethod
@@ -213,7 +217,7 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def resize(self, config: ModelConfig, settings: Any, image: Image.Image) -> Bytes:
+    def resize(self, config: ModelConfig, settings: Processor, image: Image.Image) -> Bytes:
         """Resizes an RGB image to what the tower sees.
 
         Raises:
@@ -221,11 +225,11 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, config: ModelConfig, settings: Any, image: Bytes) -> Pixels:
+    def finish(self, config: ModelConfig, settings: Processor, image: Bytes) -> Pixels:
         """Normalises a resized image; without the axis of images."""
 
     def preprocess(
-        self, config: ModelConfig, settings: Any, images: Sequence[Image.Image]
+        self, config: ModelConfig, settings: Processor, images: Sequence[Image.Image]
     ) -> Pixels:
         """Converts RGB images, whose sizes may differ, to pixels.
 
@@ -233,19 +237,17 @@ class Family(abc.ABC):
         shape; a family pads to few different shapes, as each needs a compilation.
 
         Raises:
-            ValueError: no images, or one that the model cannot take.
+            ValueError: an image that the model cannot take.
         """
-        if not images:
-            raise ValueError("expected at least one image, got none")
         resized = (self.resize(config, settings, image) for image in images)
         return stack_images([self.finish(config, settings, image) for image in resized])
 
-    def seen(self, config: ModelConfig, settings: Any, image: Image.Image) -> Image.Image:
+    def seen(self, config: ModelConfig, settings: Processor, image: Image.Image) -> Image.Image:
         """Returns an RGB image as the tower sees it, covered by the grid of its tokens."""
         return Image.fromarray(self.resize(config, settings, image).transpose(1, 2, 0))
 
     def pixel_cache(
-        self, config: ModelConfig, settings: Any, limit_bytes: int
+        self, config: ModelConfig, settings: Processor, limit_bytes: int
     ) -> Callable[[Path], Pixels]:
         """Returns a function from an image file to its pixels, without the axis of images.
 

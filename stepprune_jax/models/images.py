@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -50,10 +49,10 @@ def read_processor(folder: str | Path) -> tuple[Json, str]:
 def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -> Rule:
     """Three finite numbers above a limit."""
 
-    def read(value: Any) -> tuple[float, ...] | None:
-        good = isinstance(value, list | tuple) and len(value) == 3
-        good = good and all(is_number(x) and x > above for x in value)
-        return tuple(map(float, value)) if good else None
+    def read(value: object) -> tuple[float, ...] | None:
+        given = value if isinstance(value, list | tuple) else ()
+        numbers = tuple(float(x) for x in given if is_number(x) and x > above)
+        return numbers if len(numbers) == len(given) == 3 else None
 
     return Rule(field, default, read, "three finite numbers" + " above 0" * (above == 0))
 

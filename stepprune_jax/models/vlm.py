@@ -400,14 +400,8 @@ def decode_step(
 
     Returns:
         [b, v] float32 logits and the extended cache, of the same kind.
-
-    Raises:
-        ValueError: the caches together do not hold the model's layers.
     """
     stages = (cache,) if isinstance(cache, Cache) else tuple(cache)
-    depth = sum(stage.key.shape[0] for stage in stages)
-    if depth != config.text.num_layers:
-        raise ValueError(f"the caches hold {depth} layers, the model has {config.text.num_layers}")
     language = params["language"]
     hidden = decoder.embed(language, token[:, None])
     b, p = token.shape[0], config.family.POSITION_AXES

@@ -1,6 +1,8 @@
 """Compiler options that the backbones need, and the memory of compiled programs."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import jax
 
 # Compiler options for programs with weights, by platform.
 #
@@ -28,7 +30,7 @@ class Usage(NamedTuple):
     total: int
 
 
-def usage(compiled: Any) -> Usage:
+def usage(compiled: jax.stages.Compiled) -> Usage:
     """Returns the memory of a `jax.stages.Compiled` on each device, as planned by the compiler."""
     sizes = compiled.memory_analysis()
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes

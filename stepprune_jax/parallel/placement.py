@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from stepprune_jax.models.decoder import Cache
+from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.parallel.sharding import BATCH
+
+T = TypeVar("T")  # a tree of arrays
 
 # Programs that a process keeps on CPUs. Each takes hundreds of memory maps there, about one per
 # kernel, and Linux limits a process to 65,530: without a bound, a process that answers requests of
@@ -71,13 +75,13 @@ def jit_for_weights(
     return call
 
 
-def mesh_of(params: Any) -> Mesh | None:
+def mesh_of(params: Params) -> Mesh | None:
     """Returns the mesh that weights are sharded over, or None on a single device."""
     sharding = jax.tree.leaves(params)[0].sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
-def replicate_like(params: Any, tree: Any) -> Any:
+def replicate_like(params: Params, tree: T) -> T:
     """Replicates arrays to the devices of the weights; no copy if they are already there."""
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):
@@ -115,7 +119,7 @@ def local_rows(mesh: Mesh | None, rows: int) -> slice:
     return slice(spans[0][0], spans[-1][1])
 
 
-def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
+def place_rows(mesh: Mesh | None, tree: T, rows: int | None = None) -> T:
     """Places arrays with a leading row axis on a mesh, split by rows if its axes divide them.
 
     The arrays are whole, or each process gives its `local_rows` of `rows` in all.
@@ -134,7 +138,7 @@ def place_rows(mesh: Mesh | None, tree: Any, rows: int | None = None) -> Any:
     return jax.tree.map(place, tree)
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: PyTree) -> PyTree:
     """Copies whole arrays to the host; all processes that have parts of them must call it."""
 
     def whole(leaf):
@@ -145,14 +149,14 @@ def fetch(tree: Any) -> Any:
     return jax.tree.map(whole, tree)
 
 
-def constrain_whole(mesh: Mesh | None, tree: Any) -> Any:
+def constrain_whole(mesh: Mesh | None, tree: T) -> T:
     """Constrains arrays to be replicated, inside a program."""
     return (
         tree if mesh is None else jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
     )
 
 
-def constrain_rows(mesh: Mesh | None, tree: Any) -> Any:
+def constrain_rows(mesh: Mesh | None, tree: T) -> T:
     """Constrains caches to be split by heads and rows, others by rows, inside a program."""
     if mesh is None:
         return tree

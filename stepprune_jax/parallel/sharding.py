@@ -7,11 +7,12 @@ compiler derives the rest.
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 AXES = ("data", "fsdp", "tensor")
 PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor", "data_fsdp")
@@ -32,7 +33,7 @@ BATCH_RULES: Rules = ((r".*", P(BATCH)),)
 
 
 def build_mesh(
-    preset: str | Mapping[str, int] = "single", devices: Sequence[Any] | None = None
+    preset: str | Mapping[str, int] = "single", devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """Builds a mesh with the axes "data", "fsdp" and "tensor".
 
@@ -65,7 +66,7 @@ def build_mesh(
     return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def _sizes(preset: str, devices: Sequence[Any]) -> dict[str, int]:
+def _sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
     """Returns sizes by axis of a preset's name, or of text such as "data=2,fsdp=-1"."""
     if preset == "single":
         return {}
@@ -84,9 +85,9 @@ def _sizes(preset: str, devices: Sequence[Any]) -> dict[str, int]:
         ) from None
 
 
-def path_name(path: Sequence[Any]) -> str:
+def path_name(path: KeyPath) -> str:
     """Joins the keys of a tree path by "/", such as "vision/layers/norm1/scale"."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def spec_of(name: str, rules: Rules) -> P:
@@ -103,7 +104,7 @@ def matches(name: str, pattern: str) -> bool:
     return re.fullmatch(rf"(.*/)?({pattern})", name) is not None
 
 
-def shardings(tree: Any, rules: Rules, mesh: Mesh) -> Any:
+def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
     """Returns the shardings of every leaf of a tree of arrays or shapes.
 
     Args:

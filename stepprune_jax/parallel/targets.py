@@ -28,10 +28,10 @@ class Target(NamedTuple):
     """Devices of one kind that programs can be compiled for."""
 
     name: str
-    devices: tuple[Any, ...]
+    devices: tuple[jax.Device, ...]
     options: dict[str, Any]
 
-    def compile(self, lowered: Any) -> Any:
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles a lowered program whose arguments lie on `devices`; it cannot be run."""
         try:
             return lowered.compile(compiler_options=self.options)

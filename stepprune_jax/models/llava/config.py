@@ -1,7 +1,6 @@
 """Frozen configurations of CLIP and LLaVA, built from Hugging Face `config.json` dicts."""
 
 import dataclasses
-from typing import Any
 
 from stepprune_jax.models.config import (
     LLAMA,
@@ -31,9 +30,9 @@ def _square(field: str, default: int) -> Rule:
     """A side length, given as one integer or as a pair of equal integers."""
     side = size(field, default, LONGEST_SIDE)
 
-    def read(value: Any) -> int | None:
-        pair = isinstance(value, list | tuple) and value and all(x == value[0] for x in value)
-        return side.read(value[0] if pair else value)
+    def read(value: object) -> object:
+        sides = list(value) if isinstance(value, list | tuple) else [value]
+        return side.read(sides[0]) if sides and all(x == sides[0] for x in sides) else None
 
     return side._replace(read=read, expected=f"a square side, {side.expected}")
 

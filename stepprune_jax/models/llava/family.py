@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import decoder
-from stepprune_jax.models.config import Json, Rule, read_fields
+from stepprune_jax.models.config import Json, Rule, Tokenizer, read_fields
 from stepprune_jax.models.family import Family
 from stepprune_jax.models.images import Bytes
 from stepprune_jax.models.layers import Dense, Tap, activate
@@ -98,7 +98,9 @@ class Llava(Family):
     def weight_rules(self, config: LlavaConfig) -> tuple[WeightRule, ...]:
         return weights.rules(config.vision.patch_size)
 
-    def complete_vocabulary(self, config: LlavaConfig, tokenizer: Any) -> tuple[LlavaConfig, Any]:
+    def complete_vocabulary(
+        self, config: LlavaConfig, tokenizer: Tokenizer
+    ) -> tuple[LlavaConfig, Tokenizer]:
         if config.image_token_id is not None:
             return config, tokenizer
         # The Hugging Face layout needs an image token, the original one has none.

@@ -4,7 +4,7 @@ Every number equals that of the Pillow image processor of ``transformers``, bit 
 Pillow's own resampling is the reference; torchvision's differs by up to one grey level.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -41,18 +41,18 @@ class ImageSettings(NamedTuple):
         return tuple(int(value * 255) for value in self.mean or (0.0, 0.0, 0.0))
 
 
-def _side(value: Any) -> int | None:
+def _side(value: object) -> int | None:
     return value if is_count(value) and value <= LONGEST_SIDE else None
 
 
-def _height_width(value: Any) -> tuple[int, int] | None:
+def _height_width(value: object) -> tuple[int, int] | None:
     """Reads a number or {height, width}."""
     given = value if isinstance(value, dict) else {"height": value, "width": value}
     height, width = _side(given.get("height")), _side(given.get("width"))
     return None if height is None or width is None else (height, width)
 
 
-def _edge(value: Any) -> int | tuple[int, int] | None:
+def _edge(value: object) -> int | tuple[int, int] | None:
     """Reads a number, {shortest_edge} or {height, width}."""
     edge = value.get("shortest_edge") if isinstance(value, dict) else value
     return _side(edge) if edge else _height_width(value)
@@ -109,8 +109,6 @@ def to_hf(settings: ImageSettings, side: int) -> Json:
 
 def resize(image: Image.Image, settings: ImageSettings) -> Bytes:
     """Pads, resizes and crops an RGB image, unless its longer edge would become huge."""
-    if image.mode != "RGB":
-        raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
     side = max(image.size)
     if settings.pad_to_square and image.width != image.height:
         size = None

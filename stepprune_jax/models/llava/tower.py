@@ -113,12 +113,7 @@ def embed_patches(
     params: Params, config: ClipConfig, pixels: Float[Array, "i 3 H W"]
 ) -> Float[Array, "i t d"]:
     """Embeds the class token and patches in raster order, after the first norm: hidden state 0."""
-    i, _, height, width = pixels.shape
-    if (height, width) != (config.image_size, config.image_size):
-        raise ValueError(
-            f"pixels are {height}x{width}, but this tower takes "
-            f"{config.image_size}x{config.image_size}"
-        )
+    i = pixels.shape[0]
     kernel = params["patch_embedding"]["kernel"]
     p, side = config.patch_size, config.image_size // config.patch_size
     # A strided convolution without overlap is one matrix product over cut-out patches, whose

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.models.config import (
@@ -35,9 +34,11 @@ MOST_PIXELS = 2 * 89_478_485
 
 
 def _integers(field: str, default: tuple[int, ...]) -> Rule:
-    def read(value: Any) -> tuple[int, ...] | None:
-        good = isinstance(value, list | tuple) and all(is_count(x, 0) for x in value)
-        return tuple(value) if good else None
+    def read(value: object) -> tuple[int, ...] | None:
+        if not isinstance(value, list | tuple):
+            return None
+        numbers = tuple(x for x in value if is_count(x, 0))
+        return numbers if len(numbers) == len(value) else None
 
     return Rule(field, default, read, "a list of integers from 0")
 

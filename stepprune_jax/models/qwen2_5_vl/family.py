@@ -1,5 +1,6 @@
 """Qwen2.5-VL (Bai et al., https://arxiv.org/abs/2502.13923): tower, merger, language model."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +15,14 @@ from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import decoder
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.family import Family
-from stepprune_jax.models.images import Bytes, read_processor
+from stepprune_jax.models.images import Bytes, naming, read_processor
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.qwen2_5_vl import images, tower, weights
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule, renamed
+from stepprune_jax.user_input import check
 
 _SYSTEM = "You are a helpful assistant."
 _ROLES = ("user", "assistant")
@@ -79,10 +81,9 @@ class Qwen25VL(Family):
             least, most = images.processor_bounds(config.vision, *read_processor(folder))
         least = least if min_pixels is None else min_pixels
         most = most if max_pixels is None else max_pixels
-        try:
+        named = contextlib.nullcontext() if folder is None else naming(str(folder))
+        with named:
             return dataclasses.replace(config, min_pixels=least, max_pixels=most)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}" if folder is not None else str(error)) from error
 
     def resize(self, config: QwenConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
         return images.resize(config, settings, image)
@@ -108,9 +109,8 @@ class Qwen25VL(Family):
         turns = list(turns) + [None] * (len(turns) % 2)
         text = f"{_START}system\n{_SYSTEM}{_END}"
         for number, message in enumerate(turns):
-            for placeholder, reason in _PLACEHOLDERS.items():
-                if placeholder in (message or ""):
-                    raise ValueError(f"the prompt has {placeholder}, {reason}")
+            for token, reason in _PLACEHOLDERS.items():
+                check((token not in (message or ""), f"the prompt has {token}, {reason}"))
             end = _END if message or number % 2 == 0 else ""
             message = (message or "").replace(IMAGE_MARK, _IMAGE)
             text += f"\n{_START}{_ROLES[number % 2]}\n{message}{end}"

@@ -126,8 +126,6 @@ def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
 
 def resize(config: QwenConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
     """Returns the bytes of an RGB image at its target size."""
-    if image.mode != "RGB":
-        raise ValueError(f"expected an RGB image, got mode {image.mode!r}; use open_image first")
     height, width = target_size(config, image.height, image.width)
     return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
 
