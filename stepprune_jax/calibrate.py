@@ -21,7 +21,7 @@ from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning.calibration import Calibration
-from stepprune_jax.user_input import local_path, user_input
+from stepprune_jax.user_input import check, local_path, user_input
 
 _NAME = "stepprune_jax.calibrate"
 
@@ -51,16 +51,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     with user_input():
         policy = load_policy(given.policy)
-        if not policy.has_stop:
-            raise ValueError(f"--policy: {policy.method} has no learned stop to calibrate")
+        check((policy.has_stop, f"--policy: {policy.method} has no learned stop to calibrate"))
         local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
         out = file_to_write("--out", given.out)
         source = inspect_folder(given.model, given.vision_folder)
         check_fits(policy.config, source.config)
         folder = local_path(given.data)
         asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
-        if not asked:
-            raise ValueError(f"{folder / given.split}.jsonl holds no questions")
         dtype = jnp.dtype(given.dtype)
         model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder)
         questions = [asked[at] for at in spread_over(len(asked), given.questions)]

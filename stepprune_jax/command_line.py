@@ -15,7 +15,7 @@ from typing import NoReturn, TextIO, TypeVar
 from absl import logging as absl_logging
 
 from stepprune_jax import configurations
-from stepprune_jax.user_input import is_user_error, local_path, one_line
+from stepprune_jax.user_input import check, expect, is_user_error, local_path, one_line
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ def integer_from(least: int) -> Callable[[str], int]:
 def file_to_write(flag: str, given: str) -> Path:
     """Checks the file of a result before the work that leads to it."""
     path = local_path(given)
-    if not path.name or path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag} is {given!r}, expected a file in a folder that can be written to")
+    good = bool(path.name) and not path.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
+    expect(flag, given, good, "a file in a folder that can be written to")
     return path
 
 
@@ -115,9 +115,9 @@ def read_config(
         parser.error("--workdir is empty, expected a folder")
     try:
         settings = configurations.load(given.config, changes)
-        if not isinstance(settings, kind):
-            found, expected = type(settings).__name__, kind.__name__
-            raise ValueError(f"--config {given.config} is {found}, expected {expected}")
+        found, expected = type(settings).__name__, kind.__name__
+        fits = isinstance(settings, kind)
+        check((fits, f"--config {given.config} is {found}, expected {expected}"))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     given.workdir = local_path(given.workdir or default_workdir(given.config))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax.settings import Settings, read_changes
-from stepprune_jax.user_input import nearest
+from stepprune_jax.user_input import check, nearest
 
 _PACKAGE = Path(__file__).parent
 
@@ -70,14 +70,12 @@ def load(config: str, changes: Sequence[str] = ()) -> Any:
         raise
     except Exception as error:  # of any kind: the file is a program
         raise ValueError(f"{_place(error, file)}{error}") from error
-    if not isinstance(settings, Settings):
-        found = type(settings).__name__
-        raise ValueError(f"{file}: expected a get_config that returns settings, not {found}")
+    found = f"{file}: expected a get_config that returns settings, not {type(settings).__name__}"
+    check((isinstance(settings, Settings), found))
     texts = {}
     for change in changes:
         name, equals, texts[name] = change.partition("=")
-        if not equals:
-            raise ValueError(f"{change!r} is no change of a field, expected FIELD=VALUE")
+        check((bool(equals), f"{change!r} is no change of a field, expected FIELD=VALUE"))
     return settings.replace(read_changes(settings, texts))
 
 

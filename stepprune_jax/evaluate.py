@@ -34,7 +34,7 @@ from stepprune_jax.evaluation.scores import SCORES, score_file
 from stepprune_jax.evaluation.settings import EvaluationRun, own_policy
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
-from stepprune_jax.user_input import local_path, one_line, user_input
+from stepprune_jax.user_input import expect, local_path, one_line, user_input
 from stepprune_jax.workdir.lock import locked
 
 STAGES = ("generate", "convert", "score")
@@ -54,9 +54,8 @@ def evaluate(
     """Evaluates a run on the benchmarks that its configuration names."""
     workdir = local_path(workdir)
     with user_input():
-        unknown = [stage for stage in stages if stage not in STAGES]
-        if unknown or not stages:
-            raise ValueError(f"--stages is {','.join(stages)!r}, expected {', '.join(STAGES)}")
+        known = bool(stages) and {*stages} <= {*STAGES}
+        expect("--stages", ",".join(stages), known, ", ".join(STAGES))
     with locked(workdir):
         if "generate" in stages:
             generate_answers(run, workdir, policy=policy)

@@ -23,7 +23,7 @@ from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Policy
 from stepprune_jax.pruning.calibration import Calibration
-from stepprune_jax.user_input import local_path
+from stepprune_jax.user_input import check, local_path
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
@@ -91,8 +91,8 @@ def same_policy(one: Policy, other: Policy) -> bool:
 def latest_policy(workdir: Path) -> tuple[int, Policy, Json]:
     """Reads a run's latest checkpoint: updates done, the policy, and the run's metadata."""
     step, arrays, about = read_latest(workdir.resolve())
-    if "selector" not in about:
-        raise ValueError(f"{workdir} holds no checkpoints of a policy: they do not name a method")
+    missing = f"{workdir} holds no checkpoints of a policy: they do not name a method"
+    check(("selector" in about, missing))
     config = read_config(workdir, about["selector"])
     stats = FeatureStats(**arrays["stats"])
     return step, Policy(arrays["state"]["params"], config, stats), about

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.user_input import expect
 
 
 class LlmCost(NamedTuple):
@@ -129,10 +130,8 @@ def llm_flops(
 def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[int]:
     """Returns one count for each layer."""
     counts = [count] * num_layers if isinstance(count, int) else list(count)
-    if len(counts) != num_layers or min(counts) < 0:
-        raise ValueError(
-            f"{name} is {count!r}, expected a count or one for each of {num_layers} layers"
-        )
+    fits = len(counts) == num_layers and min(counts) >= 0
+    expect(name, count, fits, f"a count or one for each of {num_layers} layers")
     return counts
 
 

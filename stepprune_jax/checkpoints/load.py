@@ -30,6 +30,7 @@ from stepprune_jax.models.family import ModelConfig, Processor
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import Target
 from stepprune_jax.parallel import sharding
+from stepprune_jax.user_input import expect
 
 # Size of one read, and of the largest part assembled on the host. It holds a layer's largest matrix
 # of the 7B model, so that each fills a contiguous piece of its stack. A few blocks wait at a time.
@@ -166,8 +167,8 @@ def load_params(
             non-floating dtype, all of which are listed; a truncated or corrupt file, or numbers too
             large for `dtype`.
     """
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"dtype is {dtype!r}, expected a floating one, such as jnp.bfloat16")
+    floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    expect("dtype", dtype, floating, "a floating one, such as jnp.bfloat16")
     platform = None if mesh is None else mesh.devices.flat[0].platform
     abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layers, platform)
     targets = source.config.family.weight_targets(abstract, source.config)

@@ -23,6 +23,7 @@ from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Policy, TrainedConfig, method_of, trained_methods
 from stepprune_jax.pruning.calibration import read_calibration
 from stepprune_jax.settings import is_number
+from stepprune_jax.user_input import check, expect
 from stepprune_jax.version import version
 
 POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub
@@ -54,7 +55,8 @@ def save_policy(
         ValueError: the weights do not fit the configuration, or `stop_bias` is not a number that
             float32 holds.
     """
-    path, stop_bias = Path(path), _number(float(policy.stop_bias), "stop_bias")
+    path, stop_bias = Path(path), float(policy.stop_bias)
+    expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
     wanted = _wanted(policy.config, policy.stats is not None)
     tensors = weights.flatten(policy.params)
     if policy.stats is not None:
@@ -102,7 +104,7 @@ def load_policy(path: str | Path) -> Policy:
     config, calibration = read_config(path, metadata), None
     with errors_named(path):
         stop_bias = parse_json(metadata.get("stop_bias", ""), "stop_bias")
-        stop_bias = float(_number(stop_bias, "stop_bias"))
+        expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
         if "calibration" in metadata:
             calibration = read_calibration(parse_json(metadata["calibration"], "calibration"))
     _check_sizes(path, config, entries)
@@ -114,9 +116,9 @@ def load_policy(path: str | Path) -> Policy:
     }
     stats = {name: tensors.pop(f"stats/{name}", None) for name in FeatureStats._fields}
     stats = None if stats["var"] is None else FeatureStats(**stats)
-    if stats is not None and (np.asarray(stats.var) < 0).any():
-        raise ValueError(f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
-    return Policy(weights.unflatten(tensors), config, stats, stop_bias, calibration)
+    good = stats is None or not (np.asarray(stats.var) < 0).any()
+    check((good, f"{path}: 'stats/var' has variances below 0, expected numbers from 0"))
+    return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
 
 
 def policy_file(path: str | Path) -> Path:
@@ -151,8 +153,7 @@ def check_fits(policy: TrainedConfig, config: ModelConfig) -> None:
         for name, width, part, expected in widths
         if width != expected
     ]
-    if wrong:
-        raise ValueError("the policy does not fit the model: " + "; ".join(wrong))
+    check((not wrong, "the policy does not fit the model: " + "; ".join(wrong)))
 
 
 def _wanted(config: TrainedConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
@@ -175,12 +176,8 @@ def _check_sizes(
     widths = ("feature_width", "text_width", "policy_width", "mlp_ratio")
     limits = dict.fromkeys(("encoder_layers", "decoder_layers"), len(entries))
     for name, most in (dict.fromkeys(widths, widest) | limits).items():
-        size = getattr(config, name, 0)
-        if size > most:
-            raise ValueError(
-                f"{path}: its {type(config).__name__}.{name} is {size}, expected at most {most}, "
-                "the size of its tensors"
-            )
+        size, field = getattr(config, name, 0), f"{path}: its {type(config).__name__}.{name}"
+        expect(field, size, size <= most, f"at most {most}, the size of its tensors")
 
 
 def _check_tensors(
@@ -206,27 +203,15 @@ def _check_tensors(
         raise ValueError(f"the weights {place} do not fit their {kind}:\n" + "\n".join(lines))
 
 
-def _number(value: object, name: str) -> float:
-    """Returns a finite number, or raises with its name."""
-    if not is_number(value):
-        raise ValueError(f"{name} is {value!r}, expected a finite number")
-    return value
-
-
 def read_config(path: Path, metadata: Mapping[str, str]) -> TrainedConfig:
     """Reads the configuration of a policy from metadata as written by `config_metadata`."""
     method, known = metadata.get("method"), trained_methods()
-    if method not in known:
-        raise ValueError(
-            f"{path} holds a policy of method {method!r}, expected one of {tuple(known)}"
-        )
+    expect(f"{path}: the method of its policy", method, method in known, f"one of {(*known,)}")
     kind = known[method].config_type
     with errors_named(path):
         fields = as_object(parse_json(metadata.get("config", ""), kind.__name__), kind.__name__)
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
-        if unknown:
-            raise ValueError(
-                f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
-            )
+        newer = f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
+        check((not unknown, newer))
         # JSON has no tuples, and lists cannot be hashed.
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})

@@ -18,6 +18,7 @@ import numpy as np
 
 from stepprune_jax.data.json_files import as_object, file_named, parse_json, read_json_object
 from stepprune_jax.settings import is_count
+from stepprune_jax.user_input import check
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -86,11 +87,10 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
     entries = {name: _entry(path, name, info, 8 + length) for name, info in header.items()}
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: entry.offset):
-        if entry.nbytes and entry.offset < end:
-            raise ValueError(f"{where}: {entry.name!r} overlaps another tensor")
+        apart = not entry.nbytes or entry.offset >= end
+        check((apart, f"{where}: {entry.name!r} overlaps another tensor"))
         end = max(end, entry.offset + entry.nbytes)
-    if end > size:
-        raise ValueError(f"{path} is truncated: it has {size} of {end} bytes; download it again")
+    check((end <= size, f"{path} is truncated: it has {size} of {end} bytes; download it again"))
     return entries, {name: str(text) for name, text in metadata.items()}
 
 
@@ -125,8 +125,8 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
     entries = {entry.name: entry for entry in stored}
     wrong = {e.name for e in stored if weight_map.get(e.name, e.path.name) != e.path.name}
     wrong |= {e.name for e in stored if entries[e.name] is not e} | (weight_map.keys() - entries)
-    if wrong:
-        raise ValueError(f"{index}: weight_map does not have the one place of {min(wrong)!r}")
+    named = min(wrong, default="")
+    check((not wrong, f"{index}: weight_map does not have the one place of {named!r}"))
     return entries
 
 

@@ -40,6 +40,7 @@ from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of
+from stepprune_jax.user_input import expect
 
 UNPRUNED = "all"
 _HEADER = [
@@ -64,8 +65,8 @@ def with_square_images(config: QwenConfig, tokens: int) -> QwenConfig:
     """Bounds images so that the largest one is a square of so many visual tokens."""
     area = config.vision.factor**2
     config = config.family.bound_images(config, None, area, tokens * area)
-    if config.max_image_tokens != tokens or math.isqrt(tokens) ** 2 != tokens:
-        raise ValueError(f"--tokens is {tokens}, expected a square number from 225")
+    square = config.max_image_tokens == tokens == math.isqrt(tokens) ** 2
+    expect("--tokens", tokens, square, "a square number from 225")
     return config
 
 

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import Array, Int
 
+from stepprune_jax.user_input import check, expect
+
 Params = dict[str, Any]  # weights by name, in nested dicts
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,14 +50,13 @@ class Execution:
     remat: bool = False
 
     def __post_init__(self):
-        if self.attention not in ATTENTIONS:
-            supported = ", ".join(ATTENTIONS)
-            raise ValueError(f"attention is {self.attention!r}; supported: {supported}")
+        known = self.attention in ATTENTIONS
+        expect("attention", self.attention, known, f"one of {', '.join(ATTENTIONS)}")
 
     def check_backend(self) -> None:
         """Raises a ValueError if jax's default device cannot run it."""
-        if self.attention == "cudnn" and jax.default_backend() != "gpu":
-            raise ValueError(f"attention 'cudnn' needs a GPU, jax uses {jax.default_backend()!r}")
+        backend = jax.default_backend() if self.attention == "cudnn" else "gpu"
+        check((backend == "gpu", f"attention 'cudnn' needs a GPU, jax uses {backend!r}"))
 
 
 def lay_out(params: Params, layout: str = "auto", platform: str | None = None) -> Params:
@@ -73,8 +74,7 @@ def lay_out(params: Params, layout: str = "auto", platform: str | None = None) -
     Raises:
         ValueError: an unknown layout.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layers is {layout!r}; supported: {', '.join(LAYOUTS)}")
+    expect("layers", layout, layout in LAYOUTS, f"one of {', '.join(LAYOUTS)}")
     if layout == "auto":
         large = any(_layer_bytes(layers) >= _LARGE for layers in _stacks(params).values())
         platform = platform or jax.default_backend()

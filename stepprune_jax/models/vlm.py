@@ -23,6 +23,7 @@ from stepprune_jax.models.decoder import Cache, Rows, Wanted
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution, Params, lay_out
+from stepprune_jax.user_input import expect
 
 POSITIONS = ("original", "compact")
 
@@ -210,7 +211,7 @@ def assemble(
     Raises:
         ValueError: `positions` is neither of the two.
     """
-    check_positions(positions)
+    expect("positions", positions, positions in POSITIONS, f"one of {', '.join(POSITIONS)}")
     (b, l), (j, k) = ids.shape, visual.tokens.shape[1:3]
     s = l + j * k if capacity is None else capacity
     places = _places(ids, text_length, j)
@@ -277,12 +278,6 @@ def from_embeddings(
     position = jnp.broadcast_to(position[:, None], (b, config.family.POSITION_AXES, s))
     none = jnp.full((b, s), -1, jnp.int32)
     return Sequence(hidden, position, length, length, none, none)
-
-
-def check_positions(positions: str) -> None:
-    """Raises a ValueError unless `positions` is one of `POSITIONS`."""
-    if positions not in POSITIONS:
-        raise ValueError(f"positions is {positions!r}; supported: {', '.join(POSITIONS)}")
 
 
 def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequence:

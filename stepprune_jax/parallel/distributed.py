@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from stepprune_jax.user_input import check, expect
+
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -24,10 +26,8 @@ _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 def use_cores(count: int) -> None:
     """Creates `config.cpu_devices` CPU devices before jax starts; 0 leaves their number to jax."""
-    if not isinstance(count, int) or not 0 <= count <= _MOST_CORES:
-        raise ValueError(
-            f"config.cpu_devices is {count!r}, expected an integer from 0 to {_MOST_CORES}"
-        )
+    fits = isinstance(count, int) and 0 <= count <= _MOST_CORES
+    expect("config.cpu_devices", count, fits, f"an integer from 0 to {_MOST_CORES}")
     if count:
         jax.config.update("jax_num_cpu_devices", count)
 
@@ -134,8 +134,8 @@ def require_same(digest: str, what: str) -> None:
     if jax.process_count() == 1:
         return
     digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
-    if (digests != digests[0]).any():
-        raise ValueError(f"{what} differ between the processes of this run")
+    same = bool((digests == digests[0]).all())
+    check((same, f"{what} differ between the processes of this run"))
 
 
 def any_process(flag: bool) -> bool:

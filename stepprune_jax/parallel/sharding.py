@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from stepprune_jax.user_input import check
+
 AXES = ("data", "fsdp", "tensor")
 PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor", "data_fsdp")
 
@@ -59,10 +61,9 @@ def build_mesh(
     known = math.prod(size for size in shape if size != -1)
     if shape.count(-1) == 1 and known > 0 and len(devices) % known == 0:
         shape[shape.index(-1)] = len(devices) // known
-    if sizes.keys() - set(AXES) or min(shape) < 1 or math.prod(shape) != len(devices):
-        raise ValueError(
-            f"mesh sizes {sizes} do not fit {len(devices)} devices; axes: {', '.join(AXES)}"
-        )
+    fits = sizes.keys() <= {*AXES} and min(shape) >= 1 and math.prod(shape) == len(devices)
+    unlike = f"mesh sizes {sizes} do not fit {len(devices)} devices; axes: {', '.join(AXES)}"
+    check((fits, unlike))
     return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
@@ -125,11 +126,8 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
         for size, axes in zip(leaf.shape, spec, strict=False):
             axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
             parts = math.prod(mesh.shape[axis] for axis in axes)
-            if size % parts:
-                raise ValueError(
-                    f"{name} of shape {tuple(leaf.shape)}: {size} is not divisible by the {parts} "
-                    f"devices of mesh axes {axes}"
-                )
+            cut = f"{size} is not divisible by the {parts} devices of mesh axes {axes}"
+            check((size % parts == 0, f"{name} of shape {tuple(leaf.shape)}: {cut}"))
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, tree)

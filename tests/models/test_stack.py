@@ -64,7 +64,7 @@ def test_large_layers_lie_apart_unless_told_otherwise():
 
     assert layout(8192) == "apart"  # 32 MiB
     assert (layout(8191), layout(8192, "stacked")) == ("stacked", "stacked")
-    with pytest.raises(ValueError, match="layers is 'loop'; supported: auto, stacked, apart"):
+    with pytest.raises(ValueError, match="layers is 'loop', expected one of auto, stacked, apart"):
         lay_out({}, "loop")
 
 

@@ -25,6 +25,7 @@ from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule as WeightRule
 from stepprune_jax.models.weights import renamed
+from stepprune_jax.user_input import expect
 
 # The ``vicuna_v1`` template, exactly as in the reference programs.
 _SYSTEM = (
@@ -138,11 +139,9 @@ class Llava(Family):
         max_pixels: int | None = None,
     ) -> LlavaConfig:
         for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
-            if value is not None:
-                side = config.vision.image_size
-                raise ValueError(
-                    f"{name} is {value}, but this model takes images of one size, {side} x {side}"
-                )
+            side = config.vision.image_size
+            one = f"none, as this model takes images of one size, {side} x {side}"
+            expect(name, value, value is None, one)
         return config
 
     def resize(self, config: LlavaConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
