@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference.base import Decoding, Places, Plan, Texts, Trace
@@ -18,7 +18,6 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
-from stepprune_jax.pruning import Trained
 from stepprune_jax.user_input import user_input
 
 
@@ -68,7 +67,7 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
 def start(
     params: Params,
     config: ModelConfig,
-    learned: Trained | tuple[()],
+    learned: PyTree,
     sequence: vlm.Sequence,
     texts: Texts,
     sampling: Sampling,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from stepprune_jax.inference import decoding
 from stepprune_jax.inference.base import Decoding, Pairs, Plan, Texts, Trace
@@ -21,7 +21,7 @@ from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
-from stepprune_jax.pruning import Kept, Ranking, Trained, View
+from stepprune_jax.pruning import Kept, Ranking, View
 from stepprune_jax.pruning.base import take_first
 
 
@@ -60,7 +60,7 @@ def see(params: Params, config: ModelConfig, pairs: Pairs, *, plan: Plan) -> Vie
 
 
 def choose(
-    params: Params, config: ModelConfig, learned: Trained | tuple[()], pairs: Pairs, *, plan: Plan
+    params: Params, config: ModelConfig, learned: PyTree, pairs: Pairs, *, plan: Plan
 ) -> Kept:
     """Keeps tokens of each pair, from images before or after the tower."""
     if pairs.taps is None:
@@ -73,7 +73,7 @@ def choose(
 def rank(
     params: Params,
     config: ModelConfig,
-    learned: Trained | tuple[()],
+    learned: PyTree,
     pairs: Pairs,
     *,
     plan: Plan,
@@ -103,7 +103,7 @@ def place(
 def begin(
     params: Params,
     config: ModelConfig,
-    learned: Trained | tuple[()],
+    learned: PyTree,
     tokens: Kept | Pairs,
     texts: Texts,
     sampling: Sampling,

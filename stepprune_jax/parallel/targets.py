@@ -31,7 +31,7 @@ class Target(NamedTuple):
     devices: tuple[jax.Device, ...]
     options: dict[str, Any]
 
-    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def compile(self, lowered: Any) -> Any:
         """Compiles a lowered program whose arguments lie on `devices`; it cannot be run."""
         try:
             return lowered.compile(compiler_options=self.options)
