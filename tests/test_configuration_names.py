@@ -10,12 +10,6 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_names_are_the_files(pytestconfig):
-    folder = pytestconfig.rootpath / "configs"
-    wanted = {str(path.relative_to(folder))[:-3] for path in folder.rglob("*.py")}
-    assert {*configurations.names()} == wanted
-
-
 @pytest.mark.parametrize("name", configurations.names())
 def test_a_name_and_its_path_are_one_configuration(name, pytestconfig):
     found = configurations.load(name)

@@ -5,14 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from views import rows, view
 
 from stepprune_jax import policy
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.flops import llm_flops, policy_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.vlm import Sequence
-from stepprune_jax.pruning import Budget, Dart, HoloV, PruMerge, PruMergePlus, TopV, View
+from stepprune_jax.pruning import Budget, Dart, HoloV, PruMerge, PruMergePlus, TopV
 from stepprune_jax.testing import tiny_hf_config
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
@@ -145,32 +145,20 @@ def test_traced_operations_by_hand():
     assert count(jax.grad(loss)) == 3 * 5 * once
 
 
-def selection(pruner, features, config, rows=1, size=9):
+def selection(pruner, features, config, size=9):
     """FLOPs of choosing among size tokens of a 3 by 3 image, traced with arrays of ones."""
-    view = View(
-        tokens=jnp.ones((rows, size, features["tokens"])),
-        valid=None,
-        grid=jnp.full((rows, 2), 3),
-        text=jnp.ones((rows, 1, 1)),
-        text_valid=jnp.ones((rows, 1), bool),
-        number=jnp.zeros(rows, jnp.int32),
-        count=jnp.full(rows, 4),
-        taps=tuple(jnp.ones((rows, *features[tap.kind])) for tap in pruner.taps(config)),
-    )
-    return traced_flops(jax.make_jaxpr(lambda view: pruner.select((), view, 4))(view))
+    taps = [jnp.ones((1, *features[tap.kind])) for tap in pruner.taps(config)]
+    seen = view(jnp.ones((1, size, features["tokens"])), *taps, count=4, grid=[[3, 3]])
+    return traced_flops(jax.make_jaxpr(lambda seen: pruner.select((), seen, 4))(seen))
 
 
 def dropping(pruner, features, config, slots=16):
     """FLOPs of choosing what stays behind a cut, of one row with an image of 9 tokens."""
     (cut,) = pruner.cuts(config, 9)
     image = jnp.where((jnp.arange(slots) >= 2) & (jnp.arange(slots) < 11), 0, -1)[None]
-    length = jnp.full(1, slots)
-    rows = Sequence(
-        jnp.ones((1, slots, 6)), jnp.zeros((1, 1, slots), jnp.int32), length, length, image, image
-    )
-    rows = rows._replace(grid=jnp.full((1, 1, 2), 3))
+    seen = rows(image, jnp.ones((1, slots, 6)), grid=jnp.full((1, 1, 2), 3))
     taps = {f"{tap.kind}.{tap.layer}": jnp.ones((1, *features[tap.kind])) for tap in cut.taps}
-    drop = functools.partial(pruner.drop, (), cut, rows)
+    drop = functools.partial(pruner.drop, (), cut, seen)
     return traced_flops(jax.make_jaxpr(drop)(taps, jnp.full((1, 1), 4)))
 
 
@@ -185,7 +173,7 @@ def test_what_choosing_costs_is_traced():
         assert selection(pruner, tower, config) == 2 * merging
     # Every token with those of its crop: two crops of 5, one of them with a place left.
     assert selection(HoloV(crops=2), tower | {"tokens": e}, config) == 2 * 2 * 5 * 5 * e
-    rows = {"keys": (heads, s, c), "normed": (s, e), "hidden": (s, e), "mlp_input": (s, e)}
+    shapes = {"keys": (heads, s, c), "normed": (s, e), "hidden": (s, e), "mlp_input": (s, e)}
     # Eight pivots with every slot; every slot with every other.
-    assert dropping(Dart(), rows, config) == 2 * 8 * s * e
-    assert dropping(TopV(), rows, config) == 2 * s * s * e
+    assert dropping(Dart(), shapes, config) == 2 * 8 * s * e
+    assert dropping(TopV(), shapes, config) == 2 * s * s * e

@@ -40,6 +40,7 @@ from stepprune_jax.models.stack import (
     run_stack,
     take_layer,
 )
+from stepprune_jax.user_input import check
 
 TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input", "rotary")
 
@@ -319,19 +320,12 @@ def run_layers(
         A `Stage`.
 
     Raises:
-        ValueError: layers or taps that do not exist, or an unsuitable capacity or segments.
+        ValueError: taps that do not exist, or unsuitable segments.
     """
     hidden, (first, last), capacity = rows.hidden, span, wanted.capacity
     b, s, _ = hidden.shape
-    held = last - first if cache is None else cache.key.shape[0]
     plain = execution.attention == "matmul" and cache is None and capacity is None
-    require(
-        "run_layers",
-        (0 <= first < last <= config.num_layers, f"no layers {span} of {config.num_layers}"),
-        (held == last - first, f"the cache holds {held} layers, not those of {span}"),
-        (capacity is None or (cache is None and capacity >= s), f"capacity {capacity} for {s}"),
-        (rows.segment is None or plain, "segments need plain attention and no cache"),
-    )
+    check((rows.segment is None or plain, "segments need plain attention and no cache"))
     named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
         beyond = kind in STATES or (kind == "attention" and cache is None)

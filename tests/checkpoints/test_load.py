@@ -34,15 +34,12 @@ def _assert_same(left, right):
     )
 
 
-def test_weights_arrive_where_the_tree_says(tmp_path):
-    folder = testing.tiny_llava(tmp_path)
-    params = _load(folder)
-    config = inspect_folder(folder).config
+def test_weights_arrive_where_the_tree_says(llava_model):
+    params, config = llava_model.params, llava_model.config
     files = testing.random_tensors(config)
     tower, llama = "vision_tower.vision_model.", "language_model.model."
     expected = {
         "vision/class_embedding": files[tower + "embeddings.class_embedding"],
-        "vision/position_embedding": files[tower + "embeddings.position_embedding.weight"],
         "vision/layers/norm2/bias": np.stack(
             [files[f"{tower}encoder.layers.{i}.layer_norm2.bias"] for i in range(3)]
         ),
@@ -74,11 +71,10 @@ def test_weights_arrive_where_the_tree_says(tmp_path):
     }
 
 
-def test_every_dialect_gives_the_same_parameters(tmp_path):
-    plain = testing.tiny_llava(tmp_path / "hf")
+def test_every_dialect_gives_the_same_parameters(tmp_path, llava_folder):
     new = testing.tiny_llava(tmp_path / "new", "hf_new", max_shard_bytes=40_000)
     assert len(list(new.glob("*.safetensors"))) > 3
-    _assert_same(_load(new), _load(plain))
+    _assert_same(_load(new), _load(llava_folder))
     # The original's vocabulary has no image token, so its files are made to the same size here.
     original = testing.tiny_llava(tmp_path / "original", "original", text={"vocab_size": 448})
     plain = testing.tiny_llava(tmp_path / "again", text={"vocab_size": 448})

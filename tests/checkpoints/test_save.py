@@ -80,8 +80,8 @@ def test_an_unused_row_of_the_vocabulary_becomes_the_image_token(tmp_path):
     assert bare["image_token_index"] == 448 and bare["text_config"]["vocab_size"] == 449
 
 
-def test_the_saved_processor_gives_the_same_ids_and_pixels(tmp_path):
-    model = load_vlm(testing.tiny_llava(tmp_path / "source"), progress=False)
+def test_the_saved_processor_gives_the_same_ids_and_pixels(tmp_path, llava_model):
+    model = llava_model
     save_vlm(model, tmp_path / "saved")
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "saved")
     text = "A chat. USER: What is in this picture? ASSISTANT:"
@@ -114,10 +114,10 @@ def test_the_config_survives_both_readers(scaling, tied):
     assert LlavaConfig.from_hf(theirs.to_dict()) == config
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path):
-    model = load_vlm(testing.tiny_llava(tmp_path / "source"), progress=False)
+def test_what_cannot_be_saved_is_refused(tmp_path, llava_model):
+    model = llava_model
     with pytest.raises(FileExistsError, match=r"already holds model\.safetensors"):
-        save_vlm(model, tmp_path / "source")
+        save_vlm(model, model.folder)
     text = dataclasses.replace(model.config.text, hidden_size=64, tie_embeddings=True)
     other = VLM(model.params, dataclasses.replace(model.config, text=text))
     with pytest.raises(ValueError, match=r"norm/scale is \[48\], expected \[64\]") as error:

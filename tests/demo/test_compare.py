@@ -3,13 +3,11 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
-from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax import FeatureStats, PolicyConfig, init_policy
 from stepprune_jax.demo.compare import BY_ITSELF, EXACTLY, ON_AVERAGE, compare, list_choices
 from stepprune_jax.demo.examples import shapes_examples
 from stepprune_jax.demo.panel import draw_answers, draw_kept
@@ -23,13 +21,7 @@ IMAGE = Image.fromarray(np.arange(40 * 60 * 3, dtype=np.uint8).reshape(40, 60, 3
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = testing.tiny_llava(tmp_path_factory.mktemp("demo"))
-    return load_vlm(folder, dtype=jnp.float32, progress=False)
-
-
-@pytest.fixture(scope="module")
-def choices(model):
+def choices(llava_model):
     params, stats = init_policy(jax.random.key(0), CONFIG), FeatureStats.start(32)
     other = PolicyConfig(feature_width=16, num_heads=2)
     policies = {
@@ -37,7 +29,7 @@ def choices(model):
         "calibrated": Policy(params, CONFIG, stats, calibration=TABLE),
         "of another model": Policy(init_policy(jax.random.key(0), other), other, None),
     }
-    return list_choices(model, policies)
+    return list_choices(llava_model, policies)
 
 
 def test_what_a_model_can_be_pruned_by(choices):
@@ -49,12 +41,13 @@ def test_what_a_model_can_be_pruned_by(choices):
     assert choices["grid"].modes == (EXACTLY,)
 
 
-def test_both_answers_and_what_was_kept(model, choices):
-    shown = compare(model, choices["mine"].method(EXACTLY, 3), IMAGE.convert("RGBA"), "red dog?")
+def test_both_answers_and_what_was_kept(llava_model, choices):
+    method = choices["mine"].method(EXACTLY, 3)
+    shown = compare(llava_model, method, IMAGE.convert("RGBA"), "red dog?")
     assert (shown.full.kept, shown.pruned.kept) == (9, 3) and shown.pruned.ttft_ms > 0
     html = draw_answers(shown)
     assert "all tokens: 9 of 9" in html and "kept tokens: 3 of 9" in html
-    picture = draw_kept(model, shown)
+    picture = draw_kept(llava_model, shown)
     steps = re.findall(r'<rect x="(\d+)" y="(\d+)".*?<title>step (\d) of 3</title>', picture)
     # Patches of 160 pixels, in the order of choice.
     found = [int(y) // 160 * 3 + int(x) // 160 for x, y, _ in steps]
@@ -64,20 +57,20 @@ def test_both_answers_and_what_was_kept(model, choices):
     assert average.params.stop_bias == pytest.approx(0.0)
 
 
-def test_merged_tokens_are_no_patches(model, choices):
-    shown = compare(model, choices["visionzip"].method(EXACTLY, 4), IMAGE, "two?")
-    assert draw_kept(model, shown).count("<title>") == 2
+def test_merged_tokens_are_no_patches(llava_model, choices):
+    shown = compare(llava_model, choices["visionzip"].method(EXACTLY, 4), IMAGE, "two?")
+    assert draw_kept(llava_model, shown).count("<title>") == 2
 
 
-def test_an_image_that_is_no_square_lies_in_the_middle_of_one(tmp_path):
-    model = load_vlm(testing.tiny_qwen(tmp_path), dtype=jnp.float32, progress=False)
-    config, wide = model.config, IMAGE.resize((90, 20))
-    pixels = config.family.preprocess(config, model.image_settings, [wide])
+def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
+    config, settings = qwen_model.config, qwen_model.image_settings
+    wide = IMAGE.resize((90, 20))
+    pixels = config.family.preprocess(config, settings, [wide])
     rows, columns = config.family.grids(config, pixels)[0].tolist()
     assert rows < columns
-    found = seen_patches(model, wide, (rows, columns), [0, rows * columns - 1, -1])
+    found = seen_patches(qwen_model, wide, (rows, columns), [0, rows * columns - 1, -1])
     assert found.grid == columns and len(found.patches) == 2
-    pixel = config.family.seen(config, model.image_settings, wide)
+    pixel = config.family.seen(config, settings, wide)
     side = pixel.width // columns
     for patch, (left, top) in zip(found.patches, ((0, 0), (columns - 1, rows - 1)), strict=True):
         at, whole = divmod(patch, columns)[::-1], found.image
@@ -94,13 +87,13 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(tmp_path):
         ("mine", "two?", ON_AVERAGE, 3, "no calibration"),
     ],
 )
-def test_mistakes_are_said(model, choices, name, question, mode, count, message):
+def test_mistakes_are_said(llava_model, choices, name, question, mode, count, message):
     with pytest.raises(ValueError, match=message):
-        compare(model, choices[name].method(mode, count), IMAGE, question)
+        compare(llava_model, choices[name].method(mode, count), IMAGE, question)
 
 
-def test_a_text_is_no_html(model, choices):
-    shown = compare(model, choices["grid"].method(EXACTLY, 2), IMAGE, "two?")
+def test_a_text_is_no_html(llava_model, choices):
+    shown = compare(llava_model, choices["grid"].method(EXACTLY, 2), IMAGE, "two?")
     shown = shown._replace(pruned=shown.pruned._replace(text="<b>&"))
     assert "<p>&lt;b&gt;&amp;</p>" in draw_answers(shown)
 

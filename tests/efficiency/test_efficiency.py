@@ -72,8 +72,6 @@ def test_images_of_qwen_are_square(capsys):
 BAD = {
     "pruner": (["--rows", "clss@4"], "unknown pruner 'clss'.*Did you mean cls"),
     "budget": (["--rows", "cls@99"], "budget is 99, expected at most 16"),
-    "no budget": (["--rows", "cls"], "the pruner 'cls' needs a budget"),
-    "kind": (["--rows", "cls@mean:4"], "cls does not support the budget mean:4"),
     "model": (["--model", "llava-8b"], "'llava-8b' is neither a file nor one of llava-7b"),
     "memory": (
         ["--model", "llava-13b"],

@@ -1,13 +1,10 @@
 """How many programs, and read-backs, bring pixels to the first token, whatever the pruner."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 from generation_reference import ByQuestion, random_image
 from small_world import stepprune
 
-from stepprune_jax import testing
-from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.inference import RunOptions, greedy, pipeline, read_request
 from stepprune_jax.pruning import Method, make_method
 
@@ -34,22 +31,16 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = testing.tiny_llava(tmp_path_factory.mktemp("model"))
-    return load_vlm(folder, dtype=jnp.float32, progress=False)
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_a_batch_takes_one_program_or_two_and_a_look(name, model, compilations, monkeypatch):
+def test_a_batch_takes_one_program_or_two_and_a_look(name, llava_model, compilations, monkeypatch):
     images = [[random_image(1)], None, [random_image(2), random_image(3)]]
-    asked = read_request(model, ["What is this?", "two", "red"], images)
-    method, sampling = pipeline.place_method(model, METHODS[name]()), greedy([2])
+    asked = read_request(llava_model, ["What is this?", "two", "red"], images)
+    method, sampling = pipeline.place_method(llava_model, METHODS[name]()), greedy([2])
     looks, fetch = [], pipeline.fetch
     monkeypatch.setattr(pipeline, "fetch", lambda tree: looks.append(tree) or fetch(tree))
     prompts, options, before = asked.prompts(), RunOptions(max_tokens=2), len(compilations)
-    batch = pipeline.prepare(model, method, prompts, asked.images, options)
-    begun = pipeline.begin(model, batch, sampling)
+    batch = pipeline.prepare(llava_model, method, prompts, asked.images, options)
+    begun = pipeline.begin(llava_model, batch, sampling)
     jax.block_until_ready(begun)
     # An operation outside of a program would be one more: nothing has been compiled before.
     expected = (2, 1) if name == "own stop" else (1, 0)

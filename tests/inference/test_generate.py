@@ -429,6 +429,9 @@ def test_what_does_not_fit_the_model_is_refused(model, policy, monkeypatch):
     small = model._replace(config=model.config.__class__.from_hf(testing.tiny_hf_config(9)))
     with pytest.raises(ValueError, match=r"^the tokenizer gives id \d+, expected ids below 9, the"):
         read_request(small, ["red dog"])
+    for part in ("tokenizer", "image_settings"):
+        with pytest.raises(ValueError, match=f"the model has no {part.replace('_', ' ')}"):
+            read_request(model._replace(**{part: None}), ["a"], IMAGES[:1])
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(ValueError, match="attention 'cudnn' needs a GPU, jax uses 'cpu'"):
         generate(model, ["a"], options=RunOptions(execution=Execution(attention="cudnn")))

@@ -2,13 +2,10 @@
 
 import json
 
-import jax.numpy as jnp
 import pytest
 from PIL import Image
 
 from experiments.shapes import write_world
-from stepprune_jax import testing
-from stepprune_jax.checkpoints import load_vlm
 from stepprune_jax.data import check
 from stepprune_jax.inference import read_request
 from stepprune_jax.user_input import is_user_error
@@ -17,29 +14,25 @@ NARROW = Image.new("RGB", (2010, 10))
 REASON = "an image of 2010 x 10 pixels is too narrow: expected sides of at most 200 to 1"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return load_vlm(testing.tiny_qwen(tmp_path_factory.mktemp("qwen")), dtype=jnp.float32)
-
-
 @pytest.fixture
 def path(tmp_path):
     NARROW.save(tmp_path / "narrow.png")
     return tmp_path / "narrow.png"
 
 
-def test_an_image_in_memory_is_named_by_its_place(model, path):
+def test_an_image_in_memory_is_named_by_its_place(qwen_model, path):
     wide = Image.new("RGB", (20, 10))
     with pytest.raises(ValueError) as caught:
-        read_request(model, ["One?", "Both?"], [wide, [wide, NARROW]])
+        read_request(qwen_model, ["One?", "Both?"], [wide, [wide, NARROW]])
     assert str(caught.value) == f"image 1 of prompt 1 ('Both?'): {REASON}"
     with pytest.raises(ValueError) as caught:
-        read_request(model, ["One?", "Both?"], [wide, [wide, str(path)]])
+        read_request(qwen_model, ["One?", "Both?"], [wide, [wide, str(path)]])
     assert str(caught.value) == f"{path}: {REASON}"
 
 
-def test_training_names_the_file(model, path):
-    read = model.config.family.pixel_cache(model.config, model.image_settings, 1 << 20)
+def test_training_names_the_file(qwen_model, path):
+    config, settings = qwen_model.config, qwen_model.image_settings
+    read = config.family.pixel_cache(config, settings, 1 << 20)
     with pytest.raises(ValueError) as caught:
         read(path)
     assert str(caught.value) == f"{path}: {REASON}" and is_user_error(caught.value)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from stepprune_jax.inference import Sampling, nucleus, sample
 from stepprune_jax.inference.buckets import ladder, row_bucket
-from stepprune_jax.inference.decoding import row_keys
 from stepprune_jax.inference.sampling import penalise
 
 PROB = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
@@ -95,12 +94,6 @@ def test_bfloat16_logits_are_sampled_in_float32():
     logits = jnp.log(jnp.asarray(PROB)).astype(jnp.bfloat16)
     found = sample(jax.random.key(3), logits, 1.0, 0.9)
     assert found == sample(jax.random.key(3), logits.astype(jnp.float32), 1.0, 0.9)
-
-
-def test_keys_of_rows_do_not_depend_on_the_batch():
-    few, many = (jax.random.key_data(row_keys(jax.random.key(1), n)) for n in (2, 5))
-    np.testing.assert_array_equal(few, many[:2])
-    assert len(np.unique(np.asarray(many), axis=0)) == 5
 
 
 @pytest.mark.parametrize(

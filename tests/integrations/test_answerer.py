@@ -116,12 +116,10 @@ def test_answers_end_where_they_are_told_to():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "fastw"}, "unknown pruner 'fastw'"),
         ({"method": "policy"}, "method 'policy' needs a policy"),
         ({"policy": "policy.bin", "budget": 9}, "budget is 9"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"positions": "none"}, "positions is 'none'"),
     ],
 )
 def test_mistakes_are_reported_before_the_model_is_loaded(folder, options, message, monkeypatch):

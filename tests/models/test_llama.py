@@ -193,8 +193,6 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
 @pytest.mark.parametrize(
     ("span", "wanted", "message"),
     [
-        ((0, 5), {}, "no layers"),
-        ((0, 4), {"capacity": 3}, "capacity 3"),
         ((0, 4), {"taps": [Tap("attention", 0)]}, "tap attention.0: needs query_index"),
         ((0, 2), {"taps": [Tap("keys", 3)]}, "tap keys.3"),
         ((0, 4), {"taps": [Tap("values", 0)]}, "tap values.0"),

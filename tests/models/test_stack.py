@@ -9,7 +9,7 @@ import prompts
 import pytest
 from hf_reference import llava_pair, normal
 
-from stepprune_jax.models import decoder, stack, vlm
+from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import lay_out, layout_of, run_stack
@@ -41,19 +41,6 @@ def test_layers_apart_give_what_stacked_ones_do_with_taps_cuts_and_caches():
     assert int(stacked[2].cuts[0].length.sum()) < int(sequence.length.sum())
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, answer(apart, config, pixels, sequence), stacked)
-
-
-def test_layers_by_hand():
-    leaf = jnp.arange(12.0).reshape(3, 2, 2)
-    params = {"a": {"layers": {"x": {"kernel": leaf}}, "norm": jnp.ones(2)}, "b": {"c": leaf}}
-    apart = lay_out(params, "apart")
-    assert (layout_of(params), layout_of(apart)) == ("stacked", "apart")
-    assert list(apart["a"]["layers"]) == ["0", "1", "2"]
-    for index in range(3):
-        for layers in (params["a"]["layers"], apart["a"]["layers"]):
-            taken = stack.take_layer(layers, index)
-            np.testing.assert_array_equal(taken["x"]["kernel"], leaf[index])
-    assert apart["b"] is params["b"] and lay_out(params, "stacked") is params
 
 
 def test_large_layers_lie_apart_unless_told_otherwise():

@@ -10,8 +10,7 @@ from PIL import Image
 from quick import quick_or_slow
 from views import select, view
 
-from stepprune_jax import testing
-from stepprune_jax.checkpoints import Policy, load_vlm
+from stepprune_jax.checkpoints import Policy
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
 from stepprune_jax.models import layers
 from stepprune_jax.policy import FeatureStats
@@ -151,11 +150,6 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
         np.testing.assert_allclose(own, expected, atol=1e-6)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return load_vlm(testing.tiny_qwen(tmp_path_factory.mktemp("qwen")), dtype=jnp.float32)
-
-
 @functools.cache
 def image(height, width):
     noise = np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
@@ -174,15 +168,15 @@ def learned(name):
 @pytest.mark.parametrize(
     "name", quick_or_slow([name for name in PRUNERS if name not in NEED_CLASS_TOKEN], QUICK)
 )
-def test_images_of_different_sizes_keep_the_same_share(model, name):
+def test_images_of_different_sizes_keep_the_same_share(qwen_model, name):
     """Of 35 and 22 tokens; where a row stands changes nothing."""
     images, seen = [image(50, 70), image(20, 90)], []
     budget = None if name == "all" else SHARE
     method = make_method(name, budget, policy=learned(name), options=OPTIONS.get(name))
     how = {"options": RunOptions(3, warm_up=False), "trace": seen.append}
     prompts = ["Is it red?", "Is it red?"]
-    there = generate(model, prompts, images, method, **how)
-    back = generate(model, prompts, images[::-1], method, **how)
+    there = generate(qwen_model, prompts, images, method, **how)
+    back = generate(qwen_model, prompts, images[::-1], method, **how)
     counts = [35, 22] if name == "all" else [12, 7]
     if name == "dart":  # in turns of eight pivots, four of which are added
         counts = [8 + 4, 0 + 4]
@@ -206,7 +200,7 @@ def test_images_of_different_sizes_keep_the_same_share(model, name):
 
 
 @pytest.mark.parametrize("name", NEED_CLASS_TOKEN)
-def test_pruners_that_need_a_class_token_are_refused_by_name(model, name):
+def test_pruners_that_need_a_class_token_are_refused_by_name(qwen_model, name):
     method = make_method(name, None if name == "prumerge" else SHARE)
     with pytest.raises(ValueError, match=rf"^{name}: the model's tower has no \[CLS\] attention"):
-        method.pruner.check(model.config, model.config.max_image_tokens)
+        method.pruner.check(qwen_model.config, qwen_model.config.max_image_tokens)
