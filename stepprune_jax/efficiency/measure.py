@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from stepprune_jax import policy
 from stepprune_jax.checkpoints.load import VLM
@@ -122,7 +123,7 @@ class _Turn(NamedTuple):
     selector: float
     whole: float
     decode: float
-    kept: Any
+    kept: Int[np.ndarray, "b"]
     cache: int
 
 

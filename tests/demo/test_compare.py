@@ -57,9 +57,11 @@ def test_both_answers_and_what_was_kept(llava_model, choices):
     assert average.params.stop_bias == pytest.approx(0.0)
 
 
-def test_merged_tokens_are_no_patches(llava_model, choices):
+def test_merged_tokens_are_no_patches_and_a_text_is_no_html(llava_model, choices):
     shown = compare(llava_model, choices["visionzip"].method(EXACTLY, 4), IMAGE, "two?")
     assert draw_kept(llava_model, shown).count("<title>") == 2
+    shown = shown._replace(pruned=shown.pruned._replace(text="<b>&"))
+    assert "<p>&lt;b&gt;&amp;</p>" in draw_answers(shown)
 
 
 def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
@@ -90,12 +92,6 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
 def test_mistakes_are_said(llava_model, choices, name, question, mode, count, message):
     with pytest.raises(ValueError, match=message):
         compare(llava_model, choices[name].method(mode, count), IMAGE, question)
-
-
-def test_a_text_is_no_html(llava_model, choices):
-    shown = compare(llava_model, choices["grid"].method(EXACTLY, 2), IMAGE, "two?")
-    shown = shown._replace(pruned=shown.pruned._replace(text="<b>&"))
-    assert "<p>&lt;b&gt;&amp;</p>" in draw_answers(shown)
 
 
 def test_images_to_begin_with():

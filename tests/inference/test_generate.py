@@ -8,12 +8,12 @@ from generation_reference import (
     ByQuestion,
     ask,
     pair,
-    pruned_answer,
     random_image,
     reference_answer,
     request,
 )
 from quick import quick_or_slow
+from torch_pruning import pruned_answer
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import load_vlm

@@ -4,45 +4,34 @@ import subprocess
 import sys
 import warnings
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation_reference import random_image
 from PIL import Image
+from small_world import one_shot, stepprune
 
-from stepprune_jax import PolicyConfig, init_policy, testing
-from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
+from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.cli.generate import main
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
-from stepprune_jax.pruning import AutoSelectConfig, make_method
+from stepprune_jax.pruning import make_method
 from stepprune_jax.pruning.calibration import Calibration
 
-WIDTHS = {"feature_width": 32, "text_width": 48, "width": 16, "num_heads": 2, "mlp_ratio": 2}
-CONFIG, SCORER = PolicyConfig(**WIDTHS), AutoSelectConfig(**WIDTHS)
 SIX = RunOptions(max_tokens=6)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def files(tmp_path_factory, llava_folder):
     """A folder with a model, two images and policies."""
     folder = tmp_path_factory.mktemp("command")
-    testing.tiny_llava(folder / "model")
+    (folder / "model").symlink_to(llava_folder)
     for number in (1, 2):
         random_image(number).save(folder / f"{number}.png")
     (folder / "broken.png").write_bytes((folder / "1.png").read_bytes()[:80])
-    key = jax.random.key(0)
-    save_policy(Policy(init_policy(key, CONFIG), CONFIG, None), folder / "policy")
-    save_policy(Policy.init(key, SCORER, None), folder / "scorer")
-    other = PolicyConfig(feature_width=16, text_width=48, num_heads=2)
-    save_policy(Policy(init_policy(key, other), other, None), folder / "other_policy")
+    other = stepprune(feature_width=16).replace(stats=None)
+    policies = {"policy": stepprune(), "scorer": one_shot(), "other": other}
+    for name, policy in policies.items():
+        save_policy(policy, folder / name)
     return folder
-
-
-@pytest.fixture(scope="module")
-def model(files):
-    return load_vlm(files / "model", dtype=jnp.float32, progress=False)
 
 
 def run(files, *arguments, images=("1.png",)):
@@ -56,18 +45,18 @@ def as_json(files, capsys, *arguments, **options):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_answer_and_then_the_figures(files, model, capfd):
+def test_the_answer_and_then_the_figures(files, llava_model, capfd):
     pruned = ("--policy", files / "policy", "--budget", 3)
     assert run(files, "--prompt", "red dog?", *pruned) == 0
     *text, figures = capfd.readouterr().out.rstrip("\n").split("\n")
     method = make_method(None, 3, policy=load_policy(files / "policy"))
-    (expected,) = generate(model, ["red dog?"], [files / "1.png"], method, options=SIX)
+    (expected,) = generate(llava_model, ["red dog?"], [files / "1.png"], method, options=SIX)
     assert "\n".join(text) == expected.text
     assert figures.startswith("[kept 3 of 9 visual tokens, first token after ")
     assert figures.endswith("tokens/s]")
 
 
-def test_one_json_object_a_trace_and_an_overlay(files, model, capfd):
+def test_one_json_object_a_trace_and_an_overlay(files, llava_model, capfd):
     names, seen = ("1.png", "2.png"), []
     trace, overlay = files / "trace.npz", files / "kept.png"
     options = ("--pruner", "fastv", "--budget", 3, "--pruner_options", "layer=1")
@@ -77,7 +66,7 @@ def test_one_json_object_a_trace_and_an_overlay(files, model, capfd):
     assert "loading model" in err
     method, shown = make_method("fastv", 3, options={"layer": 1}), [files / n for n in names]
     note = lambda begun: seen.append(trace_arrays(begun))  # noqa: E731
-    (expected,) = generate(model, ["two?"], [shown], method, options=SIX, trace=note)
+    (expected,) = generate(llava_model, ["two?"], [shown], method, options=SIX, trace=note)
     found = json.loads(out)
     assert list(found) == list(expected._fields)
     exact = json.loads(json.dumps(expected._asdict()))
@@ -131,7 +120,7 @@ def test_sampling_is_repeatable_from_the_command_line(files, capsys):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_conversation_until_exit(files, model, capsys, monkeypatch):
+def test_a_conversation_until_exit(files, llava_model, capsys, monkeypatch):
     lines = b"What is this?\n\n<image> <image> dog\nr\xffd\nred\nexit\nnot asked\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
     assert run(files, "--interactive", "--positions", "compact") == 0
@@ -140,8 +129,10 @@ def test_a_conversation_until_exit(files, model, capsys, monkeypatch):
     assert "2 <image>, but 1 image(s) are given" in err
     assert "the prompt is not UTF-8 text: '\\udcff'" in err
     images, options = [files / "1.png"], RunOptions(6, "compact")
-    (first,) = generate(model, ["What is this?"], images, options=options)
-    (second,) = generate(model, [["What is this?", first.text, "red"]], images, options=options)
+    (first,) = generate(llava_model, ["What is this?"], images, options=options)
+    (second,) = generate(
+        llava_model, [["What is this?", first.text, "red"]], images, options=options
+    )
     said = [line for line in out.split("\n") if line and not line.startswith("[kept")]
     assert "\n".join(said) == "\n".join(
         line for text in (first.text, second.text) for line in text.split("\n") if line
@@ -170,10 +161,12 @@ MISTAKES = {
     "marks": (["--prompt", "<image> <image> a"], "2 <image>, but 1 image"),
     "lines": (["--prompt", "a", "--image", "a\nb\x1b.png"], r"no image file at a b\x1b.png"),
     "broken image": (["--prompt", "a", "--image", "{}/broken.png"], "damaged image"),
-    "other policy": (["--prompt", "a", "--policy", "{}/other_policy"], "feature_width is 16"),
+    "other policy": (["--prompt", "a", "--policy", "{}/other"], "feature_width is 16"),
     "budget": (["--prompt", "a", "--policy", "{}/policy", "--budget", "5"], "budget is 5"),
     "pruner": (["--prompt", "a", "--pruner", "fastw"], "Did you mean fastv?"),
     "option": (["--prompt", "a", "--pruner_options", "layer"], "'layer', expected KEY=VALUE"),
+    "pixels": (["--prompt", "a", "--min_pixels", "9"], "min_pixels is 9, expected none, as this"),
+    "trace alone": (["--prompt", "a", "--trace", "{}/t.npz"], "--trace requires --json"),
     "trace": (["--prompt", "a", "--json", "--trace", "{}/no/t.npz"], "expected a .npz file"),
     "overlay": (["--interactive", "--overlay", "{}/o.png"], "requires one --prompt"),
     "no calibration": (

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from small_world import stepprune
 
-from stepprune_jax import testing
 from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluation import encode
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.sets import Answers
@@ -19,7 +19,6 @@ from stepprune_jax.integrations.answerer import (
     cut_at,
     load_answerer,
 )
-from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.pruning.method import NO_PRUNING
 
 QUESTIONS = ("What is this?", "two dog", "is the picture red", "yes or no")
@@ -35,16 +34,8 @@ def few_programs():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny model with a policy beside it."""
-    folder = testing.tiny_llava(tmp_path_factory.mktemp("model"))
-    config = PolicyConfig(
-        feature_width=32, text_width=48, width=16, num_heads=2, encoder_layers=1, decoder_layers=1
-    )
-    params = init_policy(jax.random.key(1), config)
-    params = jax.tree.map(lambda leaf: 3 * leaf, params)
-    save_policy(Policy(params, config, None, stop_bias=0.25), folder / "policy.bin")
-    return folder
+def policy(tmp_path_factory):
+    return save_policy(stepprune(), tmp_path_factory.mktemp("policy") / "policy.bin")
 
 
 def images():
@@ -53,9 +44,9 @@ def images():
     return [drawn[0], None, drawn[1], drawn[0]]
 
 
-def test_answers_are_those_of_generate(folder):
+def test_answers_are_those_of_generate(llava_folder, policy):
     settings = Settings(
-        pretrained=folder, dtype="float32", batch_size=2, policy=folder / "policy.bin", budget=2
+        pretrained=llava_folder, dtype="float32", batch_size=2, policy=policy, budget=2
     )
     answerer, most, done = load_answerer(settings), [3, 2, 2, 2], []
     asked = zip(QUESTIONS, images(), most, strict=True)
@@ -74,7 +65,7 @@ def test_answers_are_those_of_generate(folder):
 
 
 @pytest.mark.slow
-def test_the_draw_of_a_question_depends_on_its_number_alone(folder, monkeypatch):
+def test_the_draw_of_a_question_depends_on_its_number_alone(llava_folder, monkeypatch):
     asked = [Wanted("?", image, 1) for image in images() if image is not None]
     answers, answer_all = [], module.answer_all
 
@@ -83,7 +74,9 @@ def test_the_draw_of_a_question_depends_on_its_number_alone(folder, monkeypatch)
         return answers[-1]
 
     monkeypatch.setattr(module, "answer_all", watch)
-    settings = Settings(pretrained=folder, method="random", budget="1/3", dtype="float32", seed=5)
+    settings = Settings(
+        pretrained=llava_folder, method="random", budget="1/3", dtype="float32", seed=5
+    )
     answer_questions(load_answerer(settings), asked)
     assert len(answers) == 2  # chunks of two
     kept = [order.tolist() for part in answers for order in part.order]
@@ -91,8 +84,8 @@ def test_the_draw_of_a_question_depends_on_its_number_alone(folder, monkeypatch)
     assert kept == np.sort(np.argsort(drawn)[:, :3]).tolist()
 
 
-def test_an_image_that_two_ask_about_goes_through_the_tower_once(folder, monkeypatch):
-    answerer, seen = load_answerer(Settings(pretrained=folder, dtype="float32")), []
+def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, monkeypatch):
+    answerer, seen = load_answerer(Settings(pretrained=llava_folder, dtype="float32")), []
 
     def note(model, method, prompts, images, *arguments):
         seen.append(images)
@@ -122,15 +115,17 @@ def test_answers_end_where_they_are_told_to():
         ({"batch_size": 0}, "batch_size is 0"),
     ],
 )
-def test_mistakes_are_reported_before_the_model_is_loaded(folder, options, message, monkeypatch):
+def test_mistakes_are_reported_before_the_model_is_loaded(
+    llava_folder, policy, options, message, monkeypatch
+):
     monkeypatch.setattr(module, "load_vlm", None)
     if "policy" in options:
-        options = options | {"policy": folder / options["policy"]}
+        options = options | {"policy": policy}
     with pytest.raises(ValueError, match=message):
-        load_answerer(Settings(pretrained=folder, **options))
+        load_answerer(Settings(pretrained=llava_folder, **options))
 
 
-def test_an_empty_answer_is_refused(folder):
-    answerer = module.Answerer(load_vlm(folder, progress=False), NO_PRUNING, 1, RunOptions())
+def test_an_empty_answer_is_refused(llava_folder):
+    answerer = module.Answerer(load_vlm(llava_folder, progress=False), NO_PRUNING, 1, RunOptions())
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         answer_questions(answerer, [Wanted("?", None, 0)])

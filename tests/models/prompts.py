@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from hf_reference import NUM_PATCHES, TEXT, VISION, as_torch, normal
+from plain_decoder import loop_assemble
 from visual import visual_of
 
 from stepprune_jax.models import vlm
@@ -66,21 +67,14 @@ def image_tokens(row, image, width=64):
 
 def by_hand(model, row, positions, answer=()):
     """Embeddings and position ids of one row, built by a plain loop over tokens."""
+    ids = [*ROWS[row], *answer]
+    tokens, place = loop_assemble(ids, KEPT[row], NUM_PATCHES, positions)
     table = model.get_input_embeddings()
-    pieces, ids, place, image = [], [], 0, 0
-    for token in [*ROWS[row], *answer]:
-        if token == S:
-            tokens = as_torch(image_tokens(row, image))
-            for slot, index in enumerate(KEPT[row][image]):
-                pieces.append(tokens[index])
-                ids.append(place + (index if positions == "original" else slot))
-            place += NUM_PATCHES if positions == "original" else len(KEPT[row][image])
-            image += 1
-        else:
-            pieces.append(table(torch.tensor(token)))
-            ids.append(place)
-            place += 1
-    return torch.stack(pieces)[None], torch.tensor(ids)[None], place
+    pieces = [
+        table(torch.tensor(token)) if image < 0 else as_torch(image_tokens(row, image))[index]
+        for token, image, index, _ in tokens
+    ]
+    return torch.stack(pieces)[None], torch.tensor([token[3] for token in tokens])[None], place
 
 
 def torch_logits(model, row, positions, answer=()):

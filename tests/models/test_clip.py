@@ -2,13 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
-from hf_reference import arrays, as_torch, assert_close, clip_pair, normal, randomise, vision_tree
+from hf_reference import as_torch, assert_close, clip_pair, normal
 
 from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.llava import tower as clip
-from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.stack import Execution
 
 encode = jax.jit(clip.encode, static_argnums=(1, 3), static_argnames=("layer", "taps", "execution"))
@@ -59,9 +56,20 @@ def test_blocks_after_the_wanted_state_do_not_run():
     assert jnp.isfinite(features).all()
 
 
-def test_a_border_that_holds_no_whole_patch_is_left_out_as_in_the_reference():
-    model, config, params = clip_pair(image_size=30)
-    pixels = normal(4, 2, 3, 30, 30)
+CLIP_L = {
+    **{"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 4096},
+    **{"num_attention_heads": 16, "image_size": 336, "patch_size": 14},
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"image_size": 30}, pytest.param(CLIP_L, marks=pytest.mark.slow)],
+    ids=["a border without a whole patch", "widths of CLIP-L"],
+)
+def test_the_last_state_equals_the_reference(fields):
+    model, config, params = clip_pair(**fields)
+    pixels = normal(4, 2, 3, fields["image_size"], fields["image_size"])
     ours, _ = encode(params, config, pixels, -1)
     assert_close(ours, reference(model, pixels)[0].hidden_states[-1])
 
@@ -83,27 +91,3 @@ def test_bfloat16_is_within_its_rounding_of_float32():
     assert ours.dtype == jnp.bfloat16
     # 8 bits of mantissa; about 3 roundings a block add up over 4 blocks.
     assert_close(ours, wide, 12 * 2.0**-9)
-
-
-@pytest.mark.slow
-def test_one_block_at_the_width_of_clip_l_equals_the_reference():
-    fields = {"num_hidden_layers": 1, "hidden_size": 1024, "intermediate_size": 4096}
-    fields |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
-    config = transformers.CLIPVisionConfig(**fields, attn_implementation="eager")
-    layer = transformers.models.clip.modeling_clip.CLIPEncoderLayer(config)
-    layer = randomise(layer)
-    weights = {f"encoder.layers.0.{name}": w for name, w in arrays(layer).items()}
-    for name in ("pre_layrnorm.weight", "pre_layrnorm.bias"):
-        weights[name] = np.ones(1)
-    for name in ("post_layernorm.weight", "post_layernorm.bias", "embeddings.class_embedding"):
-        weights[name] = np.ones(1)
-    weights["embeddings.patch_embedding.weight"] = np.ones((1, 1, 1, 1))
-    weights["embeddings.position_embedding.weight"] = np.ones(1)
-    params = jax.tree.map(lambda leaf: leaf[0], vision_tree(weights, "", 1)["layers"])
-    hidden = normal(7, 1, 577, 1024)
-    with torch.no_grad():
-        theirs = layer(as_torch(hidden), attention_mask=None)
-    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    block = clip.ClipBlock(ClipConfig.from_hf(fields))
-    ours = jax.jit(block.apply)({"params": params}, hidden)
-    assert_close(ours.hidden, theirs.reshape(1, 577, 1024))

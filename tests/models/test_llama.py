@@ -8,12 +8,9 @@ import torch
 import transformers
 from hf_reference import (
     TEXT,
-    arrays,
     as_torch,
     assert_close,
-    language_tree,
     llama_pair,
-    normal,
 )
 
 from stepprune_jax.models import decoder as llama
@@ -85,11 +82,21 @@ def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
             }
         },
         {"head_dim": 32, "tie_word_embeddings": True},
+        pytest.param(
+            {
+                "hidden_size": 4096,
+                "intermediate_size": 11008,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 32,
+                "num_hidden_layers": 1,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["linear", "llama3", "wide heads and tied head"],
+    ids=["linear", "llama3", "wide heads and tied head", "widths of Vicuna 7B"],
 )
 def test_variants_equal_the_reference(changes):
-    model, config, params = llama_pair(num_hidden_layers=2, **changes)
+    model, config, params = llama_pair(**{"num_hidden_layers": 2} | changes)
     if config.tie_embeddings:
         assert "head" not in params
     ids, _, valid = inputs()
@@ -111,36 +118,6 @@ def test_rotary_angles_equal_the_reference_at_far_positions():
     ours = rotary(config, position)
     np.testing.assert_allclose(ours[0], cosine.numpy(), atol=3e-4)
     np.testing.assert_allclose(ours[1], sine.numpy(), atol=3e-4)
-
-
-@pytest.mark.slow
-def test_one_block_at_the_width_of_vicuna_7b_equals_the_reference():
-    fields = {**TEXT, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 1}
-    fields |= {"num_attention_heads": 32, "num_key_value_heads": 32}
-    reference = transformers.LlamaConfig(**fields, attn_implementation="eager")
-    layer = transformers.models.llama.modeling_llama.LlamaDecoderLayer(reference, 0)
-    angles = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(reference)
-    generator = np.random.default_rng(0)
-    with torch.no_grad():
-        for weight in layer.parameters():
-            # Integers of a fixed table are quicker to draw than 2e8 normal deviates.
-            table = generator.standard_normal(65537).astype(np.float32)
-            values = np.resize(table, weight.shape)
-            scale = weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.2
-            weight.copy_(torch.from_numpy(values * scale + (weight.ndim == 1)))
-    weights = {f"layers.0.{name}": w for name, w in arrays(layer).items()}
-    weights |= {"embed_tokens.weight": np.ones(1), "norm.weight": np.ones(1)}
-    params = language_tree(weights, "", 1)
-    hidden, position = normal(1, 1, 16, 4096), 60 * jnp.arange(16)[None]
-    mask = torch.full((16, 16), torch.finfo(torch.float32).min).triu(1)[None, None]
-    with torch.no_grad():
-        x = as_torch(hidden)
-        theirs = layer(x, mask, position_embeddings=angles(x, as_torch(position)))
-    config = LlamaConfig.from_hf(fields)
-    valid = jnp.ones((1, 16), bool)
-    run_layers = jax.jit(llama.run_layers, static_argnums=(1, 3))
-    ours = run_layers(params, config, llama.Rows(hidden, position, valid), (0, 1))
-    assert_close(ours.hidden, theirs.reshape(1, 16, 4096))
 
 
 def test_bfloat16_is_within_its_rounding_of_float32():

@@ -70,6 +70,20 @@ def pair(tmp_path_factory):
     return Pair(model, folder, load_vlm(folder, dtype=jnp.float32, progress=False), raw)
 
 
+def logits_of_reference(pair, ids, pixels=None, grids=None):
+    """Of one row [1, l]."""
+    pair.torch.model.rope_deltas = None
+    types = (ids == pair.raw["image_token_id"]).int()
+    return pair.torch(
+        input_ids=ids, mm_token_type_ids=types, pixel_values=pixels, image_grid_thw=grids
+    ).logits[0]
+
+
+def by_image(theirs):
+    """The patches of each image."""
+    return theirs["pixel_values"].split(theirs["image_grid_thw"].prod(1).tolist())
+
+
 @functools.cache
 def image(height, width):
     noise = np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
@@ -251,7 +265,6 @@ def test_position_ids_and_logits_equal_the_reference(pair, seen):
     narrow = prefill(
         halved[0], config, sequence._replace(hidden=halved[1]), 1, all_logits=True
     ).logits
-    patches = theirs["pixel_values"].split(theirs["image_grid_thw"].prod(1).tolist())
     for row, (_, images) in enumerate(ROWS):
         ids, types, grids = expanded(pair, row, ours.grid)
         length = ids.shape[1]
@@ -259,13 +272,10 @@ def test_position_ids_and_logits_equal_the_reference(pair, seen):
         position, delta = pair.torch.model.get_rope_index(ids, types, grids)
         np.testing.assert_array_equal(sequence.position[row, :, :length], position[:, 0])
         assert sequence.next_position[row] == length + int(delta[0, 0])
-        pair.torch.model.rope_deltas = None
-        pixels = torch.cat([patches[number] for number in images]) if images else None
-        expected = pair.torch(
-            input_ids=ids, mm_token_type_ids=types, pixel_values=pixels, image_grid_thw=grids
-        ).logits
-        assert_close(logits[row, :length], expected[0], what=f"row {row}")
-        assert error(narrow[row, :length].astype(jnp.float32), expected[0]) < 0.06
+        pixels = torch.cat([by_image(theirs)[number] for number in images]) if images else None
+        expected = logits_of_reference(pair, ids, pixels, grids)
+        assert_close(logits[row, :length], expected, what=f"row {row}")
+        assert error(narrow[row, :length].astype(jnp.float32), expected) < 0.06
 
 
 def test_the_loss_of_answers_equals_the_reference(pair, seen):
@@ -287,19 +297,14 @@ def test_the_loss_of_answers_equals_the_reference(pair, seen):
     loss = jax.jit(lm_loss, static_argnums=(1, 2))(
         pair.model.params, config, ForwardOptions(), tokens[np.array(images)], targets
     )
-    patches, total = theirs["pixel_values"].split(theirs["image_grid_thw"].prod(1).tolist()), 0
+    total = 0
     for row, number in zip(rows, images, strict=True):
         count = int(ours.grid[number].prod())
         at = row.ids.tolist().index(S)
         ids = [*row.ids[:at], *[pair.raw["image_token_id"]] * count, *row.ids[at + 1 :]]
         ids = torch.tensor([list(map(int, ids))])
-        pair.torch.model.rope_deltas = None
-        logits = pair.torch(
-            input_ids=ids,
-            mm_token_type_ids=(ids == pair.raw["image_token_id"]).int(),
-            pixel_values=patches[number],
-            image_grid_thw=theirs["image_grid_thw"][number : number + 1],
-        ).logits[0]
+        grid = theirs["image_grid_thw"][number : number + 1]
+        logits = logits_of_reference(pair, ids, by_image(theirs)[number], grid)
         places = torch.tensor(row.place + count - 1)
         total += torch.nn.functional.cross_entropy(
             logits[places], torch.tensor(row.target).long(), reduction="sum"

@@ -12,6 +12,7 @@ import torch
 from hf_reference import IMAGE_ID, NUM_PATCHES, as_torch, assert_close, llava_pair, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_decoder import loop_assemble
 from visual import visual_of
 
 from stepprune_jax.models import decoder, vlm
@@ -53,26 +54,6 @@ def test_llava_with_several_images_equals_the_reference(select):
         assert sequence.length[row] == len(expanded) == sequence.next_position[row]
         theirs = model(torch.tensor([expanded]), pixel_values=as_torch(pixels[np.array(chosen)]))
         assert_close(ours[row, : len(expanded)], theirs.logits[0], what=f"row {row}")
-
-
-def loop_assemble(row, kept, n, positions, capacity):
-    """(mark, image, index, position) of each token of a row, and the next position."""
-    tokens, place, image = [], 0, 0
-    for token in row:
-        if token != S:
-            tokens.append((token, -1, -1, place))
-            place += 1
-            continue
-        if image < len(kept):
-            for slot, index in enumerate(kept[image]):
-                at = place + (index if positions == "original" else slot)
-                tokens.append((1000 * (image + 1) + index, image, index, at))
-            place += n if positions == "original" else len(kept[image])
-        image += 1
-    if len(tokens) > capacity:
-        tokens = tokens[:capacity]
-        place = max(token[3] for token in tokens) + 1
-    return tokens, place
 
 
 @settings(max_examples=60, deadline=None)

@@ -24,6 +24,7 @@ from stepprune_jax.parallel.sharding import (
     shardings,
     spec_of,
 )
+from stepprune_jax.testing import tiny_hf_config
 from tools.bench import memory
 
 CONFIGS = {name: LlavaConfig.from_hf(fields) for name, fields in MODELS.items()}
@@ -70,7 +71,7 @@ def test_a_process_brings_the_rows_of_its_devices():
     [
         "pipeline",
         "data=2,fsdp",
-        "data=2,model=4",
+        "data=8,model=1",
         {"tensor": 3, "data": -1},
         {"tensor": -1, "data": -1},
     ],
@@ -168,10 +169,7 @@ def test_prefill_and_decode_compile_at_full_shape(name, preset):
 
 
 def test_decode_on_a_data_mesh_moves_nothing_between_devices():
-    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4}
-    fields = {**MODELS["llava-7b"], "text_config": text}
-    config = LlavaConfig.from_hf(fields)
+    config = LlavaConfig.from_hf(tiny_hf_config())
     compiled = memory.compiled_programs(config, mesh_of("data"), 4, 8, 4, ["decode"])
     program = compiled["decode"].as_text()
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
@@ -179,12 +177,9 @@ def test_decode_on_a_data_mesh_moves_nothing_between_devices():
 
 
 def test_a_sharded_model_computes_what_one_device_does():
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 7}
-    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    fields = {"model_type": "llava", "vision_config": vision, "text_config": text}
-    config = LlavaConfig.from_hf(fields)
+    vision = {"image_size": 28, "patch_size": 7}
+    raw = tiny_hf_config(64, vision=vision, text={"num_key_value_heads": 2})
+    config = LlavaConfig.from_hf(raw)
     draw = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32),
@@ -219,9 +214,7 @@ def test_a_sharded_model_computes_what_one_device_does():
 
 
 def test_the_table_is_printed(capsys, tmp_path):
-    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    fields = {**MODELS["llava-7b"], "text_config": {**text, "num_attention_heads": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_hf_config(448)))
     memory.main(["--model", str(tmp_path), "--mesh", "tensor", "--batch", "1", "--length", "8"])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "batch 1, 8 + 64 tokens, bfloat16, GiB per device"

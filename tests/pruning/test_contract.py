@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from plain_decoder import plain_logits
+from plain_decoder import loop_assemble, plain_logits
 from quick import quick_or_slow
 from small_world import one_shot, stepprune
 
@@ -191,7 +191,8 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
     request = read_request(model, *batch)
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     arrays = result.arrays(row)
-    merges = (arrays["kept_0"] < 0).any() or name in OWN_ORDER
+    merges, shown = (arrays["kept_0"] < 0).any() or name in OWN_ORDER, batch.images[row]
+    parts, places = [tokens_of[id(x)] for x in shown], [range(N)] * len(shown)
     if merges:
         kept = kept_of(model, method(name), batch)
         before = sum(map(len, batch.images[:row]))
@@ -199,26 +200,15 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
         if not PRUNERS[name].after_projector:
             project = jax.jit(model.config.family.project, static_argnums=1)
             projected = project(model.params, model.config, projected)
-        projected = np.asarray(projected)
-    hidden, position, where, place, shown = [], [], [], 0, 0
-    for token in (*request.ids[row], *result.answers[row].token_ids[: STEPS - 1]):
-        if token != vlm.IMAGE_TOKEN:
-            hidden.append(table[token])
-            position.append(place)
-            where.append(None)
-            place += 1
-            continue
-        if merges:
-            pair = before + shown
-            count = int(kept.count[pair])
-            hidden += list(projected[pair, :count])
-            position += (place + np.asarray(kept.place)[pair, :count]).tolist()
-            where += [None] * count
-        else:
-            hidden += list(tokens_of[id(batch.images[row][shown])])
-            position += range(place, place + N)
-            where += [(shown, index) for index in range(N)]
-        place, shown = place + N, shown + 1
+        pairs = [(before + image, int(kept.count[before + image])) for image in range(len(shown))]
+        parts = [np.asarray(projected)[pair, :count] for pair, count in pairs]
+        places = [np.asarray(kept.place)[pair, :count] for pair, count in pairs]
+    ids = (*request.ids[row], *result.answers[row].token_ids[: STEPS - 1])
+    tokens, _ = loop_assemble(ids, places, N, "original")
+    visual = iter([token for part in parts for token in part])
+    hidden = [table[word] if image < 0 else next(visual) for word, image, _, _ in tokens]
+    position = [place for *_, place in tokens]
+    where = [None if image < 0 or merges else (image, index) for _, image, index, _ in tokens]
     cuts = method(name).pruner.cuts(model.config, N)
     if any((arrays[f"kept_{stage}"] < 0).any() for stage in range(1, len(cuts) + 1)):
         pytest.skip("it merges between layers; its own test has a reference")

@@ -197,10 +197,3 @@ def test_images_of_different_sizes_keep_the_same_share(qwen_model, name):
     np.testing.assert_array_equal((position[1, slot] - start)[own], kept[own] // 7)
     np.testing.assert_array_equal((position[2, slot] - start)[own], kept[own] % 7)
     assert position[:, -1].tolist() == [start + 7 + position.shape[1] - 1 - slot[-1] - 1] * 3
-
-
-@pytest.mark.parametrize("name", NEED_CLASS_TOKEN)
-def test_pruners_that_need_a_class_token_are_refused_by_name(qwen_model, name):
-    method = make_method(name, None if name == "prumerge" else SHARE)
-    with pytest.raises(ValueError, match=rf"^{name}: the model's tower has no \[CLS\] attention"):
-        method.pruner.check(qwen_model.config, qwen_model.config.max_image_tokens)

@@ -1,7 +1,29 @@
-"""A Llama in plain float64 numpy: one row, no cache, and any token hidden from any layer on."""
+"""Rows assembled by a plain loop, and a Llama in float64 numpy: no cache, tokens may be hidden."""
 
 import jax
 import numpy as np
+
+from stepprune_jax.models.vlm import IMAGE_TOKEN
+
+
+def loop_assemble(row, kept, n, positions, capacity=1000):
+    """(mark, image, index, position) of each token of a row, and the next position."""
+    tokens, place, image = [], 0, 0
+    for token in row:
+        if token != IMAGE_TOKEN:
+            tokens.append((token, -1, -1, place))
+            place += 1
+            continue
+        if image < len(kept):
+            for slot, index in enumerate(kept[image]):
+                at = place + (index if positions == "original" else slot)
+                tokens.append((1000 * (image + 1) + index, image, index, at))
+            place += n if positions == "original" else len(kept[image])
+        image += 1
+    if len(tokens) > capacity:
+        tokens = tokens[:capacity]
+        place = max(token[3] for token in tokens) + 1
+    return tokens, place
 
 
 def plain_logits(params, config, hidden, position, seen):

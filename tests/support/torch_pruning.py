@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from generation_reference import request
+from generation_reference import chosen, request
+from plain_decoder import loop_assemble
 
 from stepprune_jax.models.vlm import IMAGE_TOKEN
 
@@ -96,3 +97,26 @@ def check(pair, asked, choose, projected=False):
     np.testing.assert_array_equal(asked.arrays["position_0"], np.arange(embeddings.shape[1]))
     np.testing.assert_allclose(asked.arrays["logits"], next_logits(pair, embeddings), atol=1e-4)
     assert asked.answer.kept == len(indices)
+
+
+@torch.no_grad()
+def pruned_answer(pair, prompt, images, positions, max_tokens):
+    """Greedy ids from what `ByQuestion` keeps, everything recomputed for each token."""
+    ours, theirs = pair
+    asked, n, core = request(ours, prompt, images), ours.config.max_image_tokens, theirs.model
+    kept = chosen(n, len(asked.question_ids[0]))
+    tokens, place = loop_assemble(asked.ids[0], [kept] * len(images), n, positions)
+    hidden, _ = prompted(pair, prompt, images, lambda *seen: all_patches(*seen)[kept])
+    places, answer = [token[3] for token in tokens], []
+    while len(answer) < max_tokens and not {*answer} & {*ours.config.eos_token_ids}:
+        # Without a mask, gaps between positions would be taken for borders of sequences.
+        states = core.language_model(
+            inputs_embeds=hidden,
+            position_ids=torch.tensor(places)[None],
+            attention_mask=torch.ones(1, len(places)),
+            use_cache=False,
+        ).last_hidden_state
+        answer.append(int(theirs.lm_head(states[0, -1]).argmax()))
+        word = core.get_input_embeddings()(torch.tensor([[answer[-1]]]))
+        hidden, places = torch.cat([hidden, word], dim=1), [*places, place + len(answer) - 1]
+    return tuple(answer)

@@ -104,8 +104,6 @@ class Qwen25VL(Family):
 
     def conversation(self, turns: Sequence[str | None]) -> str:
         # A closed last turn ends with its end token, without a newline after it.
-        if not turns:
-            raise ValueError("expected at least one turn, got none")
         turns = list(turns) + [None] * (len(turns) % 2)
         text = f"{_START}system\n{_SYSTEM}{_END}"
         for number, message in enumerate(turns):
