@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from stepprune_jax.policy.base import (
     AnyArray,
@@ -107,9 +107,9 @@ def prune(
     limits: Limits = Limits(),
     *,
     stop_bias: ArrayLike = 0.0,
-    ladder: Sequence[int] | None = None,
     order: str = "raster",
     decoder: DecoderFns = POINTER,
+    key: Array | None = None,
 ) -> Pruned:
     """Prunes a batch of image tokens for its questions: the inference pathway.
 
@@ -124,16 +124,15 @@ def prune(
         inputs: image and question, and the statistics the policy was trained with.
         limits: bounds on the counts.
         stop_bias: added to the stop logits; see `calibrate_stop_bias`.
-        ladder: bucket sizes; by default up to T_max, each at most 1.5 times the one before.
         order: order of the kept tokens, as in `gather`.
         decoder: functions of the decoder.
+        key: PRNG key of the draws, as in `select`.
 
     Returns:
-        The kept tokens in the smallest bucket that holds every row.
+        The kept tokens in the smallest bucket of `bucket_ladder` that holds every row.
 
     Raises:
-        ValueError: features of another width, limits out of range, or a row that keeps more than
-            the largest bucket.
+        ValueError: features of another width, or limits out of range.
         TypeError: called inside a jitted function.
     """
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, inputs))):
@@ -148,6 +147,7 @@ def prune(
         limits = Limits(min_tokens=rows.min_tokens, max_tokens=rows.max_tokens, **sizes)
     else:
         limits = Limits(budget=rows.max_tokens, **sizes)
-    picks = _choose(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder)
-    bucket = choose_bucket(picks.count, bucket_ladder(steps) if ladder is None else ladder)
+    how = {"stop_bias": stop_bias, "decoder": decoder, "key": key}
+    picks = _choose(params, config, inputs, limits, **how)
+    bucket = choose_bucket(picks.count, bucket_ladder(steps))
     return _gather(picks, inputs.image, bucket, order=order)

@@ -44,7 +44,7 @@ _CHOICES = {
 _SIZES = ("feature_width", "num_heads", "mlp_ratio", "group")
 _LAYERS = ("encoder_layers", "decoder_layers")  # held in a list
 _TEMPERATURES = ("temperature", "stop_temperature", "polarisation_temperature")
-_PRICES = ("length_weight", "price_range", "price_growth")
+_WEIGHTS = ("draw", "length_weight", "price_range", "price_growth")
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_SIZES, lambda x: is_integer(x) and x >= 1, "an integer from 1"),
     (_LAYERS, lambda x: is_integer(x) and 1 <= x <= 1024, "an integer from 1 to 1024"),
@@ -55,7 +55,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "None or an integer from 1",
     ),
     (_TEMPERATURES, lambda x: is_number(x) and x > 0, "a positive number"),
-    (_PRICES, lambda x: is_number(x) and x >= 0, "a number >= 0"),
+    (_WEIGHTS, lambda x: is_number(x) and x >= 0, "a number >= 0"),
     (("polarisation_share",), lambda x: is_number(x) and 0 <= x <= 1, "a share from 0 to 1"),
     (("decay",), lambda x: is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
     (("stop_bias",), is_number, "a finite number"),
@@ -89,6 +89,10 @@ class PolicyConfig:
             tokens has as many steps as tokens.
         min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
         temperature: tau of the pointer softmax, Eq. (6).
+        draw: temperature, as a factor on tau, at which a token is drawn from the pointer's
+            distribution when tokens are selected; 0 takes the most probable one. Training opens the
+            tokens with the largest marginals, of which the most probable sequence is a poor sample.
+            The gate of training follows the most probable tokens whatever the temperature.
         group: tokens taken from one pointer distribution, best first; see `Limits`. 1 attends to
             the history before every token.
         stop: stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
@@ -138,6 +142,7 @@ class PolicyConfig:
     max_steps: int | None = None
     min_tokens: int = 1
     temperature: Number = 1.0
+    draw: Number = 1.0
     group: int = 1
     stop: str = "hazard"
     stop_temperature: Number = 0.5
@@ -189,6 +194,7 @@ class PolicyConfig:
             decoder_layers=2,
             text_gate="printed",
             min_tokens=0,
+            draw=0.0,
             stop="softmax",
             stop_bias=0.0,
             estimator="straight_through",

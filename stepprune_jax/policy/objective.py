@@ -1,5 +1,6 @@
 """The training pathway: `gate` makes every token as noisy as the policy decides; Eq. (15)."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ from stepprune_jax.policy.base import (
     Params,
     Progress,
     TrainAux,
+    Trajectory,
 )
 from stepprune_jax.policy.budget import (
     differentiable_count,
@@ -73,8 +75,10 @@ def gate(
         least, most = jnp.minimum(config.min_tokens, longest), longest
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, b)
     limits, bias = Limits(min_tokens=least, max_tokens=most), stop_bias + log_price
-    episode = begin(params, config, inputs, limits, progress.text_gate, bias, decoder)
-    trajectory = roll_out(params, config, episode, decoder)
+    # The history of the best tokens: drawn ones teach slower.
+    best = dataclasses.replace(config, draw=0.0)
+    episode = begin(params, best, inputs, limits, progress.text_gate, bias, decoder)
+    trajectory = roll_out(params, best, episode, decoder)
     running = jnp.asarray(progress.running_count, jnp.float32)
     running = update_running_count(running, trajectory.count)
     k = soft_budget(config, trajectory, running, count)
@@ -178,8 +182,6 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
 
     open_gate = (gated.alpha > 0.5) & real
     union = jnp.maximum(jnp.sum(open_gate | t.selected, axis=1), 1)
-    share = jnp.exp(t.log_prob - t.log_continue[..., None])
-    entropy = -jnp.sum(jnp.where(t.prob > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0), -1)
     return {
         "lm_loss": aux.lm_loss,
         "k_mean": jnp.mean(count),
@@ -189,5 +191,13 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
         "alpha_in": mean(gated.alpha, t.selected.astype(jnp.float32)),
         "alpha_out": mean(gated.alpha, outside.astype(jnp.float32)),
         "iou": jnp.mean(jnp.sum(open_gate & t.selected, axis=1) / union),
-        "entropy": mean(entropy, (t.alive & (jnp.sum(t.prob, -1) > 0)).astype(jnp.float32)),
+        "entropy": pointer_entropy(t),
     }
+
+
+def pointer_entropy(t: Trajectory) -> Float[Array, ""]:
+    """Returns the mean entropy of the pointer in nats, over steps that point at a token."""
+    share = jnp.exp(t.log_prob - t.log_continue[..., None])
+    entropy = -jnp.sum(jnp.where(t.prob > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0), -1)
+    asked = (t.alive & (jnp.sum(t.prob, -1) > 0)).astype(jnp.float32)
+    return jnp.sum(entropy * asked) / jnp.maximum(jnp.sum(asked), 1)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params, StepFn
 from stepprune_jax.policy.config import PolicyConfig, is_integer
@@ -26,7 +26,8 @@ from stepprune_jax.policy.trajectory import RowLimits, step_distribution
 class Episode(NamedTuple):
     """Arguments of an episode, broadcast to full shape: slots are zero in the padding.
 
-    `exact` says whether the count is given, so that no stop has to be looked at.
+    `exact` says whether the count is given, so that no stop has to be looked at. `key` has one for
+    each row if tokens are drawn, and is None otherwise.
     """
 
     query: Float[Array, "b d"]
@@ -39,6 +40,7 @@ class Episode(NamedTuple):
     steps: int
     group: int
     exact: bool
+    key: Key[Array, "b"] | None
 
 
 def read_limits(
@@ -90,6 +92,7 @@ def start_episode(
     limits: Limits = Limits(),
     stop_bias: ArrayLike = 0.0,
     decoder: DecoderFns = POINTER,
+    key: Array | None = None,
 ) -> Episode:
     """Prepares an episode over a memory; raises as `read_limits`."""
     b, n = memory.shape[0], memory.shape[1] - 1
@@ -103,7 +106,21 @@ def start_episode(
     start = decoder.init(params, config, slots, memory_mask, steps)
     bias = jnp.broadcast_to(jnp.asarray(stop_bias, score_dtype(memory.dtype)), (b,))
     exact = limits.budget is not None
-    return Episode(*start, slots, image_mask, rows, bias, steps, group, exact)
+    keys = read_key(key, b) if config.draw else None
+    return Episode(*start, slots, image_mask, rows, bias, steps, group, exact, keys)
+
+
+def read_key(key: Array | None, batch: int) -> Key[Array, "b"]:
+    """Returns a key for each row; None is a key of zeros.
+
+    Raises:
+        ValueError: `key` is neither one PRNG key nor one for each row.
+    """
+    key = jax.random.key(0) if key is None else key
+    kind = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not kind or key.shape not in ((), (batch,)):
+        raise ValueError(f"key is {key!r}, expected a jax.random.key, or one for each row")
+    return jnp.broadcast_to(key, (batch,))
 
 
 class Loop(NamedTuple):
@@ -113,6 +130,7 @@ class Loop(NamedTuple):
     step: StepFn
     feedback: Callable[..., Array]
     steps: int
+    group: int
 
 
 class Operands(NamedTuple):
@@ -126,6 +144,14 @@ class Operands(NamedTuple):
     stop_bias: Float[Array, "b"]
 
 
+class Given(NamedTuple):
+    """The rest of a rollout, which has no gradient."""
+
+    image_mask: Bool[Array, "b n"]
+    limits: RowLimits
+    key: Key[Array, "b"] | None
+
+
 class Rollout(NamedTuple):
     """The loop's record: unmasked logits and the token pointed at, time first."""
 
@@ -133,24 +159,49 @@ class Rollout(NamedTuple):
     choice: Int[Array, "t b"]
 
 
-def best_token(logits: Float[Array, "*b m"], available: Bool[Array, "*b n"]) -> Int[Array, "*b"]:
+def gumbel(
+    config: PolicyConfig, key: Key[Array, "b"], step: Int[Array, ""], num_tokens: int, dtype: Any
+) -> Float[Array, "b n"]:
+    """Draws the noise of a step, by which the argmax of the logits becomes a draw.
+
+    The noise of a token depends on the row's key, the step and its place: neither on other rows nor
+    on padding.
+    """
+    keys = jax.vmap(jax.random.fold_in, (0, None))(key, step)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (num_tokens,), dtype))(keys)
+    return config.draw * config.temperature * noise
+
+
+def perturbed(
+    config: PolicyConfig,
+    logits: Float[Array, "b m"],
+    key: Key[Array, "b"] | None,
+    step: Int[Array, ""],
+) -> Float[Array, "b n"]:
+    """Returns the logits of the image slots, with the noise of a step where tokens are drawn."""
+    image = logits[:, :-1]
+    return (
+        image if key is None else image + gumbel(config, key, step, *image.shape[1:], image.dtype)
+    )
+
+
+def best_token(image: Float[Array, "*b n"], available: Bool[Array, "*b n"]) -> Int[Array, "*b"]:
     """Returns the masked argmax over the image slots; ties go to the lowest index."""
-    return jnp.argmax(_left(logits, available), axis=-1).astype(jnp.int32)
+    return jnp.argmax(masked(image, available), axis=-1).astype(jnp.int32)
 
 
 def best_tokens(
-    logits: Float[Array, "b m"], available: Bool[Array, "b n"], group: int
-) -> tuple[Int[Array, "b g"], Float[Array, "b g"]]:
-    """Returns the `group` best image slots, best first, and their logits."""
-    left = _left(logits, available)
+    image: Float[Array, "b n"], available: Bool[Array, "b n"], group: int
+) -> Int[Array, "b g"]:
+    """Returns the `group` best image slots, best first."""
     if group == 1:
-        return best_token(logits, available)[:, None], jnp.max(left, axis=-1, keepdims=True)
-    strongest, choice = jax.lax.top_k(left, group)
-    return choice.astype(jnp.int32), strongest
+        return best_token(image, available)[:, None]
+    return jax.lax.top_k(masked(image, available), group)[1].astype(jnp.int32)
 
 
-def _left(logits: Float[Array, "*b m"], available: Bool[Array, "*b n"]) -> Float[Array, "*b n"]:
-    return jnp.where(available, logits[..., :-1], jnp.finfo(logits.dtype).min)
+def masked(image: Float[Array, "*b n"], available: Bool[Array, "*b n"]) -> Float[Array, "*b n"]:
+    """Replaces the logits of tokens that cannot be chosen by the lowest number."""
+    return jnp.where(available, image, jnp.finfo(image.dtype).min)
 
 
 @jax.custom_vjp
@@ -236,24 +287,25 @@ def _feedback(loop: Loop, memory, logits, available, step, limits, stop_bias, ch
     return loop.feedback(memory, prob, choice)
 
 
-def plain_rollout(
-    loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: RowLimits
-) -> Rollout:
+def plain_rollout(loop: Loop, operands: Operands, given: Given) -> Rollout:
     """Runs the loop as one `lax.scan` that JAX differentiates itself.
 
     Its backward pass keeps one copy of the cache per step: memory grows as the square of `steps`.
     Kept as the reference for `saved_rollout`.
     """
-    return Rollout(*_scan(loop, operands, image_mask, limits)[0][1:])
+    return Rollout(*_scan(loop, operands, given)[0][1:])
 
 
-def _scan(loop: Loop, operands: Operands, image_mask, limits):
+def _scan(loop: Loop, operands: Operands, given: Given):
+    image_mask, limits, key = given
+
     def body(carry, step):
         query, cache, available = carry
         logits, cache = loop.step(
             operands.params, loop.config, operands.context, query, cache, step
         )
-        choice = best_token(logits, available)
+        first = step - step % loop.group
+        choice = best_token(perturbed(loop.config, logits, key, first), available)
         following = _feedback(
             loop, operands.memory, logits, available, step, limits, operands.stop_bias, choice
         )
@@ -267,9 +319,7 @@ def _scan(loop: Loop, operands: Operands, image_mask, limits):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def saved_rollout(
-    loop: Loop, operands: Operands, image_mask: Bool[Array, "b n"], limits: RowLimits
-) -> Rollout:
+def saved_rollout(loop: Loop, operands: Operands, given: Given) -> Rollout:
     """Runs the same loop with a backward pass whose memory is linear in `steps`.
 
     The forward pass saves each step's query and logits, and the final cache once. The backward
@@ -277,19 +327,20 @@ def saved_rollout(
     append-only, so later rows are invisible to it) and accumulates the cotangents of weights,
     memory and cache. Gradients equal those of `plain_rollout`.
     """
-    return plain_rollout(loop, operands, image_mask, limits)
+    return plain_rollout(loop, operands, given)
 
 
-def _saved_fwd(loop, operands, image_mask, limits):
+def _saved_fwd(loop, operands, given):
     for leaf in jax.tree.leaves(operands.cache):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(f"the decoder's cache has a leaf of {leaf.dtype}, expected floats")
-    (queries, logits, choice), cache = _scan(loop, operands, image_mask, limits)
-    return Rollout(logits, choice), (operands, image_mask, limits, queries, logits, choice, cache)
+    (queries, logits, choice), cache = _scan(loop, operands, given)
+    return Rollout(logits, choice), (operands, given, queries, logits, choice, cache)
 
 
 def _saved_bwd(loop, residuals, cotangents):
-    operands, image_mask, limits, queries, logits, choices, cache = residuals
+    operands, given, queries, logits, choices, cache = residuals
+    image_mask, limits, _ = given
     picked = pick_step(choices, image_mask.shape[1])
 
     def body(carry, inputs):
@@ -319,7 +370,7 @@ def _saved_bwd(loop, residuals, cotangents):
     (totals, query_bar, cache_bar), _ = jax.lax.scan(body, start, inputs, reverse=True)
     totals = jax.tree.map(lambda total, x: total.astype(x.dtype), totals, _floats(primals))
     params_bar, context_bar, memory_bar, bias_bar = totals
-    return Operands(params_bar, context_bar, memory_bar, query_bar, cache_bar, bias_bar), None, None
+    return Operands(params_bar, context_bar, memory_bar, query_bar, cache_bar, bias_bar), None
 
 
 def _floats(tree: Any) -> Any:

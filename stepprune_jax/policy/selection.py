@@ -30,14 +30,18 @@ from stepprune_jax.policy.decoder import (
 from stepprune_jax.policy.encoder import encode, memory
 from stepprune_jax.policy.rollout import (
     Episode,
+    Given,
     Loop,
     Operands,
     Rollout,
     best_token,
     best_tokens,
     grouped,
+    gumbel,
     hard_feedback,
     hold,
+    masked,
+    perturbed,
     pick_step,
     saved_rollout,
     start_episode,
@@ -69,10 +73,12 @@ def begin(
     text_gate: ArrayLike,
     stop_bias: ArrayLike,
     decoder: DecoderFns,
+    key: Array | None = None,
 ) -> Episode:
     """Encodes the inputs and prepares an episode over them."""
     slots = memory(params, encode(params, config, inputs, text_gate))
-    return start_episode(params, config, slots, inputs.image_mask, limits, stop_bias, decoder)
+    how = (inputs.image_mask, limits, stop_bias, decoder, key)
+    return start_episode(params, config, slots, *how)
 
 
 def select(
@@ -84,6 +90,7 @@ def select(
     text_gate: ArrayLike = 1.0,
     stop_bias: ArrayLike = 0.0,
     decoder: DecoderFns = POINTER,
+    key: Array | None = None,
 ) -> Trajectory:
     """Runs the sequential policy for T_max steps, Eqs. (3)-(9), with gradients.
 
@@ -99,6 +106,8 @@ def select(
         text_gate: g_txt.
         stop_bias: added to the stop logits, a number or one per row.
         decoder: functions of the decoder.
+        key: PRNG key of the draws if `config.draw` is not 0, one for all rows or one for each;
+            consumed. By default a fixed one, so that a question's tokens are always the same.
 
     Returns:
         The trajectory, its probabilities in at least float32.
@@ -106,7 +115,7 @@ def select(
     Raises:
         ValueError: inputs or limits that do not fit, where this can be read before tracing.
     """
-    episode = begin(params, config, inputs, limits, text_gate, stop_bias, decoder)
+    episode = begin(params, config, inputs, limits, text_gate, stop_bias, decoder, key)
     return roll_out(params, config, episode, decoder)
 
 
@@ -146,8 +155,9 @@ def _loop(
     operands = Operands(
         params, episode.context, episode.slots, episode.query, episode.cache, episode.stop_bias
     )
-    loop = Loop(config, step, feedback, episode.steps)
-    return cast(Rollout, rollout_fn(loop, operands, episode.image_mask, episode.limits))
+    loop = Loop(config, step, feedback, episode.steps, episode.group)
+    given = Given(episode.image_mask, episode.limits, episode.key)
+    return cast(Rollout, rollout_fn(loop, operands, given))
 
 
 def _read(config: PolicyConfig, episode: Episode, logits, choice) -> Trajectory:
@@ -209,7 +219,8 @@ def step_by_step(params: Params, config: PolicyConfig, episode: Episode, step: S
         query, cache, available = state
         logits, cache = step(params, config, episode.context, query, cache, t)
         margin = stop_margin(config, logits, available, t, episode.stop_bias)[2]
-        choice = best_token(logits, available)
+        first = t - t % episode.group
+        choice = best_token(perturbed(config, logits, episode.key, first), available)
         available = available & (jnp.arange(n) != choice[:, None])
         state = (hard_feedback(episode.slots, None, choice), cache, available)
         return state, choice[None], margin[None]
@@ -223,7 +234,12 @@ def has_tables(decoder: DecoderFns) -> bool:
 
 
 def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
-    """Returns whether an episode has tables, and within `MOST_TABLE_BYTES`."""
+    """Returns whether an episode can be walked by tables, within `MOST_TABLE_BYTES`.
+
+    The margin of a stop that competes with the best token is not recorded where tokens are drawn.
+    """
+    if episode.key is not None and config.stop != "hazard":
+        return False
     b, m, _ = episode.slots.shape
     width = layers.score_dtype(episode.slots.dtype).itemsize
     size = width * b * m**2 * (config.num_heads + 1)
@@ -247,10 +263,13 @@ def by_tables(
     past = empty_history(config, episode.slots, rows) if hazard else ()
     tokens = jnp.sum(episode.image_mask, axis=1, dtype=jnp.int32)
 
-    def step(walk, number):
+    def step(walk, at):
+        number, noise = at
         logits, cache = walk_logits(params, config, context, tables, walk, number)
         available = episode.image_mask & ~walk.seen[:, :n]
-        choice, strongest = best_tokens(logits, available, group)
+        image = logits[:, :-1]
+        choice = best_tokens(image if noise is None else image + noise, available, group)
+        strongest = jnp.take_along_axis(masked(image, available), choice, axis=1)
         chosen = jnp.any(choice[..., None] == jnp.arange(n + 1), axis=1)
         return Walk(choice, walk.seen | chosen, cache), (choice, logits[:, -1:], strongest)
 
@@ -260,7 +279,11 @@ def by_tables(
         walk, past = state
         before = walk.at[:, -1:]
         numbers = first // group + jnp.arange(pointer_steps)
-        walk, read = jax.lax.scan(step, walk, numbers, unroll=unroll)
+        noise = None
+        if episode.key is not None:  # of the whole block at once
+            wide = layers.score_dtype(episode.slots.dtype)
+            noise = jax.vmap(lambda t: gumbel(config, episode.key, t, n, wide))(numbers * group)
+        walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
         choice, stop, strongest = (x.swapaxes(0, 1) for x in read)
         choice = choice.reshape(-1, block)
         if not margins:
@@ -344,6 +367,7 @@ def choose(
     *,
     stop_bias: ArrayLike = 0.0,
     decoder: DecoderFns = POINTER,
+    key: Array | None = None,
 ) -> Picks:
     """Chooses the tokens of a batch, entirely on the device: `prune` before it gathers.
 
@@ -352,7 +376,7 @@ def choose(
 
     Args, returns and raises as `prune`.
     """
-    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder)
+    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder, key)
     return pick(params, config, episode, decoder)
 
 
@@ -364,6 +388,7 @@ def rank(
     *,
     stop_bias: ArrayLike = 0.0,
     decoder: DecoderFns = POINTER,
+    key: Array | None = None,
 ) -> Ranked:
     """Computes order and margins of `select`, for all counts and stop biases.
 
@@ -376,7 +401,7 @@ def rank(
     Returns:
         The order and its margins; undefined where a row has no token left.
     """
-    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder)
+    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder, key)
     return order(params, config, episode, decoder)
 
 

@@ -23,6 +23,7 @@ from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.policy.params import ParamSpec, draw_params
 from stepprune_jax.policy.params import param_specs as policy_specs
+from stepprune_jax.policy.rollout import gumbel, read_key
 from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.trained import TrainedMethod
@@ -45,6 +46,8 @@ class AutoSelectConfig:
         temperature_start: tau of SoftTopK at the start of training.
         temperature_end: tau at the end of annealing and afterwards.
         temperature_steps: share of training over which tau anneals, by a cosine.
+        draw: temperature at which tokens are drawn from the softmax of the scores, in training and
+            for inference alike; 0 takes the best.
         random_budget: range of budgets as fractions of N, drawn log-uniformly for each row.
         dtype: compute dtype of encoder and denoiser; `None` takes that of the features, but at
             least float32. Scores are at least float32 in any case.
@@ -59,6 +62,7 @@ class AutoSelectConfig:
     temperature_start: float | int = 2.0
     temperature_end: float | int = 0.4
     temperature_steps: float | int = 0.9
+    draw: float | int = 1.0
     random_budget: tuple[float | int, float | int] = RANDOM_BUDGET
     dtype: str | None = None
 
@@ -93,6 +97,7 @@ class AutoSelectConfig:
             num_heads=self.num_heads,
             mlp_ratio=self.mlp_ratio,
             encoder_layers=self.encoder_layers,
+            draw=self.draw,
             dtype=self.dtype,
         )
 
@@ -109,7 +114,7 @@ class Gated(NamedTuple):
         tokens: denoised tokens, full length, in the space of the given features.
         alpha: gate of each token.
         budget: k of SoftTopK.
-        scores: one score per token; padding scores lowest.
+        scores: one score per token, with the noise of the draw; padding scores lowest.
     """
 
     tokens: Float[Array, "b n d"]
@@ -149,6 +154,16 @@ def scores(
     return jnp.where(inputs.image_mask, found, MASKED) if inputs.image_mask is not None else found
 
 
+def drawn(
+    config: AutoSelectConfig, scores: Float[Array, "b n"], key: Array | None
+) -> Float[Array, "b n"]:
+    """Adds Gumbel noise to scores, so that the k best are a draw without replacement."""
+    if not config.draw:
+        return scores
+    b, n = scores.shape
+    return scores + gumbel(config.shape, read_key(key, b), jnp.int32(0), n, scores.dtype)
+
+
 def gate(
     params: Params, config: AutoSelectConfig, key: Array, inputs: Inputs, progress: Progress
 ) -> Gated:
@@ -159,7 +174,8 @@ def gate(
     """
     n = inputs.image.shape[1]
     budget_key, noise_key = jax.random.split(key)
-    found = scores(params, config, inputs, progress.text_gate)
+    keys = jax.random.split(jax.random.fold_in(budget_key, 2), inputs.image.shape[0])
+    found = drawn(config, scores(params, config, inputs, progress.text_gate), keys)
     budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, config.random_budget)
     tau = temperature(config, progress.share)
     alpha = policy.soft_topk(found, budget, tau, where=inputs.image_mask)
@@ -200,9 +216,11 @@ class AutoSelect(TrainedMethod):
 
     Attributes:
         config: configuration of the scorer.
+        seed: seed of the draws, of a scorer that draws its tokens.
     """
 
     config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig)
+    seed: int = 0
 
     name = "autoselect"
     label = "AutoSelect-like"
@@ -228,11 +246,22 @@ class AutoSelect(TrainedMethod):
         scalars = {"lm_loss": loss} | metrics(gated, inputs.real)
         return loss, (scalars, jnp.asarray(progress.running_count))
 
-    def order(self, weights: Params, inputs: Inputs, steps: int) -> Ranking:
+    def order(
+        self, weights: Params, inputs: Inputs, steps: int, key: Array | None = None
+    ) -> Ranking:
         """Orders the tokens by score."""
-        return Ranking(best_first(scores(weights, self.config, inputs))[:, :steps])
+        found = drawn(self.config, scores(weights, self.config, inputs), key)
+        return Ranking(best_first(found)[:, :steps])
 
     @property
     def shape(self) -> PolicyConfig:
         """The StepPrune configuration with the same encoder and denoiser."""
         return self.config.shape
+
+    def opened(
+        self, weights: Params, inputs: Inputs, budget: int
+    ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
+        """The scores, and the mean entropy of their softmax."""
+        found = scores(weights, self.config, inputs)
+        log_prob = jax.nn.log_softmax(found, axis=-1)
+        return found, -jnp.mean(jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1))

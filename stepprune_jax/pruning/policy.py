@@ -4,7 +4,7 @@ It prunes by itself, so that no part that belongs to its weights can be forgotte
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from stepprune_jax import policy as functions
 from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, Limits, Progress, Pruned
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.pruning.calibration import Calibration, calibrate
+from stepprune_jax.pruning.diagnosis import Diagnosis, measure
 from stepprune_jax.pruning.registry import method_of
 from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
 
@@ -123,7 +124,7 @@ class Policy:
             mean_budget: mean count, by the policy's calibration.
             stop_bias: replaces the policy's own. Without any of the three it stops by itself.
             **arguments: image_mask and text_mask, as in `Inputs`; min_tokens, max_tokens, max_steps
-                and group, as in `Limits`; ladder, order and decoder, as in `prune`.
+                and group, as in `Limits`; key, order and decoder, as in `prune`.
 
         Returns:
             The kept tokens in the smallest bucket that holds every row.
@@ -162,7 +163,7 @@ class Policy:
                 `choose`.
 
         Returns:
-            A function of (policy, image, text), and of image_mask and text_mask by name, that
+            A function of (policy, image, text), and of image_mask, text_mask and key by name, that
             returns a `Pruned`. The policy's weights and statistics are arguments, not constants.
             It raises a ValueError if the first argument is not a policy.
 
@@ -180,6 +181,7 @@ class Policy:
             *,
             image_mask: Bool[Array, "b n"] | None = None,
             text_mask: Bool[Array, "b l"] | None = None,
+            key: Array | None = None,
         ) -> Pruned:
             if not isinstance(policy, Policy):
                 kind = type(policy).__name__
@@ -189,7 +191,8 @@ class Policy:
                 )
             inputs = Inputs(image, text, image_mask, text_mask, policy.stats)
             stop = policy.stop_bias if own else bias
-            picks = policy.pruner.choose(policy.params, inputs, limits, stop, **arguments)
+            given = (policy.params, inputs, limits, stop, key)
+            picks = policy.pruner.choose(*given, **arguments)
             return functions.gather(picks, image, capacity, order=order)
 
         return select
@@ -227,6 +230,48 @@ class Policy:
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         given = (self.params, key, inputs, lm_loss_fn, progress)
         return self.pruner.train_loss(*given, **keywords)
+
+    def diagnose(
+        self,
+        loss_fn: Callable[[Pruned], Any],
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        budgets: Sequence[int],
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        key: Array | None = None,
+    ) -> list[Diagnosis]:
+        """Tells whether it learns: the losses of its tokens beside those of others, and in words.
+
+        A falling loss says little: it falls, too, where all that is learned is which tokens are
+        worth seeing in any image. What counts is the loss with the kept tokens alone, beside that
+        of as many random ones, and of those it keeps for another question of the batch.
+
+        Args:
+            loss_fn: maps kept tokens to the loss of each row, [b], or to (loss, whether the answer
+                is right). Its argument has rows in the order of `image`, and places that are not
+                valid; with no token at all, none is.
+            image: image tokens X of questions that were not used for training; some hundred rows
+                tell one percent from chance.
+            text: word embeddings of the questions; each row's neighbour asks the other question.
+            budgets: numbers of tokens.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            key: PRNG key of the random tokens; consumed.
+
+        Returns:
+            A `Diagnosis` for each budget; `print` shows it.
+
+        Raises:
+            ValueError: as `prune`, or losses that are not one for each row.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        key = jax.random.key(0) if key is None else key
+        return [
+            measure(self.pruner, self.params, inputs, loss_fn, budget, jax.random.fold_in(key, i))
+            for i, budget in enumerate(budgets)
+        ]
 
     def calibrate(
         self,

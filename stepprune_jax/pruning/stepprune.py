@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
+from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT, Budget
@@ -24,10 +25,12 @@ class StepPrune(TrainedMethod):
     Attributes:
         config: configuration of the policy.
         group: tokens taken from one pointer distribution; None for the policy's own.
+        seed: seed of the draws, of a policy that draws its tokens.
     """
 
     config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
     group: int | None = None
+    seed: int = 0
 
     name = "stepprune"
     label = "StepPrune"
@@ -96,10 +99,17 @@ class StepPrune(TrainedMethod):
         """Casts the weights to the compute dtype."""
         return policy.cast_weights(weights, self.config.dtype)
 
-    def order(self, weights: Weights, inputs: Inputs, steps: int, **options: Any) -> Ranking:
+    def order(
+        self,
+        weights: Weights,
+        inputs: Inputs,
+        steps: int,
+        key: Array | None = None,
+        **options: Any,
+    ) -> Ranking:
         """Rolls the policy out past its stop, recording margins without the bias."""
         limits = Limits(max_steps=steps, group=self.group)
-        ranked = policy.rank(weights, self.config, inputs, limits, **options)
+        ranked = policy.rank(weights, self.config, inputs, limits, key=key, **options)
         return Ranking(ranked.choice, ranked.margin)
 
     def choose(
@@ -108,14 +118,23 @@ class StepPrune(TrainedMethod):
         inputs: Inputs,
         limits: Limits,
         stop_bias: ArrayLike = 0.0,
+        key: Array | None = None,
         **options: Any,
     ) -> Picks:
         """As `policy.choose`: runs the loop until every row has stopped."""
-        return policy.choose(weights, self.config, inputs, limits, stop_bias=stop_bias, **options)
+        options |= {"stop_bias": stop_bias, "key": key}
+        return policy.choose(weights, self.config, inputs, limits, **options)
 
     def prune(self, weights: Weights, inputs: Inputs, limits: Limits, **options: Any) -> Pruned:
         """As `policy.prune`."""
         return policy.prune(weights, self.config, inputs, limits, **options)
+
+    def opened(
+        self, weights: Weights, inputs: Inputs, budget: int
+    ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
+        """The soft scores of an episode, and the mean entropy of its pointer."""
+        trajectory = policy.select(weights, self.config, inputs, Limits(budget=budget))
+        return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
 
     def counts(
         self, params: Trained, ranking: Ranking, exact: Int[ArrayLike, "r"]
@@ -136,7 +155,8 @@ class StepPrune(TrainedMethod):
             sizes = jnp.full(r, n) if view.valid is None else view.valid.sum(1)
             limits = Limits(max_tokens=self._longest(sizes, n), group=self.group)
             bias = params.stop_bias
-        picks = self.choose(params.weights, self.inputs(params, view), limits, bias)
+        how = (limits, bias, self.keys(view))
+        picks = self.choose(params.weights, self.inputs(params, view), *how)
         pruned = policy.gather(picks, view.tokens, capacity)
         order = jnp.where(picks.action < n, picks.action, -1)[:, :capacity]
         index, tokens, valid, count = pruned

@@ -4,9 +4,10 @@ import abc
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
@@ -39,6 +40,7 @@ class TrainedMethod(Ranker):
     """
 
     config: Any  # a `TrainedConfig`
+    seed: int = 0  # of the draws, if its configuration draws tokens
 
     budgets: ClassVar[tuple[str, ...]] = EXACT
     reads_text: ClassVar[bool] = True
@@ -73,8 +75,32 @@ class TrainedMethod(Ranker):
         """
 
     @abc.abstractmethod
-    def order(self, weights: Weights, inputs: Inputs, steps: int) -> Ranking:
-        """Puts tokens in an order of static length `steps`, whose prefixes are the choices."""
+    def order(
+        self, weights: Weights, inputs: Inputs, steps: int, key: Array | None = None
+    ) -> Ranking:
+        """Puts tokens in an order of static length `steps`, whose prefixes are the choices.
+
+        Args:
+            weights: the weights.
+            inputs: image and question.
+            steps: length of the order.
+            key: PRNG key of a method that draws tokens, one for all rows or one for each; by
+                default a fixed one.
+
+        Returns:
+            The order, and margins of the stop if there is one.
+        """
+
+    def opened(
+        self, weights: Weights, inputs: Inputs, budget: int
+    ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
+        """Returns how wide training opens each token at a budget, and the entropy of its choices.
+
+        By default tokens are opened in their order, and the entropy is not known.
+        """
+        n = inputs.image.shape[1]
+        place = jnp.argsort(self.order(weights, inputs, n).order, axis=1)
+        return -place.astype(jnp.float32), jnp.array(jnp.nan)
 
     def is_stop(self, path: str) -> bool:
         """Returns whether the weight of a path is the stop's own; its gradient is logged."""
@@ -105,14 +131,23 @@ class TrainedMethod(Ranker):
 
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
         """Orders the tokens of a view."""
-        return self.order(params.weights, self.inputs(params, view), steps)
+        return self.order(params.weights, self.inputs(params, view), steps, self.keys(view))
+
+    def keys(self, view: View) -> Array:
+        """Returns a key for each row, of the seed and the row's number in its set."""
+        return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.seed), view.number)
 
     def inputs(self, params: Trained, view: View) -> Inputs:
         """Returns what the method sees of a view."""
         return Inputs(view.tokens, view.text, view.valid, view.text_valid, params.stats)
 
     def choose(
-        self, weights: Weights, inputs: Inputs, limits: Limits, stop_bias: ArrayLike = 0.0
+        self,
+        weights: Weights,
+        inputs: Inputs,
+        limits: Limits,
+        stop_bias: ArrayLike = 0.0,
+        key: Array | None = None,
     ) -> Picks:
         """Chooses the first `limits.budget` tokens of the order, on the device.
 
@@ -124,11 +159,7 @@ class TrainedMethod(Ranker):
         b, n = inputs.image.shape[:2]
         budget = jnp.broadcast_to(jnp.asarray(limits.budget, jnp.int32), (b,))
         count = jnp.minimum(budget, jnp.sum(inputs.real, axis=1))
-        order = self.order(weights, inputs, n).order
-        action = jnp.where(jnp.arange(n) < count[:, None], order, n)
-        rows = jnp.arange(b)[:, None]
-        kept = jnp.zeros((b, n), bool).at[rows, action].set(True, mode="drop")
-        return Picks(action, count, kept)
+        return first_tokens(self.order(weights, inputs, n, key).order, count)
 
     def prune(
         self,
@@ -137,10 +168,18 @@ class TrainedMethod(Ranker):
         limits: Limits,
         *,
         stop_bias: ArrayLike = 0.0,
-        ladder: tuple[int, ...] | None = None,
         order: str = "raster",
+        key: Array | None = None,
     ) -> Pruned:
         """Chooses and gathers tokens, in a bucket chosen on the host; see `policy.prune`."""
-        picks = self.choose(weights, inputs, limits, stop_bias)
-        sizes = bucket_ladder(picks.action.shape[1]) if ladder is None else ladder
-        return policy.gather(picks, inputs.image, choose_bucket(picks.count, sizes), order=order)
+        picks = self.choose(weights, inputs, limits, stop_bias, key)
+        bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))
+        return policy.gather(picks, inputs.image, bucket, order=order)
+
+
+def first_tokens(order: Int[Array, "b n"], count: Int[Array, "b"]) -> Picks:
+    """Picks the first `count` tokens of each row's order."""
+    b, n = order.shape
+    action = jnp.where(jnp.arange(n) < count[:, None], order, n)
+    kept = jnp.zeros((b, n), bool).at[jnp.arange(b)[:, None], action].set(True, mode="drop")
+    return Picks(action, count, kept)

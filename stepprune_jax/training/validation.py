@@ -16,7 +16,7 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.data.llava import read_questions as list_questions
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
-from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.base import Prompts, RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.programs import run_take
 from stepprune_jax.inference.sets import Answers, Batching, answer_all, batches, rank_all
@@ -24,7 +24,8 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
 from stepprune_jax.policy import Pruned
 from stepprune_jax.policy.buckets import choose_bucket
-from stepprune_jax.pruning import Budget, Policy, make_method
+from stepprune_jax.pruning import Budget, Method, Policy, Ranking, make_method
+from stepprune_jax.pruning.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, describe
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_losses
 from stepprune_jax.training.settings import Run
@@ -34,6 +35,15 @@ from stepprune_jax.user_input import local_path
 FOLDER = "overlays"
 # Sizes that kept tokens are padded to, as shares of all; each size in use is a program.
 _SHARES = (8, 4, 2, 1)
+
+# Fields of the losses in a validation's row, and the cases of a diagnosis.
+_LOSSES = {
+    "loss": OWN,
+    "loss_all": ALL,
+    "loss_none": NONE,
+    "loss_random": RANDOM,
+    "loss_other_question": OTHER,
+}
 
 _losses = jit_for_weights(row_losses, ("model", "options"))
 
@@ -91,6 +101,8 @@ class Validation:
     def __init__(self, run: Run, model: VLM, split: Split, workdir: Path):
         """Runs the tower and tokenises the questions."""
         self._settings, self._model, self._split = run.validation, model, split
+        # Random orders, and losses that do not depend on the policy.
+        self._shuffled, self._known = np.zeros((0, 0), int), {}
         self._folder, self._size = workdir / FOLDER, run.batch_size
         execution, n = run.model.execution, model.config.max_image_tokens
         self._encoded = encode_questions(
@@ -126,12 +138,14 @@ class Validation:
         answers, selection = self.answer(policy)
         texts, count = answers.texts, answers.kept
         right = np.array(list(map(is_right, texts, self._split.answers)))
-        losses = self.losses(selection)
+        losses = self._compare(policy, selection)
+        for finding in describe(round(float(count.mean())), losses).findings:
+            distributed.say(f"validation at step {step}: {finding}")
         if self._settings.overlays and distributed.is_main():
             self._draw(self._folder / f"step_{step:08d}.png", answers, right)
         return {
             "step": step,
-            "loss": float(losses.sum() / self._targets.supervised.sum()),
+            **{name: self._mean(losses[case]) for name, case in _LOSSES.items()},
             "accuracy": round(100 * float(right.mean()), 2),
             "k_mean": float(count.mean()),
             "k_std": float(count.std()),
@@ -146,29 +160,52 @@ class Validation:
 
         A policy without a stop keeps a quarter of the tokens if no budget is set.
         """
-        n, budget = self._model.config.max_image_tokens, self._settings.budget
-        free = Budget("own") if policy.has_stop else Budget("rate", Fraction(1, 4))
-        kept = Budget("count", budget) if budget else free
-        method = place_method(self._model, make_method(None, kept, policy=policy))
-        prompts, images = self._encoded.prompts, self._encoded.images
-        ranking, _ = rank_all(
-            self._model,
-            method,
-            prompts,
-            images,
-            steps=method.pruner.entering(n) or method.pruner.most(n),
-            batch_size=self._size,
-        )
+        method, ranking = self._rank(policy, self._encoded.prompts)
         answers = answer_all(
             self._model,
             method,
-            prompts,
-            images,
+            self._encoded.prompts,
+            self._encoded.images,
             self._run,
             self._batching,
             ranking=ranking,
         )
         return answers, Selection(ranking.order, answers.kept)
+
+    def _rank(self, policy: Policy, prompts: Prompts) -> tuple[Method, Ranking]:
+        """Orders the tokens of the questions' images for some prompts."""
+        n, budget = self._model.config.max_image_tokens, self._settings.budget
+        free = Budget("own") if policy.has_stop else Budget("rate", Fraction(1, 4))
+        kept = Budget("count", budget) if budget else free
+        method = place_method(self._model, make_method(None, kept, policy=policy))
+        steps = method.pruner.entering(n) or method.pruner.most(n)
+        given = (self._model, method, prompts, self._encoded.images)
+        return method, rank_all(*given, steps=steps, batch_size=self._size)[0]
+
+    def _compare(self, policy: Policy, selection: Selection) -> dict[str, Float[np.ndarray, " q"]]:
+        """Computes losses from a policy's tokens and from others, by the cases of a diagnosis."""
+        sizes, n = self._encoded.sizes, self._model.config.max_image_tokens
+        if not self._known:
+            rows = np.broadcast_to(np.arange(n), (len(sizes), n))
+            noise = np.random.default_rng(0).random(rows.shape)
+            self._shuffled = np.argsort(np.where(rows < sizes[:, None], noise, 2), axis=1)
+            self._known = {
+                case: self.losses(Selection(rows, count))
+                for case, count in ((ALL, sizes), (NONE, np.zeros_like(sizes)))
+            }
+        prompts = self._encoded.prompts
+        words, number = (np.roll(x, 1, axis=0) for x in (prompts.words, prompts.num_words))
+        _, ranking = self._rank(policy, prompts._replace(words=words, num_words=number))
+        return {
+            **self._known,
+            RANDOM: self.losses(Selection(self._shuffled, selection.count)),
+            OWN: self.losses(selection),
+            OTHER: self.losses(Selection(ranking.order, selection.count)),
+        }
+
+    def _mean(self, losses: Float[np.ndarray, " q"]) -> float:
+        """Returns the mean loss of a supervised token."""
+        return float(losses.sum() / self._targets.supervised.sum())
 
     def losses(self, selection: Selection) -> Float[np.ndarray, " q"]:
         """Computes the summed cross-entropy of each correct answer after kept tokens, in nats."""

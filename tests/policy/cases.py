@@ -9,8 +9,9 @@ from stepprune_jax.policy.objective import total_loss
 from stepprune_jax.policy.params import ParamSpec, param_specs
 from stepprune_jax.policy.rollout import start_episode
 
-# Without annealing, probes and prices, each of which has tests of its own.
+# Without draws, annealing, probes and prices, each of which has tests of its own.
 _PLAIN = dict(
+    draw=0.0,
     polarisation_temperature=0.3,
     polarisation_share=0.0,
     batch_budget="own",

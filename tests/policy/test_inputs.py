@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Inputs, Limits, PolicyConfig
+from stepprune_jax.policy import Inputs, Limits, PolicyConfig, buckets
 
 CONFIG = PolicyConfig(feature_width=8, text_width=6, num_heads=2)
 IMAGE, TEXT = jnp.ones((2, 5, 8)), jnp.ones((2, 3, 6))
@@ -62,7 +62,7 @@ def test_limits_out_of_range_are_named(params, call, limits, message):
 def test_a_bucket_that_is_too_small_is_named(params):
     for ladder in ((1,), ()):
         with pytest.raises(ValueError, match="count is 2"):
-            policy.prune(params, CONFIG, INPUTS, Limits(budget=2), ladder=ladder)
+            buckets.choose_bucket(np.array([1, 2]), ladder)
     picks = policy.choose(params, CONFIG, INPUTS, Limits(budget=2))
     for features, capacity, order, name in (
         (IMAGE, 6, "raster", "capacity"),

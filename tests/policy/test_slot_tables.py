@@ -16,13 +16,14 @@ from stepprune_jax.policy.rollout import hard_feedback
 from stepprune_jax.policy.selection import BLOCK
 
 B, N, STEPS = 2, 19, BLOCK + 2  # more than a block, and no whole number of them
-PROGRAMS = [  # decoder layers, stop, group
-    (1, "hazard", 1),
-    (1, "aligned", 1),
-    (1, "softmax", 4),
-    (2, "hazard", 3),
-    (2, "softmax", 1),
-    (3, "aligned", 1),
+PROGRAMS = [  # decoder layers, stop, group, temperature of the draw
+    (1, "hazard", 1, 1.0),
+    (1, "aligned", 1, 0.0),
+    (1, "softmax", 4, 0.0),
+    (2, "hazard", 3, 1.0),
+    (2, "softmax", 1, 0.0),
+    (3, "aligned", 1, 0.0),
+    (1, "hazard", 1, 0.0),
 ]
 
 
@@ -32,7 +33,7 @@ def reference_step(*arguments):
 
 
 @functools.cache
-def compiled(layers, stop, group):
+def compiled(layers, stop, group, draw):
     """Both ways to pick, within limits and at a budget, and both orders with their margins."""
     config = cases.small_config(
         dtype="float32",
@@ -40,6 +41,7 @@ def compiled(layers, stop, group):
         decoder_layers=layers,
         stop=stop,
         group=group,
+        draw=draw,
         price_growth=float(layers == 1),
     )
 
@@ -101,7 +103,7 @@ def test_tables_choose_what_the_loop_chooses(program, seed, tied, share, bounds,
 
 
 def test_ties_go_to_the_lowest_index():
-    config, run = compiled(1, "aligned", 1)
+    config, run = compiled(1, "aligned", 1, 0.0)
     params = jax.tree.map(np.float32, cases.random_weights(np.random.default_rng(0), config))
     zero = np.zeros((B, N + 1, 8), np.float32)
     mask = np.arange(N) != 3

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import jax
@@ -21,6 +22,7 @@ CONFIG = AutoSelectConfig(
     temperature_end=0.1,
     temperature_steps=0.5,
     random_budget=(0.2, 0.6),
+    draw=0.0,
 )
 B, N, L = 3, 10, 4
 STATS = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))
@@ -55,6 +57,18 @@ def test_the_gate_holds_the_drawn_budget(params, inputs):
         real = np.asarray(mask.sum(1))
         assert (found.budget >= np.floor(0.2 * real)).all() and (found.budget >= 1).all()
         assert (found.budget <= np.ceil(0.6 * real)).all()
+
+
+def test_the_gate_opens_a_draw(params, inputs):
+    """The k best of scores plus Gumbel noise, whose softmax has the scores' temperature."""
+    config = dataclasses.replace(CONFIG, draw=1.0)
+    twins = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (20_000, *x.shape[1:])), inputs)
+    given = Inputs(*twins, stats=STATS)
+    found = gate(params, config, jax.random.key(0), given, Progress())
+    best = np.argmax(np.asarray(found.scores), axis=1)
+    assert (found.alpha[np.arange(20_000), best] == found.alpha.max(1)).all()
+    still = np.asarray(scores(params, config, Inputs(*inputs, stats=STATS)))[0]
+    np.testing.assert_allclose(np.bincount(best) / 20_000, jax.nn.softmax(still), atol=0.02)
 
 
 def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):

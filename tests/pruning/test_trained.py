@@ -154,9 +154,28 @@ def test_it_is_a_pytree_of_its_arrays(calibrated, world):
     assert jax.tree.structure(grads) == jax.tree.structure(calibrated.params)
 
 
+@pytest.mark.parametrize("config", [CONFIG, AutoSelectConfig(**WIDTHS)], ids=["steps", "scores"])
+def test_draws_are_those_of_the_key(world, config):
+    image, text = world
+    drawn = Policy.init(jax.random.key(3), config, FeatureStats.start(16))
+    select = jax.jit(drawn.select_fn(5, budget=5))
+    first, again, other = (
+        np.asarray(drawn.prune(image, text, budget=5, key=key).index[:, :5])
+        for key in (None, jax.random.key(0), jax.random.key(1))
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    found = select(drawn, image, text, key=jax.random.key(1))
+    np.testing.assert_array_equal(found.index, other)
+    # The same question has the same tokens, wherever it stands in a batch.
+    one = drawn.prune(image[7:8], text[7:8], budget=5)
+    np.testing.assert_array_equal(one.index[0, :5], first[7])
+
+
 def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     image, text = world
-    scorer = Policy.init(jax.random.key(3), AutoSelectConfig(**WIDTHS), FeatureStats.start(16))
+    config = AutoSelectConfig(draw=0.0, **WIDTHS)
+    scorer = Policy.init(jax.random.key(3), config, FeatureStats.start(16))
     mask = jnp.arange(N) < jnp.where(jnp.arange(B) == 0, 3, N)[:, None]
     found = scorer.prune(image, text, budget=5, image_mask=mask, order="pick")
     assert found.count.tolist() == [3] + [5] * (B - 1)

@@ -40,7 +40,7 @@ class Linear(TrainedMethod):
         loss = lm_loss_fn(gate[..., None] * inputs.image)
         return loss, ({"lm_loss": loss, "gate": gate.mean()}, progress.running_count)
 
-    def order(self, weights, inputs, steps):
+    def order(self, weights, inputs, steps, key=None):
         scores = inputs.image @ weights["kernel"]
         return Ranking(by_score(scores, inputs.image_mask)[:, :steps])
 

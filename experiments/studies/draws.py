@@ -1,0 +1,164 @@
+r"""How a set of tokens should be taken from the same trained policy: argmax, draws, soft scores.
+
+    python -m experiments.studies.draws --config configs/shapes.py --set data.folder=data/shapes \
+        --policy shapes experiments/policies/autoselect.safetensors --json draws.json
+
+Nothing is trained. Each policy orders the tokens of the validation questions by its argmax, by
+draws at several temperatures and of several seeds, and, if it is a pointer, by the soft scores that
+training opens; the model answers from each prefix. Settings of a policy are chosen by this table,
+and never on test questions.
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stepprune_jax import configurations
+from stepprune_jax import policy as functions
+from stepprune_jax.benchmarks.folder import BENCHMARK, is_right
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from
+from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation.cells import markdown_rows
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.evaluation.generate_stage import load_model
+from stepprune_jax.evaluation.settings import EvaluationRun
+from stepprune_jax.evaluation.split import Split, read_split, thin
+from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.sets import Batching, answer_all, rank_all
+from stepprune_jax.parallel import distributed
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.policy.buckets import bucket_ladder
+from stepprune_jax.pruning import Policy, Ranking, StepPrune, Trained, View, make_method
+
+_TEMPERATURES = (0.3, 1.0, 2.0)
+
+
+class Way(NamedTuple):
+    """A way of taking sets from a policy, and its seeds."""
+
+    label: str
+    policy: Policy
+    seeds: Sequence[int] = (0,)
+    soft: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftScores(StepPrune):
+    """Keeps the tokens of the highest soft scores of the greedy rollout, Eq. (11)."""
+
+    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+        """Orders tokens by score."""
+        inputs = self.inputs(params, view)
+        trajectory = functions.select(params.weights, self.config, inputs)
+        scores = functions.trajectory_scores(self.config, trajectory)
+        return Ranking(jax.lax.top_k(scores, steps)[1].astype(jnp.int32))
+
+
+def ways(policy: Policy, seeds: Sequence[int]) -> Iterator[Way]:
+    """Yields the ways of a policy."""
+    at = functools.partial(dataclasses.replace, policy.config)
+    yield Way("argmax", policy.replace(config=at(draw=0.0)))
+    if isinstance(policy.config, PolicyConfig):
+        yield Way("soft scores", policy.replace(config=at(draw=0.0)), soft=True)
+        first = {"group": 1 << 20}  # more tokens than any image has
+        yield Way("first step's argmax", policy.replace(config=at(draw=0.0, **first)))
+        yield Way("first step's draw", policy.replace(config=at(draw=1.0, **first)), seeds)
+    for temperature in _TEMPERATURES:
+        yield Way(f"draw at {temperature}", policy.replace(config=at(draw=temperature)), seeds)
+
+
+def compare(
+    run: EvaluationRun,
+    split: Split,
+    policies: Mapping[str, Policy],
+    budgets: Sequence[int],
+    seeds: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Answers questions in every way; accuracy in percent, with its deviation over seeds."""
+    model = load_model(run)
+    size, execution = run.eval.batch_size, run.model.execution
+    encoded = encode_questions(model, split.questions, batch_size=size, execution=execution)
+    options = RunOptions(execution=execution, max_tokens=run.eval.longest_answer(BENCHMARK))
+    most = max(budgets)
+
+    def answers(way: Way, seed: int) -> list[float]:
+        def method(budget: int):
+            made = make_method(None, budget, policy=way.policy, options={"seed": seed})
+            if way.soft:
+                pruner = SoftScores(config=way.policy.config, budget=made.pruner.budget)
+                made = made._replace(pruner=pruner)
+            return place_method(model, made)
+
+        given = (encoded.prompts, encoded.images)
+        ranking, _ = rank_all(model, method(most), *given, steps=most, batch_size=size)
+        batching = Batching(size, bucket_ladder(most))
+        found = []
+        for budget in budgets:
+            texts = answer_all(
+                model, method(budget), *given, options, batching, ranking=ranking
+            ).texts
+            found.append(100 * np.mean(list(map(is_right, texts, split.answers))))
+        return found
+
+    rows = []
+    for name, policy in policies.items():
+        for way in ways(policy, seeds):
+            table = np.array([answers(way, seed) for seed in way.seeds])
+            for budget, runs in zip(budgets, table.T, strict=True):
+                deviation = float(runs.std(ddof=1)) if len(runs) > 1 else None
+                row = {"policy": name, "way": way.label, "budget": budget, "seeds": len(runs)}
+                rows.append(row | {"accuracy": float(runs.mean()), "deviation": deviation})
+    return rows
+
+
+def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Formats a row for each way, and a column for each budget."""
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    cells = {
+        (row["policy"], row["way"], row["budget"]): f"{row['accuracy']:.1f}"
+        + ("" if row["deviation"] is None else f" +- {row['deviation']:.1f}")
+        for row in rows
+    }
+    names = dict.fromkeys((policy, way) for policy, way, _ in cells)
+    lines = [[*name, *(cells[(*name, budget)] for budget in budgets)] for name in names]
+    return markdown_rows(["policy", "way", *map(str, budgets)], lines, texts=2)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command; reports user errors in one line and exits with status 2."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--config", required=True, help="configuration of the model and the data")
+    add("--policy", nargs="+", required=True, help="policy files, or names of shipped ones")
+    add("--budgets", type=integer_from(1), nargs="+", default=[4, 8, 16, 32], help="tokens")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the draws")
+    add("--limit", type=integer_from(0), default=0, help="most questions; 0 for all")
+    add("--json", help="file for all figures")
+    change = add("--set", nargs="+", default=[], dest="changes")
+    change.metavar, change.help = "FIELD=VALUE", "fields to change, such as seed=1"
+    given = parser.parse_args(argv)
+    try:
+        json_file = file_to_write("--json", given.json) if given.json else None
+        run = configurations.load(given.config, given.changes)
+        split = thin(read_split(run.root(BENCHMARK.name), "validation"), given.limit)
+        distributed.use_cores(run.cpu_devices)
+        policies = {Path(name).stem: load_policy(name) for name in given.policy}
+        rows = compare(run, split, policies, given.budgets, given.seeds)
+        if json_file:
+            write_json(json_file, rows)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    print(as_markdown(rows), end="")
+
+
+if __name__ == "__main__":
+    exit_with("experiments.studies.draws", main)

@@ -1,0 +1,146 @@
+"""Whether a policy learns: its tokens beside none, all, random ones, and another question's."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from stepprune_jax.policy import Inputs, Limits, Pruned, gather
+from stepprune_jax.pruning.trained import TrainedMethod, Weights, first_tokens
+
+ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
+
+# Differences count from this many standard errors of the paired mean, and from this share of what
+# all tokens gain over none.
+_ERRORS, _SHARE = 2.0, 0.05
+# Nats below which a distribution is as good as decided.
+_SATURATED = 0.05
+
+
+class Diagnosis(NamedTuple):
+    """What a policy's tokens are worth at one budget; `str` gives a table, and findings in words.
+
+    Attributes:
+        budget: tokens kept by the policy.
+        loss: [b] loss of each question by what is kept: "all tokens", "no token", "random" ones,
+            those of the "policy", and those it would keep for "another's question".
+        accuracy: share of right answers, likewise; empty if not known.
+        entropy: mean entropy in nats of the distributions that tokens are taken from.
+        agreement: mean share of the kept tokens that training opens widest at this budget.
+        findings: what is wrong, each with a remedy; empty if nothing is.
+    """
+
+    budget: int
+    loss: Mapping[str, Float[np.ndarray, "b"]]
+    accuracy: Mapping[str, float]
+    entropy: float
+    agreement: float
+    findings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        right = {name: f", accuracy {100 * share:.1f} %" for name, share in self.accuracy.items()}
+        lines = [
+            f"{name}: loss {loss.mean():.4f}{right.get(name, '')}"
+            for name, loss in self.loss.items()
+        ]
+        lines.append(f"entropy {self.entropy:.2f} nats; agreement {self.agreement:.2f}")
+        return "\n".join([f"{self.budget} tokens", *lines, *(self.findings or ("healthy",))])
+
+
+def describe(
+    budget: int,
+    loss: Mapping[str, Float[np.ndarray, "b"]],
+    entropy: float = math.nan,
+    agreement: float = math.nan,
+    accuracy: Mapping[str, float] | None = None,
+) -> Diagnosis:
+    """Puts in words what the losses of the same questions with different tokens say."""
+    gain = float(np.mean(loss[NONE] - loss[ALL]))
+
+    def as_good(other: str) -> bool:
+        """Whether other tokens are not clearly worse than the policy's."""
+        apart = loss[other] - loss[OWN]
+        error = float(np.std(apart)) / math.sqrt(len(apart))
+        return float(np.mean(apart)) <= max(_ERRORS * error, _SHARE * gain)
+
+    findings = []
+    if gain <= 0:
+        findings.append(
+            "the loss with all tokens is no lower than with none: the frozen model, or the loss, "
+            "does not read the image; nothing can be learned from it"
+        )
+    else:
+        short = float(np.mean(loss[OWN] - loss[ALL])) > _SHARE * gain
+        if short and as_good(RANDOM):
+            findings.append(
+                "no better than random tokens: train longer, or with a higher learning rate; check "
+                "that questions reach the policy and that features are standardised"
+            )
+        elif short and as_good(OTHER):
+            findings.append(
+                "does not read the question: its tokens serve another's as well; train longer, "
+                "open the text gate from the start, or check `text` and `text_mask`"
+            )
+        if short and entropy < _SATURATED:
+            findings.append(
+                "saturated: its choices are decided, and wrong; raise the temperature or "
+                "`polarisation_temperature`, or lower the learning rate"
+            )
+        if short and agreement < 0.5:
+            findings.append(
+                "what is kept is not what training opens: draw the tokens (`draw=1.0`), or train on"
+            )
+    return Diagnosis(budget, dict(loss), dict(accuracy or {}), entropy, agreement, tuple(findings))
+
+
+def measure(
+    method: TrainedMethod,
+    weights: Weights,
+    inputs: Inputs,
+    loss_fn: Callable[[Pruned], Any],
+    budget: int,
+    key: Array,
+) -> Diagnosis:
+    """Computes the losses of all cases, and describes them; see `Policy.diagnose`."""
+    (b, n), real = inputs.image.shape[:2], inputs.real
+    tokens = jnp.sum(real, axis=1, dtype=jnp.int32)
+    swapped = inputs
+    if inputs.text is not None:
+        mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
+        swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
+    noise = jnp.where(real, jax.random.uniform(key, (b, n)), 2)
+    own = method.choose(weights, inputs, Limits(budget=budget))
+    picks = {
+        ALL: (first_tokens(jnp.argsort(~real, axis=1, stable=True), tokens), n),
+        RANDOM: (first_tokens(jnp.argsort(noise, axis=1), own.count), budget),
+        OWN: (own, budget),
+        OTHER: (method.choose(weights, swapped, Limits(budget=budget)), budget),
+    }
+    kept = {name: gather(chosen, inputs.image, size) for name, (chosen, size) in picks.items()}
+    empty = kept[OWN]
+    kept[NONE] = Pruned(
+        jnp.full_like(empty.index, -1),
+        jnp.zeros_like(empty.tokens),
+        jnp.zeros_like(empty.valid),
+        jnp.zeros_like(empty.count),
+    )
+    loss, accuracy = {}, {}
+    for name in (ALL, NONE, RANDOM, OWN, OTHER):
+        found = loss_fn(kept[name])
+        losses, right = found if isinstance(found, tuple) else (found, None)
+        if jnp.shape(losses) != (b,):
+            raise ValueError(
+                f"loss_fn returned losses of shape {jnp.shape(losses)}, expected one for each of "
+                f"the {b} rows"
+            )
+        loss[name] = np.asarray(losses, np.float64)
+        if right is not None:
+            accuracy[name] = float(np.mean(right))
+    scores, entropy = method.opened(weights, inputs, budget)
+    widest = first_tokens(jnp.argsort(-scores, axis=1, stable=True), own.count)
+    shared = jnp.sum(widest.selected & own.selected, axis=1) / jnp.maximum(own.count, 1)
+    return describe(budget, loss, float(entropy), float(jnp.mean(shared)), accuracy)
