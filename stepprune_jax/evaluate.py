@@ -125,6 +125,7 @@ def report_answers(
         report.mkdir(parents=True, exist_ok=True)
         write_json(report / SCORES, [*scores.values()])
         table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
+        table = table._replace(remarks=run.eval.remarks)
     write_table(report, table)
     print(as_markdown(table), end="")
     with user_input():

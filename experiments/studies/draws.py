@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from stepprune_jax import configurations
 from stepprune_jax import policy as functions
@@ -39,7 +40,7 @@ from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.policy.buckets import bucket_ladder
 from stepprune_jax.pruning import Policy, Ranking, StepPrune, Trained, View, make_method
 
-_TEMPERATURES = (0.3, 1.0, 2.0)
+_TEMPERATURES = (0.3, 1.0)
 
 
 class Way(NamedTuple):
@@ -110,10 +111,14 @@ def compare(
         return found
 
     rows = []
-    for name, policy in policies.items():
-        for way in ways(policy, seeds):
-            table = np.array([answers(way, seed) for seed in way.seeds])
-            for budget, runs in zip(budgets, table.T, strict=True):
+    planned = [(name, way) for name, policy in policies.items() for way in ways(policy, seeds)]
+    with tqdm(total=sum(len(way.seeds) for _, way in planned), unit="set") as bar:
+        for name, way in planned:
+            table = []
+            for seed in way.seeds:
+                table.append(answers(way, seed))
+                bar.update()
+            for budget, runs in zip(budgets, np.transpose(table), strict=True):
                 deviation = float(runs.std(ddof=1)) if len(runs) > 1 else None
                 row = {"policy": name, "way": way.label, "budget": budget, "seeds": len(runs)}
                 rows.append(row | {"accuracy": float(runs.mean()), "deviation": deviation})

@@ -64,6 +64,7 @@ class EvalSettings(Settings, group="eval"):
             average.
         own_stops: rows of `adaptive` that are also evaluated without a bias.
         validation_questions: maximum number of questions that biases are calibrated on; 0 for all.
+        remarks: what a reader of the report has to know about its rows.
     """
 
     benchmarks: str = setting(
@@ -93,6 +94,7 @@ class EvalSettings(Settings, group="eval"):
     adaptive: tuple[str, ...] = (DEFAULT, "StepPrune literal")
     own_stops: tuple[str, ...] = (DEFAULT,)
     validation_questions: int = count(1000, least=0)
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()

@@ -50,11 +50,15 @@ class Section(NamedTuple):
 
 
 class BenchmarkTable(NamedTuple):
-    """The scores of all methods on all benchmarks, both in their order."""
+    """The scores of all methods on all benchmarks, both in their order.
+
+    `remarks` are the first of its notes.
+    """
 
     benchmarks: list[str]
     num_tokens: int
     rows: list[MethodScores]
+    remarks: tuple[str, ...] = ()
 
     @property
     def whole(self) -> MethodScores | None:
@@ -199,8 +203,8 @@ def _k_cell(score: Score) -> str | None:
 
 
 def notes(table: BenchmarkTable) -> list[str]:
-    """Lists warnings, each once with the rows that it applies to."""
-    found: dict[str, list[str]] = {}
+    """Lists remarks, and warnings, each once with the rows that it applies to."""
+    found: dict[str, list[str]] = {remark: [] for remark in table.remarks}
     for row in table.rows:
         for name, score in row.scores.items():
             for text in (*score["warnings"], *filter(None, [score["problem"]])):

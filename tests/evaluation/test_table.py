@@ -63,6 +63,12 @@ def test_averages_are_of_unrounded_scores_against_the_measured_upper_bound():
     assert cells(table, "Milliseconds per question")[1][3:] == ["12.3", "12.3"]
 
 
+def test_remarks_are_the_first_notes():
+    table = merge_scores({"run": MINE})._replace(remarks=("one run each",))
+    first, *rest = as_markdown(table).partition("## Notes\n\n")[2].splitlines()
+    assert first == "- one run each" and rest
+
+
 def test_a_row_without_some_score_has_no_average():
     table = merge_scores({"run": [*WHOLE, MINE[0]]})
     assert table.average(table.rows[1]) is None
