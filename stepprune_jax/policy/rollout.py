@@ -180,9 +180,10 @@ def perturbed(
 ) -> Float[Array, "b n"]:
     """Returns the logits of the image slots, with the noise of a step where tokens are drawn."""
     image = logits[:, :-1]
-    return (
-        image if key is None else image + gumbel(config, key, step, *image.shape[1:], image.dtype)
-    )
+    if key is None:
+        return image
+    num_tokens = image.shape[1]
+    return image + gumbel(config, key, step, num_tokens, image.dtype)
 
 
 def best_token(image: Float[Array, "*b n"], available: Bool[Array, "*b n"]) -> Int[Array, "*b"]:

@@ -253,7 +253,7 @@ def by_tables(
 
     Margins of the stop are computed if asked for.
     """
-    group, n = episode.group, episode.image_mask.shape[1]
+    group, key, n = episode.group, episode.key, episode.image_mask.shape[1]
     pointer_steps = -(-block // group)
     block = pointer_steps * group
     rows = -(-episode.steps // block) * block
@@ -280,9 +280,11 @@ def by_tables(
         before = walk.at[:, -1:]
         numbers = first // group + jnp.arange(pointer_steps)
         noise = None
-        if episode.key is not None:  # of the whole block at once
+        if key is not None:  # of the whole block at once
             wide = layers.score_dtype(episode.slots.dtype)
-            noise = jax.vmap(lambda t: gumbel(config, episode.key, t, n, wide))(numbers * group)
+            noise = jax.vmap(gumbel, (None, None, 0, None, None))(
+                config, key, numbers * group, n, wide
+            )
         walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
         choice, stop, strongest = (x.swapaxes(0, 1) for x in read)
         choice = choice.reshape(-1, block)
