@@ -75,7 +75,7 @@ def gate(
         least, most = jnp.minimum(config.min_tokens, longest), longest
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, b)
     limits, bias = Limits(min_tokens=least, max_tokens=most), stop_bias + log_price
-    # The history of the best tokens: drawn ones teach slower.
+    # The history is that of the best tokens, as printed.
     best = dataclasses.replace(config, draw=0.0)
     episode = begin(params, best, inputs, limits, progress.text_gate, bias, decoder)
     trajectory = roll_out(params, best, episode, decoder)
