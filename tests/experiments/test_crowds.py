@@ -1,6 +1,5 @@
 """The second level of the shapes world: crowds of look-alikes, and chains of neighbours."""
 
-import json
 import re
 from collections import Counter, defaultdict
 
@@ -186,7 +185,6 @@ def test_no_answer_follows_from_the_question_nor_from_a_majority(asked):
         best = by_text[query.text] or by_family[query.family]
         told[query.family].append(best.most_common(1)[0][0] == query.answer)
     rates = {family: np.mean(right) for family, right in told.items()}
-    print({family: round(100 * float(rate), 1) for family, rate in rates.items()})
     for family, rate in rates.items():
         # A coin for yes and no, a quarter for two to five, a fifth or a sixth for looks; the rest
         # is the chance of a small sample.
@@ -194,23 +192,17 @@ def test_no_answer_follows_from_the_question_nor_from_a_majority(asked):
         assert rate < most, (family, rate)
 
 
-def test_a_world_of_the_second_level_is_ordinary_data_and_the_same_every_time(tmp_path):
-    one, two = (write_world(tmp_path / name, patches=True, **SMALL) for name in "ab")
-    names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
-    assert names == sorted(path.relative_to(two) for path in two.rglob("*") if path.is_file())
-    for name in names:
-        assert (one / name).read_bytes() == (two / name).read_bytes()
-    manifest = json.loads((one / "world.json").read_text())
-    assert [manifest[name] for name in ("level", "side", "grid")] == [2, 160, 16]
-    questions = read_questions(one / "test.jsonl", one / "images")
-    facts = read_scenes(one / "test_scenes.jsonl", questions)
+def test_a_world_of_the_second_level_has_labels_of_its_own(tmp_path):
+    world = write_world(tmp_path, patches=True, **SMALL)
+    questions = read_questions(world / "test.jsonl", world / "images")
+    facts = read_scenes(world / "test_scenes.jsonl", questions)
     drawn = [scene_at(4, "test", number, level=2) for number in range(2)]
     expected = [(query.relevant, alike(s, 16)) for s, queries in drawn for query in queries]
     assert [(f.relevant, [list(g) for g in f.alike]) for f in facts] == expected
-    with np.load(one / "train_patches.npz") as labels:
+    with np.load(world / "train_patches.npz") as labels:
         assert labels["value_next"].shape == (3, 256, 4) and labels["class_kind"].max() <= 5
         assert labels["words_down"].tolist() == ["up", "down"]
-    with np.load(one / "train_mentions.npz") as mentions:
+    with np.load(world / "train_mentions.npz") as mentions:
         value, sample, exchange = (mentions[name] for name in ("value", "sample", "exchange"))
     chains = 0
     for number in range(3):
@@ -222,7 +214,3 @@ def test_a_world_of_the_second_level_is_ordinary_data_and_the_same_every_time(tm
                 assert len(look) == 2 and query.answer in look
                 chains += 1
     assert chains > 5
-    with pytest.raises(ValueError, match=r"other settings .*level is 2, not None"):
-        write_world(one, **{**SMALL, "level": 1, "side": 160, "grid": 16}, patches=True)
-    with pytest.raises(ValueError, match="level of the shapes world is 3, expected one of 1, 2"):
-        write_world(tmp_path / "c", **{**SMALL, "level": 3})

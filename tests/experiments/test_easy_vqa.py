@@ -64,9 +64,9 @@ def test_the_folder_is_read_back_as_it_was(source, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([TRAIN[0], ["a?", "b"]], "entry 1: expected .question, answer, image., got"),
-        ([TRAIN[0], ["a?", "", 1]], 'entry 1: "answer" is empty'),
-        ([[3, "b", 1]], 'entry 0: "question" must be a string, got a number'),
+        ([TRAIN[0], ["a?", "b"]], "entry 1: expected .question, answer, number of image., got"),
+        ([TRAIN[0], ["a?", "", 1]], 'entry 1: "answer" is ""'),
+        ([[3, "b", 1]], 'entry 0: "question" is 3, expected a text'),
     ],
 )
 def test_bad_entries_are_refused_before_anything_is_written(source, tmp_path, rows, message):

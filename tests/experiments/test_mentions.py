@@ -5,7 +5,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from experiments.pretrain.mentions import (
     Mentions,
@@ -34,14 +33,10 @@ ROWS = Mentions(
 )
 
 
-@pytest.fixture(scope="module")
-def packed():
+def test_each_mention_is_found_after_the_one_before():
     tokenizer = build_tokenizer(TURNS, TEMPLATE)
-    return tokenizer, pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)])
-
-
-def test_each_mention_is_found_after_the_one_before(packed):
-    tokenizer, rows = packed
+    sample = Sample("a", pathlib.Path("a.png"), TURNS, 0)
+    rows = pack(llava_encoder(tokenizer), [sample])
     placed = place_mentions(tokenizer, rows, ROWS)
     # is the cup left of the cup ? assistant : yes </s> where is the cup
     assert placed.slot.tolist() == [[2, 6, 15]]
@@ -49,11 +44,8 @@ def test_each_mention_is_found_after_the_one_before(packed):
     np.testing.assert_array_equal(placed.value, [[[-1], [1], [np.nan]]])
     cup = tokenizer.convert_tokens_to_ids("cup")
     assert rows.ids[0, placed.slot[0]].tolist() == [cup] * 3
-
-
-def test_mentions_of_what_did_not_fit_are_left_out():
-    tokenizer = build_tokenizer(TURNS, TEMPLATE)
-    short = pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)], most=12)
+    # Of what does not fit nothing is mentioned.
+    short = pack(llava_encoder(tokenizer), [sample], most=12)
     assert place_mentions(tokenizer, short, ROWS).slot.tolist() == [[2, 6]]
 
 
