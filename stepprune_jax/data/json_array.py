@@ -8,7 +8,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     start: int
     end: int
-    value: Any
+    value: object
 
 
 def scan_json_list(file: str | Path, kind: str = "entry") -> Iterator[Entry]:
@@ -63,7 +63,7 @@ class JsonEntries:
     def __len__(self) -> int:
         return len(self._start)
 
-    def __getitem__(self, number: int) -> Any:
+    def __getitem__(self, number: int) -> object:
         start, end = int(self._start[number]), int(self._end[number])
         with open(self.file, "rb") as file:
             file.seek(start)
@@ -140,7 +140,7 @@ def _entries(text: _Text) -> Iterator[Entry]:
         raise ValueError("text after the list")
 
 
-def _value(text: _Text, decoder: json.JSONDecoder) -> tuple[Any, int]:
+def _value(text: _Text, decoder: json.JSONDecoder) -> tuple[object, int]:
     """Returns the next value, and the index after it."""
     while True:
         try:

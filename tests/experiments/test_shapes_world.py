@@ -174,6 +174,10 @@ def test_what_is_written_is_left_alone_and_other_settings_are_refused(tmp_path):
     assert (folder / "test.jsonl").read_text() == "mine"
     with pytest.raises(ValueError, match=r"train is 3, not 4; side is 96, not 48.*level is None, "):
         write_world(folder, **{**SMALL, "train": 4}, side=48, grid=6, level=2)
+    written = json.loads((folder / "world.json").read_text())
+    (folder / "world.json").write_text(json.dumps(written | {"level": 2}))
+    with pytest.raises(ValueError, match="level is 2, not None"):
+        write_world(folder, **SMALL)
     (folder / "world.json").write_text("{")
     with pytest.raises(ValueError, match=r"world.json"):
         write_world(folder, **SMALL)
