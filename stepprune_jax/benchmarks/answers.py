@@ -6,9 +6,9 @@ saw it, without the conversation template). Other programs may have written the 
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from stepprune_jax.data.json_files import identity, read_json_lines, words
+from stepprune_jax.data.json_files import JsonObject, field, identity, read_json_lines, words
 
 
 class Answer(NamedTuple):
@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     where: str
     id: str
     text: str
-    fields: dict[str, Any]
+    fields: JsonObject
 
     @property
     def prompt(self) -> str:
@@ -33,9 +33,7 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answ
     answers = []
     for where, value in read_json_lines(file, broken):
         name = identity(value, "question_id", where)
-        text = value.get("text")
-        if not isinstance(text, str):
-            raise ValueError(f'{where}: "text" must be a string, the answer to question {name}')
+        text = field(value, "text", where, lambda text: isinstance(text, str), "an answer")
         answers.append(Answer(where, name, text, value))
     return answers
 

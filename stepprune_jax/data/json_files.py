@@ -45,7 +45,7 @@ def read_json_object(file: str | Path) -> JsonObject:
 def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[Record]:
     """Reads a file with one JSON object per line."""
     # Not splitlines: a JSON string may hold other line ends, such as U+2028, as they are.
-    lines = _read_text(file).split("\n")
+    lines = read_text(file).split("\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -170,10 +170,10 @@ def write_json_lines(path: Path, rows: Iterable[object]) -> None:
 
 def _read_json(file: str | Path) -> Any:
     """Reads the single value of a file; errors give the place."""
-    return parse_json(_read_text(file), str(file))
+    return parse_json(read_text(file), str(file))
 
 
-def _read_text(file: str | Path) -> str:
+def read_text(file: str | Path) -> str:
     """Reads a UTF-8 file whose byte order mark, if any, is dropped."""
     path = Path(file)
     if not path.is_file():
