@@ -1,6 +1,6 @@
 import pytest
 from benchmark_files import answer, write_lines
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepprune_jax.benchmarks.pope import Counts, says_yes, score
@@ -35,31 +35,6 @@ def layout(root):
         write_lines(root / "pope" / "coco" / f"coco_pope_{split}.json", rows)
     write_lines(root / "pope" / "llava_pope_test.jsonl", questions)
     return answers
-
-
-@pytest.mark.parametrize(
-    "text, yes",
-    [
-        ("Yes", True),
-        ("No", False),
-        ("no", False),
-        ("not", False),
-        ("No.", False),
-        ("No, there is not", False),
-        ("There is no dog. Yes", False),
-        ("Yes. No.", True),  # the first sentence only
-        ("NO", True),
-        ("no!", True),
-        ("Nope", True),
-        ("Not really", True),
-        ("No,thanks", True),
-        ("", True),
-        ("\nNo", True),  # split at blanks, not at white space
-        ("It is, no", False),
-    ],
-)
-def test_answers_are_read_as_the_official_program_reads_them(text, yes):
-    assert says_yes(text) is yes
 
 
 def official(text):
@@ -119,16 +94,6 @@ def test_order_does_not_matter_unless_asked(tmp_path):
     assert result.parts["by_position"]["mean_f1"] == official
     assert "38.89" in result.warnings[-1]
     assert score(tmp_path, turned, join="position").headline == official
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.randoms(use_true_random=False), st.lists(st.text(max_size=8), min_size=9, max_size=9))
-def test_shuffled_answers_score_the_same(tmp_path_factory, shuffler, texts):
-    root = tmp_path_factory.mktemp("pope")
-    rows = [row | {"text": text} for row, text in zip(layout(root), texts, strict=True)]
-    straight = score(root, write_lines(root / "a.jsonl", rows))
-    shuffler.shuffle(rows)
-    assert score(root, write_lines(root / "b.jsonl", rows)).headline == straight.headline
 
 
 def test_duplicates_missing_and_unknown_answers_are_told(tmp_path):
