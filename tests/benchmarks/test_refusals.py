@@ -19,6 +19,8 @@ VQA = "vqav2/v2_mscoco_val2014_annotations.json"
 VQA_LIST = "vqav2/llava_vqav2_mscoco_test2015.jsonl"
 
 ROW = {"question_id": 1, "image": "COCO_val2014_000000000001.jpg", "text": "Is it?"}
+# One of the two questions of its split.
+CIRCLE = ROW | {"text": "Is there a circle in the image?", "label": "yes"}
 PEOPLE = {"image_id": "i", "question": "x"}
 VOTES = {"question_id": 1, "question_type": "a", "answer_type": "b"}
 PROBLEM = {"choices": ["a", "b"], "answer": 1}
@@ -70,6 +72,7 @@ def columns(cells):
         ("mme", score, MME, b"Is it?\tYes\nIs it not?\tMaybe\n"),
         ("mme", score, MME, b"Is it?\tYes\nIs it \xff?\tNo\n"),
         ("pope", score, POPE, [ROW | {"label": "no"}]),
+        ("pope", score, POPE, [CIRCLE]),
         ("pope", score, POPE, [{"text": "a?"}]),
         ("pope", score, LIST, [ROW | {"category": "common"}]),
         ("pope", ask, LIST, [ROW | {"text": " "}]),

@@ -96,24 +96,6 @@ def test_pruners_that_need_a_class_token_are_refused_by_name(world, tmp_path, na
         generate_answers(changed(world[0], methods=name), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Glyph", "ignore:.*:UserWarning")
-def test_the_benchmarks_of_the_papers_second_table_are_scored(world, tmp_path):
-    run, workdir, _ = world
-    shutil.copy(workdir / "policy.safetensors", tmp_path)
-    names = ["mmbench", "mme", "pope", "scienceqa", "textvqa"]
-    run = changed(run, benchmarks=",".join(names), textvqa_ocr=False, methods="all,StepPrune")
-    evaluate(run, tmp_path)
-    table = json.loads((tmp_path / "report" / "table.json").read_text())
-    assert [(row["method"], row["mode"]) for row in table] == [
-        ("all tokens", "exact"),
-        ("StepPrune, own stop", "adaptive"),
-        ("StepPrune", "exact"),
-        ("StepPrune", "adaptive"),
-    ]
-    assert all(row[f"{name}_mean_k"] > 0 for row in table for name in names)
-
-
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_a_report_knows_the_size_of_each_image(world, tmp_path):
     run, workdir, _ = world
