@@ -23,6 +23,7 @@ ROW = {"question_id": 1, "image": "COCO_val2014_000000000001.jpg", "text": "Is i
 CIRCLE = ROW | {"text": "Is there a circle in the image?", "label": "yes"}
 PEOPLE = {"image_id": "i", "question": "x"}
 VOTES = {"question_id": 1, "question_type": "a", "answer_type": "b"}
+IDS = ("11", "12", "13", "14")
 PROBLEM = {"choices": ["a", "b"], "answer": 1}
 LINE = {"question_id": "1", "conversations": [{"from": "human"}]}
 
@@ -50,7 +51,7 @@ def ask(name, root, answers):
 
 
 def columns(cells):
-    return b"index\tquestion\tA\tB\timage\n" + cells
+    return b"index\tquestion\tA\tB\tanswer\timage\n" + cells
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,17 @@ def columns(cells):
         ("gqa", score, GQA, {"1": {"isBalanced": True}}),
         ("gqa", score, GQA, {"1": 7}),
         ("mmbench", score, MMBENCH, b"index\tquestion\tB\n"),
-        ("mmbench", score, MMBENCH, columns(b"1\tx\ty\n")),
-        ("mmbench", score, MMBENCH, columns(b"x\tx\ty\tz\t\n")),
-        ("mmbench", score, MMBENCH, columns(b"1\tx\ty\tz\t\n\n01\tx\ty\tz\t\n")),
-        ("mmbench", score, MMBENCH, columns(b"1\t\xff\ty\tz\t\n")),
+        ("mmbench", score, MMBENCH, columns(b"1\tx\ty\tz\tA\n")),
+        ("mmbench", score, MMBENCH, columns(b"x\tx\ty\tz\tA\t\n")),
+        ("mmbench", score, MMBENCH, columns(b"1\tx\ty\tz\tA\t\n\n01\tx\ty\tz\tA\t\n")),
+        ("mmbench", score, MMBENCH, columns(b"1\t\xff\ty\tz\tA\t\n")),
         ("mmbench", ask, MMBENCH, columns(b"")),
-        *(("mmbench", ask, MMBENCH, columns(b"5\ta\tb\tc\t" + x + b"\n")) for x in (b"", b"????")),
+        *(
+            ("mmbench", ask, MMBENCH, columns(b"5\ta\tb\tc\tA\t" + x + b"\n"))
+            for x in (b"", b"????")
+        ),
         ("mme", score, MME, b"Is it?\tYes\n"),
+        ("mme", score, MME, b"Is it?\tYes\nIs it not?\tNo\nmore\n"),
         ("mme", score, MME, b"Is it?\tYes\nIs it not? No\n"),
         ("mme", score, MME, b"Is it?\tYes\nIs it not?\tMaybe\n"),
         ("mme", score, MME, b"Is it?\tYes\nIs it \xff?\tNo\n"),
@@ -78,8 +83,8 @@ def columns(cells):
         ("pope", ask, LIST, [ROW | {"text": " "}]),
         ("scienceqa", score, SPLITS, {"test": None}),
         ("scienceqa", score, PROBLEMS, {"11": PROBLEM}),
-        ("scienceqa", score, PROBLEMS, {"11": PROBLEM | {"answer": 2}}),
-        ("scienceqa", score, PROBLEMS, {"11": PROBLEM | {"choices": 3}}),
+        ("scienceqa", score, PROBLEMS, dict.fromkeys(IDS, PROBLEM | {"answer": 2})),
+        ("scienceqa", score, PROBLEMS, dict.fromkeys(IDS, PROBLEM | {"choices": 3})),
         ("scienceqa", score, PROBLEMS, {"11": ["a"]}),
         *(("scienceqa", ask, SQA_LIST, [x]) for x in (LINE, LINE | {"id": "1"}, {"id": "1"}, "1")),
         ("textvqa", score, TEXTVQA, {"data": []}),

@@ -97,18 +97,6 @@ def test_the_steps_show_whole_and_thinned_images():
 
 
 @pytest.mark.slow
-def test_a_run_learns_and_logs(whole):
-    found = metrics(whole)
-    assert [row["step"] for row in found["tower"]] == [1, 2, 3]
-    assert [row["step"] for row in found["language"]] == [1, 2, 3, 4]
-    shown = {"step", "loss", "lm_loss", "told"}
-    assert set(found["noise"][0]) == shown and len(found["noise"]) == 2
-    assert set(found["language"][0]) == shown | {"mention_number", "mention_error"}
-    assert {"class_kind", "class_color", "value_place"} < set(found["tower"][0])
-    assert found["language"][-1]["loss"] < found["language"][0]["loss"]
-
-
-@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit(data, whole, tmp_path, monkeypatch, capsys):
     for line, stage in ((1, "tower"), (2, "language"), (4, "noise")):
         with monkeypatch.context() as patched:
