@@ -127,17 +127,6 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
     np.testing.assert_allclose(loss, mean + 0.25 * naming, rtol=1e-5)
 
 
-def test_thinning_keeps_different_tokens_in_raster_order():
-    saliency = jax.random.uniform(jax.random.key(0), (50, 30), minval=0.01)
-    every = jnp.ones((50, 30), bool)
-    sharpness = jnp.linspace(0, 2, 50)
-    index = np.asarray(thinned(jax.random.key(1), jnp.log(saliency), 7, sharpness, every))
-    assert index.shape == (50, 7) and (np.diff(index, axis=1) > 0).all()
-    assert index.min() >= 0 and index.max() < 30
-    everything = thinned(jax.random.key(1), jnp.log(saliency), 30, jnp.zeros(50), every)
-    np.testing.assert_array_equal(everything, np.tile(np.arange(30), (50, 1)))
-
-
 @pytest.mark.parametrize(
     ("sharpness", "shares"), [(0, [1, 1, 1, 1]), (1, [1, 2, 3, 4]), (2, [1, 4, 9, 16])]
 )

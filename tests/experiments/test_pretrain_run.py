@@ -133,12 +133,6 @@ def test_a_run_that_dies_closes_its_files_and_resumes(data, whole, tmp_path, mon
 
 
 @pytest.mark.slow
-def test_another_configuration_is_refused(data, whole):
-    with pytest.raises(ValueError, match=r"config.language.lr: 0.05 -> 0.1"):
-        pretrain(make_run(**{"language.lr": 0.1}), whole, data)
-
-
-@pytest.mark.slow
 def test_the_model_answers_as_in_transformers(data, whole):
     ours = load_vlm(whole / "model", dtype=jnp.float32, progress=False)
     assert ours.config.max_image_tokens == 9
