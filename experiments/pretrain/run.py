@@ -43,6 +43,7 @@ from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.stack import Params
 from stepprune_jax.user_input import local_path, user_input
 from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.metrics import MetricsLog
@@ -128,7 +129,7 @@ class _Pretrainer(NamedTuple):
                         return None
         return state
 
-    def train_tower(self, params: dict[str, Any]) -> dict[str, Any] | None:
+    def train_tower(self, params: Params) -> Params | None:
         """Trains the tower on patch labels; None after an interruption."""
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
@@ -150,7 +151,7 @@ class _Pretrainer(NamedTuple):
             return None
         return params | {part: state.trained[part] for part in small.TOWER}
 
-    def train_language(self, name: str, params: dict[str, Any]) -> dict[str, Any] | None:
+    def train_language(self, name: str, params: Params) -> Params | None:
         """Trains the stage "language" or "noise"; None after an interruption."""
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)

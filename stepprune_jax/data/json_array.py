@@ -8,7 +8,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -63,7 +63,7 @@ class JsonEntries:
     def __len__(self) -> int:
         return len(self._start)
 
-    def __getitem__(self, number: int) -> object:
+    def __getitem__(self, number: int) -> Any:
         start, end = int(self._start[number]), int(self._end[number])
         with open(self.file, "rb") as file:
             file.seek(start)

@@ -188,7 +188,8 @@ def read_text(file: str | Path) -> str:
 
 def _kind(value: object) -> str:
     """Describes a parsed value, in JSON's terms."""
-    if isinstance(value, (dict, list)) and value:
-        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, (dict, list)):
+        article, kind = ("an", "object") if isinstance(value, dict) else ("a", "list")
+        return f"{article} {kind}" if value else f"an empty {kind}"
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -46,8 +46,8 @@ def test_entries_and_places_do_not_depend_on_the_reads(
     [
         (b"", "column 1: not JSON"),
         (b"[", "column 2: not JSON"),
-        (b"[]", "expected at least one sample, got "),
-        (b"{}", "expected a JSON list, got {}"),
+        (b"[]", "expected at least one sample, got an empty list"),
+        (b"{}", "expected a JSON list, got an empty object"),
         (b"[1, 2", "not JSON"),
         (b"[1 2]", "not JSON"),
         (b"[1,]", "not JSON"),
