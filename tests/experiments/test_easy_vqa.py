@@ -64,11 +64,12 @@ def test_the_folder_is_read_back_as_it_was(source, tmp_path):
     [
         ([TRAIN[0], ["a?", "b"]], "entry 1: expected .question, answer, number of image., got"),
         ([TRAIN[0], ["a?", "", 1]], 'entry 1: "answer" is ""'),
+        ([["a?", "b", 5]], 'entry 0: "image": no file at .*5.png'),
         ([[3, "b", 1]], 'entry 0: "question" is 3, expected a text'),
     ],
 )
 def test_bad_entries_are_refused_before_anything_is_written(source, tmp_path, rows, message):
     write(source, "test", rows)
-    with pytest.raises(ValueError, match=rf"questions\.json: {message}"):
+    with pytest.raises((ValueError, FileNotFoundError), match=rf"questions\.json: {message}"):
         easy_vqa.convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.pretrain.mentions import (
     Mentions,
@@ -47,6 +48,25 @@ def test_each_mention_is_found_after_the_one_before():
     # Of what does not fit nothing is mentioned.
     short = pack(llava_encoder(tokenizer), [sample], most=12)
     assert place_mentions(tokenizer, short, ROWS).slot.tolist() == [[2, 6]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"word": np.array(["cup", "cup"])},
+        {"other": np.array([1.0])},
+        {"sample": np.array([0, 0, 1])},
+        {"exchange": np.array([1, 0, 1])},
+        {"number": np.array([1, -1, 3])},
+    ],
+)
+def test_labels_of_other_samples_are_refused(tmp_path, change):
+    file = tmp_path / "train_mentions.npz"
+    np.savez(file, **ROWS._asdict())
+    assert read_mentions(file, 1).word.tolist() == ["cup"] * 3
+    np.savez(file, **ROWS._asdict() | change)
+    with pytest.raises(ValueError, match=r"train_mentions\.npz: expected "):
+        read_mentions(file, 1)
 
 
 def test_the_loss_by_hand():
