@@ -4,7 +4,7 @@ The relevant fields are `question_id`, `text` (the answer) and `prompt` (the que
 saw it, without the conversation template). Other programs may have written the file.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,3 +69,16 @@ def latest(
             f"{len(missing):,} of {len(known):,} questions have no answer, such as {missing[0]!r}"
         )
     return kept
+
+
+def require_all(
+    file: str | Path, known: Collection[str], kept: Collection[str], others: int = 0
+) -> None:
+    """Refuses what an official program refuses: questions without an answer, and other lines."""
+    if len(kept) < len(known) or others:
+        first = next((f", such as {name!r}" for name in known if name not in kept), "")
+        count = f"{len(known) - len(kept):,} of {len(known):,}"
+        raise ValueError(
+            f"{file}: {count} questions have no answer{first}, and {others:,} lines answer other "
+            "questions: the official program refuses this; skip them with --missing leave-out"
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers, require_all
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.data.json_files import JsonObject, read_json_object
 
@@ -103,13 +103,8 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         f"{QUESTIONS}, balanced questions", len(questions), NUM_QUESTIONS
     )
     kept = latest(read_answers(answers), questions, warnings)
-    if missing == "refuse" and len(kept) < len(questions):
-        first = next(name for name in questions if name not in kept)
-        raise ValueError(
-            f"{answers}: {len(questions) - len(kept):,} of {len(questions):,} questions have no "
-            f"answer, such as {first!r}: the official program refuses this; skip them with "
-            "--missing leave-out"
-        )
+    if missing == "refuse":
+        require_all(answers, questions, kept)
     scored = [(questions[name], predicted(answer.text)) for name, answer in kept.items()]
     accuracy, parts = _accuracies(scored)
     return Score(accuracy, parts, warnings)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout, questions
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers, require_all
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE, BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import (
@@ -122,12 +122,8 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     known = sum(row.id in people for row in rows)
     warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_ANNOTATIONS)
     kept = latest(rows, people, warnings, f"; {_SUBMIT}")
-    if missing == "refuse" and (known < len(rows) or len(kept) < len(people)):
-        raise ValueError(
-            f"{answers}: {len(people) - len(kept):,} of {len(people):,} questions have no answer "
-            f"and {len(rows) - known:,} lines answer other questions: the official program refuses "
-            "this; skip both with --missing leave-out"
-        )
+    if missing == "refuse":
+        require_all(answers, people, kept, others=len(rows) - known)
     overall, parts = _accuracies(kept, people, normalise)
     as_written, written_parts = _accuracies(kept, people, str)
     parts |= {"as_written": {"overall": as_written, **written_parts}, "questions": len(kept)}

@@ -71,7 +71,7 @@ def row_turns(entries: JsonEntries, sample: int, first: int, pair: int) -> tuple
 def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
     """Scans a training file and records its samples; nothing is tokenised."""
     places, rows, names = [], [], {}
-    size = file.stat().st_size if file.is_file() else 0
+    size = file.stat().st_size
     with tqdm(
         total=size, desc=f"reading {file.name}", unit="B", unit_scale=True, disable=None
     ) as bar:

@@ -35,8 +35,6 @@ class Entry(NamedTuple):
 
 def scan_json_list(file: str | Path, kind: str = "entry") -> Iterator[Entry]:
     """Scans a file that holds one JSON list, a few megabytes at a time."""
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"no file at {file}")
     count = 0
     try:
         with open(file, "rb") as opened:

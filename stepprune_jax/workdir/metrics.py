@@ -9,7 +9,8 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 
@@ -184,7 +185,7 @@ def check_boards(tensorboard: bool, wandb: str) -> None:
             _package(field)
 
 
-def _package(field: str) -> Any:
+def _package(field: str) -> ModuleType:
     """Imports the package that a field of the configuration needs."""
     name = _PACKAGES[field]
     try:

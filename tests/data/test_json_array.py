@@ -74,7 +74,7 @@ def test_both_readers_refuse_a_file_in_the_same_words(tmp_path, content, message
 
 def test_missing_and_changed_files_are_named(tmp_path):
     file = tmp_path / "list.json"
-    with pytest.raises(FileNotFoundError, match=r"no file at .*list\.json"):
+    with pytest.raises(FileNotFoundError, match=r"list\.json"):
         list(scan_json_list(file))
     file.write_text('["a", "b"]')
     second = list(scan_json_list(file))[1]
