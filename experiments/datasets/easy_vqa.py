@@ -10,7 +10,7 @@ are thirteen answers. The validation split is taken from the training images, wi
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -22,7 +22,9 @@ from experiments.datasets.llava_folder import (
     write_questions,
 )
 from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.data.image_files import existing_image
 from stepprune_jax.data.json_files import read_json_list, words
+from stepprune_jax.settings import is_count
 
 
 class Line(NamedTuple):
@@ -71,19 +73,11 @@ def read_split(source: str | Path, split: str) -> list[Line]:
     """Reads a split of easy-VQA and checks that its images exist."""
     folder = Path(source) / split
     file = folder / "questions.json"
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{source} has no {split}/questions.json; expected the folder of easy-VQA that holds "
-            "train/ and test/"
-        )
-    lines, present = [], set()
+    lines = []
     for number, entry in enumerate(read_json_list(file, "question")):
-        item = _line(entry, f"{file}: entry {number}")
-        if item.image not in present and not (folder / "images" / _image(item.image)).is_file():
-            path = folder / "images" / _image(item.image)
-            raise FileNotFoundError(f"{file}: entry {number}: no image at {path}")
-        present.add(item.image)
-        lines.append(item)
+        where = f"{file}: entry {number}"
+        lines.append(_line(entry, where))
+        existing_image(folder / "images", _image(lines[-1].image), where)
     return lines
 
 
@@ -94,16 +88,12 @@ def category(line: Line) -> str:
     return "color" if "color" in line.question.split() else "shape"
 
 
-def _line(entry: Any, where: str) -> Line:
+def _line(entry: object, where: str) -> Line:
     """Checks one entry."""
-    if not isinstance(entry, list) or len(entry) != 3:
-        raise ValueError(f"{where}: expected [question, answer, image], got {entry!r}")
+    if not isinstance(entry, list) or len(entry) != 3 or not is_count(entry[2], 0):
+        raise ValueError(f"{where}: expected [question, answer, number of image], got {entry!r}")
     named = dict(zip(Line._fields, entry, strict=True))
-    question, answer = words(named, "question", where), words(named, "answer", where)
-    image = named["image"]
-    if not isinstance(image, int) or isinstance(image, bool) or image < 0:
-        raise ValueError(f"{where}: expected the number of an image, got {image!r}")
-    return Line(question, answer, image)
+    return Line(words(named, "question", where), words(named, "answer", where), entry[2])
 
 
 def _asked(lines: Sequence[Line], images: str) -> list[Asked]:

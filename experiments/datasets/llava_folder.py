@@ -29,13 +29,11 @@ class Asked(NamedTuple):
 
 def validation_images(numbers: Sequence[int], share: float, seed: int) -> set[int]:
     """Chooses the training images that become the validation split."""
-    if not 0 < share < 1:
-        raise ValueError(f"validation_share is {share}, expected between 0 and 1")
-    count = round(share * len(numbers))
+    count = round(share * len(numbers)) if 0 < share < 1 else 0
     if not 0 < count < len(numbers):
         raise ValueError(
-            f"validation_share {share} of {len(numbers)} training images leaves the "
-            f"{'training' if count else 'validation'} split without an image"
+            f"validation_share is {share}, expected a share from 0 to 1 that leaves some of the "
+            f"{len(numbers)} training images to each split"
         )
     return set(np.random.default_rng(seed).permutation(np.asarray(numbers))[:count].tolist())
 

@@ -9,7 +9,7 @@ split is taken from the training images, without overlap.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -113,10 +113,9 @@ def convert(
     scenes = read_scenes(source)
     asked = {split: _asked(scenes[split], split, ternary) for split in scenes}
     for split, questions in asked.items():
-        if not questions:
-            raise ValueError(f"{source}: {split}: all questions are ternary and need --ternary")
-        if ternary and not TERNARY & {question.category for question in questions}:
-            raise ValueError(f"{source}: {split}: there are no ternary questions")
+        if not questions or (ternary and not TERNARY & {q.category for q in questions}):
+            kind = "ternary questions" if ternary else "others than ternary questions (--ternary)"
+            raise ValueError(f"{source}: {split}: expected {kind}, got none")
     held = validation_images(range(len(scenes["train"])), validation_share, seed)
     held = {_image("train", number) for number in held}
     for split in scenes:
@@ -142,7 +141,7 @@ def read_scenes(file: str | Path) -> dict[str, list[Scene]]:
     return scenes
 
 
-def _sequence(value: Any, where: str, what: str, lengths: Sequence[int] = ()) -> Sequence:
+def _sequence(value: object, where: str, what: str, lengths: Sequence[int] = ()) -> Sequence:
     """Checks that a value is a list or tuple, of one of the lengths or non-empty."""
     fits = isinstance(value, list | tuple)
     if not fits or (len(value) not in lengths if lengths else not value):
@@ -151,14 +150,14 @@ def _sequence(value: Any, where: str, what: str, lengths: Sequence[int] = ()) ->
     return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """Describes a value in a message."""
     if isinstance(value, Array):
         return f"an array {list(value.values.shape)} of {value.values.dtype}"
     return type(value).__name__
 
 
-def _scene(entry: Any, where: str) -> Scene:
+def _scene(entry: object, where: str) -> Scene:
     """Checks and decodes an image with its questions."""
     image, *groups = _sequence(entry, where, "an image and two or three pairs of lists", (3, 4))
     asked = []
@@ -170,15 +169,15 @@ def _scene(entry: Any, where: str) -> Scene:
     return Scene(_rgb(image, where), asked)
 
 
-def _rgb(value: Any, where: str) -> UInt8[np.ndarray, "h w 3"]:
+def _rgb(value: object, where: str) -> UInt8[np.ndarray, "h w 3"]:
     """Checks an image and puts red first."""
     stored = value.values if isinstance(value, Array) else np.empty(0)
-    if stored.ndim != 3 or stored.shape[2] != 3 or stored.dtype.kind != "f":
+    fits = stored.ndim == 3 and stored.shape[2] == 3 and stored.dtype.kind == "f"
+    if not fits or not ((stored >= 0) & (stored <= 1)).all():
         raise ValueError(
-            f"{where}: expected an image of floats [height, width, 3], got {_shown(value)}"
+            f"{where}: expected an image [height, width, 3] of numbers from 0 to 1, got "
+            f"{_shown(value)}"
         )
-    if not ((stored >= 0) & (stored <= 1)).all():
-        raise ValueError(f"{where}: expected an image of values from 0 to 1")
     image = np.rint(255 * stored).astype(np.uint8)
     for color, code in COLORS.items():
         if not (image == np.uint8(code)).all(-1).any():
@@ -188,7 +187,7 @@ def _rgb(value: Any, where: str) -> UInt8[np.ndarray, "h w 3"]:
     return image[..., ::-1]
 
 
-def _decode(code: Any, answer: Any, where: str) -> tuple[str, str, str]:
+def _decode(code: object, answer: object, where: str) -> tuple[str, str, str]:
     """Returns the text of a question and its answer, and the family."""
     bits = code.values if isinstance(code, Array) else np.empty(0)
     if bits.ndim != 1 or len(bits) not in _CUTS:

@@ -15,7 +15,7 @@ from experiments.pretrain.settings import Pretraining
 from stepprune_jax.data.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from stepprune_jax.data.llava import Sample, read_conversations
 from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.images import stack_images
+from stepprune_jax.models.images import Pixels, stack_images
 
 PATCHES_FILE = "train_patches.npz"
 _KINDS = {"words": TEXT, "class": INTEGERS}  # by the first word of a name; of the others: numbers
@@ -36,8 +36,8 @@ class Data(NamedTuple):
 
     samples: list[Sample]
     groups: Int[np.ndarray, " i"]
-    pixels: Callable[[Path], Any]
-    grids: Callable[[Any], Int[np.ndarray, "i 2"]]
+    pixels: Callable[[Path], Pixels]
+    grids: Callable[[Pixels], Int[np.ndarray, "i 2"]]
     labels: dict[str, np.ndarray]
     words: dict[str, np.ndarray]
     mentions: Mentions | None
@@ -93,7 +93,7 @@ def read_data(
 
 
 def _measure(
-    model: ModelConfig, samples: list[Sample], pixels: Callable[[Path], Any]
+    model: ModelConfig, samples: list[Sample], pixels: Callable[[Path], Pixels]
 ) -> tuple[Int[np.ndarray, " i"], int]:
     """The group of each sample, by the shape of its pixels, and the patches of the largest."""
     if not model.sizes_vary:

@@ -1,12 +1,13 @@
 """Images of a batch, which may differ in their number of visual tokens."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.images import Pixels
 
 
 class Images(NamedTuple):
@@ -17,7 +18,7 @@ class Images(NamedTuple):
         grid: rows and columns of the visual tokens of each.
     """
 
-    pixels: Any
+    pixels: Pixels
     grid: Int[np.ndarray | Array, "i 2"]
 
 

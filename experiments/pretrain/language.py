@@ -6,7 +6,7 @@ gate. A large model tolerates such prefixes by its scale; a small one has to be 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from stepprune_jax.models import decoder
 from stepprune_jax.models.decoder import Rows, Wanted
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Params
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.noise import (
     noise_gate,
@@ -238,7 +239,7 @@ class Inside(NamedTuple):
 
 
 def run_packed(
-    params: dict[str, Any],
+    params: Params,
     config: ModelConfig,
     seen: Seen,
     packed: Packed,
@@ -289,8 +290,8 @@ class Exchanges(NamedTuple):
 
 
 def language_loss(
-    trained: dict[str, Any],
-    frozen: dict[str, Any],
+    trained: Params,
+    frozen: Params,
     config: ModelConfig,
     key: Array,
     batch: Exchanges,

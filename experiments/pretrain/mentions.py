@@ -60,25 +60,21 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
     if not path.is_file():
         return None
     arrays = read_arrays(path, lambda name: _KINDS.get(name, NUMBERS))
-    if set(arrays) != set(_FIELDS):
-        raise ValueError(f"{path} holds {sorted(arrays)}, expected {sorted(_FIELDS)}")
-    rows = arrays["sample"].size
-    for name, axes in _FIELDS.items():
-        if arrays[name].ndim != axes or arrays[name].shape[0] != rows:
-            raise ValueError(
-                f"{path}: {name} is {list(arrays[name].shape)}, expected {axes} axes and {rows} "
-                "rows, as sample has"
-            )
+    shapes = {name: (array.ndim, *array.shape[:1]) for name, array in arrays.items()}
+    rows = shapes.get("sample", ())[1:]
+    if shapes != {name: (axes, *rows) for name, axes in _FIELDS.items()}:
+        raise ValueError(
+            f"{path}: expected {', '.join(_FIELDS)} with a row for each mention, got "
+            f"{ ({name: array.shape for name, array in arrays.items()}) }"
+        )
     mentions = Mentions(**arrays)
     order = np.lexsort((mentions.exchange, mentions.sample))
-    if rows and (mentions.sample.min() < 0 or mentions.sample.max() >= samples):
+    known = ((mentions.sample >= 0) & (mentions.sample < samples)).all()
+    if not known or (np.diff(order) < 0).any() or (mentions.number < 0).any():
         raise ValueError(
-            f"{path}: sample goes up to {mentions.sample.max()}, expected 0 to {samples - 1}"
+            f"{path}: expected rows by sample, 0 to {samples - 1}, and exchange, in their order, "
+            "with numbers from 0"
         )
-    if (np.diff(order) < 0).any():
-        raise ValueError(f"{path}: expected rows by sample and exchange, in their order")
-    if rows and mentions.number.min() < 0:
-        raise ValueError(f"{path}: number is {mentions.number.min()}, expected 0 or more")
     return mentions
 
 

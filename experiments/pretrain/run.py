@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import shutil
@@ -43,11 +42,11 @@ from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.stack import Params
+from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import local_path, user_input
 from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.metrics import MetricsLog
-
-_LOG = logging.getLogger(__name__)
 
 MODEL = "model"
 NOISY = "noisy"
@@ -107,7 +106,7 @@ class _Pretrainer(NamedTuple):
                 done, state, _ = checkpoints.restore(state)
             if done == stage.steps:
                 return state
-            _LOG.info("%s: step %d of %d", name, done, stage.steps)
+            distributed.say(f"{name}: step {done} of {stage.steps}")
             with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
                 for step in range(done, stage.steps):
                     rows = batch_indices(run.seed, step, stage.batch_size, self.data.groups)
@@ -122,13 +121,13 @@ class _Pretrainer(NamedTuple):
                     if (step + 1) % run.checkpoint_every == 0 or end or stopped:
                         checkpoints.save(step + 1, state)
                     if stopped and not end:
-                        _LOG.info(
-                            "Stopped in %s; the same command resumes after %d", name, step + 1
+                        distributed.say(
+                            f"Stopped in {name}; the same command resumes after {step + 1}"
                         )
                         return None
         return state
 
-    def train_tower(self, params: dict[str, Any]) -> dict[str, Any] | None:
+    def train_tower(self, params: Params) -> Params | None:
         """Trains the tower on patch labels; None after an interruption."""
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
@@ -150,7 +149,7 @@ class _Pretrainer(NamedTuple):
             return None
         return params | {part: state.trained[part] for part in small.TOWER}
 
-    def train_language(self, name: str, params: dict[str, Any]) -> dict[str, Any] | None:
+    def train_language(self, name: str, params: Params) -> Params | None:
         """Trains the stage "language" or "noise"; None after an interruption."""
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)
@@ -241,7 +240,7 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelCo
     if old is None:
         return small.init_params(key, model), model, tokenizer
     language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
-    _LOG.info("words missing in %s: %s", run.init, ", ".join(new) or "none")
+    distributed.say(f"words missing in {run.init}: {', '.join(new) or 'none'}")
     text = dataclasses.replace(old.config.text, vocab_size=model.text.vocab_size)
     ids = {"image_token_id": model.image_token_id, "pad_token_id": model.pad_token_id}
     model = dataclasses.replace(old.config, text=text, **ids, eos_token_ids=model.eos_token_ids)
@@ -279,7 +278,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
     params.pop(MENTION_HEADS, None)
     params = jax.tree.map(lambda leaf: leaf.astype(run.dtype), params)
     saved = _save(VLM(params, model, tokenizer, images), workdir)
-    _LOG.info("Done: %s", saved)
+    distributed.say(f"Done: {saved}")
     return saved
 
 

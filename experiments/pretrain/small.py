@@ -12,6 +12,7 @@ from experiments.pretrain.settings import ShapeSettings
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.stack import Params
 
 
 @runtime_checkable
@@ -36,19 +37,19 @@ class Small(Protocol):
         """Returns the settings of an image processor that leaves images of the shape's size."""
         ...
 
-    def init_params(self, key: Array, config: ModelConfig) -> dict[str, Any]:
+    def init_params(self, key: Array, config: ModelConfig) -> Params:
         """Draws weights whose tower looks at neighbouring patches from the start."""
         ...
 
     def states(
-        self, params: dict[str, Any], config: ModelConfig, pixels: Any
+        self, params: Params, config: ModelConfig, pixels: Any
     ) -> tuple[Float[Array, "i n d"], Float[Array, "i d"] | None]:
         """Returns what heads read labels from: visual tokens, and the class token, if any."""
         ...
 
     def connect(
-        self, params: dict[str, Any], features: Float[Array, "i n d"], real: Bool[Array, "i n"]
-    ) -> dict[str, Any]:
+        self, params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]
+    ) -> Params:
         """Brings what the language model is given to a scale that it learns from."""
         ...
 

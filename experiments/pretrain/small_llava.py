@@ -13,6 +13,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import LLAVA, tower
 from stepprune_jax.models.llava.config import ClipConfig, LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings
+from stepprune_jax.models.stack import Params
 
 TEMPLATE = Template(
     special=("<unk>", "<s>", "</s>"),
@@ -53,22 +54,20 @@ def image_settings(shape: ShapeSettings) -> ImageSettings:
     return ImageSettings(resize_to=side, crop_to=(side, side))
 
 
-def init_params(key: Array, config: LlavaConfig) -> dict[str, Any]:
+def init_params(key: Array, config: LlavaConfig) -> Params:
     """Draws weights whose tower looks at neighbouring patches from the start."""
     return vlm.init_params(key, config) | {"vision": init_tower(key, config.vision)}
 
 
 def states(
-    params: dict[str, Any], config: LlavaConfig, pixels: Float[Array, "i 3 H W"]
+    params: Params, config: LlavaConfig, pixels: Float[Array, "i 3 H W"]
 ) -> tuple[Float[Array, "i n d"], Float[Array, "i d"]]:
     """Returns what LLaVA reads of the patches, and the class token."""
     hidden, _ = tower.encode(params["vision"], config.vision, pixels, config.feature_layer)
     return hidden[:, 1:], hidden[:, 0]
 
 
-def connect(
-    params: dict[str, Any], features: Float[Array, "i n d"], real: Bool[Array, "i n"]
-) -> dict[str, Any]:
+def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]) -> Params:
     """Folds the standardisation of features into the projector's first layer."""
     features = features[jnp.asarray(real)][None]
     return params | {"projector": standardising_projector(params["projector"], features)}

@@ -20,7 +20,7 @@ from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
 from stepprune_jax.models.qwen2_5_vl.tower import rotary_frequencies
-from stepprune_jax.models.stack import lay_out
+from stepprune_jax.models.stack import Params, lay_out
 
 TEMPLATE = Template(
     special=("<unk>", "<|endoftext|>", "<|im_end|>"),
@@ -69,7 +69,7 @@ def image_settings(shape: ShapeSettings) -> ImageSettings:
     return ImageSettings()
 
 
-def init_params(key: Array, config: QwenConfig) -> dict[str, Any]:
+def init_params(key: Array, config: QwenConfig) -> Params:
     """Draws weights whose tower looks at neighbouring patches from the start.
 
     Each head of the blocks that attend within windows prefers one patch: the first eight their
@@ -98,7 +98,7 @@ def init_params(key: Array, config: QwenConfig) -> dict[str, Any]:
 
 
 def states(
-    params: dict[str, Any], config: QwenConfig, pixels: Patches
+    params: Params, config: QwenConfig, pixels: Patches
 ) -> tuple[Float[Array, "i n d"], None]:
     """Returns the merged tokens; there is no class token."""
     # Blocks one by one: a scan would keep, of every block, what attention to the whole image needs
@@ -106,9 +106,7 @@ def states(
     return config.family.encode_image(lay_out(params, "apart"), config, pixels)[0], None
 
 
-def connect(
-    params: dict[str, Any], features: Float[Array, "i n d"], real: Bool[Array, "i n"]
-) -> dict[str, Any]:
+def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]) -> Params:
     """Folds a standardisation of the merged tokens into the merger's last layer."""
     merger, known = params["merger"], features[jnp.asarray(real)]
     scale = _TOKEN_STD / (jnp.std(known, 0) + 1e-6)

@@ -7,7 +7,6 @@ begins as a stack of local filters. Nothing is fixed: all weights are trained fu
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
+from stepprune_jax.models.stack import Params
 
 _STRENGTH = 1.5  # of the code, against patch content of variance about 1
 _SHARPNESS = 6.0  # of a local head: its neighbour gets e^5 times the weight of the next
@@ -40,9 +40,7 @@ def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "
     return matrix
 
 
-def standardising_projector(
-    projector: dict[str, Any], features: Float[Array, "i n d"]
-) -> dict[str, Any]:
+def standardising_projector(projector: Params, features: Float[Array, "i n d"]) -> Params:
     """Folds the standardisation of its input into a projector's first layer.
 
     Channels of a tower's features have very different means and scales, from which it would learn
@@ -54,7 +52,7 @@ def standardising_projector(
     return projector | {"up": {"kernel": kernel, "bias": bias}}
 
 
-def init_tower(key: Array, config: ClipConfig) -> dict[str, Any]:
+def init_tower(key: Array, config: ClipConfig) -> Params:
     """Draws weights of a tower whose heads attend to neighbouring patches.
 
     All heads of the first two blocks, and half of those of later ones, attend to one of the eight

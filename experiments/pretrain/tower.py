@@ -6,8 +6,6 @@ every visual token, `value_*` float [i, n, c] by a linear one (NaN where undefin
 image come first, followed by padding of any value.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +15,7 @@ from jaxtyping import Array, Float
 from experiments.pretrain.images import Images, of_tokens, real_tokens
 from experiments.pretrain.small import small_of
 from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.stack import Params
 
 Labels = dict[str, Array]
 
@@ -38,7 +37,7 @@ def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c
 
 
 def tower_loss(
-    trained: dict[str, Any], config: ModelConfig, images: Images, labels: Labels
+    trained: Params, config: ModelConfig, images: Images, labels: Labels
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Sums the heads' losses at the visual tokens, before a projector."""
     tokens, whole = small_of(config).states(trained, config, images.pixels)

@@ -1,14 +1,14 @@
 """One update of a stage: gradients of small pieces of a batch, on all cores, and the optimiser."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 from optax.contrib import MuonDimensionNumbers, muon
 
 from experiments.pretrain.images import Images
@@ -23,8 +23,8 @@ from stepprune_jax.parallel.placement import jit_for_weights
 class State(NamedTuple):
     """State of a stage."""
 
-    trained: Any
-    moments: Any
+    trained: PyTree
+    moments: PyTree
 
 
 class Recipe(NamedTuple):
@@ -49,7 +49,7 @@ class Recipe(NamedTuple):
     shown: Shown = Shown()
 
 
-def _matrices(params: Any) -> Any:
+def _matrices(params: PyTree) -> PyTree:
     """Returns which weights are maps between hidden states, in stacks of layers, for Muon."""
 
     def dimensions(path, leaf):
@@ -83,13 +83,13 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 def _accumulate(
     loss: Callable,
-    trained: Any,
-    frozen: Any,
-    batch: Any,
+    trained: PyTree,
+    frozen: PyTree,
+    batch: PyTree,
     key: Array,
     micro_batch: int,
     devices: int,
-) -> tuple[Any, dict[str, Array]]:
+) -> tuple[PyTree, dict[str, Array]]:
     """Averages gradient and scalars over small pieces of a batch, divided among all devices.
 
     Pieces that stay in a processor's cache are twice as fast as the whole batch at once, but too
@@ -124,17 +124,17 @@ def _mesh(devices: int) -> Mesh:
     return Mesh(jax.devices()[:devices], ("data",), axis_types=(AxisType.Auto,))
 
 
-def everywhere(tree: Any, devices: int) -> Any:
+def everywhere(tree: PyTree, devices: int) -> PyTree:
     """Copies to the devices that share the work."""
     return jax.device_put(tree, NamedSharding(_mesh(devices), P()))
 
 
-def start(recipe: Recipe, trained: Any) -> State:
+def start(recipe: Recipe, trained: PyTree) -> State:
     """Returns the state before the first update of some weights."""
     return State(trained, _optimizer(recipe).init(trained))
 
 
-def _apply(recipe: Recipe, state: State, grads: Any) -> State:
+def _apply(recipe: Recipe, state: State, grads: PyTree) -> State:
     updates, moments = _optimizer(recipe).update(grads, state.moments, state.trained)
     return State(optax.apply_updates(state.trained, updates), moments)
 

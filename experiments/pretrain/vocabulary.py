@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from stepprune_jax.models.stack import Params
+
 
 class Template(NamedTuple):
     """Tokens of a family's prompts.
@@ -70,9 +72,7 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
     return tokenizer
 
 
-def take_rows(
-    key: Array, params: dict[str, Any], old: Any, new: Any
-) -> tuple[dict[str, Any], list[str]]:
+def take_rows(key: Array, params: Params, old: Any, new: Any) -> tuple[Params, list[str]]:
     """Converts a language model's embedding and head to another vocabulary."""
     known, wanted = old.get_vocab(), new.get_vocab()
     words = sorted(wanted, key=wanted.get)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile, pruning_rate, read_files
 from stepprune_jax.benchmarks.answers import read_answers
+from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.evaluation.names import ALL, row_place
 
 
@@ -47,7 +48,7 @@ def read_records(
 ) -> list[Records]:
     """Reads the rows of a data folder's answers, in the order of the table."""
 
-    def place(file: AnswerFile) -> tuple[Any, ...]:
+    def place(file: AnswerFile) -> tuple[bool | int | str, ...]:
         made = file.provenance
         return row_place(made.method, made.mode, made.budget, labels)
 
@@ -82,7 +83,7 @@ def full_row(rows: Sequence[Records]) -> Records:
     return full[0]
 
 
-def accuracy_table(rows: Sequence[Records], seed: int) -> list[dict[str, Any]]:
+def accuracy_table(rows: Sequence[Records], seed: int) -> list[JsonObject]:
     """Tabulates rows: method, mode, pruning_rate, accuracy, retention, mean_k, questions, seed."""
     whole = full_row(rows).correct
     return [

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import scipy.stats
@@ -27,7 +27,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 
 def image_numbers(questions: Sequence[Question]) -> Int[np.ndarray, "q"]:
     """Returns the number of each question's image."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Path, int] = {}
     return np.array([numbers.setdefault(q.image, len(numbers)) for q in questions])
 
 

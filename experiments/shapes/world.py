@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -14,7 +14,7 @@ from experiments.shapes import crowds
 from experiments.shapes.draw import label_words, patch_labels, presence, render
 from experiments.shapes.levels import LEVELS, ask
 from experiments.shapes.questions import Query
-from experiments.shapes.scene import COLORS, GRID, SHAPES, SIDE, Scene, draw_scene
+from experiments.shapes.scene import COLORS, SHAPES, Scene, draw_scene
 from stepprune_jax.data.json_files import read_json_object, write_json_lines
 
 MANIFEST = "world.json"
@@ -203,10 +203,7 @@ def write_world(
         FileExistsError: a folder that holds other files.
     """
     folder = Path(folder)
-    if level not in LEVELS:
-        raise ValueError(
-            f"level of the shapes world is {level}, expected one of {', '.join(map(str, LEVELS))}"
-        )
+    _require("level", level, level in LEVELS, f"one of {', '.join(map(str, LEVELS))}")
     side = LEVELS[level].side if side is None else side
     grid = LEVELS[level].grid if grid is None else grid
     settings = {
@@ -222,19 +219,13 @@ def write_world(
         "emphasis": emphasis,
     }
     for name, value in settings.items():
-        if value < 0:
-            raise ValueError(f"{name} of the shapes world is {value}, expected a number >= 0")
-    if not grid or not side or side % grid:
-        raise ValueError(
-            f"side of the shapes world is {side}, expected a positive multiple of grid ({grid})"
-        )
+        _require(name, value, value >= 0, "a number >= 0")
+    fits = grid > 0 < side and side % grid == 0
+    _require("side", side, fits, f"a positive multiple of grid ({grid})")
     if sizes is not None:
         patch = side // grid
-        if not sizes or any(size < patch or size % patch for size in sizes):
-            raise ValueError(
-                f"sizes of the shapes world are {list(sizes)}, expected multiples of the {patch} "
-                "pixels of a patch"
-            )
+        fits = bool(sizes) and all(size >= patch and size % patch == 0 for size in sizes)
+        _require("sizes", list(sizes), fits, f"multiples of the {patch} pixels of a patch")
         settings["sizes"] = list(sizes)
     if level != 1:
         settings["level"] = level
@@ -255,7 +246,13 @@ def write_world(
     return folder
 
 
-def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
+def _require(name: str, value: object, holds: bool, expected: str) -> None:
+    """Raises a ValueError that names a setting, unless it `holds`."""
+    if not holds:
+        raise ValueError(f"{name} of the shapes world is {value}, expected {expected}")
+
+
+def _is_written(folder: Path, settings: dict[str, object]) -> bool:
     """Returns whether exactly this world is complete; raises for another one or other files."""
     manifest = next((folder / n for n in (MANIFEST, PARTIAL) if (folder / n).is_file()), None)
     if manifest is None:
@@ -266,12 +263,7 @@ def _is_written(folder: Path, settings: dict[str, Any]) -> bool:
                 "world's; choose another folder"
             )
         return False
-    try:
-        written = read_json_object(manifest)
-    except ValueError as error:
-        raise ValueError(f"{manifest} is damaged ({error}); delete {folder}") from error
-    # Older worlds do not record the size, as there was only one.
-    written = {"side": SIDE, "grid": GRID, "emphasis": 1.0} | written
+    written = read_json_object(manifest)
     names = [*settings, *sorted({"level", "sizes"} & (written.keys() - settings.keys()))]
     differ = [
         f"{name} is {written.get(name)}, not {settings.get(name)}"

@@ -13,10 +13,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import (
+    JsonObject,
     file_named,
     parse_json,
     read_json_object,
@@ -50,7 +51,7 @@ class Provenance(NamedTuple):
     num_tokens: int
     stop_bias: float | None
     model: str
-    made: Mapping[str, Any] = {}
+    made: Mapping[str, object] = {}
 
     @property
     def pruning_rate(self) -> float | None:
@@ -146,7 +147,7 @@ def claim(file: AnswerFile) -> None:
     write_json(file.provenance_path, file.provenance._asdict())
 
 
-def _flat(provenance: Provenance) -> dict[str, Any]:
+def _flat(provenance: Provenance) -> JsonObject:
     """Lists the values of a provenance by name."""
     values = provenance._asdict()
     return values | values.pop("made")
@@ -169,7 +170,7 @@ def read_files(folder: Path) -> list[AnswerFile]:
     return [file for file in files if file.path.is_file()]
 
 
-def recover(path: Path) -> list[dict[str, Any]]:
+def recover(path: Path) -> list[JsonObject]:
     """Reads the lines of a file in which a run may have been interrupted, and repairs its end.
 
     An incomplete last line is removed, a missing last newline is added.
@@ -193,7 +194,7 @@ def recover(path: Path) -> list[dict[str, Any]]:
     return values
 
 
-def _object(line: bytes, where: str) -> dict[str, Any]:
+def _object(line: bytes, where: str) -> JsonObject:
     """Parses a line and checks its question."""
     try:
         value = parse_json(line, where)
@@ -218,7 +219,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
     waiting = defaultdict(list)
     for number, question in enumerate(questions):
         waiting[question.key].append(number)
-    answered: dict[int, dict[str, Any]] = {}
+    answered: dict[int, JsonObject] = {}
     parts, num_lines = file.parts(), 0
     for path in parts:
         for value in recover(path):
@@ -240,7 +241,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
     return [number for number in range(len(questions)) if number not in answered]
 
 
-def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+def append(path: Path, lines: Iterable[JsonObject]) -> None:
     """Appends lines to a file and flushes them to disk."""
     with file_named(path), path.open("ab") as out:
         for line in lines:
@@ -251,7 +252,7 @@ def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 def answer_object(
     file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
-) -> dict[str, Any]:
+) -> JsonObject:
     """Builds a line with LLaVA's fields in LLaVA's order, then `kept`, `ms` and `order`."""
     fields = dict(question.fields)
     head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
@@ -262,6 +263,6 @@ def answer_object(
     return value | ({} if line.order is None else {"order": list(map(int, line.order))})
 
 
-def _bytes(value: dict[str, Any]) -> bytes:
+def _bytes(value: JsonObject) -> bytes:
     # An answer may hold half of a surrogate pair, which must be escaped.
     return json.dumps(value, ensure_ascii=True).encode() + b"\n"

@@ -4,11 +4,11 @@ The relevant fields are `question_id`, `text` (the answer) and `prompt` (the que
 saw it, without the conversation template). Other programs may have written the file.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from stepprune_jax.data.json_files import identity, read_json_lines, words
+from stepprune_jax.data.json_files import JsonObject, field, identity, read_json_lines, words
 
 
 class Answer(NamedTuple):
@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     where: str
     id: str
     text: str
-    fields: dict[str, Any]
+    fields: JsonObject
 
     @property
     def prompt(self) -> str:
@@ -33,9 +33,7 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answ
     answers = []
     for where, value in read_json_lines(file, broken):
         name = identity(value, "question_id", where)
-        text = value.get("text")
-        if not isinstance(text, str):
-            raise ValueError(f'{where}: "text" must be a string, the answer to question {name}')
+        text = field(value, "text", where, lambda text: isinstance(text, str), "an answer")
         answers.append(Answer(where, name, text, value))
     return answers
 
@@ -71,3 +69,16 @@ def latest(
             f"{len(missing):,} of {len(known):,} questions have no answer, such as {missing[0]!r}"
         )
     return kept
+
+
+def require_all(
+    file: str | Path, known: Collection[str], kept: Collection[str], others: int = 0
+) -> None:
+    """Refuses what an official program refuses: questions without an answer, and other lines."""
+    if len(kept) < len(known) or others:
+        first = next((f", such as {name!r}" for name in known if name not in kept), "")
+        count = f"{len(known) - len(kept):,} of {len(known):,}"
+        raise ValueError(
+            f"{file}: {count} questions have no answer{first}, and {others:,} lines answer other "
+            "questions: the official program refuses this; skip them with --missing leave-out"
+        )

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion, check_images, read_list
+from stepprune_jax.data.json_files import JsonObject
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class Score(NamedTuple):
     """
 
     headline: float
-    parts: dict[str, Any]
+    parts: JsonObject
     warnings: list[str]
 
 

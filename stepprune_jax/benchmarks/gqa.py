@@ -7,14 +7,14 @@ unbalanced questions: none of the four is reported.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers, require_all
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
-from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.data.json_files import JsonObject, read_json_object
 
 QUESTIONS = "testdev_balanced_questions.json"
 NUM_QUESTIONS = 12_578
@@ -57,7 +57,7 @@ def read_questions(path: Path) -> dict[str, Question]:
     return questions
 
 
-def _question(record: Mapping[str, Any]) -> Question:
+def _question(record: JsonObject) -> Question:
     """Extracts the relevant fields of a record."""
     group = record["groups"]["global"]
     operations = (f"{each['operation']}: {each['argument']}" for each in record["semantic"])
@@ -103,21 +103,16 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
         f"{QUESTIONS}, balanced questions", len(questions), NUM_QUESTIONS
     )
     kept = latest(read_answers(answers), questions, warnings)
-    if missing == "refuse" and len(kept) < len(questions):
-        first = next(name for name in questions if name not in kept)
-        raise ValueError(
-            f"{answers}: {len(questions) - len(kept):,} of {len(questions):,} questions have no "
-            f"answer, such as {first!r}: the official program refuses this; skip them with "
-            "--missing leave-out"
-        )
+    if missing == "refuse":
+        require_all(answers, questions, kept)
     scored = [(questions[name], predicted(answer.text)) for name, answer in kept.items()]
     accuracy, parts = _accuracies(scored)
     return Score(accuracy, parts, warnings)
 
 
-def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, dict[str, Any]]:
+def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, JsonObject]:
     """Computes accuracy over all questions, and over each kind of them."""
-    kinds: dict[str, dict[Any, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    kinds: dict[str, dict[str | int, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for question, prediction in scored:
         right = prediction == question.answer
         kinds["kind"]["open" if question.structural == "query" else "binary"].append(right)
@@ -136,7 +131,7 @@ def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, dict[str, An
 
 def _questions_path(root: str | Path) -> Path:
     """Returns the path of the official questions of test-dev."""
-    return layout.file(layout.folder(root, "gqa") / "data" / QUESTIONS, _SOURCE)
+    return layout.file(Path(root) / "gqa" / "data" / QUESTIONS, _SOURCE)
 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:

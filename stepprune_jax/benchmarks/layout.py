@@ -8,18 +8,6 @@ from typing import Any
 from stepprune_jax.data.json_files import replace_file
 
 
-def folder(root: str | Path, *names: str) -> Path:
-    """Returns the first of a benchmark's possible folders that exists."""
-    root = Path(root)
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
-    wanted = " or ".join(f"{name}/" for name in names)
-    raise FileNotFoundError(
-        f"no folder {wanted} in {root}: expected the root of LLaVA's layout (playground/data/eval)"
-    )
-
-
 def file(path: Path, source: str) -> Path:
     """Returns a path, or raises an error with the file's source if there is no such file."""
     if not path.is_file():
@@ -27,7 +15,7 @@ def file(path: Path, source: str) -> Path:
     return path
 
 
-def records(value: Mapping[str, Any], field: str, path: Path) -> list[tuple[str, Any]]:
+def records(value: Mapping[str, object], field: str, path: Path) -> list[tuple[str, Any]]:
     """Returns the entries of the list in a file's field, each with its place for messages."""
     entries = value.get(field)
     if not isinstance(entries, list) or not entries:
@@ -54,8 +42,6 @@ def size_warnings(what: str, count: int, published: int) -> list[str]:
 def write_submission(out: str | Path, content: bytes) -> Path:
     """Writes a submission atomically, so that an interrupted run keeps the earlier file."""
     out = Path(out)
-    if out.is_dir():
-        raise IsADirectoryError(f"{out} is a folder: expected the name of a file")
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, content)
     return out

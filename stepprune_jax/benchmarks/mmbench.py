@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import OPTION_LETTER, BenchmarkQuestion
+from stepprune_jax.data.json_files import JsonObject
 
 # The k-th rotation of question i has the index i + k * ROTATION.
 ROTATION = 1_000_000
@@ -198,7 +199,7 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
     def first_right(right: Mapping[str, bool]) -> list[bool]:
         return [right.get(names[0], False) for names in rotations.values()]
 
-    parts: dict[str, Any] = {}
+    parts: JsonObject = {}
     for column in ("category", "l2-category"):
         kinds = defaultdict(list)
         for names, right in zip(rotations.values(), all_right(matched), strict=True):
@@ -263,7 +264,6 @@ def _one_round(answers: str | Path) -> list[Answer]:
 
 def _find(root: str | Path, edition: Edition, *names: str) -> list[Path]:
     """Finds those of the named files that exist, each in the preferred folder; at least one."""
-    layout.folder(root, *edition.folders)
     paths = []
     for name in names:
         places = (Path(root) / folder / name for folder in edition.folders)

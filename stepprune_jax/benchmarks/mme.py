@@ -4,14 +4,16 @@ The official program assumes that two consecutive lines of a task belong to an i
 answers to an image are joined by image; the figures of consecutive lines are also reported.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE
+from stepprune_jax.data.json_files import JsonObject, read_text
 
 PERCEPTION = (
     "existence",
@@ -83,7 +85,7 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
     official pairs, null where a task has an odd number of answers. Pairs are the two answers to one
     "image", or by "position" two consecutive answers of a task, as in the official program.
     """
-    release = _read_release(layout.folder(root, "MME"))
+    release = _read_release(Path(root) / "MME")
     rows = _matched(read_answers(answers), release)
     warnings = layout.size_warnings(f"{RELEASE}, questions", len(release), QUESTIONS)
     kept = latest(rows, release, warnings)
@@ -108,7 +110,7 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
-    release = _read_release(layout.folder(root, "MME"))
+    release = _read_release(Path(root) / "MME")
 
     def worth(row: Answer) -> float | None:
         lines = _lines(_matched([row], release), release)
@@ -123,7 +125,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     Images are in the order of their first answers, with both questions of an image together; the
     last of several answers to a question is written. Nothing is written if an answer is missing.
     """
-    release = _read_release(layout.folder(root, "MME"))
+    release = _read_release(Path(root) / "MME")
     rows = _matched(read_answers(answers), release)
     kept = latest(rows, release, [])
     first = dict.fromkeys(row.id for row in rows if row.id in kept)
@@ -165,16 +167,12 @@ def _name(task: str, file: str, text: str) -> str:
 
 def _read_questions(file: Path) -> list[tuple[str, str]]:
     """Reads the two questions of an image and their truths."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-        (one, first), (two, second) = (line.strip().split("\t") for line in lines)
-        if not {first, second} <= {"Yes", "No"}:
-            raise ValueError(f"got {first!r} and {second!r}")
-    except ValueError as error:  # of another form, or not UTF-8
-        raise ValueError(
-            f"{file}: expected two lines, each a question, a tab and Yes or No: {error}"
-        ) from error
-    return [(one, first), (two, second)]
+    lines = read_text(file).rstrip("\n").split("\n")
+    found = [re.fullmatch("([^\t]*)\t(Yes|No)", line.strip(), re.DOTALL) for line in lines]
+    pairs = [(match[1], match[2]) for match in found if match]
+    if not len(pairs) == len(lines) == 2:
+        raise ValueError(f"{file}: expected two lines, each a question, a tab and Yes or No")
+    return pairs
 
 
 def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer]:
@@ -232,7 +230,7 @@ def _consecutive_pairs(lines: list[OfficialLine]) -> dict[str, list[list[Officia
     }
 
 
-def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> dict[str, Any]:
+def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> JsonObject:
     """Computes the figures of every task and the two sums."""
     tasks = {}
     for task, images in pairs.items():
@@ -253,7 +251,7 @@ def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> dict[str, Any]:
     }
 
 
-def _total(parts: dict[str, Any]) -> float:
+def _total(parts: JsonObject) -> float:
     """Adds perception and cognition."""
     return parts["perception"] + parts["cognition"]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
-from stepprune_jax.data.json_files import identity, read_json_lines, words
+from stepprune_jax.data.json_files import field, identity, read_json_lines, words
 
 QUESTIONS = "llava_pope_test.jsonl"
 # Splits of the published list with their sizes.
@@ -72,7 +72,7 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
     its label by its id, with "position" by its place among the answers of its split, as in the
     official program.
     """
-    folder = layout.folder(root, "pope")
+    folder = Path(root) / "pope"
     rows = read_answers(answers)
     questions, warnings = _read_questions(folder)
     kept = latest(rows, questions, warnings)
@@ -99,7 +99,7 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
-    questions, _ = _read_questions(layout.folder(root, "pope"))
+    questions, _ = _read_questions(Path(root) / "pope")
     return worth_by_id(questions, lambda text, question: says_yes(text) == question.label)
 
 
@@ -160,9 +160,7 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
     path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
     rows: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
     for where, row in read_json_lines(path):
-        split = words(row, "category", where)
-        if split not in rows:
-            raise ValueError(f'{where}: "category" must be one of {", ".join(rows)}, got {split!r}')
+        split = field(row, "category", where, (*rows,).__contains__, f"one of {', '.join(rows)}")
         rows[split][_key(row, where)] = identity(row, "question_id", where)
     warnings, questions = [], {}
     for split, published in SPLITS.items():

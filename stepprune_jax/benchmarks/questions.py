@@ -7,7 +7,7 @@ ScienceQA and MMBench have forms of their own, to which their readers add the re
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.data.json_files import identity, read_json_lines, words
 
@@ -31,7 +31,7 @@ class BenchmarkQuestion(NamedTuple):
     text: str
     prompt: str
     image: Path | bytes | None
-    fields: Mapping[str, Any] = {}
+    fields: Mapping[str, object] = {}
 
     @property
     def key(self) -> tuple[str, str]:

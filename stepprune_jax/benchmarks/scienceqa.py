@@ -5,6 +5,7 @@ The figure in papers is the accuracy on questions with an image ("SQA", "Science
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
 from stepprune_jax.benchmarks.questions import IMAGE_MARK, OPTION_LETTER, BenchmarkQuestion
-from stepprune_jax.data.json_files import identity, read_json_list, read_json_object, words
+from stepprune_jax.data.json_files import field, identity, read_json_list, read_json_object, words
+from stepprune_jax.settings import is_count
 
 LETTERS = "ABCDE"
 QUESTIONS = 4241
@@ -72,7 +74,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     wrong; the accuracy over the problems with an image likewise; how many questions there are, how
     many have no answer and how many answers no letter.
     """
-    problems = _read_problems(layout.folder(root, "scienceqa"))
+    problems = _read_problems(Path(root) / "scienceqa")
     illustrated = [name for name, problem in problems.items() if problem.has_image]
     warnings = layout.size_warnings("test split of pid_splits.json", len(problems), QUESTIONS)
     warnings += layout.size_warnings("its problems with an image", len(illustrated), WITH_IMAGE)
@@ -102,13 +104,17 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
-    problems = _read_problems(layout.folder(root, "scienceqa"))
+    problems = _read_problems(Path(root) / "scienceqa")
     return worth_by_id(problems, lambda text, problem: letter(text) == problem.answer)
 
 
 def _percent(right: set[str], names: Collection[str]) -> float:
     """Returns the share of these questions that are right in percent; 0 of none."""
     return 100 * len(right.intersection(names)) / max(len(names), 1)
+
+
+def _is_one(numbers: range, value: object) -> bool:
+    return is_count(value, 0) and value in numbers
 
 
 def _read_problems(folder: Path) -> dict[str, Problem]:
@@ -121,9 +127,9 @@ def _read_problems(folder: Path) -> dict[str, Problem]:
         where = f"{table}: problem {name!r}"
         with layout.expected(where, "choices, answer and image"):
             value = values[str(name)]
-            answer, letters = value["answer"], LETTERS[: len(value["choices"])]
-            if type(answer) is not int or not 0 <= answer < len(letters):
-                raise ValueError(f"{where}: expected the number of one of its choices as answer")
+            numbers = range(len(LETTERS[: len(value["choices"])]))
+            expected = f"the number of a choice, below {len(numbers)}"
+            answer = field(value, "answer", where, partial(_is_one, numbers), expected)
             problems[str(name)] = Problem(LETTERS[answer], value.get("image") is not None)
     return problems
 

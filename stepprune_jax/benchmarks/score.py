@@ -7,10 +7,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
 from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.user_input import one_line
 
 _NAME = "stepprune_jax.benchmarks.score"
@@ -31,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lines(parts: dict[str, Any], prefix: str = "") -> list[str]:
+def _lines(parts: JsonObject, prefix: str = "") -> list[str]:
     """Formats one line per figure; names of nested figures are joined by a slash."""
     lines = []
     for name, value in parts.items():

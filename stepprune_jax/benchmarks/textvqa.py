@@ -66,7 +66,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     100 x the mean soft accuracy. Parts: the number of `samples`, and how many of them were asked
     `with_ocr` tokens in the prompt.
     """
-    path = layout.folder(root, "textvqa") / ANNOTATIONS
+    path = Path(root) / "textvqa" / ANNOTATIONS
     people, rows = read_people(path), read_answers(answers)
     keys = [_key(row, people, path) for row in rows]
     accuracies = [_accuracy(row.text, people[key]) for row, key in zip(rows, keys, strict=True)]
@@ -88,7 +88,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Soft accuracy of an answer; see `Benchmark.worth`."""
-    path = layout.folder(root, "textvqa") / ANNOTATIONS
+    path = Path(root) / "textvqa" / ANNOTATIONS
     people = read_people(path)
     return lambda row: _accuracy(row.text, people[_key(row, people, path)])
 

@@ -10,10 +10,10 @@ import warnings as notes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout, questions
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import Answer, latest, read_answers, require_all
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE, BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import (
@@ -24,7 +24,9 @@ from stepprune_jax.benchmarks.vqa_answers import (
     ten,
 )
 from stepprune_jax.data.json_files import (
+    JsonObject,
     as_object,
+    field,
     identity,
     read_json_lines,
     read_json_object,
@@ -115,17 +117,13 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     official program, which refuses a file unless the answered questions are exactly the annotated
     ones; `missing="leave-out"` scores those that are both.
     """
-    people = read_people(layout.folder(root, "vqav2") / ANNOTATIONS)
+    people = read_people(Path(root) / "vqav2" / ANNOTATIONS)
     rows = read_answers(answers)
     known = sum(row.id in people for row in rows)
     warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_ANNOTATIONS)
     kept = latest(rows, people, warnings, f"; {_SUBMIT}")
-    if missing == "refuse" and (known < len(rows) or len(kept) < len(people)):
-        raise ValueError(
-            f"{answers}: {len(people) - len(kept):,} of {len(people):,} questions have no answer "
-            f"and {len(rows) - known:,} lines answer other questions: the official program refuses "
-            "this; skip both with --missing leave-out"
-        )
+    if missing == "refuse":
+        require_all(answers, people, kept, others=len(rows) - known)
     overall, parts = _accuracies(kept, people, normalise)
     as_written, written_parts = _accuracies(kept, people, str)
     parts |= {"as_written": {"overall": as_written, **written_parts}, "questions": len(kept)}
@@ -134,7 +132,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 
 def _worth(root: Path) -> Callable[[Answer], float | None]:
     """Grades an answer by its accuracy; see `Benchmark.worth`."""
-    people = read_people(layout.folder(root, "vqav2") / ANNOTATIONS)
+    people = read_people(Path(root) / "vqav2" / ANNOTATIONS)
     return worth_by_id(people, lambda text, known: accuracy(normalise(text), known.answers))
 
 
@@ -166,30 +164,25 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     Lines that are not JSON are skipped with a warning, the last answer to a question counts, and
     an unanswered question gets the empty answer.
     """
-    path = layout.file(layout.folder(root, "vqav2") / QUESTIONS, "LLaVA's eval.zip")
+    path = layout.file(Path(root) / "vqav2" / QUESTIONS, "LLaVA's eval.zip")
     ids = [_whole_number(row, "question_id", where) for where, row in read_json_lines(path)]
     broken: list[str] = []
     messages = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
-    kept = {row.id: row.text for row in read_answers(answers, broken)}
-    if kept.keys().isdisjoint(map(str, ids)):
-        raise ValueError(f"{answers}: no answer is to a question of {path}")
+    kept = latest(read_answers(answers, broken), map(str, ids), [], f", of {path}")
     if broken:
         messages.append(f"{len(broken):,} lines skipped, such as {broken[0]}")
     for message in messages:
         notes.warn(message, stacklevel=2)
     lines = [
-        {"question_id": number, "answer": normalise(kept[name]) if name in kept else ""}
+        {"question_id": number, "answer": normalise(kept[name].text) if name in kept else ""}
         for number, name in zip(ids, map(str, ids), strict=True)
     ]
     return layout.write_submission(out, json.dumps(lines).encode())
 
 
-def _whole_number(row: dict[str, Any], field: str, where: str) -> int:
+def _whole_number(row: JsonObject, name: str, where: str) -> int:
     """Returns an id as a number, as the server and the names of images require."""
-    name = identity(row, field, where)
-    if not name.isdecimal():
-        raise ValueError(f'{where}: "{field}" must be a whole number, got {name!r}')
-    return int(name)
+    return int(field(row, name, where, lambda value: str(value).isdecimal(), "a whole number"))
 
 
 BENCHMARK = Benchmark(

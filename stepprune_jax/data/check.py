@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.data.image_files import existing_image
 from stepprune_jax.data.images import MAX_ASPECT, open_image
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.llava import (
+    Question,
     parse_conversation,
     read_answers,
     read_questions,
@@ -82,9 +83,9 @@ def _conversations(folder: Path, images: set[Path]) -> Checked:
 
 def _split(folder: Path, split: str, images: set[Path]) -> list[Checked]:
     """Checks a split's questions, answers and scenes, each up to its first fault."""
-    questions: list[Any] = []
+    questions: list[Question] = []
 
-    def ask() -> list[Any]:
+    def ask() -> list[Question]:
         questions.extend(read_questions(folder / f"{split}.jsonl", folder / IMAGES))
         return questions
 
@@ -97,7 +98,7 @@ def _split(folder: Path, split: str, images: set[Path]) -> list[Checked]:
     return checked
 
 
-def _whole(name: str, kind: str, read: Callable[[], Sequence[Any]]) -> Checked:
+def _whole(name: str, kind: str, read: Callable[[], Sequence[object]]) -> Checked:
     """Checks a file that is read as a whole."""
     try:
         return Checked(name, len(read()), kind, [])

@@ -4,7 +4,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -115,7 +115,7 @@ class Corpus:
         """Returns the image of a row."""
         return self._root / self._names[self._image[number]]
 
-    def describe(self, number: int) -> dict[str, Any]:
+    def describe(self, number: int) -> dict[str, object]:
         """Describes a row: number and id of its sample, number of its question, image."""
         sample = int(self._sample[number])
         return {

@@ -90,8 +90,8 @@ class ConversationEncoder:
             Ids and labels of equal length, and the ids of the user's words.
 
         Raises:
-            ValueError: there is no turn, a turn is empty or has no answer, marks do not match the
-                images, or the tokenizer does not return offsets or is another model's.
+            ValueError: marks do not match the images, or the tokenizer does not return offsets or
+                is another model's.
         """
         return self.encode_all([turns], num_images)[0]
 
@@ -123,11 +123,6 @@ class ConversationEncoder:
     def _write(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:
         """Returns a conversation's prompt and, per character, whether it is supervised."""
         turns = list(turns)
-        if not turns or len(turns) % 2:
-            raise ValueError(f"expected questions each with an answer, got {len(turns)} turn(s)")
-        for number, turn in enumerate(turns):
-            if not turn.replace(IMAGE_MARK, "").strip():
-                raise ValueError(f"turn {number} of the conversation is empty")
         turns[0] = self.place_images(turns[0], num_images)
         prompt = self.conversation(turns)
         supervised = bytearray(len(prompt))

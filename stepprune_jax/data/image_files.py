@@ -3,9 +3,8 @@
 import concurrent.futures
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -23,7 +22,7 @@ class ImagePathError(ValueError):
     """An image's path leaves its folder."""
 
 
-def image_name(value: dict[str, Any], where: str) -> str:
+def image_name(value: Mapping[str, object], where: str) -> str:
     """Reads the field "image" of an object."""
     name = words(value, "image", where)
     outside = os.path.normpath(name).split(os.sep)[0] == os.pardir

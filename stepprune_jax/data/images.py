@@ -29,8 +29,6 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
     within 0 to 255, an animation gives its first frame. The EXIF orientation is not applied, as in
     the reference programs.
     """
-    if not isinstance(source, (str, Path, Image.Image)):
-        raise TypeError(f"expected a path or a Pillow image, got {type(source).__name__}")
     name = repr(source) if isinstance(source, Image.Image) else str(source)
     if not isinstance(source, Image.Image) and not Path(source).is_file():
         raise FileNotFoundError(f"no image file at {name}")
@@ -39,35 +37,41 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
             # Pillow warns above 89 Mpixel and raises above 179; large is fine, a bomb is not.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             if isinstance(source, Image.Image):
-                return _to_rgb(source, name)
+                return _to_rgb(source)
             with Image.open(source) as image:
-                return _to_rgb(image, name)
-    except _RefusedError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise ValueError(
-            f"{name} unpacks to more pixels than Pillow allows ({error}). A small file that grows "
-            "to gigabytes can be an attack; if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS"
-        ) from error
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{name} is not an image in a format that Pillow reads") from error
-    except MemoryError as error:
-        raise ValueError(f"{name} needs more memory than is available") from error
+                return _to_rgb(image)
     except Exception as error:  # Pillow's decoders may raise any kind
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{name} is a damaged image: {reason}") from error
+        raise ValueError(f"{name} {_problem(error)}") from error
 
 
 class _RefusedError(ValueError):
     """An image that is intact, but not supported."""
 
 
-def _to_rgb(image: Image.Image, name: str) -> Image.Image:
+def _problem(error: Exception) -> str:
+    """Describes why an image cannot be opened."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    bomb = (
+        f"unpacks to more pixels than Pillow allows ({reason}). A small file that grows to "
+        "gigabytes can be an attack; if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS"
+    )
+    known = {
+        _RefusedError: reason,
+        Image.DecompressionBombError: bomb,
+        UnidentifiedImageError: "is not an image in a format that Pillow reads",
+        MemoryError: "needs more memory than is available",
+    }
+    return next(
+        (text for kind, text in known.items() if isinstance(error, kind)),
+        f"is a damaged image: {reason}",
+    )
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
     """Decodes and converts to RGB."""
     if not 1 <= min(image.size) <= max(image.size) <= LONGEST_SIDE:
         raise _RefusedError(
-            f"{name} has {image.width} x {image.height} pixels, expected sides of 1 to "
-            f"{LONGEST_SIDE}"
+            f"has {image.width} x {image.height} pixels, expected sides of 1 to {LONGEST_SIDE}"
         )
     image.load()
     if image.mode.startswith("I;16"):
@@ -76,14 +80,14 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
         values = np.frombuffer(image.tobytes(), order).reshape(image.height, image.width)
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        image = Image.fromarray(_grey_levels(image, name))
+        image = Image.fromarray(_grey_levels(image))
     if image.mode == "P" and "transparency" in image.info:
         # The same colours as a direct conversion, without Pillow's warning on byte transparency.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _grey_levels(image: Image.Image, name: str) -> UInt8[np.ndarray, "h w"]:
+def _grey_levels(image: Image.Image) -> UInt8[np.ndarray, "h w"]:
     """Converts 32-bit values to grey levels: 0 to 255 unchanged, others by a TIFF's range.
 
     Pillow would clip them: an image of 0 to 1 would be black, and one of large values white.
@@ -103,7 +107,7 @@ def _grey_levels(image: Image.Image, name: str) -> UInt8[np.ndarray, "h w"]:
         start, end, scale = 0.0, 255.0, 1.0
         if not (0 <= low <= high <= 255 and (image.mode == "I" or high == 0 or high > 1)):
             raise _RefusedError(
-                f"{name} has values from {low:g} to {high:g}, expected 0 to 255, or a TIFF that "
+                f"has values from {low:g} to {high:g}, expected 0 to 255, or a TIFF that "
                 "declares their range (SMinSampleValue, SMaxSampleValue)"
             )
     levels = (np.rint((np.clip(strip, start, end) - start) * scale) for strip in strips())

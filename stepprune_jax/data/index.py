@@ -11,7 +11,7 @@ import os
 import random
 import uuid
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -71,7 +71,7 @@ def row_turns(entries: JsonEntries, sample: int, first: int, pair: int) -> tuple
 def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
     """Scans a training file and records its samples; nothing is tokenised."""
     places, rows, names = [], [], {}
-    size = file.stat().st_size if file.is_file() else 0
+    size = file.stat().st_size
     with tqdm(
         total=size, desc=f"reading {file.name}", unit="B", unit_scale=True, disable=None
     ) as bar:
@@ -80,10 +80,8 @@ def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
             bar.update(end - bar.n)
             try:
                 record = parse_conversation(value, number, f"{file}: sample {number}")
-            except ImagePathError:
-                raise
-            except ValueError:
-                if not skip_malformed:
+            except ValueError as error:
+                if isinstance(error, ImagePathError) or not skip_malformed:
                     raise
                 rows.append((number, 0, 0, -1, MALFORMED))
                 continue
@@ -123,7 +121,7 @@ def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids:
     return index._replace(problem=problem, ids=ids, text=text, targets=targets)
 
 
-def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: Any) -> Path:
+def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: object) -> Path:
     """Returns the path of a file's index, whose name is a hash of contents and choices."""
     tokenizer = encoder.tokenizer
     backend = tokenizer.backend_tokenizer.to_str()

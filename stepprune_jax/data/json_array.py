@@ -30,13 +30,11 @@ class Entry(NamedTuple):
 
     start: int
     end: int
-    value: Any
+    value: object
 
 
 def scan_json_list(file: str | Path, kind: str = "entry") -> Iterator[Entry]:
     """Scans a file that holds one JSON list, a few megabytes at a time."""
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"no file at {file}")
     count = 0
     try:
         with open(file, "rb") as opened:
@@ -140,7 +138,7 @@ def _entries(text: _Text) -> Iterator[Entry]:
         raise ValueError("text after the list")
 
 
-def _value(text: _Text, decoder: json.JSONDecoder) -> tuple[Any, int]:
+def _value(text: _Text, decoder: json.JSONDecoder) -> tuple[object, int]:
     """Returns the next value, and the index after it."""
     while True:
         try:

@@ -3,9 +3,17 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# Half of a pair: JSON can name it, and UTF-8 cannot hold it.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+# A parsed object: values of any kind by name.
+JsonObject = dict[str, Any]
 
 
 class Record(NamedTuple):
@@ -17,20 +25,19 @@ class Record(NamedTuple):
     """
 
     where: str
-    value: dict[str, Any]
+    value: JsonObject
 
 
 def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
     """Reads a file that holds one JSON list."""
     value = _read_json(file)
-    if not isinstance(value, list):
-        raise ValueError(f"{file}: expected a JSON list, got {_kind(value)}")
-    if not value:
-        raise ValueError(f"{file}: expected at least one {kind}, got an empty list")
+    if not isinstance(value, list) or not value:
+        what = f"at least one {kind}" if isinstance(value, list) else "a JSON list"
+        raise ValueError(f"{file}: expected {what}, got {_kind(value)}")
     return value
 
 
-def read_json_object(file: str | Path) -> dict[str, Any]:
+def read_json_object(file: str | Path) -> JsonObject:
     """Reads a file that holds one JSON object."""
     return as_object(_read_json(file), str(file))
 
@@ -38,7 +45,7 @@ def read_json_object(file: str | Path) -> dict[str, Any]:
 def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[Record]:
     """Reads a file with one JSON object per line."""
     # Not splitlines: a JSON string may hold other line ends, such as U+2028, as they are.
-    lines = _read_text(file).split("\n")
+    lines = read_text(file).split("\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -65,18 +72,22 @@ def parse_json(text: str | bytes, where: str, *, unique: bool = False) -> Any:
         # As bytes, json would also take UTF-16 and UTF-32.
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(text, object_pairs_hook=_named_once if unique else None)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}{_problem(error)}") from error
+
+
+def _problem(error: ValueError | RecursionError) -> str:
+    """Describes why a text could not be parsed, and where."""
+    if isinstance(error, json.JSONDecodeError):
         line = f", line {error.lineno}" if error.lineno > 1 else ""
-        raise ValueError(f"{where}{line}, column {error.colno}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise ValueError(f"{where}: unreadable JSON: nested too deep") from error
-    except ValueError as error:  # bytes, digits or names
-        raise ValueError(f"{where}: unreadable JSON: {error}") from error
+        return f"{line}, column {error.colno}: not JSON: {error.msg}"
+    deep = isinstance(error, RecursionError)  # otherwise bytes, digits or names
+    return f": unreadable JSON: {'nested too deep' if deep else error}"
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _named_once(pairs: list[tuple[str, Any]]) -> JsonObject:
     """Returns an object that gives each name once."""
-    value: dict[str, Any] = {}
+    value: JsonObject = {}
     for name, inner in pairs:
         if name in value:
             raise ValueError(f"{name!r} is given twice")
@@ -84,35 +95,43 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def as_object(value: Any, where: str) -> dict[str, Any]:
+def as_object(value: object, where: str) -> JsonObject:
     """Checks that a value is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object, got {_kind(value)}")
     return value
 
 
-def words(value: dict[str, Any], field: str, where: str) -> str:
+def field(
+    value: Mapping[str, object],
+    name: str,
+    where: str,
+    holds: Callable[[Any], bool],
+    expected: str,
+) -> Any:
+    """Reads a field of an object; an error names it, and what was expected."""
+    found = value.get(name)
+    if not holds(found):
+        problem = f"is {_kind(found)}" if name in value else "is missing"
+        raise ValueError(f'{where}: "{name}" {problem}, expected {expected}')
+    return found
+
+
+def words(value: Mapping[str, object], name: str, where: str) -> str:
     """Reads a field that must be a non-blank string."""
-    if field not in value:
-        raise ValueError(f'{where}: "{field}" is missing')
-    text = value[field]
-    if not isinstance(text, str):
-        raise ValueError(f'{where}: "{field}" must be a string, got {_kind(text)}')
-    if not text.strip():
-        raise ValueError(f'{where}: "{field}" is empty')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f'{where}: "{field}" is not text: {error}') from error
-    return text
+
+    def holds(text: object) -> bool:
+        return isinstance(text, str) and bool(text.strip()) and not _SURROGATE.search(text)
+
+    return field(value, name, where, holds, "a text that is not blank")
 
 
-def identity(value: dict[str, Any], field: str, where: str) -> str:
+def identity(value: Mapping[str, object], name: str, where: str) -> str:
     """Reads a field that must be a non-blank string or an integer, such as an id."""
-    number = value.get(field)
+    number = value.get(name)
     if isinstance(number, int) and not isinstance(number, bool):
         return str(number)
-    return words(value, field, where)
+    return words(value, name, where)
 
 
 @contextlib.contextmanager
@@ -137,24 +156,24 @@ def replace_file(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)  # half of it, on a full disk
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Writes indented JSON atomically."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     # Half of a surrogate pair, as in a name that is not UTF-8, becomes its escape sequence in JSON.
     replace_file(path, text.encode(errors="backslashreplace"))
 
 
-def write_json_lines(path: Path, rows: Iterable[Any]) -> None:
+def write_json_lines(path: Path, rows: Iterable[object]) -> None:
     """Writes one JSON value per line, in ASCII, atomically."""
     replace_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _read_json(file: str | Path) -> Any:
     """Reads the single value of a file; errors give the place."""
-    return parse_json(_read_text(file), str(file))
+    return parse_json(read_text(file), str(file))
 
 
-def _read_text(file: str | Path) -> str:
+def read_text(file: str | Path) -> str:
     """Reads a UTF-8 file whose byte order mark, if any, is dropped."""
     path = Path(file)
     if not path.is_file():
@@ -167,7 +186,10 @@ def _read_text(file: str | Path) -> str:
         raise ValueError(f"{path}: line {line}: not UTF-8: {error.reason}") from error
 
 
-def _kind(value: Any) -> str:
-    """Returns the kind of a parsed value, in JSON's terms."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
-    return names.get(type(value), "null" if value is None else "a number")
+def _kind(value: object) -> str:
+    """Describes a parsed value, in JSON's terms."""
+    if isinstance(value, (dict, list)):
+        article, kind = ("an", "object") if isinstance(value, dict) else ("a", "list")
+        return f"{article} {kind}" if value else f"an empty {kind}"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -4,14 +4,17 @@ A data folder holds ``images/``, ``train.json``, and for each split ``SPLIT.json
 ``SPLIT_answers.jsonl`` and, if the scenes are known, ``SPLIT_scenes.jsonl``.
 """
 
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stepprune_jax.data.image_files import existing_image, image_name
 from stepprune_jax.data.json_files import (
     Record,
     as_object,
+    field,
     identity,
     read_json_lines,
     read_json_list,
@@ -100,7 +103,7 @@ def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]
     return samples
 
 
-def parse_conversation(entry: Any, index: int, where: str) -> Conversation:
+def parse_conversation(entry: object, index: int, where: str) -> Conversation:
     """Reads one entry of a training file, as `read_conversations` does."""
     value = as_object(entry, where)
     name = identity(value, "id", where) if value.get("id") is not None else str(index)
@@ -114,11 +117,7 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
     for record in read_json_lines(file):
         where, value = record
         name = _new_id(record, seen)
-        text = words(value, "text", where)
-        if IMAGE_MARK in text:
-            text = text.replace(IMAGE_MARK, "").strip()
-            if not text:
-                raise ValueError(f'{where}: "text" is empty except for {IMAGE_MARK}')
+        text = _bare(words(value, "text", where), "text", where)
         category = words(value, "category", where) if "category" in value else "default"
         image = existing_image(image_root, image_name(value, where), where)
         questions.append(Question(name, image, text, category))
@@ -134,44 +133,39 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
     """Reads the descriptions of the images of questions."""
     scenes = []
     for where, value in _matched(file, questions, "scene"):
-        complexity, relevant = value.get("complexity"), value.get("relevant")
-        if not is_count(complexity, 0):
-            raise ValueError(
-                f'{where}: "complexity" must be a whole number >= 0, got {complexity!r}'
-            )
-        if not _are_counts(relevant):
-            raise ValueError(
-                f'{where}: "relevant" must be a list of patch numbers >= 0, got {relevant!r}'
-            )
-        alike = value.get("alike", [])
-        if not isinstance(alike, list) or not all(map(_are_counts, alike)):
-            raise ValueError(f'{where}: "alike" must be lists of patch numbers >= 0, got {alike!r}')
+        complexity = field(
+            value, "complexity", where, lambda n: is_count(n, 0), "a whole number from 0"
+        )
+        relevant = field(value, "relevant", where, _are_patches, "a list of patch numbers")
+        groups = {"alike": [], **value}
+        alike = field(groups, "alike", where, _are_groups, "lists of patch numbers")
         scenes.append(Scene(complexity, tuple(relevant), tuple(map(tuple, alike))))
     return scenes
 
 
-def _are_counts(value: Any) -> bool:
-    """Returns whether a parsed value is a list of non-negative integers."""
+def _are_some(value: object) -> bool:
+    return isinstance(value, list) and len(value) > 0
+
+
+def _are_patches(value: object) -> bool:
     return isinstance(value, list) and all(is_count(number, 0) for number in value)
 
 
-def _turns(value: dict[str, Any], where: str, has_image: bool) -> tuple[str, ...]:
+def _are_groups(value: object) -> bool:
+    return isinstance(value, list) and all(map(_are_patches, value))
+
+
+def _turns(value: Mapping[str, object], where: str, has_image: bool) -> tuple[str, ...]:
     """Returns the checked turns of a sample, without marks."""
-    messages = value.get("conversations")
-    if not isinstance(messages, list) or not messages:
-        problem = "is missing" if messages is None else "must be a list of messages"
-        raise ValueError(f'{where}: "conversations" {problem}')
+    messages = field(value, "conversations", where, _are_some, "a list of messages")
     places = [f"{where}: conversations[{number}]" for number in range(len(messages))]
     messages = [as_object(*pair) for pair in zip(messages, places, strict=True)]
     if messages[0].get("from") == "gpt":  # as in LLaVA's own training; some begin in the middle
         messages, places = messages[1:], places[1:]
     turns: list[str] = []
     for number, (message, place) in enumerate(zip(messages, places, strict=True)):
-        expected = ("human", "gpt")[number % 2]
-        if message.get("from") != expected:
-            raise ValueError(
-                f'{place}: "from" must be "{expected}" here, got {message.get("from")!r}'
-            )
+        role = ("human", "gpt")[number % 2]
+        field(message, "from", place, functools.partial(operator.eq, role), f'"{role}" here')
         turns.append(_without_marks(words(message, "value", place), place, number, has_image))
     if len(turns) % 2:
         raise ValueError(f'{where}: "conversations" ends with a question that has no answer')
@@ -180,18 +174,23 @@ def _turns(value: dict[str, Any], where: str, has_image: bool) -> tuple[str, ...
 
 def _without_marks(text: str, place: str, number: int, has_image: bool) -> str:
     """Returns message `number` without image marks; raises for misplaced marks."""
+    if IMAGE_MARK in text and has_image and number % 2 == 0 and number > 0:
+        raise ValueError(f'{place}: "value": {IMAGE_MARK} is allowed in the first question only')
+    ends = text.strip()
+    # In the middle of a text it may be about HTML; at an end it is a missing image.
+    if not has_image and number == 0 and (ends.startswith(IMAGE_MARK) or ends.endswith(IMAGE_MARK)):
+        raise ValueError(f'{place}: "value" has {IMAGE_MARK}, but the sample has no "image"')
+    return _bare(text, "value", place)
+
+
+def _bare(text: str, name: str, where: str) -> str:
+    """Returns the text of a field without image marks, of which it must not consist."""
     if IMAGE_MARK not in text:
         return text
-    if has_image and number % 2 == 0 and number > 0:
-        raise ValueError(f'{place}: "value": {IMAGE_MARK} is allowed in the first question only')
-    bare = text.strip()
-    # In the middle of a text it may be about HTML; at an end it is a missing image.
-    if not has_image and number == 0 and (bare.startswith(IMAGE_MARK) or bare.endswith(IMAGE_MARK)):
-        raise ValueError(f'{place}: "value" has {IMAGE_MARK}, but the sample has no "image"')
-    text = text.replace(IMAGE_MARK, "").strip()
-    if not text:
-        raise ValueError(f'{place}: "value" is empty except for {IMAGE_MARK}')
-    return text
+    bare = text.replace(IMAGE_MARK, "").strip()
+    if not bare:
+        raise ValueError(f'{where}: "{name}" is empty except for {IMAGE_MARK}')
+    return bare
 
 
 def _new_id(record: Record, seen: dict[str, str]) -> str:

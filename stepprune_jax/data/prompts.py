@@ -40,13 +40,11 @@ def check_ids(ids: Iterable[int], vocab_size: int) -> None:
 def check_marks(text: str, num_images: int) -> None:
     """Raises a ValueError unless the text has one `IMAGE_MARK` for each image."""
     marks = text.count(IMAGE_MARK)
-    if marks == num_images:
-        return
-    if marks == 0:
+    if marks != num_images:
         raise ValueError(
-            f"{num_images} image(s) given, but the prompt has no {IMAGE_MARK}: add one for each"
+            f"the prompt has {marks or 'no'} {IMAGE_MARK}, but {num_images} image(s) are given; "
+            "expected one for each"
         )
-    raise ValueError(f"the prompt has {marks} {IMAGE_MARK}, but {num_images} image(s) are given")
 
 
 def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str:
@@ -123,8 +121,6 @@ def pad_batch(
     width: int | None = None,
 ) -> tuple[Int[np.ndarray, "b l"], Int[np.ndarray, " b"]]:
     """Right-pads rows of numbers, such as the ids of prompts, to one width."""
-    if not rows:
-        raise ValueError("expected at least one prompt, got none")
     length = np.asarray([len(row) for row in rows], np.int32)
     if width is None:
         width = -(-max(1, int(length.max())) // multiple) * multiple

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -56,7 +56,7 @@ def open_corpus(
     encoder: ConversationEncoder,
     limits: Limits,
     identity: str,
-    say: Callable[[str], Any] = print,
+    say: Callable[[str], object] = print,
 ) -> Corpus:
     """Reads a training file, and reports its contents and skipped rows.
 

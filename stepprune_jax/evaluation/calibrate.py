@@ -7,7 +7,7 @@ the public benchmarks' own, the same number of each.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from stepprune_jax.benchmarks import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.json_files import read_json_object, write_json
+from stepprune_jax.data.json_files import JsonObject, read_json_object, write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.encode import encode_chunks
 from stepprune_jax.evaluation.split import spread_over
@@ -103,13 +103,13 @@ class StopBiases(NamedTuple):
 
         return distributed.main_first(run) if self.digests else {}
 
-    def _read(self) -> dict[str, list[dict[str, Any]]]:
+    def _read(self) -> dict[str, list[JsonObject]]:
         """Reads the entries of each row: one for every policy, model and sample that it has had."""
         return read_json_object(self.path) if self.path.is_file() else {}
 
     def _entry(
-        self, entries: Mapping[str, list[dict[str, Any]]], name: str, sample: Sample
-    ) -> dict[str, Any]:
+        self, entries: Mapping[str, list[JsonObject]], name: str, sample: Sample
+    ) -> JsonObject:
         """Returns the entry of a row's policy with this model and sample, or a new one."""
         mine = {"policy": self.digests[name], "weights": self.weights, **sample.about}
         for entry in entries.get(name, []):

@@ -88,8 +88,8 @@ def encode_questions(
         asked.setdefault(question.image, []).append(row)
     without = asked.pop(None, [])
     places = {image: number for number, image in enumerate(asked)}
-    ids: list[Any] = [None] * len(questions)
-    words: list[Any] = [None] * len(questions)
+    ids: list[Sequence[int]] = [()] * len(questions)
+    words: list[Sequence[int]] = [()] * len(questions)
     parts, seconds = [], 0.0
     for first in range(0, len(places), batch_size):
         rows = [row for image in list(asked)[first : first + batch_size] for row in asked[image]]
@@ -147,13 +147,11 @@ def _no_images(model: VLM) -> Images:
 def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> Request:
     """Reads ids and pixels; an image that is shown twice is read once."""
     opened: dict[bytes, Image.Image] = {}
-    images: list[Any] = [question.image for question in questions]
-    for number, image in enumerate(images):
-        if isinstance(image, bytes):
-            if image not in opened:
-                with _naming(questions[number].text):
-                    opened[image] = open_bytes(image)
-            images[number] = opened[image]
+    for question in questions:
+        if isinstance(question.image, bytes) and question.image not in opened:
+            with _naming(question.text):
+                opened[question.image] = open_bytes(question.image)
+    images = [opened[q.image] if isinstance(q.image, bytes) else q.image for q in questions]
     texts = [question.text for question in questions]
     return read_request(model, texts, images)
 
@@ -172,7 +170,9 @@ def _naming(text: str) -> Iterator[None]:
         raise ValueError(f"the image of the question {text[:60]!r}: {error}") from error
 
 
-def _fill(ids: list[Any], words: list[Any], rows: Sequence[int], request: Request) -> None:
+def _fill(
+    ids: list[Sequence[int]], words: list[Sequence[int]], rows: Sequence[int], request: Request
+) -> None:
     """Stores the ids of a batch in their rows."""
     for row, prompt, said in zip(rows, request.ids, request.question_ids, strict=True):
         ids[row], words[row] = prompt, said

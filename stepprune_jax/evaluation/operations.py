@@ -147,7 +147,8 @@ def pruner_of(provenance: Provenance, policy: Policy | None) -> Pruner | None:
     elif provenance.mode == "adaptive":
         budget = Budget("mean", provenance.budget)
     else:
-        budget = Budget.parse(made.get("share", provenance.budget))
+        share = made.get("share")
+        budget = Budget.parse(provenance.budget if share is None else str(share))
     fields = {field.name for field in dataclasses.fields(PRUNERS[name])} - {"budget", "config"}
     options = {field: made[field] for field in fields & made.keys()}
     bias = provenance.stop_bias

@@ -5,7 +5,7 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -196,7 +196,7 @@ class Conditions:
 def policy_digest(policy: Policy) -> str:
     """Fingerprints everything that determines a policy's choices, except the stop bias."""
     digest = hashlib.sha256(repr(policy.config).encode())
-    leaves: list[Any] = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))
+    leaves = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))
     for path, leaf in leaves:
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.asarray(leaf).tobytes())

@@ -9,7 +9,7 @@ import numpy as np
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import Answer, read_answers
-from stepprune_jax.data.json_files import read_json_list
+from stepprune_jax.data.json_files import JsonObject, read_json_list
 from stepprune_jax.settings import is_count, is_number
 
 SCORES = "scores.json"
@@ -29,7 +29,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def score_file(file: AnswerFile, root: Path, seed: int) -> dict[str, Any]:
+def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
     """Scores an answer file, and counts tokens and time; `gflops` is None here.
 
     `mean_k`, `sd_k`, `min_k` and `max_k` are of the questions with an image. Without a headline,
@@ -80,25 +80,26 @@ def _measured(answers: Sequence[Answer], text_only: bool) -> dict[str, float | i
     }
 
 
-def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> dict[str, Any]:
+def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> JsonObject:
     """Returns the scorer's figures, or the reason why there are none."""
     asked = file.provenance.asked
-    try:
-        if len(answers) < asked:
-            raise ValueError(f"{len(answers):,} of {asked:,} questions answered so far")
-        score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
-    except (OSError, ValueError) as error:
-        return {"headline": None, "parts": {}, "warnings": [], "problem": str(error)}
-    return {**score._asdict(), "problem": None}
+    problem = f"{len(answers):,} of {asked:,} questions answered so far"
+    if len(answers) >= asked:
+        try:
+            score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
+            return {**score._asdict(), "problem": None}
+        except (OSError, ValueError) as error:
+            problem = str(error)
+    return {"headline": None, "parts": {}, "warnings": [], "problem": problem}
 
 
-def _is_score(score: dict[str, Any]) -> bool:
+def _is_score(score: JsonObject) -> bool:
     """Returns whether an object has the fields that tables are built from."""
     good = all(holds(score[name]) for name, holds in _FIELDS.items())
     return good and (score["mean_k"] is None) == (score["sd_k"] is None)
 
 
-def read_scores(workdir: str | Path) -> list[dict[str, Any]]:
+def read_scores(workdir: str | Path) -> list[JsonObject]:
     """Reads the scores of a run, as `score_file` returns them."""
     path = Path(workdir) / "report" / SCORES
     if not path.is_file():

@@ -225,10 +225,8 @@ def check_policies(
     """Rejects policies that do not fit the model or cannot keep the budgets, by their rows."""
     n = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
-    if max(counts, default=0) > n:
-        raise ValueError(
-            f"config.eval.budgets holds {max(counts)}, the model has {n} visual tokens"
-        )
+    fits = max(counts, default=0) <= n
+    settings.require("budgets", fits, f"at most the {n} visual tokens of the model")
     most = max(Budget.parse(budget).count(n) for budget in settings.budgets)
     for name, policy in policies.items():
         try:
@@ -236,12 +234,7 @@ def check_policies(
         except ValueError as error:
             raise ValueError(f"row {name!r}: {error}") from error
         steps = policy.pruner.most(n)
-        if most > steps:
-            raise ValueError(
-                f"row {name!r}: config.eval.budgets holds {most}, its policy takes at most {steps} "
-                f"steps for {n} visual tokens"
-            )
-        if name in settings.adaptive and not policy.has_stop:
-            raise ValueError(
-                f"config.eval.adaptive names {name!r}, whose policy has no learned stop"
-            )
+        expected = f"at most the {steps} steps of row {name!r} for {n} visual tokens"
+        settings.require("budgets", most <= steps, expected)
+        stops = name not in settings.adaptive or policy.has_stop
+        settings.require("adaptive", stops, f"rows with a learned stop, which {name!r} has not")

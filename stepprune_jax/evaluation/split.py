@@ -24,8 +24,6 @@ def read_split(folder: str | Path, name: str) -> Split:
     """Reads the split "validation" or "test" of a data folder; scenes are optional."""
     folder = Path(folder)
     questions = read_questions(folder / f"{name}.jsonl", folder / "images")
-    if not questions:
-        raise ValueError(f"{folder / name}.jsonl holds no questions")
     answers = read_answers(folder / f"{name}_answers.jsonl", questions)
     scenes = folder / f"{name}_scenes.jsonl"
     return Split(questions, answers, read_scenes(scenes, questions) if scenes.is_file() else None)

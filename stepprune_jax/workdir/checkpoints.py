@@ -7,16 +7,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jaxtyping import PyTree
 
 from stepprune_jax.checkpoints.identity import file_identity
-from stepprune_jax.data.json_files import read_json_object, write_json
+from stepprune_jax.data.json_files import JsonObject, read_json_object, write_json
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.sharding import path_name
 from stepprune_jax.settings import Settings
@@ -38,8 +39,8 @@ class Restored(NamedTuple):
     """A restored checkpoint: updates done, the arrays, and the JSON object saved with them."""
 
     step: int
-    saved: Any
-    about: dict[str, Any]
+    saved: PyTree
+    about: JsonObject
 
 
 def read_latest(workdir: Path) -> Restored:
@@ -86,7 +87,7 @@ def _newest(manager: ocp.CheckpointManager) -> tuple[int, dict[int, str]]:
     raise ValueError(f"no checkpoint in {folder} can be read ({listed}). Remove it to start over")
 
 
-def _read(manager: ocp.CheckpointManager, step: int, like: Any = None) -> Restored:
+def _read(manager: ocp.CheckpointManager, step: int, like: PyTree = None) -> Restored:
     """Reads a checkpoint to arrays like the given ones, or to the first device."""
     stored = manager.item_metadata(step)["arrays"]
     if like is None:
@@ -108,7 +109,7 @@ def _read(manager: ocp.CheckpointManager, step: int, like: Any = None) -> Restor
     return Restored(step, restored.arrays, restored.beside)
 
 
-def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, Any]:
+def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
     """Claims `workdir` for a run, or verifies that the run already owns it.
 
     Args:
@@ -147,9 +148,7 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> dict[str, A
     return run
 
 
-def check_same_run(
-    step: int, about: Mapping[str, Any], config: Settings, run: Mapping[str, Any]
-) -> None:
+def check_same_run(step: int, about: JsonObject, config: Settings, run: JsonObject) -> None:
     """Raises if a checkpoint, described by `about`, is not of the run that `claim` returned."""
     changes = _differences(about, config, run["model"], run["data"])
     if changes:
@@ -159,7 +158,7 @@ def check_same_run(
         )
 
 
-def _differences(old: Mapping[str, Any], config: Settings, model: str, data: str) -> list[str]:
+def _differences(old: JsonObject, config: Settings, model: str, data: str) -> list[str]:
     """Lists what differs between the description of a run and this run."""
     changes = config.changes(old["config"])
     changes += ["the frozen model"] if old["model"] != model else []
@@ -185,7 +184,7 @@ class Checkpoints:
         """Updates done in the latest complete checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, saved: Any, about: dict[str, Any] | None = None):
+    def save(self, step: int, saved: PyTree, about: JsonObject | None = None):
         """Begins to save the state after `step` updates, unless it is already saved.
 
         Args:
@@ -226,7 +225,7 @@ class Checkpoints:
             (folder / _HASHES).write_text(json.dumps(_contents(folder, self._writing), indent=1))
 
     @user_input()
-    def restore(self, like: Any) -> Restored:
+    def restore(self, like: PyTree) -> Restored:
         """Restores the latest readable state; moves later ones to workdir/damaged.
 
         Args:
@@ -259,12 +258,12 @@ class Checkpoints:
 
 
 @jax.jit
-def _copy(tree: Any) -> Any:
+def _copy(tree: PyTree) -> PyTree:
     """Copies the arrays, as the next update reuses the buffers of a state being written."""
     return jax.tree.map(jnp.copy, tree)
 
 
-def _shapes(tree: Any) -> dict[str, str]:
+def _shapes(tree: PyTree) -> dict[str, str]:
     """Describes each array of a tree by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_name(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}

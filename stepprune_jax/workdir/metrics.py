@@ -7,13 +7,14 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 
-from stepprune_jax.data.json_files import file_named, parse_json, write_json_lines
+from stepprune_jax.data.json_files import JsonObject, file_named, parse_json, write_json_lines
 
 _LOG = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class MetricsLog:
         """Starts measuring speed, once programs are compiled."""
         self._begin, self._first = time.perf_counter(), step
 
-    def write(self, step: int, scalars: dict[str, Any]):
+    def write(self, step: int, scalars: Mapping[str, jax.Array | float]):
         """Fetches the scalars of an update from the device and writes them."""
         row = {"step": step} | {k: float(v) for k, v in jax.device_get(scalars).items()}
         seconds, done = time.perf_counter() - self._begin, step - self._first
@@ -117,7 +118,7 @@ class MetricsLog:
             board.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[JsonObject]:
     """Reads the complete lines of a log that have a step; none if there is no file."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -136,7 +137,7 @@ def keep_until(path: Path, step: int):
 
 
 def open_boards(
-    tensorboard: bool, wandb: str, workdir: Path, step: int, fields: dict[str, Any]
+    tensorboard: bool, wandb: str, workdir: Path, step: int, fields: JsonObject
 ) -> list[Board]:
     """Opens TensorBoard's events and a run of a Weights & Biases project, if requested.
 
@@ -185,7 +186,7 @@ def check_boards(tensorboard: bool, wandb: str) -> None:
             _package(field)
 
 
-def _package(field: str) -> Any:
+def _package(field: str) -> ModuleType:
     """Imports the package that a field of the configuration needs."""
     name = _PACKAGES[field]
     try:

@@ -217,22 +217,6 @@ def test_the_file_of_the_answered_questions_is_submitted(root):
         convert(root, write(root, [(4, "A")]), root / "s.xlsx")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"index\tquestion\tB\n",
-        b"index\tquestion\tA\tB\n1\tx\ty\n",
-        b"index\tquestion\tA\tB\nx\tx\ty\tz\n",
-        b"index\tquestion\tA\tB\n1\tx\ty\tz\n\n01\tx\ty\tz\n",
-        b"index\tquestion\tA\tB\n1\t\xff\ty\tz\n",
-    ],
-)
-def test_other_files_are_refused_by_name(root, content):
-    (root / "mmbench" / DEV).write_bytes(content)
-    with pytest.raises(ValueError, match=DEV):
-        score(root, write(root, RIGHT))
-
-
 def test_cells_keep_what_xml_can_hold():
     texts = [
         "=1+1",

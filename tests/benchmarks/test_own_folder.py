@@ -2,7 +2,6 @@ import pytest
 from benchmark_files import answer, write_lines
 
 from stepprune_jax.benchmarks import folder as module
-from stepprune_jax.benchmarks import score as score_command
 
 
 @pytest.fixture
@@ -46,12 +45,6 @@ def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
         "2 of 4 questions have no answer, such as '3'",
     ]
     assert module.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
-
-
-def test_the_command_scores_a_folder(folder, capsys):
-    file = said(folder, (0, "2"), (1, "red"), (2, "x"), (3, "x"))
-    score_command.main(["folder", "--data", str(folder), "--answers", str(file)])
-    assert capsys.readouterr().out.startswith("folder  50.00  (accuracy in percent)\n")
 
 
 def test_questions_without_truths_are_named(folder):

@@ -1,8 +1,6 @@
-import json
-
 import pytest
 from benchmark_files import answer, write_lines
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepprune_jax.benchmarks.pope import Counts, says_yes, score
@@ -37,31 +35,6 @@ def layout(root):
         write_lines(root / "pope" / "coco" / f"coco_pope_{split}.json", rows)
     write_lines(root / "pope" / "llava_pope_test.jsonl", questions)
     return answers
-
-
-@pytest.mark.parametrize(
-    "text, yes",
-    [
-        ("Yes", True),
-        ("No", False),
-        ("no", False),
-        ("not", False),
-        ("No.", False),
-        ("No, there is not", False),
-        ("There is no dog. Yes", False),
-        ("Yes. No.", True),  # the first sentence only
-        ("NO", True),
-        ("no!", True),
-        ("Nope", True),
-        ("Not really", True),
-        ("No,thanks", True),
-        ("", True),
-        ("\nNo", True),  # split at blanks, not at white space
-        ("It is, no", False),
-    ],
-)
-def test_answers_are_read_as_the_official_program_reads_them(text, yes):
-    assert says_yes(text) is yes
 
 
 def official(text):
@@ -123,16 +96,6 @@ def test_order_does_not_matter_unless_asked(tmp_path):
     assert score(tmp_path, turned, join="position").headline == official
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.randoms(use_true_random=False), st.lists(st.text(max_size=8), min_size=9, max_size=9))
-def test_shuffled_answers_score_the_same(tmp_path_factory, shuffler, texts):
-    root = tmp_path_factory.mktemp("pope")
-    rows = [row | {"text": text} for row, text in zip(layout(root), texts, strict=True)]
-    straight = score(root, write_lines(root / "a.jsonl", rows))
-    shuffler.shuffle(rows)
-    assert score(root, write_lines(root / "b.jsonl", rows)).headline == straight.headline
-
-
 def test_duplicates_missing_and_unknown_answers_are_told(tmp_path):
     rows = layout(tmp_path)
     rows = [answer(1, "No"), *rows[:-1], answer(77, "No")]
@@ -146,27 +109,3 @@ def test_a_split_without_answers_is_refused(tmp_path):
     rows = layout(tmp_path)[:7]
     with pytest.raises(ValueError, match="no answer to a question of split popular"):
         score(tmp_path, write_lines(tmp_path / "a.jsonl", rows))
-
-
-def test_annotations_of_another_version_are_refused(tmp_path):
-    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
-    file = tmp_path / "pope" / "coco" / "coco_pope_random.json"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    other = rows[0] | {"text": "Is there a sea in the image?"}
-    for some in ([*rows, other], [*rows[:-1], other], rows[:-1], [{"text": "a?"}]):
-        write_lines(file, some)
-        with pytest.raises(ValueError, match=r"coco_pope_random.json"):
-            score(tmp_path, answers)
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"coco_pope_random.json: get it from .*e3e3926"):
-        score(tmp_path, answers)
-
-
-def test_another_layout_is_refused(tmp_path):
-    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"no folder pope/ in .*playground/data/eval"):
-        score(tmp_path / "pope", answers)
-    list_file = tmp_path / "pope" / "llava_pope_test.jsonl"
-    list_file.write_text(list_file.read_text().replace("popular", "common"))
-    with pytest.raises(ValueError, match=r"test.jsonl: line 8"):
-        score(tmp_path, answers)

@@ -1,4 +1,3 @@
-import importlib
 import json
 import subprocess
 import sys
@@ -73,11 +72,3 @@ def test_converting_says_where(tmp_path, capsys):
         convert_command.main([*options, str(answers)])
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.count("\n") == 1 and answers.name in error
-
-
-def test_the_public_names_are_found_without_being_imported():
-    package = importlib.import_module("stepprune_jax")
-    assert set(package.__all__) <= set(dir(package))
-    assert all(getattr(package, name) is not None for name in package.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'generat'"):
-        _ = package.generat

@@ -89,22 +89,3 @@ def test_an_answer_to_no_question_is_refused_by_line(root, image, prompt):
     answers = write(root, [("i1", "What number?" + OCR, "24"), (image, prompt, "24")])
     with pytest.raises(ValueError, match=r"a.jsonl: line 2: "):
         score(root, answers)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"data": []},
-        {"data": [PEOPLE[0], {"question": "x"}]},
-        {"data": [record("i1", "x", ["a"] * 9)]},
-        {"data": [record("i1", "x", [1] * 10)]},
-    ],
-)
-def test_other_annotations_are_refused_by_name(root, content):
-    path = write_json(root / "textvqa" / "TextVQA_0.5.1_val.json", content)
-    answers = write(root, [("i1", "What number?" + OCR, "24")])
-    with pytest.raises(ValueError, match=path.name):
-        score(root, answers)
-    path.unlink()
-    with pytest.raises(FileNotFoundError, match=path.name):
-        score(root, answers)

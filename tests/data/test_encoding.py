@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import VLM
 from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
-from stepprune_jax.inference.request import read_request
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.testing import llava_encoder
 
@@ -149,23 +147,6 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
     assert len(encoded.labels) == len(encoded.ids) and encoded.labels[-1] != IGNORE
 
 
-def test_training_and_generation_see_the_same_prompt(tokenizer, tmp_path):
-    from PIL import Image
-
-    from stepprune_jax.models.llava.config import LlavaConfig
-    from stepprune_jax.models.llava.images import ImageSettings
-
-    path = tmp_path / "a.png"
-    Image.new("RGB", (24, 24)).save(path)
-    config = LlavaConfig.from_hf(testing.tiny_hf_config(len(tokenizer)))
-    images = ImageSettings(resize_to=24, crop_to=(24, 24))
-    asked = read_request(VLM({}, config, tokenizer, images), ["What is this?"], [path])
-    encoded = llava_encoder(tokenizer).encode(["What is this?", "red"], 1)
-    assert tuple(encoded.ids[: len(asked.ids[0])]) == asked.ids[0]
-    assert encoded.labels[: len(asked.ids[0])] == [IGNORE] * len(asked.ids[0])
-    assert tuple(encoded.text) == asked.question_ids[0]
-
-
 def test_a_tokenizer_whose_pieces_cross_the_boundary_supervises_the_piece():
     import tokenizers
     import transformers
@@ -188,15 +169,3 @@ def test_tokenizers_without_places_are_refused(tokenizer):
 
     with pytest.raises(ValueError, match="expected a fast one"):
         llava_encoder(Slow()).encode(["a", "b"], 0)
-
-
-@pytest.mark.parametrize(
-    ("turns", "images", "message"),
-    [
-        ([], 0, r"expected questions each with an answer, got 0 turn"),
-        (["a"], 0, "got 1 turn"),
-    ],
-)
-def test_conversations_that_cannot_be_encoded_are_refused(tokenizer, turns, images, message):
-    with pytest.raises(ValueError, match=message):
-        llava_encoder(tokenizer).encode(turns, images)

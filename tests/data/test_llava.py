@@ -78,31 +78,28 @@ def test_a_first_message_of_the_assistant_is_dropped_even_if_nothing_else_was_sa
 
 
 GOOD = says("<image>\nWhat?", "red")
+OUTSIDE = '"image" must be a path inside the image folder'
 
 
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ("text", "expected a JSON object, got a string"),
+        ("text", 'expected a JSON object, got "text"'),
         ({"image": "a.png"}, '"conversations" is missing'),
-        ({"conversations": [{"from": "user", "value": "x"}]}, r'\[0\]: "from" must be "human"'),
         ({"conversations": says("a", "b", "c")}, "a question that has no answer"),
-        ({"conversations": says("a", " \n")}, r'conversations\[1\]: "value" is empty'),
+        ({"conversations": [{"from": "user", "value": "x"}]}, '[0]: "from" is "user", expected'),
+        ({"conversations": says("a", " \n")}, 'conversations[1]: "value" is " \\n", expected'),
         ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
-        (
-            {"conversations": says("a", "b", "<image>\nc", "d"), "image": "a.png"},
-            r"conversations\[2\].*first question only",
-        ),
-        ({"image": "../a.png", "conversations": GOOD}, '"image" must be a path inside the'),
-        ({"image": "/etc/passwd", "conversations": GOOD}, '"image" must be a path inside'),
-        ({"image": "C:\\a.png", "conversations": GOOD}, '"image" must be a path inside'),
+        ({"conversations": says("a", "b", "<image>c", "d"), "image": "a.png"}, "first question"),
+        ({"image": "../a.png", "conversations": GOOD}, OUTSIDE),
+        ({"image": "/etc/passwd", "conversations": GOOD}, OUTSIDE),
+        ({"image": "C:\\a.png", "conversations": GOOD}, OUTSIDE),
     ],
 )
 def test_bad_samples_are_refused_by_index_and_field(root, sample, message):
-    good = {"image": "a.png", "conversations": GOOD}
-    with pytest.raises(ValueError, match=message) as info:
-        conversations(root, good, sample)
-    assert "train.json: sample 1: " in str(info.value)
+    with pytest.raises(ValueError) as refused:
+        conversations(root, {"image": "a.png", "conversations": GOOD}, sample)
+    assert "train.json: sample 1: " in str(refused.value) and message in str(refused.value)
 
 
 def test_missing_images_and_folders_are_named(root):
@@ -114,28 +111,6 @@ def test_missing_images_and_folders_are_named(root):
     for name in ("deep", "x\0y", "n" * 5000):
         with pytest.raises(FileNotFoundError, match="sample 0"):
             conversations(root, {"image": name, "conversations": GOOD})
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[\n  {]\n", "line 2, column 4: not JSON"),
-        (b'[{"conversations": [', ", column 21: not JSON"),
-        (b"{}", "expected a JSON list, got an object"),
-        (b"[]", "expected at least one sample, got an empty list"),
-        (b"", ", column 1: not JSON"),
-        (b"[" * 200_000, "unreadable JSON"),
-        (b"[" + b"1" * 5000 + b"]", "unreadable JSON"),
-        (b'[\n"\xff"]', "line 2: not UTF-8"),
-    ],
-)
-def test_files_that_are_no_list_are_refused(root, content, message):
-    file = root / "train.json"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"train\.json.*{message}"):
-        read_conversations(file, root)
-    with pytest.raises(FileNotFoundError, match=r"no file at .*other\.json"):
-        read_conversations(root / "other.json", root)
 
 
 def test_marks_of_windows_are_accepted(root):
@@ -165,51 +140,37 @@ def test_questions_answers_and_scenes(root):
     assert read_scenes(file, asked[:2]) == [Scene(3, (4,)), Scene(3, ())]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (question(1), r'"question_id" \'1\' was already given at line 1'),
-        (question(None), '"question_id" must be a string, got null'),
-        (question(2, text="<image>\n"), '"text" is empty except for <image>'),
-        (question(2, image="../a.png"), '"image" must be a path inside'),
-    ],
-)
-def test_bad_questions_are_refused_by_line_and_field(root, row, message):
-    with pytest.raises(ValueError, match=rf"test\.jsonl: line 2: {message}"):
-        questions(root, question(1), row)
+def read(root, name, rows):
+    """Reads questions, or what belongs to three of them."""
+    file = write_lines(root, *rows, name=f"{name}.jsonl")
+    if name == "test":
+        return read_questions(file, root / "images")
+    asked = questions(root, *map(question, (1, 2, 3)))
+    return {"answers": read_answers, "scenes": read_scenes}[name](file, asked)
 
 
-def test_missing_images_of_questions_are_named(root):
-    with pytest.raises(FileNotFoundError, match=r'line 1: "image": no file at .*no\.png'):
-        questions(root, question(1, image="no.png"))
+def answer(number, text="x"):
+    return {"question_id": number, "answer": text}
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("name", "rows", "message"),
     [
-        ([("1", "x")], "answers.jsonl: no answer for question_id '2' and 1 more"),
-        ([("1", "x"), ("2", "y"), ("3", " ")], 'line 3: "answer" is empty'),
-        ([("1", "x"), ("9", "y")], "line 2: \"question_id\" '9' belongs to no question"),
-        ([("1", "x"), ("1", "y")], "line 2: \"question_id\" '1' was already given at line 1"),
-        ([("1", 4), ("2", "x"), ("3", "y")], 'line 1: "answer" must be a string, got a number'),
+        ("test", [question(), question()], "2: \"question_id\" '1' was already given at line 1"),
+        ("test", [question(), question(None)], '2: "question_id" is null, expected'),
+        ("test", [question(2, text="<image>\n")], '1: "text" is empty except for <image>'),
+        ("test", [question(2, image="../a.png")], f"1: {OUTSIDE}"),
+        ("test", [question(2, image="no.png")], '1: "image": no file at '),
+        ("answers", [answer(1)], ".jsonl: no answer for question_id '2' and 1 more"),
+        ("answers", [answer(1), answer(2), answer(3, " ")], '3: "answer" is " ", expected'),
+        ("answers", [answer(1), answer(9)], "2: \"question_id\" '9' belongs to no question"),
+        ("answers", [answer(1), answer(2, "\ud800"), answer(3)], '2: "answer" is "\\ud800"'),
+        ("answers", [answer(1, 4), answer(2), answer(3)], '1: "answer" is 4, expected a text'),
+        ("scenes", [answer(n) | {"complexity": 1} for n in (1, 2, 3)], '1: "relevant" is missing'),
+        ("scenes", [answer(n) | {"complexity": -1} for n in (1, 2, 3)], '1: "complexity" is -1'),
     ],
 )
-def test_answers_that_do_not_match_are_refused(root, rows, message):
-    asked = questions(root, *(question(n) for n in (1, 2, 3)))
-    rows = [{"question_id": name, "answer": answer} for name, answer in rows]
-    with pytest.raises(ValueError, match=message):
-        read_answers(write_lines(root, *rows, name="answers.jsonl"), asked)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"complexity": 2}, '"relevant" must be a list of patch numbers >= 0, got None'),
-        ({"complexity": -1, "relevant": []}, '"complexity" must be a whole number >= 0, got -1'),
-    ],
-)
-def test_bad_scenes_are_refused(root, fields, message):
-    asked = questions(root, question(1))
-    file = write_lines(root, {"question_id": 1, **fields}, name="scenes.jsonl")
-    with pytest.raises(ValueError, match=f"scenes.jsonl: line 1: {message}"):
-        read_scenes(file, asked)
+def test_bad_lines_are_refused_by_line_and_field(root, name, rows, message):
+    with pytest.raises((ValueError, FileNotFoundError)) as refused:
+        read(root, name, rows)
+    assert f"{root / name}.jsonl" in str(refused.value) and message in str(refused.value)

@@ -35,8 +35,6 @@ def test_finished_turns_end_as_the_reference_ends_them():
     assert LLAVA.conversation(turns) == expected == LLAVA.conversation([*turns, None])
     assert LLAVA.conversation(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
     assert LLAVA.conversation(["A?", "No."]).endswith("ASSISTANT: No.</s>")
-    with pytest.raises(ValueError, match="at least one turn"):
-        LLAVA.conversation([])
 
 
 def test_image_marks_go_in_front():
@@ -56,10 +54,7 @@ def test_marks_and_images_that_disagree_are_refused(tokenizer, marks, images):
         LLAVA.place_images(message, images)
     with pytest.raises(ValueError, match=expected):
         tokenize_with_images(tokenizer, LLAVA.conversation([message]), images)
-
-
-def test_images_without_a_mark_are_refused(tokenizer):
-    with pytest.raises(ValueError, match="the prompt has no <image>: add one for each"):
+    with pytest.raises(ValueError, match=r"has no <image>, but 1 image\(s\) are given"):
         tokenize_with_images(tokenizer, LLAVA.conversation(["What?"]), 1)
 
 
@@ -123,7 +118,3 @@ def test_batches_are_padded_at_the_right_end():
     np.testing.assert_array_equal(length, [3, 2])
     assert ids.dtype == length.dtype == np.int32
     assert pad_batch([[1], []], width=2)[0].tolist() == [[1, 0], [0, 0]]
-    with pytest.raises(ValueError, match="at least one prompt"):
-        pad_batch([])
-    with pytest.raises(ValueError, match="could not broadcast"):
-        pad_batch([[1, 2, 3]], width=2)

@@ -1,8 +1,5 @@
 """Rows of the table, question by question: what they keep and answer is what `generate` does."""
 
-import dataclasses
-from typing import ClassVar
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,8 +19,7 @@ from stepprune_jax.inference.sets import Batching, answer_all, rank_all
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import Budget, Method, Pruner, make_method
-from stepprune_jax.pruning.base import take
+from stepprune_jax.pruning import Budget, make_method
 from stepprune_jax.pruning.method import NO_PRUNING
 
 N, STEPS = 9, 4
@@ -125,36 +121,6 @@ def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, marg
     assert adaptive.texts == [a.text for a in alone]
     assert list(map(len, adaptive.order)) == adaptive.kept.tolist()
     assert 1 < adaptive.kept.mean() < 3 and adaptive.kept.std() > 0
-
-
-OWN = Budget("own")
-
-
-@dataclasses.dataclass(frozen=True)
-class AnyOrder(Pruner):
-    """Keeps what its parameters say: an order and a count for each question by its number."""
-
-    name: ClassVar[str] = "any"
-    budgets: ClassVar[tuple[str, ...]] = ("own",)
-    budget: Budget = OWN
-
-    def select(self, params, view, capacity):
-        order, count = params
-        return take(view.tokens, order[view.number], count[view.number], capacity)
-
-
-def test_any_selection_is_answered_as_by_generate(model, test, test_split):
-    random = np.random.default_rng(0)
-    order = random.permuted(np.tile(np.arange(N, dtype=np.int32), (15, 1)), axis=1)[:, :4]
-    count = random.integers(0, 5, 15).astype(np.int32)
-    count[:2] = 0, 4
-    method = Method(AnyOrder(), (jnp.asarray(order), jnp.asarray(count)))
-    said = ask(model, test_split, method)
-    assert [a.kept for a in said] == count.tolist()
-    alone = answer(model, method, test)
-    assert alone.texts == [a.text for a in said] and alone.kept.tolist() == count.tolist()
-    for row, picks in enumerate(alone.order):
-        assert picks.tolist() == sorted(order[row, : count[row]].tolist())
 
 
 def test_orders_do_not_depend_on_the_batch_or_the_number_of_steps(model, test):

@@ -209,15 +209,6 @@ def test_interrupted_runs_resume_with_what_is_missing(
     assert files(workdir) == whole
 
 
-def test_a_line_that_was_removed_is_answered_again_in_its_place(run, config, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    path = tmp_path / "run" / "answers" / "folder" / "stepprune-exact-77.8.jsonl"
-    rows = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(rows[:2] + rows[3:]))
-    generate_answers(config, tmp_path / "run")
-    assert files(tmp_path / "run") == files(run)
-
-
 def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")

@@ -76,42 +76,10 @@ def test_budgets_are_shares_of_each_image(world):
     assert made["share"] == SHARE and made["min_pixels"] == 256
 
 
-@pytest.mark.slow
-def test_every_pruner_without_a_class_token_answers(world, tmp_path):
-    run, _, tokens = world
-    names = "random,grid,fastv,sparsevlm,pyramiddrop,dart,holov,visionzip"
-    free = "pyramiddrop average=False; sparsevlm average=False"
-    layer = "fastv layer=1; dart layer=1"
-    folder = generate_answers(changed(run, methods=names, options=f"{layer}; {free}"), tmp_path)
-    found = {path.stem for path in folder["pope"].glob("*.jsonl")}
-    assert len(found) == len(names.split(",")), found
-    for path in folder["pope"].glob("*.jsonl"):
-        lines = list(map(json.loads, path.read_text().splitlines()))
-        assert lines and all(0 < line["kept"] <= max(tokens.values()) for line in lines)
-
-
 @pytest.mark.parametrize("name", ["cls", "prumerge", "prumerge_plus"])
 def test_pruners_that_need_a_class_token_are_refused_by_name(world, tmp_path, name):
     with pytest.raises(ValueError, match=rf"{name}: the model's tower has no \[CLS\] attention"):
         generate_answers(changed(world[0], methods=name), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Glyph", "ignore:.*:UserWarning")
-def test_the_benchmarks_of_the_papers_second_table_are_scored(world, tmp_path):
-    run, workdir, _ = world
-    shutil.copy(workdir / "policy.safetensors", tmp_path)
-    names = ["mmbench", "mme", "pope", "scienceqa", "textvqa"]
-    run = changed(run, benchmarks=",".join(names), textvqa_ocr=False, methods="all,StepPrune")
-    evaluate(run, tmp_path)
-    table = json.loads((tmp_path / "report" / "table.json").read_text())
-    assert [(row["method"], row["mode"]) for row in table] == [
-        ("all tokens", "exact"),
-        ("StepPrune, own stop", "adaptive"),
-        ("StepPrune", "exact"),
-        ("StepPrune", "adaptive"),
-    ]
-    assert all(row[f"{name}_mean_k"] > 0 for row in table for name in names)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.evaluation import table as module
 from stepprune_jax.evaluation.cells import csv_table, markdown_cell
-from stepprune_jax.evaluation.names import row_place
 from stepprune_jax.evaluation.scores import read_scores, score_file
 from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
@@ -93,21 +92,6 @@ def test_one_benchmark_has_a_table_of_all_figures():
     assert "no row of all tokens" in as_markdown(merge_scores({"run": [known]}))
     many = [score("pope", "grid", 77.8, 80.0, num_tokens=2880, budget=b) for b in (640, 641)]
     assert [row.budget for row in merge_scores({"run": many}).rows] == [641, 640]
-
-
-def test_rows_stand_in_one_order():
-    labels = ["random", "mine", "StepPrune"]
-    rows = [
-        ("all tokens", "exact", 9),
-        ("StepPrune, own stop", "adaptive", None),
-        ("random", "exact", 4),
-        ("mine", "exact", 4),
-        ("StepPrune", "exact", 4),
-        ("StepPrune", "adaptive", 4),
-        ("an unknown one", "exact", 4),
-        ("random", "exact", 2),
-    ]
-    assert sorted(rows[::-1], key=lambda row: row_place(*row, labels)) == rows
 
 
 def test_runs_are_merged_and_rows_that_differ_are_told_apart():

@@ -1,14 +1,13 @@
 """The second level of the shapes world: crowds of look-alikes, and chains of neighbours."""
 
-import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from experiments.shapes import LEVELS, Scene, Shape, patch_labels, scene_at, write_world
-from experiments.shapes.crowds import FAMILIES, alike, chains, distances, neighbours
+from experiments.shapes.crowds import alike, distances
 from experiments.shapes.scene import COLORS, SHAPES
 from stepprune_jax.data.llava import read_questions, read_scenes
 
@@ -45,76 +44,6 @@ CHAIN = scene_of(
     at("triangle", "blue", 14, 14),
     at("cross", "red", 9, 0),
 )
-
-
-def ask_all(family, scene, draws=60):
-    random = np.random.default_rng(0)
-    found = {q.text: q for q in (FAMILIES[family](scene, random, 16) for _ in range(draws)) if q}
-    return {text: query[2:4] for text, query in found.items()}
-
-
-def test_neighbours_are_the_nearest_of_a_row_or_column_within_three_patches():
-    square, circle, diamond, triangle, cross = CHAIN.shapes[:5]
-    found = neighbours(CHAIN)
-    assert found[square] == {"left": circle, "down": cross}
-    assert found[circle] == {"left": diamond, "right": square, "down": triangle}
-    assert found[triangle] == {"right": cross, "up": circle}
-    assert found[CHAIN.shapes[5]] == {}
-    ways = {way.directions for way in chains(CHAIN, [square], 3)}
-    # Up from the triangle is the circle again, which no chain returns to.
-    expected = {("left", "down", "right"), ("down", "left", "up")}
-    assert ways == expected
-
-
-def test_the_steps_of_a_scene_are_asked_in_the_order_of_their_patches():
-    assert ask_all("one step", CHAIN) == {
-        "From the square go left: what color is there?": ("blue", (38, 36)),
-        "From the square go down: what color is there?": ("green", (38, 86)),
-    }
-    assert ask_all("two steps", CHAIN) == {
-        "From the square go left then left: what color is there?": ("blue", (38, 36, 35)),
-        "From the square go left then down: what color is there?": ("green", (38, 36, 84)),
-        "From the square go down then left: what color is there?": ("green", (38, 86, 84)),
-    }
-    assert ask_all("three steps", CHAIN) == {
-        "From the square go left then down then right: what color is there?": (
-            "green",
-            (38, 36, 84, 86),
-        ),
-        "From the square go down then left then up: what color is there?": (
-            "blue",
-            (38, 86, 84, 36),
-        ),
-    }
-
-
-def test_a_sole_colour_is_a_start_too_and_mentions_follow_the_words():
-    scene = scene_of(
-        at("cross", "red", 7, 7), at("circle", "blue", 7, 9), at("cross", "blue", 0, 0)
-    )
-    random = np.random.default_rng(0)
-    queries = {FAMILIES["one step"](scene, random, 16) for _ in range(20)} - {None}
-    by_text = {query.text: query for query in queries}
-    query = by_text["From the red shape go right: what shape is there?"]
-    assert (query.answer, query.relevant) == ("circle", (119, 121))
-    assert [mention.word for mention in query.mentions] == ["shape", "right"]
-    places = [mention.place for mention in query.mentions]
-    expected = [(45 / 96, 45 / 96, 2.5 / 96), (57 / 96, 45 / 96, 2.5 / 96)]
-    np.testing.assert_allclose(places, expected)
-
-
-def test_one_of_each_kind_or_colour_is_counted():
-    assert ask_all("distinct", CHAIN) == {
-        # The first of each in reading order: diamond, circle, square, triangle, cross.
-        "How many kinds of shapes are there?": ("five", (35, 36, 38, 84, 86)),
-        "How many colors of shapes are there?": ("three", (35, 38, 84)),
-    }
-
-
-def test_the_odd_one_is_asked_for_where_there_is_only_one():
-    assert ask_all("odd", CHAIN) == {"What shape is there only once?": ("square", (38,))}
-    two = scene_of(*CHAIN.shapes[:1], at("circle", "red", 0, 0), at("cross", "red", 1, 1))
-    assert ask_all("odd", two) == {}
 
 
 def test_look_alikes_and_distances():
@@ -177,40 +106,17 @@ def test_a_crowd_has_twenty_to_forty_shapes_one_to_a_patch_most_of_them_look_ali
     assert len({len(scene.shapes) for scene in scenes}) > 15
 
 
-def test_no_answer_follows_from_the_question_nor_from_a_majority(asked):
-    by_text, by_family, told = defaultdict(Counter), defaultdict(Counter), defaultdict(list)
-    for _, query in asked[::2]:
-        by_text[query.text][query.answer] += 1
-        by_family[query.family][query.answer] += 1
-    for _, query in asked[1::2]:
-        best = by_text[query.text] or by_family[query.family]
-        told[query.family].append(best.most_common(1)[0][0] == query.answer)
-    rates = {family: np.mean(right) for family, right in told.items()}
-    print({family: round(100 * float(rate), 1) for family, rate in rates.items()})
-    for family, rate in rates.items():
-        # A coin for yes and no, a quarter for two to five, a fifth or a sixth for looks; the rest
-        # is the chance of a small sample.
-        most = {"existence": 0.65, "distinct": 0.4}.get(family, 0.38)
-        assert rate < most, (family, rate)
-
-
-def test_a_world_of_the_second_level_is_ordinary_data_and_the_same_every_time(tmp_path):
-    one, two = (write_world(tmp_path / name, patches=True, **SMALL) for name in "ab")
-    names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
-    assert names == sorted(path.relative_to(two) for path in two.rglob("*") if path.is_file())
-    for name in names:
-        assert (one / name).read_bytes() == (two / name).read_bytes()
-    manifest = json.loads((one / "world.json").read_text())
-    assert [manifest[name] for name in ("level", "side", "grid")] == [2, 160, 16]
-    questions = read_questions(one / "test.jsonl", one / "images")
-    facts = read_scenes(one / "test_scenes.jsonl", questions)
+def test_a_world_of_the_second_level_has_labels_of_its_own(tmp_path):
+    world = write_world(tmp_path, patches=True, **SMALL)
+    questions = read_questions(world / "test.jsonl", world / "images")
+    facts = read_scenes(world / "test_scenes.jsonl", questions)
     drawn = [scene_at(4, "test", number, level=2) for number in range(2)]
     expected = [(query.relevant, alike(s, 16)) for s, queries in drawn for query in queries]
     assert [(f.relevant, [list(g) for g in f.alike]) for f in facts] == expected
-    with np.load(one / "train_patches.npz") as labels:
+    with np.load(world / "train_patches.npz") as labels:
         assert labels["value_next"].shape == (3, 256, 4) and labels["class_kind"].max() <= 5
         assert labels["words_down"].tolist() == ["up", "down"]
-    with np.load(one / "train_mentions.npz") as mentions:
+    with np.load(world / "train_mentions.npz") as mentions:
         value, sample, exchange = (mentions[name] for name in ("value", "sample", "exchange"))
     chains = 0
     for number in range(3):
@@ -222,7 +128,3 @@ def test_a_world_of_the_second_level_is_ordinary_data_and_the_same_every_time(tm
                 assert len(look) == 2 and query.answer in look
                 chains += 1
     assert chains > 5
-    with pytest.raises(ValueError, match=r"other settings .*level is 2, not None"):
-        write_world(one, **{**SMALL, "level": 1, "side": 160, "grid": 16}, patches=True)
-    with pytest.raises(ValueError, match="level of the shapes world is 3, expected one of 1, 2"):
-        write_world(tmp_path / "c", **{**SMALL, "level": 3})

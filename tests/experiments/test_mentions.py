@@ -34,14 +34,10 @@ ROWS = Mentions(
 )
 
 
-@pytest.fixture(scope="module")
-def packed():
+def test_each_mention_is_found_after_the_one_before():
     tokenizer = build_tokenizer(TURNS, TEMPLATE)
-    return tokenizer, pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)])
-
-
-def test_each_mention_is_found_after_the_one_before(packed):
-    tokenizer, rows = packed
+    sample = Sample("a", pathlib.Path("a.png"), TURNS, 0)
+    rows = pack(llava_encoder(tokenizer), [sample])
     placed = place_mentions(tokenizer, rows, ROWS)
     # is the cup left of the cup ? assistant : yes </s> where is the cup
     assert placed.slot.tolist() == [[2, 6, 15]]
@@ -49,12 +45,28 @@ def test_each_mention_is_found_after_the_one_before(packed):
     np.testing.assert_array_equal(placed.value, [[[-1], [1], [np.nan]]])
     cup = tokenizer.convert_tokens_to_ids("cup")
     assert rows.ids[0, placed.slot[0]].tolist() == [cup] * 3
-
-
-def test_mentions_of_what_did_not_fit_are_left_out():
-    tokenizer = build_tokenizer(TURNS, TEMPLATE)
-    short = pack(llava_encoder(tokenizer), [Sample("a", pathlib.Path("a.png"), TURNS, 0)], most=12)
+    # Of what does not fit nothing is mentioned.
+    short = pack(llava_encoder(tokenizer), [sample], most=12)
     assert place_mentions(tokenizer, short, ROWS).slot.tolist() == [[2, 6]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"word": np.array(["cup", "cup"])},
+        {"other": np.array([1.0])},
+        {"sample": np.array([0, 0, 1])},
+        {"exchange": np.array([1, 0, 1])},
+        {"number": np.array([1, -1, 3])},
+    ],
+)
+def test_labels_of_other_samples_are_refused(tmp_path, change):
+    file = tmp_path / "train_mentions.npz"
+    np.savez(file, **ROWS._asdict())
+    assert read_mentions(file, 1).word.tolist() == ["cup"] * 3
+    np.savez(file, **ROWS._asdict() | change)
+    with pytest.raises(ValueError, match=r"train_mentions\.npz: expected "):
+        read_mentions(file, 1)
 
 
 def test_the_loss_by_hand():

@@ -1,11 +1,9 @@
-import functools
 import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from visual import visual_of
 
 from experiments.pretrain.images import Images
 from experiments.pretrain.language import (
@@ -24,7 +22,6 @@ from experiments.pretrain.language import (
 from experiments.pretrain.packing import pack
 from experiments.pretrain.small_llava import TEMPLATE
 from experiments.pretrain.vocabulary import build_tokenizer
-from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
@@ -81,70 +78,10 @@ def test_a_row_by_hand(encoder):
     )
 
 
-def test_each_exchange_is_tokenised_once(encoder, monkeypatch):
-    seen, encode = [], ConversationEncoder.encode
-
-    def spy(self, turns, images):
-        seen.append(turns)
-        return encode(self, turns, images)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ConversationEncoder, "encode", spy)
-        again = pack(encoder, SAMPLES)
-    assert len(seen) == len(set(seen)) == 4
-    alone = [pack(encoder, [sample]) for sample in SAMPLES]
-    for row, one in enumerate(alone):
-        width = one.ids.shape[1]
-        np.testing.assert_array_equal(again.ids[row, :width], one.ids[0])
-
-
-def test_what_does_not_fit_is_left_out(encoder):
-    packed = pack(encoder, SAMPLES, most=10)
-    assert packed.segment.max() == 1 and packed.ids.shape == (3, 16)
-
-
-@pytest.mark.parametrize("kept", [4, pytest.param(None, marks=pytest.mark.slow)])
-def test_packed_logits_are_those_of_each_prompt_alone(encoder, model, kept):
-    params, config = model
-    packed = pack(encoder, SAMPLES)
-    features = jax.random.normal(jax.random.key(1), (3, 9, 16))
-    index = jnp.broadcast_to(jnp.arange(9), (3, 9))
-    if kept:
-        index = jnp.array([[0, 2, 5, 8], [1, 2, 3, 4], [0, 1, 7, 8]])
-        features = jnp.take_along_axis(features, index[..., None], axis=1)
-    visual = config.family.project(params, config, features)
-    nothing = jnp.zeros((3, 0), jnp.int32)
-    run = jax.jit(run_packed, static_argnums=1)
-    ours, _ = run(params, config, seen_at(visual, index), packed, nothing)
-    single = jax.jit(functools.partial(prompt_logits, config=config))
-    for row, turns in enumerate(TURNS):
-        at = 0
-        for number in range(0, len(turns), 2):
-            encoded = encoder.encode(turns[number : number + 2], 1)
-            ids = np.zeros(24, np.int32)
-            ids[: len(encoded.ids)] = encoded.ids
-            logits = single(params, ids[None], len(encoded.ids), visual[row], index[row])
-            shown = index.shape[1]
-            for place, label in enumerate(encoded.labels):
-                if label >= 0:
-                    # One place before its own; the image takes `shown` places and not one.
-                    expected = logits[place - 1 + shown - 1]
-                    np.testing.assert_allclose(ours[row, at], expected, atol=1e-5)
-                    assert packed.label[row, at] == label
-                    at += 1
-        assert (packed.label[row, at:] == -1).all()
-
-
 def seen_at(visual, index):
     """Visual tokens of images of 3 x 3, none of them padding or noise."""
     every = jnp.ones(index.shape, bool)
     return Seen(visual, index, every, every, jnp.full((len(index), 2), 3))
-
-
-def prompt_logits(params, ids, length, visual, index, config):
-    visual = visual_of(config, visual[None, None], index)
-    sequence = vlm.assemble(params, config, ids, jnp.array([length]), visual)
-    return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 
 def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(encoder, model):
@@ -188,17 +125,6 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
     named = near[np.arange(18), shown[shown > 0] - 1]
     naming = np.mean(np.log(np.exp(near).sum(1)) - named)
     np.testing.assert_allclose(loss, mean + 0.25 * naming, rtol=1e-5)
-
-
-def test_thinning_keeps_different_tokens_in_raster_order():
-    saliency = jax.random.uniform(jax.random.key(0), (50, 30), minval=0.01)
-    every = jnp.ones((50, 30), bool)
-    sharpness = jnp.linspace(0, 2, 50)
-    index = np.asarray(thinned(jax.random.key(1), jnp.log(saliency), 7, sharpness, every))
-    assert index.shape == (50, 7) and (np.diff(index, axis=1) > 0).all()
-    assert index.min() >= 0 and index.max() < 30
-    everything = thinned(jax.random.key(1), jnp.log(saliency), 30, jnp.zeros(50), every)
-    np.testing.assert_array_equal(everything, np.tile(np.arange(30), (50, 1)))
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,7 @@ def test_the_system_sentence_is_one_token(tokenizer):
 def test_ids_depend_on_the_words_and_not_on_their_order():
     one, two = build_tokenizer(TEXTS, TEMPLATE), build_tokenizer(TEXTS[::-1], TEMPLATE)
     assert one.get_vocab() == two.get_vocab()
-    few = build_tokenizer(TEXTS, TEMPLATE, most_words=3)
-    assert len(few) == 3 + 3 + 2
-    assert few("the").input_ids != [1, 0]
+    assert len(build_tokenizer(TEXTS, TEMPLATE, most_words=3)) == 3 + 3 + 2
 
 
 def test_another_vocabulary_keeps_the_rows_of_words_that_both_have():

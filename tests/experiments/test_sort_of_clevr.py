@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from PIL import Image
-from sort_of_clevr_file import CODES, HALF, RGB, SIDE, Python2, code, draw, entry, place
+from sort_of_clevr_file import CODES, HALF, RGB, SIDE, Python2, draw, entry, place
 
 from experiments.datasets import sort_of_clevr
 from stepprune_jax.data import check
@@ -110,7 +110,7 @@ def test_ternary_questions_are_taken_where_wanted(worlds, tmp_path):
     found = [(q.text, a, q.category) for q, a in zip(asked, answers, strict=True)]
     assert found[:3] == found[39:42] == TERNARY_WORDS
     source = write(tmp_path / "soc.pickle", worlds)
-    with pytest.raises(ValueError, match="train: there are no ternary questions"):
+    with pytest.raises(ValueError, match="train: expected ternary questions, got none"):
         sort_of_clevr.convert(source, tmp_path, ternary=True)
 
 
@@ -125,19 +125,13 @@ def with_(things, change):
     return made
 
 
-def two_colors():
-    bits = code(11, 0, 0, "red")
-    bits[1] = 1
-    return bits
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ((0, [[1.0]]), "expected an image of floats .height, width, 3., got list"),
-        ((0, np.ones((6, 10))), r"image of floats .*, got an array \[6, 10\] of float64"),
+        ((0, [[1.0]]), "expected an image .*, got list"),
+        ((0, np.ones((6, 10))), r"got an array \[6, 10\] of float64"),
         ((0, np.ones((4, 4, 3), np.uint8)), r"got an array \[4, 4, 3\] of uint8"),
-        ((0, np.full((4, 4, 3), 2.0)), "expected an image of values from 0 to 1"),
+        ((0, np.full((4, 4, 3), 2.0)), "numbers from 0 to 1"),
     ],
 )
 def test_entries_of_another_form_are_refused_before_anything_is_written(

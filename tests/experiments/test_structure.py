@@ -26,12 +26,6 @@ def test_the_code_is_cosines_and_sines_of_odd_multiples_of_the_place():
     np.testing.assert_allclose(third, expected, atol=1e-7)
 
 
-def test_a_shift_by_hand():
-    # One row further: (1, 0) of the row turns by pi / 2 to (0, 1); the column stays.
-    turned = np.array([1, 0, 0, 1]) @ shift((1, 0), 2, 4)
-    np.testing.assert_allclose(turned, [0, 1, 0, 1], atol=1e-7)
-
-
 @pytest.mark.parametrize("offset", [(-1, -1), (0, 1), (1, -1), (2, 0), (-2, 2)])
 def test_a_shift_turns_a_code_into_that_of_the_neighbour(offset):
     side, width = 6, 16

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from stepprune_jax import configurations
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
@@ -77,11 +78,11 @@ class Programs:
         """Returns the names of the programs."""
         return tuple(self._table())
 
-    def trace(self, name: str) -> Any:
+    def trace(self, name: str) -> jax.stages.Traced:
         """Traces a program; the result has `lower`."""
         return self._table()[name]()
 
-    def _table(self) -> dict[str, Callable[[], Any]]:
+    def _table(self) -> dict[str, Callable[[], jax.stages.Traced]]:
         table = {
             "update": self._update,
             "statistics": self._statistics,
@@ -111,7 +112,7 @@ class Programs:
 
     # Shapes and their shardings.
 
-    def _place(self, tree: Any, rules: Any = _WHOLE) -> Any:
+    def _place(self, tree: PyTree, rules: Sequence[tuple[str, P]] = _WHOLE) -> PyTree:
         """Returns shapes with the shardings of the rules."""
         return jax.tree.map(
             lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
@@ -119,30 +120,30 @@ class Programs:
             shardings(tree, rules, self._mesh),
         )
 
-    def _by_rows(self, tree: Any) -> Any:
+    def _by_rows(self, tree: PyTree) -> PyTree:
         """Returns shapes with a leading row axis, split if the mesh divides it."""
         rows = jax.tree.leaves(tree)[0].shape[0]
         return self._place(tree, _WHOLE if rows % row_count(self._mesh) else BATCH_RULES)
 
     @functools.cached_property
-    def _trained_through(self) -> Any:
+    def _trained_through(self) -> PyTree:
         """Returns the frozen weights as in training, with all layers stacked."""
         return plan.abstract_weights(self._setup, self._dtype)
 
     @functools.cached_property
-    def _weights(self) -> Any:
+    def _weights(self) -> PyTree:
         """Returns the frozen weights as loaded for inference."""
         platform = self._mesh.devices.flat[0].platform
         weights = vlm.abstract_params(self._model, self._dtype, "auto", platform)
         return self._place(weights, self._model.family.SHARDING_RULES)
 
     @functools.cached_property
-    def _policy(self) -> Any:
+    def _policy(self) -> PyTree:
         key = jax.random.key(0)
         return self._place(jax.eval_shape(lambda: self._setup.method.init(key)))
 
     @functools.cached_property
-    def _stats(self) -> Any:
+    def _stats(self) -> PyTree:
         return self._place(jax.eval_shape(lambda: FeatureStats.start(self._model.feature_width)))
 
     @property
@@ -155,10 +156,10 @@ class Programs:
         layer = min(FastV.layer, self._model.text.num_layers - 1)
         return FastV(Budget("count", self._kept), layer)
 
-    def _pixels(self, rows: int) -> Any:
+    def _pixels(self, rows: int) -> PyTree:
         return self._by_rows(self._model.family.max_pixels(self._model, rows))
 
-    def _features(self, rows: int) -> Any:
+    def _features(self, rows: int) -> PyTree:
         return _shape((rows, self._tokens, self._model.feature_width), self._dtype)
 
     def _kept_tokens(self, rows: int, count: int) -> Kept:
@@ -182,16 +183,16 @@ class Programs:
 
     # Training.
 
-    def _update(self) -> Any:
+    def _update(self) -> jax.stages.Traced:
         return plan.trace_update(self._setup, self._dtype, self._rows, self._bucket)
 
-    def _statistics(self) -> Any:
+    def _statistics(self) -> jax.stages.Traced:
         tokens = self._by_rows(_shape((self._rows,)))
         return step.gather_stats.trace(
             self._trained_through, self._stats, self._pixels(self._rows), tokens, setup=self._setup
         )
 
-    def _validation(self) -> Any:
+    def _validation(self) -> jax.stages.Traced:
         kept = self._kept_tokens(self._rows, self._kept)
         targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
         return jit_for_weights(row_losses, ("model", "options")).trace(
@@ -204,7 +205,7 @@ class Programs:
 
     # From images to answers: `inference.programs`.
 
-    def _tower(self) -> Any:
+    def _tower(self) -> jax.stages.Traced:
         return programs.run_encode.trace(
             self._weights,
             self._model,
@@ -225,13 +226,13 @@ class Programs:
         plan = Plan(pruner, capacity, execution=self._execution, mesh=self._mesh)
         return learned, plan
 
-    def _select(self, budget: Budget, rows: int) -> Any:
+    def _select(self, budget: Budget, rows: int) -> jax.stages.Traced:
         learned, plan = self._choosing(budget)
         return programs.run_choose.trace(
             self._weights, self._model, learned, self._pairs(rows), plan=plan
         )
 
-    def _rank(self) -> Any:
+    def _rank(self) -> jax.stages.Traced:
         pruner, learned = self._pruner(Budget("count", self._kept))
         return programs.run_rank.trace(
             self._weights,
@@ -242,12 +243,12 @@ class Programs:
             steps=pruner.most(self._tokens),
         )
 
-    def _take(self) -> Any:
+    def _take(self) -> jax.stages.Traced:
         order, count = _shape((self._rows, self._tokens)), _shape((self._rows,))
         arrays = self._by_rows((self._features(self._rows), order, count))
         return programs.run_take.trace(*arrays, capacity=self._kept)
 
-    def _begin(self, pruner: Pruner | None) -> tuple[tuple[Any, ...], Plan]:
+    def _begin(self, pruner: Pruner | None) -> tuple[tuple[PyTree, ...], Plan]:
         """Returns arguments of `programs.begin` after the weights, with all visual tokens."""
         plan = Plan(
             slots=(self._slots(self._tokens),),
@@ -273,11 +274,11 @@ class Programs:
     def _sampling(self) -> Sampling:
         return self._place(jax.eval_shape(lambda: greedy((0,))))
 
-    def _prefill(self, pruner: Pruner | None = None) -> Any:
+    def _prefill(self, pruner: Pruner | None = None) -> jax.stages.Traced:
         arrays, plan = self._begin(pruner)
         return programs.run_begin.trace(self._weights, self._model, *arrays, plan=plan)
 
-    def _answer(self, rows: int) -> Any:
+    def _answer(self, rows: int) -> jax.stages.Traced:
         """Traces from pixels to the first token at an exact budget."""
         learned, plan = self._choosing(Budget("count", self._kept))
         pairs = self._pairs(rows)._replace(images=self._pixels(rows), taps=None)
@@ -288,7 +289,7 @@ class Programs:
             plan=dataclasses.replace(plan, slots=(self._slots(self._kept),), max_tokens=NEW_TOKENS),
         )
 
-    def _decode(self, pruner: Pruner | None = None) -> Any:
+    def _decode(self, pruner: Pruner | None = None) -> jax.stages.Traced:
         arrays, plan = self._begin(pruner)
         begin = functools.partial(programs.begin, plan=dataclasses.replace(plan, mesh=None))
         arguments = (self._weights, *arrays)
@@ -307,18 +308,18 @@ class Programs:
 
     # The policy alone.
 
-    def _choose(self, function: Callable[..., Any], rows: int) -> Any:
+    def _choose(self, function: Callable[..., PyTree], rows: int) -> jax.stages.Traced:
         """Traces the selection over a memory."""
         config = self._setup.method.config
         shape = (rows, self._tokens + 1, config.policy_width)
         memory = self._by_rows(_shape(shape, compute_dtype(config, self._dtype)))
 
         @functools.wraps(function)
-        def run(params: Any, memory: Any) -> Any:
+        def run(params: PyTree, memory: PyTree) -> PyTree:
             return function(params, config, start_episode(params, config, memory))
 
         return jax.jit(run).trace(self._policy, memory)
 
 
-def _shape(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+def _shape(shape: tuple[int, ...], dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)

@@ -80,12 +80,6 @@ def test_loops_by_hand():
     assert loops(PROGRAM) == (Loop("jit(f)/while", 5), Loop("jit(f)/while/body/while", 2))
 
 
-def test_a_line_more_in_a_loop_is_a_kernel_more():
-    line = "  %v = f32[4]{0} get-tuple-element(%product), index=0\n"
-    more = PROGRAM.replace(line, f"{line}  %c = f32[4]{{0}} copy(%v)\n")
-    assert [loop.kernels for loop in loops(more)] == [6, 2]
-
-
 def test_branches_by_predicate_are_read_too():
     old = "branch_computations={%small, %large}"
     assert old in PROGRAM

@@ -9,12 +9,10 @@ from jax.sharding import Mesh
 
 from stepprune_jax import testing
 from stepprune_jax.command_line import one_line_errors
-from stepprune_jax.efficiency.model_shapes import MODELS
-from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.sharding import build_mesh
 from tools.aot import __main__ as command
-from tools.aot.programs import DTYPES, ROWS, Programs, load_run, model_of
+from tools.aot.programs import ROWS, Programs, load_run, model_of
 
 TRAINING = {"update", "statistics", "validation"}
 ANSWERING = {"tower", "rank", "take", "prefill", "prefill cut", "decode", "decode cut"}
@@ -92,27 +90,6 @@ def test_a_selector_without_a_stop_is_asked_for_counts_alone(tmp_path):
     assert set(Programs(run, build_mesh(), "float32").names()) == TRAINING | ANSWERING | SELECT
 
 
-def test_published_models_need_no_folder():
-    for file, name in (("llava7b", "llava-7b"), ("llava13b", "llava-13b")):
-        shape = LlavaConfig.from_hf(MODELS[name])
-        assert model_of(load_run(f"configs/{file}.py:literal")) == shape
-    assert model_of(load_run("configs/shapes.py")).max_image_tokens == 144
-
-
-def test_every_configuration_is_in_the_full_table():
-    wanted = {
-        f"configs/{name}.py{arg}" for name in ("shapes", "llava7b") for arg in ("", ":literal")
-    }
-    listed = {config for group in command.FULL for config in group.configs}
-    assert listed == wanted
-    for group in (*command.FULL, *command.SHORT):
-        assert set(group.programs) <= ALL and set(group.dtypes) <= set(DTYPES)
-        for name in group.targets:
-            targets.read_name(name)
-        for config in group.configs:
-            load_run(config, group.changes)
-
-
 @pytest.fixture
 def cpu_target(monkeypatch):
     """A target whose devices are virtual CPUs of the name of a card."""
@@ -178,21 +155,23 @@ def test_results_are_kept_for_the_next_run(cpu_target, capsys, monkeypatch, tmp_
     assert "results.jsonl, line 1: expected a result" in capsys.readouterr().err
 
 
-def test_a_failure_is_a_line_and_the_exit_status(cpu_target, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("reason", "cell", "status"),
+    [
+        (
+            "INVALID_ARGUMENT: Reshape | shapes\nmust be the same",
+            "FAILED: INVALID_ARGUMENT: Reshape / shapes must be the same",
+            1,
+        ),
+        ("RESOURCE_EXHAUSTED: Ran out of memory in hbm", "does not fit", 0),
+    ],
+)
+def test_what_does_not_compile_is_a_line(cpu_target, capsys, monkeypatch, reason, cell, status):
     def fail(self, lowered):
-        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Reshape | shapes\nmust be the same")
+        raise jax.errors.JaxRuntimeError(reason)
 
     monkeypatch.setattr(cpu_target, "compile", fail)
-    assert command.main(["--target", "h200", "--program", "take"]) == 1
+    assert command.main(["--target", "h200", "--program", "take"]) == status
     out, err = capsys.readouterr()
-    assert "FAILED: INVALID_ARGUMENT: Reshape / shapes must be the same |" in out
-    assert "1 program(s) failed to compile" in err
-
-
-def test_a_program_that_does_not_fit_is_a_result(cpu_target, capsys, monkeypatch):
-    def fail(self, lowered):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm")
-
-    monkeypatch.setattr(cpu_target, "compile", fail)
-    assert command.main(["--target", "h200", "--program", "take"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("| does not fit |")
+    assert out.splitlines()[-1].endswith(f"| {cell} |")
+    assert ("1 program(s) failed to compile" in err) == bool(status)
