@@ -10,7 +10,7 @@ import pytest
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.user_input import is_user_error
 from stepprune_jax.workdir.checkpoints import Checkpoints
-from stepprune_jax.workdir.metrics import MetricsLog, read_rows
+from stepprune_jax.workdir.metrics import MetricsLog, keep_until, read_rows
 
 
 def refuse(*_, **__):
@@ -80,5 +80,8 @@ def test_metrics_that_were_deleted_before_resuming_are_missed(tmp_path, capsys):
 
 
 def test_a_line_nested_too_deep_is_a_broken_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + "[" * 100_000 + '\n{"step": 2}\n')
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+    keep_until(path, 1)
+    assert path.read_text() == '{"step": 1}\n'
