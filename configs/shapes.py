@@ -33,7 +33,7 @@ def get_config(reading: str = "") -> training.Run:
                 "StepPrune is the one training run of this folder. AutoSelect-like, a one-shot "
                 "scorer with the same gate, and StepPrune literal are one earlier run each.",
                 "Runs of one recipe differ as much as these methods do, so that no order of the "
-                "trained rows is shown here: experiments/RESULTS.md has five runs of each.",
+                "trained rows is shown here: experiments/RESULTS.md has several runs of each.",
             ),
         ),
     )

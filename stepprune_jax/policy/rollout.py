@@ -200,6 +200,16 @@ def best_tokens(
     return jax.lax.top_k(masked(image, available), group)[1].astype(jnp.int32)
 
 
+def strongest(
+    image: Float[Array, "b n"], available: Bool[Array, "b n"], choice: Int[Array, "b g"]
+) -> Float[Array, "b g"]:
+    """Returns the largest logit that is left before each choice of a group."""
+    chosen = choice[..., None] == jnp.arange(image.shape[1])
+    earlier = (jnp.cumsum(chosen, axis=1) - chosen) > 0
+    left = jnp.where(earlier, jnp.finfo(image.dtype).min, masked(image, available)[:, None])
+    return jnp.max(left, axis=-1)
+
+
 def masked(image: Float[Array, "*b n"], available: Bool[Array, "*b n"]) -> Float[Array, "*b n"]:
     """Replaces the logits of tokens that cannot be chosen by the lowest number."""
     return jnp.where(available, image, jnp.finfo(image.dtype).min)

@@ -40,12 +40,12 @@ from stepprune_jax.policy.rollout import (
     gumbel,
     hard_feedback,
     hold,
-    masked,
     perturbed,
     pick_step,
     saved_rollout,
     start_episode,
     straight_through,
+    strongest,
 )
 from stepprune_jax.policy.tables import Walk, start_walk, tabulate, take_rows, walk_logits
 from stepprune_jax.policy.trajectory import (
@@ -234,12 +234,7 @@ def has_tables(decoder: DecoderFns) -> bool:
 
 
 def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
-    """Returns whether an episode can be walked by tables, within `MOST_TABLE_BYTES`.
-
-    The margin of a stop that competes with the best token is not recorded where tokens are drawn.
-    """
-    if episode.key is not None and config.stop != "hazard":
-        return False
+    """Returns whether an episode has tables, and within `MOST_TABLE_BYTES`."""
     b, m, _ = episode.slots.shape
     width = layers.score_dtype(episode.slots.dtype).itemsize
     size = width * b * m**2 * (config.num_heads + 1)
@@ -269,9 +264,9 @@ def by_tables(
         available = episode.image_mask & ~walk.seen[:, :n]
         image = logits[:, :-1]
         choice = best_tokens(image if noise is None else image + noise, available, group)
-        strongest = jnp.take_along_axis(masked(image, available), choice, axis=1)
         chosen = jnp.any(choice[..., None] == jnp.arange(n + 1), axis=1)
-        return Walk(choice, walk.seen | chosen, cache), (choice, logits[:, -1:], strongest)
+        read = (choice, logits[:, -1:], strongest(image, available, choice))
+        return Walk(choice, walk.seen | chosen, cache), read
 
     unroll = min(UNROLL, pointer_steps) if config.decoder_layers == 1 else 1
 
@@ -286,7 +281,7 @@ def by_tables(
                 config, key, numbers * group, n, wide
             )
         walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
-        choice, stop, strongest = (x.swapaxes(0, 1) for x in read)
+        choice, stop, best = (x.swapaxes(0, 1) for x in read)
         choice = choice.reshape(-1, block)
         if not margins:
             return (walk, past), choice.T, None
@@ -294,13 +289,13 @@ def by_tables(
             at = jnp.concatenate([before, choice[:, :-1]], axis=1)
             queries = take_rows(tables.query, at)
             stop, past = hazard_logits(params, config, context, queries, past, first)
-            strongest = 0.0
+            best = 0.0
         else:
-            strongest = strongest.reshape(-1, block)
+            best = best.reshape(-1, block)
             stop = jnp.broadcast_to(stop, (*stop.shape[:2], group)).reshape(-1, block)
         at_step = first + jnp.arange(block)
         columns = (tokens[:, None], episode.stop_bias[:, None])
-        margin = biased_stop(config, stop, at_step, *columns) - strongest
+        margin = biased_stop(config, stop, at_step, *columns) - best
         return (walk, past), choice.T, margin.T
 
     return Walker((start_walk(config, tables, rows, group), past), advance, block)

@@ -261,7 +261,9 @@ class AutoSelect(TrainedMethod):
     def opened(
         self, weights: Params, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """The scores, and the mean entropy of their softmax."""
+        """The scores with the noise of a draw, and the mean entropy of their softmax."""
         found = scores(weights, self.config, inputs)
         log_prob = jax.nn.log_softmax(found, axis=-1)
-        return found, -jnp.mean(jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1))
+        return drawn(self.config, found, None), -jnp.mean(
+            jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1)
+        )

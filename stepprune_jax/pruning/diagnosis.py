@@ -92,7 +92,7 @@ def describe(
             )
         if short and agreement < 0.5:
             findings.append(
-                "what is kept is not what training opens: draw the tokens (`draw=1.0`), or train on"
+                "what is kept is not what training opens: train on, and compare `draw=1.0` with 0.0"
             )
     return Diagnosis(budget, dict(loss), dict(accuracy or {}), entropy, agreement, tuple(findings))
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from small_world import (
@@ -67,7 +68,9 @@ def test_the_first_step_keeps_the_best_of_one_distribution(world, result):
     embedding = np.asarray(model.params["language"]["embed"]["embedding"])
     for at, image in enumerate(encoded.prompts.image_of[:, 0]):
         text = embedding[words[at : at + 1, : length[at]]]
-        best = policy.prune(encoded.images.features[image][None], text, budget=4, group=4)
+        key = jax.random.fold_in(jax.random.key(0), encoded.prompts.number[at])
+        features = encoded.images.features[image][None]
+        best = policy.prune(features, text, budget=4, group=4, key=key)
         assert sorted(row.order[at].tolist()) == np.asarray(best.index)[0].tolist()
 
 

@@ -19,10 +19,10 @@ B, N, STEPS = 2, 19, BLOCK + 2  # more than a block, and no whole number of them
 PROGRAMS = [  # decoder layers, stop, group, temperature of the draw
     (1, "hazard", 1, 1.0),
     (1, "aligned", 1, 0.0),
-    (1, "softmax", 4, 0.0),
+    (1, "softmax", 4, 1.0),
     (2, "hazard", 3, 1.0),
     (2, "softmax", 1, 0.0),
-    (3, "aligned", 1, 0.0),
+    (3, "aligned", 1, 1.0),
     (1, "hazard", 1, 0.0),
 ]
 

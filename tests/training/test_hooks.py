@@ -199,9 +199,10 @@ def test_boards_show_what_the_files_have(world, tmp_path, monkeypatch):
 
         return make
 
-    board = types.SimpleNamespace(SummaryWriter=maker("tensorboardX"))
-    monkeypatch.setitem(sys.modules, "tensorboardX", board)
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=maker("wandb")))
+    for name, entry in (("tensorboardX", "SummaryWriter"), ("wandb", "init")):
+        package = types.ModuleType(name)
+        setattr(package, entry, maker(name))
+        monkeypatch.setitem(sys.modules, name, package)
     changes = {"tensorboard": True, "wandb": "pruning", "validation.every": 6}
     config = make_run(*world, **changes, **{"validation.overlays": 0})
     train(config, tmp_path)
