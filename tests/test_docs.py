@@ -56,12 +56,12 @@ def test_code_runs(file, monkeypatch):
 
 @pytest.mark.slow
 def test_a_policy_learns_in_front_of_ones_own_model(capsys):
-    """Eight tokens of its choice are worth far more than eight others."""
+    """Four records of its choice answer most questions, and the diagnosis finds nothing wrong."""
     example = ROOT / "examples" / "own_model.py"
     exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
-    *_, exact = capsys.readouterr().out.splitlines()
-    kept, other, everything = map(float, re.findall(r"(?:loss|choice|tokens) (\d\.\d+)", exact))
-    assert kept < everything + 0.3 * (other - everything)
+    *lines, exact = capsys.readouterr().out.splitlines()
+    assert lines.count("healthy") == 2
+    assert float(re.findall(r"(\d+\.\d) % right", exact)[0]) > 85
 
 
 @pytest.mark.parametrize("file", [*PAGES, *NOTEBOOKS], ids=shown)

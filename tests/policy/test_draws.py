@@ -11,6 +11,7 @@ import pytest
 from stepprune_jax import policy
 from stepprune_jax.policy import DecoderFns, Inputs, Limits, PolicyConfig
 
+rank = jax.jit(policy.rank)
 N = 4
 CONFIG = PolicyConfig(
     feature_width=8, text_width=0, num_heads=2, encoder_layers=1, temperature=2.0, draw=1.0
@@ -66,35 +67,35 @@ def world():
 def test_the_draw_of_a_row_depends_on_its_key_alone(world):
     config, params, inputs = world
     keys = jax.random.split(jax.random.key(7), 5)
-    order = policy.rank(params, config, inputs, key=keys).choice
+    order = rank(params, config, inputs, key=keys).choice
     one = Inputs(inputs.image[2:3], inputs.text[2:3])
-    np.testing.assert_array_equal(policy.rank(params, config, one, key=keys[2]).choice[0], order[2])
+    np.testing.assert_array_equal(rank(params, config, one, key=keys[2]).choice[0], order[2])
     # Padding draws nothing.
     wide = jnp.pad(inputs.image, ((0, 0), (0, 9), (0, 0)), constant_values=np.nan)
     real = jnp.broadcast_to(jnp.arange(21) < 12, (5, 21))
     padded = Inputs(wide, inputs.text, real)
-    found = policy.rank(params, config, padded, Limits(max_steps=6), key=keys).choice
+    found = rank(params, config, padded, Limits(max_steps=6), key=keys).choice
     np.testing.assert_array_equal(found, order)
     # Without a key, equal questions have equal tokens, wherever they stand in a batch.
     twins = jax.tree.map(lambda x: x[jnp.array([1, 3, 1])], inputs)
-    choice = policy.rank(params, config, twins).choice
+    choice = rank(params, config, twins).choice
     np.testing.assert_array_equal(choice[0], choice[2])
-    np.testing.assert_array_equal(choice[0], policy.rank(params, config, inputs).choice[1])
+    np.testing.assert_array_equal(choice[0], rank(params, config, inputs).choice[1])
 
 
 def test_a_budget_is_a_prefix_and_a_temperature_of_zero_takes_the_best(world):
     config, params, inputs = world
     key = jax.random.key(9)
-    order = policy.rank(params, config, inputs, key=key)
+    order = rank(params, config, inputs, key=key)
     for budget in (1, 4):
         picks = policy.choose(params, config, inputs, Limits(budget=budget), key=key)
         np.testing.assert_array_equal(picks.action[:, :budget], order.choice[:, :budget])
         assert (picks.action[:, budget:] == 12).all()
     still = dataclasses.replace(config, draw=0.0)
-    best = policy.rank(params, still, inputs, key=key).choice
-    np.testing.assert_array_equal(best, policy.rank(params, still, inputs).choice)
+    best = rank(params, still, inputs, key=key).choice
+    np.testing.assert_array_equal(best, rank(params, still, inputs).choice)
     barely = dataclasses.replace(config, draw=1e-6)
-    np.testing.assert_array_equal(best, policy.rank(params, barely, inputs, key=key).choice)
+    np.testing.assert_array_equal(best, rank(params, barely, inputs, key=key).choice)
     assert (best != order.choice).any()
 
 
@@ -110,7 +111,7 @@ def test_the_gate_follows_the_best_tokens(world):
     config, params, inputs = world
     gated = policy.gate(params, config, jax.random.key(0), inputs)
     still = dataclasses.replace(config, draw=0.0)
-    most = policy.rank(params, still, inputs, Limits(max_steps=6)).choice
+    most = rank(params, still, inputs, Limits(max_steps=6)).choice
     np.testing.assert_array_equal(gated.trajectory.choice, most)
 
 
@@ -118,4 +119,4 @@ def test_the_gate_follows_the_best_tokens(world):
 def test_other_keys_are_named(world, key):
     config, params, inputs = world
     with pytest.raises(ValueError, match=r"(?s)key is .*, expected a jax.random.key"):
-        policy.rank(params, config, inputs, key=key)
+        rank(params, config, inputs, key=key)
