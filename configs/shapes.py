@@ -22,7 +22,7 @@ def get_config(reading: str = "") -> training.Run:
         cpu_devices=2,  # if jax sees no other devices
         model=training.ModelSettings(folder="shapes", rows_at_once=4),
         data=training.DataSettings(folder="data/shapes"),
-        policy=PolicyConfig(**shape),
+        policy=PolicyConfig(draw=1.0, **shape),  # the temperature chosen on validation questions
         autoselect=AutoSelectConfig(**shape),  # the one-shot baseline, with more weights
         eval=training.EvalSettings(
             rows={

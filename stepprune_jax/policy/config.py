@@ -142,7 +142,7 @@ class PolicyConfig:
     max_steps: int | None = None
     min_tokens: int = 1
     temperature: Number = 1.0
-    draw: Number = 1.0
+    draw: Number = 0.3
     group: int = 1
     stop: str = "hazard"
     stop_temperature: Number = 0.5
