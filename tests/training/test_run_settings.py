@@ -107,14 +107,14 @@ def test_a_selector_may_be_blind_to_the_question():
 
 def test_shipped_configurations_build_what_they_say():
     shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
-    # One recipe: that of the class.
-    assert build(load_config("shapes")) == PolicyConfig(**shape)
+    # One recipe: that of the class, but for the temperature of the draws.
+    assert build(load_config("shapes")) == PolicyConfig(draw=1.0, **shape)
     scale = {"width": 1024, "num_heads": 16, "max_steps": 288, "dtype": "float32"}
     assert build(load_config("llava7b")) == PolicyConfig(**(shape | scale))
     literal = build(load_config("shapes:literal"))
     assert literal == PolicyConfig.literal(decoder_layers=1, **shape)
     wide = build(load_config("shapes_wide"))
-    assert wide == PolicyConfig(**(shape | {"width": 128, "length_weight": 0.08}))
+    assert wide == PolicyConfig(draw=1.0, **(shape | {"width": 128, "length_weight": 0.08}))
     for name in ("shapes", "llava7b", "qwen25vl_3b"):
         with pytest.raises(ValueError, match=r"is 'loose', expected literal or nothing"):
             load_config(f"{name}:loose")
