@@ -37,15 +37,20 @@ def convert(source: str | Path, target: str | Path, *, progress: bool = True) ->
         FileNotFoundError: the source has no pickled weights, or lacks a shard.
         FileExistsError: the target already holds safetensors weights.
         ImportError: torch is not installed.
-        ValueError: a file holds objects other than tensors, or is damaged.
+        ValueError: a file holds objects other than tensors or is damaged, or a name occurs twice.
     """
     source, target = Path(source), Path(target)
     pickles = _pickles(source)
     safetensors.make_empty(target)
     shards: list[tuple[str, tuple[str, ...]]] = []
+    seen: dict[str, Path] = {}
     total = 0
     for number, path in enumerate(pickles, start=1):
         tensors = _read_pickle(path)
+        for name in tensors:
+            if name in seen:
+                raise ValueError(f"{name!r} is both in {seen[name]} and in {path}")
+            seen[name] = path
         file = safetensors.SINGLE_NAME
         if len(pickles) > 1:
             file = f"model-{number:05d}-of-{len(pickles):05d}.safetensors"

@@ -124,6 +124,7 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
     stored = [entry for file in files for entry in read_header(folder / file).values()]
     entries = {entry.name: entry for entry in stored}
     wrong = {e.name for e in stored if weight_map.get(e.name, e.path.name) != e.path.name}
+    wrong |= {e.name for e in stored if entries[e.name] is not e}  # in two shards
     wrong |= weight_map.keys() - entries.keys()
     named = min(wrong, default="")
     check((not wrong, f"{index}: weight_map does not have the one place of {named!r}"))

@@ -29,6 +29,8 @@ def open_image(source: str | Path | Image.Image) -> Image.Image:
     within 0 to 255, an animation gives its first frame. The EXIF orientation is not applied, as in
     the reference programs.
     """
+    if not isinstance(source, (str, Path, Image.Image)):
+        raise TypeError(f"expected a path or a Pillow image, got {type(source).__name__}")
     name = repr(source) if isinstance(source, Image.Image) else str(source)
     if not isinstance(source, Image.Image) and not Path(source).is_file():
         raise FileNotFoundError(f"no image file at {name}")

@@ -47,6 +47,16 @@ def test_converted_folders_load_like_the_weights_they_held(tmp_path, shards):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+def test_a_name_in_two_files_is_refused_before_the_second_is_written(tmp_path):
+    folder = testing.tiny_llava(tmp_path / "source")
+    _to_pickles(folder, 3)
+    first, second, _ = sorted(folder.glob("*.bin"))
+    torch.save(torch.load(second) | torch.load(first), second)
+    with pytest.raises(ValueError, match=f"both in {first} and in {second}"):
+        convert.convert(folder, tmp_path / "new", progress=False)
+    assert not list((tmp_path / "new").glob("*00002-of*"))
+
+
 def test_the_command_converts_and_reports_errors(tmp_path, capsys):
     folder = testing.tiny_llava(tmp_path / "source")
     with pytest.raises(SystemExit, match="2"):  # no pickles

@@ -172,6 +172,11 @@ def test_a_folder_with_a_bad_index_is_refused(tmp_path):
         _write(tmp_path / "two.safetensors", **{two: np.zeros(1, np.float32)})
         with pytest.raises(ValueError, match=r"index\.json: "):
             ours.read_folder(tmp_path)
+    for name, wanted in (("one", "a"), ("two", "b")):  # a tensor that no index names, in both
+        tensors = dict.fromkeys((wanted, "c"), np.zeros(1, np.float32))
+        _write(tmp_path / f"{name}.safetensors", **tensors)
+    with pytest.raises(ValueError, match=r"index\.json: .*'c'"):
+        ours.read_folder(tmp_path)
 
 
 def test_a_link_in_the_folder_may_lead_elsewhere(tmp_path):
