@@ -1,6 +1,5 @@
 """Runs several programs at a time, each on its share of the processors."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-_LOG = logging.getLogger(__name__)
+from stepprune_jax.parallel import distributed
 
 _WAIT = 0.5  # seconds between checks of the processes
 _SHOWN = 20  # lines of a failed program's log
@@ -60,7 +59,7 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> None:
                     done += 1
                     left = (time.monotonic() - begin) / done * (len(jobs) - done)
                     progress = f"{done} of {len(jobs)}, {left:.0f} s left"
-                    _LOG.info("trained %s (%s)", job.name, progress)
+                    distributed.say(f"trained {job.name} ({progress})")
         finally:
             for _, process in slots.values():
                 process.terminate()
@@ -81,7 +80,7 @@ def _exit_when_terminated() -> Iterator[None]:
 def _start(job: Job, cpus: Sequence[int]) -> subprocess.Popen:
     job.log.parent.mkdir(parents=True, exist_ok=True)
     on = ", ".join(map(str, cpus))
-    _LOG.info("training %s on processor(s) %s: %s", job.name, on, job.log)
+    distributed.say(f"training {job.name} on processor(s) {on}: {job.log}")
     command = [*job.command, "--cpus", *map(str, cpus)]
     with job.log.open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)

@@ -44,7 +44,7 @@ _CHOICES = {
 _SIZES = ("feature_width", "num_heads", "mlp_ratio", "group")
 _LAYERS = ("encoder_layers", "decoder_layers")  # held in a list
 _TEMPERATURES = ("temperature", "stop_temperature", "polarisation_temperature")
-_WEIGHTS = ("draw", "length_weight", "price_range", "price_growth")
+_AMOUNTS = ("draw", "length_weight", "price_range", "price_growth")
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_SIZES, lambda x: is_integer(x) and x >= 1, "an integer from 1"),
     (_LAYERS, lambda x: is_integer(x) and 1 <= x <= 1024, "an integer from 1 to 1024"),
@@ -55,7 +55,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "None or an integer from 1",
     ),
     (_TEMPERATURES, lambda x: is_number(x) and x > 0, "a positive number"),
-    (_WEIGHTS, lambda x: is_number(x) and x >= 0, "a number >= 0"),
+    (_AMOUNTS, lambda x: is_number(x) and x >= 0, "a number >= 0"),
     (("polarisation_share",), lambda x: is_number(x) and 0 <= x <= 1, "a share from 0 to 1"),
     (("decay",), lambda x: is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
     (("stop_bias",), is_number, "a finite number"),

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params, StepFn
@@ -111,7 +111,7 @@ def start_episode(
 
 
 def read_key(key: Array | None, batch: int) -> Key[Array, "b"]:
-    """Returns a key for each row; None is a key of zeros.
+    """Returns a key for each row; without one, that of seed 0 for all.
 
     Raises:
         ValueError: `key` is neither one PRNG key nor one for each row.
@@ -160,7 +160,11 @@ class Rollout(NamedTuple):
 
 
 def gumbel(
-    config: PolicyConfig, key: Key[Array, "b"], step: Int[Array, ""], num_tokens: int, dtype: Any
+    config: PolicyConfig,
+    key: Key[Array, "b"],
+    step: Int[Array, ""],
+    num_tokens: int,
+    dtype: DTypeLike,
 ) -> Float[Array, "b n"]:
     """Draws the noise of a step, by which the argmax of the logits becomes a draw.
 

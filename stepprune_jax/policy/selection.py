@@ -255,6 +255,7 @@ def by_tables(
     context = episode.context
     tables = tabulate(params, config, context, episode.slots, episode.query)
     hazard = margins and config.stop == "hazard"
+    competes = margins and not hazard  # the stop, with the best token that is left
     past = empty_history(config, episode.slots, rows) if hazard else ()
     tokens = jnp.sum(episode.image_mask, axis=1, dtype=jnp.int32)
 
@@ -265,8 +266,8 @@ def by_tables(
         image = logits[:, :-1]
         choice = best_tokens(image if noise is None else image + noise, available, group)
         chosen = jnp.any(choice[..., None] == jnp.arange(n + 1), axis=1)
-        read = (choice, logits[:, -1:], strongest(image, available, choice))
-        return Walk(choice, walk.seen | chosen, cache), read
+        best = strongest(image, available, choice) if competes else None
+        return Walk(choice, walk.seen | chosen, cache), (choice, logits[:, -1:], best)
 
     unroll = min(UNROLL, pointer_steps) if config.decoder_layers == 1 else 1
 
@@ -281,7 +282,7 @@ def by_tables(
                 config, key, numbers * group, n, wide
             )
         walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
-        choice, stop, best = (x.swapaxes(0, 1) for x in read)
+        choice, stop, best = jax.tree.map(lambda x: x.swapaxes(0, 1), read)
         choice = choice.reshape(-1, block)
         if not margins:
             return (walk, past), choice.T, None

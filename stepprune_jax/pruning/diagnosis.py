@@ -1,5 +1,6 @@
 """Whether a policy learns: its tokens beside none, all, random ones, and another question's."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from stepprune_jax.policy import Inputs, Limits, Pruned, gather
+from stepprune_jax.policy import Inputs, Limits, Picks, Pruned, gather
 from stepprune_jax.pruning.trained import TrainedMethod, Weights, first_tokens
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
@@ -97,6 +98,16 @@ def describe(
     return Diagnosis(budget, dict(loss), dict(accuracy or {}), entropy, agreement, tuple(findings))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _choose(method: TrainedMethod, weights: Weights, inputs: Inputs, budget: int) -> Picks:
+    return method.choose(weights, inputs, Limits(budget=budget))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _opened(method: TrainedMethod, weights: Weights, inputs: Inputs, budget: int):
+    return method.opened(weights, inputs, budget)
+
+
 def measure(
     method: TrainedMethod,
     weights: Weights,
@@ -113,12 +124,12 @@ def measure(
         mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
         swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
     noise = jnp.where(real, jax.random.uniform(key, (b, n)), 2)
-    own = method.choose(weights, inputs, Limits(budget=budget))
+    own = _choose(method, weights, inputs, budget)
     picks = {
         ALL: (first_tokens(jnp.argsort(~real, axis=1, stable=True), tokens), n),
         RANDOM: (first_tokens(jnp.argsort(noise, axis=1), own.count), budget),
         OWN: (own, budget),
-        OTHER: (method.choose(weights, swapped, Limits(budget=budget)), budget),
+        OTHER: (_choose(method, weights, swapped, budget), budget),
     }
     kept = {name: gather(chosen, inputs.image, size) for name, (chosen, size) in picks.items()}
     empty = kept[OWN]
@@ -140,7 +151,7 @@ def measure(
         loss[name] = np.asarray(losses, np.float64)
         if right is not None:
             accuracy[name] = float(np.mean(right))
-    scores, entropy = method.opened(weights, inputs, budget)
+    scores, entropy = _opened(method, weights, inputs, budget)
     widest = first_tokens(jnp.argsort(-scores, axis=1, stable=True), own.count)
     shared = jnp.sum(widest.selected & own.selected, axis=1) / jnp.maximum(own.count, 1)
     return describe(budget, loss, float(entropy), float(jnp.mean(shared)), accuracy)

@@ -1,5 +1,6 @@
 """Validation of a policy during training, on a few held-out questions."""
 
+import functools
 import time
 from fractions import Fraction
 from pathlib import Path
@@ -101,8 +102,6 @@ class Validation:
     def __init__(self, run: Run, model: VLM, split: Split, workdir: Path):
         """Runs the tower and tokenises the questions."""
         self._settings, self._model, self._split = run.validation, model, split
-        # Random orders, and losses that do not depend on the policy.
-        self._shuffled, self._known = np.zeros((0, 0), int), {}
         self._folder, self._size = workdir / FOLDER, run.batch_size
         execution, n = run.model.execution, model.config.max_image_tokens
         self._encoded = encode_questions(
@@ -184,24 +183,30 @@ class Validation:
 
     def _compare(self, policy: Policy, selection: Selection) -> dict[str, Float[np.ndarray, " q"]]:
         """Computes losses from a policy's tokens and from others, by the cases of a diagnosis."""
-        sizes, n = self._encoded.sizes, self._model.config.max_image_tokens
-        if not self._known:
-            rows = np.broadcast_to(np.arange(n), (len(sizes), n))
-            noise = np.random.default_rng(0).random(rows.shape)
-            self._shuffled = np.argsort(np.where(rows < sizes[:, None], noise, 2), axis=1)
-            self._known = {
-                case: self.losses(Selection(rows, count))
-                for case, count in ((ALL, sizes), (NONE, np.zeros_like(sizes)))
-            }
         prompts = self._encoded.prompts
         words, number = (np.roll(x, 1, axis=0) for x in (prompts.words, prompts.num_words))
         _, ranking = self._rank(policy, prompts._replace(words=words, num_words=number))
         return {
-            **self._known,
-            RANDOM: self.losses(Selection(self._shuffled, selection.count)),
+            **self._bounds,
+            RANDOM: self.losses(Selection(np.argsort(self._noise, axis=1), selection.count)),
             OWN: self.losses(selection),
             OTHER: self.losses(Selection(ranking.order, selection.count)),
         }
+
+    @functools.cached_property
+    def _noise(self) -> Float[np.ndarray, "q n"]:
+        """A number for each token, by which random ones are chosen; largest in the padding."""
+        sizes, n = self._encoded.sizes, self._model.config.max_image_tokens
+        noise = np.random.default_rng(0).random((len(sizes), n))
+        return np.where(np.arange(n) < sizes[:, None], noise, 2)
+
+    @functools.cached_property
+    def _bounds(self) -> dict[str, Float[np.ndarray, " q"]]:
+        """The losses with all tokens and with none, which no policy changes."""
+        sizes, n = self._encoded.sizes, self._model.config.max_image_tokens
+        order = np.broadcast_to(np.arange(n), (len(sizes), n))
+        counts = {ALL: sizes, NONE: np.zeros_like(sizes)}
+        return {case: self.losses(Selection(order, count)) for case, count in counts.items()}
 
     def _mean(self, losses: Float[np.ndarray, " q"]) -> float:
         """Returns the mean loss of a supervised token."""
