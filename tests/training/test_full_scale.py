@@ -27,8 +27,8 @@ SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 SIZES = ("width", "num_heads", "decoder_layers", "max_steps", "dtype")
 
 
-@pytest.mark.parametrize(("reading", "price"), [("", 0.15), ("literal", 0.01)])
-def test_the_papers_run_has_the_papers_values(reading, price):
+@pytest.mark.parametrize(("reading", "price", "draw"), [("", 0.15, 0.3), ("literal", 0.01, 0.0)])
+def test_the_papers_run_has_the_papers_values(reading, price, draw):
     run = load_config(f"llava7b:{reading}")
     setup = make_setup(run, SEVEN_B, build_mesh(run.mesh, jax.devices()[:2]))
     assert (run.batch_size, setup.forward.rows, setup.forward.execution.remat) == (16, 2, True)
@@ -43,10 +43,11 @@ def test_the_papers_run_has_the_papers_values(reading, price):
     wide = load_config(f"llava13b:{reading}")
     assert wide.model.folder != run.model.folder
     assert {**wide.flat(), "model.folder": 0} == {**run.flat(), "model.folder": 0}
-    # All but the sizes is what the shapes world has.
+    # All but the sizes and the temperature of the draws is what the shapes world has.
+    assert policy.draw == draw
     same = read_method(load_config(f"shapes:{reading}"), SEVEN_B).config
     sizes = {name: getattr(policy, name) for name in SIZES}
-    assert policy == dataclasses.replace(same, **sizes)
+    assert policy == dataclasses.replace(same, draw=draw, **sizes)
 
 
 @pytest.fixture(scope="module")
