@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 AOT_VENV ?= .venv-aot
 DOCS_VENV ?= .venv-docs
+CORE_VENV ?= .venv-core
 AOT_FLAGS ?=
 RUN ?= runs/shapes
 DEMO_FLAGS ?=
@@ -15,7 +16,7 @@ DEMO_WORLD ?= --test 260
 DATA ?= $(RUN)/data
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test test-slow fuzz lint bench aot docs tutorials env clean
+.PHONY: demo report test test-core test-slow fuzz lint bench aot docs tutorials env clean
 
 env: $(VENV)/.installed
 
@@ -23,7 +24,7 @@ env: $(VENV)/.installed
 $(VENV)/.runtime: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet -e .
+	$(PY) -m pip install --quiet -r requirements.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.runtime requirements-dev.txt
@@ -49,6 +50,20 @@ PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: env
 	$(PYTEST)
+
+# Policies alone, where nothing but jax is installed: the oldest jax that they run on, and the newest.
+CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/pruning/test_,autoselect.py diagnosis.py trained.py)
+test-core: $(CORE_VENV)-oldest/.installed $(CORE_VENV)-newest/.installed
+	$(CORE_VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
+	$(CORE_VENV)-newest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
+
+$(CORE_VENV)-oldest/.installed: CORE = "jax==0.5.3" "numpy==1.26.4" "jaxtyping==0.2.36"
+$(CORE_VENV)-newest/.installed: CORE = "jax<0.12"
+$(CORE_VENV)-%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet -e . $(CORE) beartype chex hypothesis pytest pytest-xdist
+	touch $@
 
 # What takes minutes: kills, several processes, full shapes, benchmarks.
 test-slow: env
@@ -77,7 +92,7 @@ aot: $(AOT_VENV)/.installed
 $(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(AOT_VENV)
 	$(AOT_VENV)/bin/pip install --quiet --upgrade pip
-	$(AOT_VENV)/bin/pip install --quiet -r requirements-dev.txt -e ".[aot]"
+	$(AOT_VENV)/bin/pip install --quiet -r requirements-dev.txt -e ".[all,aot]"
 	touch $@
 
 # The pages of docs/ as a site, in docs/_build/html; a warning is an error.
@@ -94,8 +109,8 @@ tutorials: $(DOCS_VENV)/.installed
 $(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/pip install --quiet --upgrade pip
-	$(DOCS_VENV)/bin/pip install --quiet -e ".[docs]"
+	$(DOCS_VENV)/bin/pip install --quiet -e ".[all,docs]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) docs/_build runs build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* docs/_build runs build *.egg-info

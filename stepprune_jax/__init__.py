@@ -1,14 +1,16 @@
 """StepPrune in JAX: a sequential policy that prunes the visual tokens of multimodal LLMs.
 
-Public names are imported on first use: importing jax takes seconds, and scoring answers, for one,
-does not need it.
+Public names are imported on first use: importing jax takes seconds, which scoring answers, for one,
+does not need, and the policies need none of the packages that models do.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepprune_jax.checkpoints import VLM, Policy, load_policy, load_vlm, save_policy, save_vlm
+    from stepprune_jax.checkpoints.load import VLM, load_vlm
+    from stepprune_jax.checkpoints.policy import load_policy, save_policy
+    from stepprune_jax.checkpoints.save import save_vlm
     from stepprune_jax.inference import Answer, RunOptions, Sampling, generate, stream
     from stepprune_jax.policy import (
         POINTER,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
         trajectory_scores,
         update_stats,
     )
-    from stepprune_jax.pruning import make_method
+    from stepprune_jax.pruning import Policy, make_method
 
     __version__: str
 
@@ -90,16 +92,30 @@ __all__ = [
 ]
 
 
+_FILES = {
+    "VLM": "load",
+    "load_policy": "policy",
+    "load_vlm": "load",
+    "save_policy": "policy",
+    "save_vlm": "save",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Finds a public name in the package that exports it."""
-    if name in __all__:
-        for package in ("policy", "pruning", "checkpoints", "inference"):
-            module = import_module(f"{__name__}.{package}")
-            if name in module.__all__:
-                return getattr(module, name)
     if name == "__version__":
         return import_module(f"{__name__}.version").version()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        if name in _FILES:
+            return getattr(import_module(f"{__name__}.checkpoints.{_FILES[name]}"), name)
+        packages = (import_module(f"{__name__}.{p}") for p in ("policy", "pruning", "inference"))
+        return next(getattr(package, name) for package in packages if name in package.__all__)
+    except ModuleNotFoundError as error:
+        from stepprune_jax.extras import explain
+
+        raise ImportError(f"stepprune_jax.{name}: {explain(error)}", name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO, TypeVar
 
-from absl import logging as absl_logging
-
 from stepprune_jax import configurations
 from stepprune_jax.user_input import check, expect, is_user_error, local_path, one_line
 
@@ -72,7 +70,10 @@ class Messages(logging.Handler):
 def show_messages(progress: str) -> None:
     """Makes a command show the library's log."""
     # Orbax reports every file it touches, and failures with a traceback before it raises them.
-    absl_logging.set_verbosity(absl_logging.FATAL)
+    with contextlib.suppress(ModuleNotFoundError):  # a program without orbax
+        from absl import logging as absl_logging
+
+        absl_logging.set_verbosity(absl_logging.FATAL)
     # Of `transformers`, which would advise to install torch: its tokenizers, all we use, need none.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # The name of a file need not be text, nor the terminal's encoding have every character.

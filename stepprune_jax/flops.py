@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import LlamaConfig, ModelConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.user_input import expect
 

@@ -10,8 +10,7 @@ from jax.typing import DTypeLike
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.models import vlm
-from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import Json, LlamaConfig, ModelConfig, Tokenizer
 from stepprune_jax.models.llava import LLAVA, LlavaConfig
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.qwen2_5_vl import QwenConfig

@@ -36,6 +36,15 @@ def expect(name: str, value: object, fits: bool, expected: str) -> None:
     check((fits, f"{name} is {value!r}, expected {expected}"))
 
 
+@contextlib.contextmanager
+def errors_named(place: str | Path) -> Iterator[None]:
+    """Adds the file to errors about its fields."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {str(error).removeprefix('config.json: ')}") from error
+
+
 def is_user_error(error: BaseException) -> bool:
     """Returns whether an error was raised inside `user_input`."""
     return getattr(error, _MARK, False)

@@ -12,6 +12,7 @@ from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.flops import llm_flops, policy_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.pruning import Budget, Dart, HoloV, PruMerge, PruMergePlus, TopV
 from stepprune_jax.testing import tiny_hf_config
 
@@ -89,7 +90,7 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     )
     params = vlm.abstract_params(config, jnp.float32)
     sequence = jax.eval_shape(
-        functools.partial(vlm.from_embeddings, config),
+        functools.partial(from_embeddings, config),
         jax.ShapeDtypeStruct((1, 96, 128), jnp.float32),
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )

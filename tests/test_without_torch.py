@@ -31,7 +31,9 @@ except ImportError as error:
 else:
     raise AssertionError("imported lmms-eval without torch")
 from PIL import Image
-from stepprune_jax.checkpoints import convert, load_vlm, save_vlm
+from stepprune_jax.checkpoints import convert
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava.images import normalise, resize
 from stepprune_jax.data.prompts import tokenize_with_images

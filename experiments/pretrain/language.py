@@ -18,9 +18,10 @@ from experiments.pretrain.mentions import PlacedMentions, mention_loss
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.small import saliency, saliency_tap
 from stepprune_jax.models import decoder
-from stepprune_jax.models.decoder import Rows, Wanted
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.decoder import Wanted
+from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Params
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.noise import (

@@ -41,7 +41,7 @@ from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import local_path, user_input

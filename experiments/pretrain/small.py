@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float
 from experiments.pretrain import small_llava, small_qwen
 from experiments.pretrain.settings import ShapeSettings
 from experiments.pretrain.vocabulary import Template
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Params
 
 

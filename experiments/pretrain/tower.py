@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from experiments.pretrain.images import Images, of_tokens, real_tokens
 from experiments.pretrain.small import small_of
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Params
 
 Labels = dict[str, Array]

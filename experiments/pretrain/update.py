@@ -16,7 +16,7 @@ from experiments.pretrain.language import Exchanges, Shown, Words, language_loss
 from experiments.pretrain.mentions import PlacedMentions
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.tower import tower_loss
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.placement import jit_for_weights
 
 

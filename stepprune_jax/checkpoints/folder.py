@@ -1,19 +1,16 @@
 """Checkpoint folders apart from their weights: architecture, configuration and tokenizer."""
 
-import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import Json, Tokenizer, number, read_fields, switch
+from stepprune_jax.models.config import Json, ModelConfig, Tokenizer, number, read_fields, switch
 from stepprune_jax.models.families import find_family
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.user_input import local_path
+from stepprune_jax.user_input import errors_named, local_path
 
 # Files fetched from the hub, in two steps: the small files reveal a wrong repository. Pickles are
 # omitted, as they are never read.
@@ -86,15 +83,6 @@ def inspect_folder(
         config = family.read_config(raw, raw_tower)
     config = family.bound_images(config, tower or folder, min_pixels, max_pixels)
     return Source(folder, config, tower, origins, penalty)
-
-
-@contextlib.contextmanager
-def errors_named(place: str | Path) -> Iterator[None]:
-    """Adds the file to errors about its fields."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}: {str(error).removeprefix('config.json: ')}") from error
 
 
 def _repetition_penalty(folder: Path) -> float:

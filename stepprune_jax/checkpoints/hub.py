@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import huggingface_hub
-
 _LOG = logging.getLogger(__name__)
 
 PREFIX = "hub:"
@@ -73,6 +71,8 @@ def find_repository(given: str | Path, missing: str, *, anyone: bool = False) ->
 
 def download(source: Repository, patterns: Sequence[str]) -> Path:
     """Downloads files of a repository, unless they are already present; returns their folder."""
+    import huggingface_hub  # a local file needs no hub
+
     try:
         folder = huggingface_hub.snapshot_download(
             source.name, revision=source.revision, allow_patterns=list(patterns)
@@ -87,6 +87,8 @@ def download(source: Repository, patterns: Sequence[str]) -> Path:
 
 def upload(folder: Path, names: Sequence[str], target: Repository, *, private: bool) -> str:
     """Uploads files of a folder in one commit; returns its address."""
+    import huggingface_hub
+
     api = huggingface_hub.HfApi()
     try:
         api.create_repo(target.name, private=private, exist_ok=True)

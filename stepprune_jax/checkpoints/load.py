@@ -25,8 +25,8 @@ from jaxtyping import Array
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.models import vlm, weights
-from stepprune_jax.models.config import Tokenizer
-from stepprune_jax.models.family import ModelConfig, Processor
+from stepprune_jax.models.config import ModelConfig, Tokenizer
+from stepprune_jax.models.family import Processor
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import Target
 from stepprune_jax.parallel import sharding

@@ -14,16 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax.checkpoints import hub, safetensors
-from stepprune_jax.checkpoints.folder import errors_named
 from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, policy_names
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Policy, TrainedConfig, method_of, trained_methods
 from stepprune_jax.pruning.calibration import read_calibration
 from stepprune_jax.settings import is_number
-from stepprune_jax.user_input import check, expect
+from stepprune_jax.user_input import check, errors_named, expect
 from stepprune_jax.version import version
 
 POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub

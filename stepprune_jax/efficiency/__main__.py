@@ -35,7 +35,7 @@ from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.models import vlm
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig

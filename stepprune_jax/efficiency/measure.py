@@ -18,8 +18,8 @@ from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.inference import greedy, pipeline, programs
 from stepprune_jax.inference.base import Images, Pairs, Prompts, RunOptions, read_images
 from stepprune_jax.inference.sets import rank_all
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import fetch

@@ -3,8 +3,8 @@
 import pathlib
 
 from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.families import find_family
-from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.images import naming
 from stepprune_jax.user_input import check
 

@@ -23,8 +23,8 @@ from stepprune_jax.inference.pipeline import encode
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.images import join_images
-from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy.buckets import bucket_ladder

@@ -30,8 +30,7 @@ from stepprune_jax.benchmarks.answer_files import (
     digest,
     outstanding,
 )
-from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.evaluation.calibrate import FILE, Biases, Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import (
     WIDTHS,

@@ -21,7 +21,7 @@ from stepprune_jax.evaluation.names import ALL, DEFAULT, without_own_stop
 from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.evaluation.settings import EvalSettings, find_policy
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Policy, Pruner, TrainedMethod, make_method
 
 

@@ -17,7 +17,7 @@ from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.names import own_stop
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
 from stepprune_jax.user_input import local_path
 

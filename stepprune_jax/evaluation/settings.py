@@ -16,7 +16,7 @@ from stepprune_jax.checkpoints.policy import (
 )
 from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel import distributed
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
 from stepprune_jax.settings import Settings, choice, count, setting

@@ -17,7 +17,7 @@ from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.text import TextStream, answer_text
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, Method
 from stepprune_jax.pruning.method import NO_PRUNING

@@ -7,10 +7,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.family import ModelConfig
 from stepprune_jax.models.images import Pixels
-from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Kept, LayerCut, Pruner, Trained
 
@@ -174,7 +174,7 @@ class Decoding(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The tokens in the rows of a stage; the fields are those of `vlm.Sequence`."""
+    """The tokens in the rows of a stage; the fields are those of `models.sequence.Sequence`."""
 
     image: Int[Array, "b s"]
     index: Int[Array, "b s"]

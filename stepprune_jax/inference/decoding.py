@@ -15,7 +15,8 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference.base import Decoding, Places, Plan, Texts, Trace
 from stepprune_jax.inference.sampling import Sampling, penalise, sample
 from stepprune_jax.models import vlm
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.user_input import user_input
@@ -68,7 +69,7 @@ def start(
     params: Params,
     config: ModelConfig,
     learned: PyTree,
-    sequence: vlm.Sequence,
+    sequence: Sequence,
     texts: Texts,
     sampling: Sampling,
     plan: Plan,

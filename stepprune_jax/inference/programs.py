@@ -6,7 +6,7 @@ own programs: the tower once per image (`encode`), and a ranking once for all bu
 Weights are arguments of every program.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Ordered
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,10 @@ from stepprune_jax.inference import decoding
 from stepprune_jax.inference.base import Decoding, Pairs, Plan, Texts, Trace
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models import decoder, vlm
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.pruning import Kept, Ranking, View
@@ -30,7 +31,7 @@ def encode(
     config: ModelConfig,
     pixels: Pixels,
     *,
-    taps: Sequence[Tap],
+    taps: Ordered[Tap],
     plan: Plan,
 ) -> tuple[Float[Array, "i n d"], tuple[Array, ...]]:
     """Runs the tower over images; returns the features and the taps in their order."""
@@ -83,9 +84,7 @@ def rank(
     return plan.pruner.rank(learned, see(params, config, pairs, plan=plan), steps)
 
 
-def place(
-    params: Params, config: ModelConfig, kept: Kept, texts: Texts, *, plan: Plan
-) -> vlm.Sequence:
+def place(params: Params, config: ModelConfig, kept: Kept, texts: Texts, *, plan: Plan) -> Sequence:
     """Projects the kept tokens and puts them in place of the images."""
     # No image fills more slots than a row has; one more slot reveals that the row is truncated.
     capacity = plan.slots[0]

@@ -19,7 +19,7 @@ from stepprune_jax.data.prompts import (
 )
 from stepprune_jax.inference.base import Images, Prompts, read_images
 from stepprune_jax.inference.buckets import row_bucket
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels, join_images, naming
 from stepprune_jax.user_input import check
 

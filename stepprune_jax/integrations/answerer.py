@@ -12,8 +12,7 @@ from PIL import Image
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints import load_vlm
-from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.images import open_image
 from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions

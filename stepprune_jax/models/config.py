@@ -4,12 +4,16 @@ A wrong folder fails before any weight is read. Defaults are those of the Huggin
 classes, because published files leave default fields out.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import check
+
+if TYPE_CHECKING:
+    from stepprune_jax.models.family import Family
 
 Json = dict[str, Any]
 Tokenizer = Any  # one of `transformers`, whose import takes half a second; None if there is none
@@ -268,3 +272,58 @@ def read_language(raw: Json, rules: Mapping[str, Rule], **more: Any) -> LlamaCon
     fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads
     theta, scaling = read_rope(raw, where)
     return LlamaConfig(**fields, rope_theta=theta, rope_scaling=scaling)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(abc.ABC):
+    """Fields of every family's configuration, which is hashable and may have more.
+
+    Attributes:
+        vision: shape of the tower. Read outside the family: `hidden_size`, `num_layers`.
+        text: shape of the language model.
+        image_token_id: the vocabulary's own id for images, or None. Prompts use `IMAGE_TOKEN`.
+        bos_token_id: begin-of-sequence id, or None.
+        eos_token_ids: ids that end an answer.
+        pad_token_id: padding id, or None.
+    """
+
+    vision: Any
+    text: LlamaConfig
+    image_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    @property
+    @abc.abstractmethod
+    def family(self) -> "Family":
+        """The family."""
+
+    @property
+    @abc.abstractmethod
+    def feature_width(self) -> int:
+        """Width d of the visual tokens that a pruner sees, before the projector."""
+
+    @property
+    @abc.abstractmethod
+    def max_image_tokens(self) -> int:
+        """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
+
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether images may differ in their number of visual tokens."""
+        return False
+
+    @property
+    def class_token_block(self) -> int | None:
+        """The tower's block whose class token ranks patches by attention; None without one."""
+        return None
+
+    @property
+    def received_block(self) -> int | None:
+        """The tower's block with taps "received" and "keys" per visual token; None without one.
+
+        "received" [i, n] is the attention that a token receives from its whole image; "keys"
+        [i, n, c] measure the similarity of tokens.
+        """
+        return None

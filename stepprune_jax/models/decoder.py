@@ -14,12 +14,8 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.config import LlamaConfig, require
-from stepprune_jax.models.layers import (
+from stepprune_jax.models.attention import (
     STATES,
-    BlockOutput,
-    Dense,
-    RmsNorm,
     Segment,
     Tap,
     append_slots,
@@ -29,9 +25,11 @@ from stepprune_jax.models.layers import (
     merge_heads,
     resolve_taps,
     split_heads,
-    wide_product,
 )
+from stepprune_jax.models.config import LlamaConfig, require
+from stepprune_jax.models.layers import BlockOutput, Dense, RmsNorm, wide_product
 from stepprune_jax.models.rotary import rotary, rotate
+from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import (
     Execution,
     Params,
@@ -43,24 +41,6 @@ from stepprune_jax.models.stack import (
 from stepprune_jax.user_input import check
 
 TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input", "rotary")
-
-
-class Rows(NamedTuple):
-    """Rows of tokens that enter a stage of layers.
-
-    Attributes:
-        hidden: [b, s, e] the residual stream.
-        position: [b, s] int32 position ids, or [b, p, s] where a token has p of them.
-        valid: [b, s] True = token. Must be a prefix of each row when a cache is created or extended
-            and for the fused kernels, which apply the causal mask only.
-        segment: [b, s] packs several continuations of one prefix into a row: tokens see segment 0
-            and their own. Needs attention "matmul" and no cache.
-    """
-
-    hidden: Float[Array, "b s e"]
-    position: Int[Array, "b *p s"]
-    valid: Bool[Array, "b s"]
-    segment: Int[Array, "b s"] | None = None
 
 
 class Wanted(NamedTuple):

@@ -8,7 +8,6 @@ token has. The language model of every family is that of `models.decoder`, with 
 """
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,68 +19,13 @@ from jaxtyping import Array, Float, Int
 from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
-from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
 from stepprune_jax.models.images import Bytes, PixelCache, Pixels, read_processor, stack_images
-from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule, Target, targets
 
 Processor = Any  # settings of an image processor, of a type that only the family reads
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig(abc.ABC):
-    """Fields of every family's configuration, which is hashable and may have more.
-
-    Attributes:
-        vision: shape of the tower. Read outside the family: `hidden_size`, `num_layers`.
-        text: shape of the language model.
-        image_token_id: the vocabulary's own id for images, or None. Prompts use `IMAGE_TOKEN`.
-        bos_token_id: begin-of-sequence id, or None.
-        eos_token_ids: ids that end an answer.
-        pad_token_id: padding id, or None.
-    """
-
-    vision: Any
-    text: LlamaConfig
-    image_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    pad_token_id: int | None = None
-
-    @property
-    @abc.abstractmethod
-    def family(self) -> "Family":
-        """The family."""
-
-    @property
-    @abc.abstractmethod
-    def feature_width(self) -> int:
-        """Width d of the visual tokens that a pruner sees, before the projector."""
-
-    @property
-    @abc.abstractmethod
-    def max_image_tokens(self) -> int:
-        """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
-
-    @property
-    def sizes_vary(self) -> bool:
-        """Whether images may differ in their number of visual tokens."""
-        return False
-
-    @property
-    def class_token_block(self) -> int | None:
-        """The tower's block whose class token ranks patches by attention; None without one."""
-        return None
-
-    @property
-    def received_block(self) -> int | None:
-        """The tower's block with taps "received" and "keys" per visual token; None without one.
-
-        "received" [i, n] is the attention that a token receives from its whole image; "keys"
-        [i, n, c] measure the similarity of tokens.
-        """
-        return None
 
 
 class Family(abc.ABC):

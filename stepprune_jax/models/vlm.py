@@ -19,13 +19,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import decoder
-from stepprune_jax.models.decoder import Cache, Rows, Wanted
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.decoder import Cache, Wanted
+from stepprune_jax.models.sequence import (
+    POSITIONS,
+    Rows,
+    Sequence,
+    compress,
+    last_slots,
+    renumber,
+)
 from stepprune_jax.models.stack import Execution, Params, lay_out
 from stepprune_jax.user_input import expect
-
-POSITIONS = ("original", "compact")
 
 
 class Visual(NamedTuple):
@@ -45,38 +51,6 @@ class Visual(NamedTuple):
     index: Int[Array, "b j k"]
     place: Int[Array, "b j k"]
     grid: Int[Array, "b j 2"]
-
-
-class Sequence(NamedTuple):
-    """Rows of text and visual tokens before some layer of the language model.
-
-    Attributes:
-        hidden: [b, s, e] the residual stream: embeddings before the first layer. Zeros in the
-            padding.
-        position: [b, p, s] int32 position ids; 0 in the padding.
-        length: [b] int32 number of tokens, a prefix of each row.
-        next_position: [b] int32 position id of the first generated token.
-        image: [b, s] int32 number of a token's image in its row; -1 for text and padding.
-        index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
-            padding.
-        note: [b, s] per-token values recorded at a cut for later cuts; None if there are none.
-        grid: [b, j, 2] int32 rows and columns of each unpruned image; None without images.
-    """
-
-    hidden: Float[Array, "b s e"]
-    position: Int[Array, "b p s"]
-    length: Int[Array, "b"]
-    next_position: Int[Array, "b"]
-    image: Int[Array, "b s"]
-    index: Int[Array, "b s"]
-    note: Array | None = None
-    grid: Int[Array, "b j 2"] | None = None
-
-    @property
-    def rows(self) -> Rows:
-        """Returns the sequence as the input of a layer."""
-        valid = jnp.arange(self.hidden.shape[1]) < self.length[:, None]
-        return Rows(self.hidden, self.position, valid)
 
 
 class Cut(NamedTuple):
@@ -267,59 +241,6 @@ def assemble(
         index=at_slots(visual.index),
         grid=visual.grid,
     )
-
-
-def from_embeddings(
-    config: ModelConfig, hidden: Float[Array, "b s e"], length: Int[Array, "b"]
-) -> Sequence:
-    """Builds rows of `length` embeddings without visual tokens, at positions 0, 1, 2, ..."""
-    b, s = hidden.shape[:2]
-    position = jnp.where(jnp.arange(s) < length[:, None], jnp.arange(s, dtype=jnp.int32), 0)
-    position = jnp.broadcast_to(position[:, None], (b, config.family.POSITION_AXES, s))
-    none = jnp.full((b, s), -1, jnp.int32)
-    return Sequence(hidden, position, length, length, none, none)
-
-
-def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequence:
-    """Moves the kept tokens of each row to its left end, in rows of `slots`; longer ones are cut.
-
-    Position ids are unchanged. Padding is never kept.
-    """
-    b, s = keep.shape
-    keep &= jnp.arange(s) < sequence.length[:, None]
-    source = jnp.sort(jnp.where(keep, jnp.arange(s), s), axis=1)[:, :slots]
-    filled = source < s
-    source = jnp.minimum(source, s - 1)
-
-    def taken(part: Array, axis: int, padding: int) -> Array:
-        shape = [1] * part.ndim
-        shape[0], shape[axis] = b, slots
-        moved = jnp.take_along_axis(part, source.reshape(shape), axis=axis)
-        return jnp.where(filled.reshape(shape), moved, padding)
-
-    return Sequence(
-        taken(sequence.hidden, 1, 0),
-        taken(sequence.position, 2, 0),
-        filled.sum(1, dtype=jnp.int32),
-        sequence.next_position,
-        taken(sequence.image, 1, -1),
-        taken(sequence.index, 1, -1),
-        None if sequence.note is None else taken(sequence.note, 1, 0),
-        sequence.grid,
-    )
-
-
-def renumber(sequence: Sequence) -> Sequence:
-    """Gives the tokens of each row the position ids 0, 1, 2, ..., and the next token the next."""
-    slots = jnp.arange(sequence.position.shape[2], dtype=jnp.int32)
-    position = jnp.where(slots < sequence.length[:, None], slots, 0)[:, None]
-    position = jnp.broadcast_to(position, sequence.position.shape)
-    return sequence._replace(position=position, next_position=sequence.length)
-
-
-def last_slots(sequence: Sequence, count: int) -> Int[Array, "b q"]:
-    """Returns slots of the last `count` tokens of each row; 0 in front of a shorter row's."""
-    return jnp.maximum(sequence.length[:, None] - count + jnp.arange(count), 0)
 
 
 def prefill(

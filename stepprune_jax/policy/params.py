@@ -142,8 +142,8 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
     return draw_params(key, param_specs(config), dtype)
 
 
-def draw_params(key: jax.Array, specs: dict[str, Any], dtype: DTypeLike = jnp.float32) -> Params:
-    """Draws the weights that a table of `ParamSpec` describes."""
+def draw_params(key: jax.Array, specs: Any, dtype: DTypeLike = jnp.float32) -> Any:
+    """Draws the weights that a table of `ParamSpec`, or a part of one, describes."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
 
     def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:

@@ -21,7 +21,7 @@ from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens
-from stepprune_jax.policy.params import ParamSpec, draw_params
+from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
 from stepprune_jax.policy.scores import cosine_anneal
@@ -123,17 +123,6 @@ class Gated(NamedTuple):
     scores: Float[Array, "b n"]
 
 
-def param_specs(config: AutoSelectConfig) -> dict[str, Any]:
-    """Returns the table of weights: StepPrune's encoder and denoiser, and a head of one logit."""
-    shared, d = policy_specs(config.shape), config.policy_width
-    head = {
-        # Without biases: they would shift all scores of a row alike, and SoftTopK ignores that.
-        "norm": {"scale": ParamSpec((d,), (None,), "ones")},
-        "kernel": ParamSpec((d, 1), ("embed", None), "fan_in"),
-    }
-    return {"encoder": shared["encoder"], "denoiser": shared["denoiser"], "head": head}
-
-
 def temperature(config: AutoSelectConfig, progress: ArrayLike) -> Float[Array, ""]:
     """Returns tau at a share `progress` of training: a cosine from start to end, then constant."""
     share = progress / config.temperature_steps
@@ -227,10 +216,15 @@ class AutoSelect(TrainedMethod):
     config_type: ClassVar[type | None] = AutoSelectConfig
     settings: ClassVar[str] = "autoselect"
 
-    def init(self, key: Array) -> Params:
-        """Draws weights of float32 (float64 if `config.dtype` says so)."""
-        dtype = jnp.promote_types(jnp.float32, self.config.dtype or jnp.float32)
-        return draw_params(key, param_specs(self.config), dtype)
+    def specs(self) -> Params:
+        """StepPrune's encoder and denoiser, and a head of one logit."""
+        shared, d = policy_specs(self.shape), self.config.policy_width
+        head = {
+            # Without biases: they would shift all scores of a row alike, and SoftTopK ignores that.
+            "norm": {"scale": ParamSpec((d,), (None,), "ones")},
+            "kernel": ParamSpec((d, 1), ("embed", None), "fan_in"),
+        }
+        return {"encoder": shared["encoder"], "denoiser": shared["denoiser"], "head": head}
 
     def train_loss(
         self,

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models import vlm
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.sequence import POSITIONS as MODEL_POSITIONS
+from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import keep_best
 
 # Choices of position ids for kept tokens; "own" is what the method's authors use.
-POSITIONS = (*vlm.POSITIONS, "own")
+POSITIONS = (*MODEL_POSITIONS, "own")
 
 
 class View(NamedTuple):
@@ -112,7 +112,7 @@ class LayerCut(NamedTuple):
         taps: intermediates of the language model that the choice depends on: of the layers since
             the previous cut, and the attention of the layer after it.
         rows: queries of "attention" taps: "last", that of the prompt's last token, or "text", as
-            many last tokens as the longest text has, which are `vlm.last_slots`.
+            many last tokens as the longest text has, which are `models.sequence.last_slots`.
     """
 
     layer: int

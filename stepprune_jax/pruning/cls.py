@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Params, Ranker, Ranking, View
 from stepprune_jax.pruning.ordering import by_score, class_token_block
 

@@ -10,9 +10,9 @@ from fractions import Fraction
 
 from jaxtyping import Array, Float
 
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
-from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
 from stepprune_jax.pruning.budget import Budget
 

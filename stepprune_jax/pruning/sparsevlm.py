@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.rotary import rotate
-from stepprune_jax.models.vlm import Sequence, last_slots
+from stepprune_jax.models.sequence import Sequence, last_slots
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.ordering import keep_best

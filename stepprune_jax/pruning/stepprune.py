@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.objective import pointer_entropy
+from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT, Budget
@@ -43,9 +44,9 @@ class StepPrune(TrainedMethod):
 
     # Training.
 
-    def init(self, key: Array) -> Weights:
-        """As `policy.init_policy`."""
-        return policy.init_policy(key, self.config)
+    def specs(self) -> Weights:
+        """The table of `policy.init_policy`."""
+        return param_specs(self.config)
 
     def train_loss(
         self,

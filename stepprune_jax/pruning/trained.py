@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
+from stepprune_jax.policy.params import draw_params
 from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 
@@ -34,7 +35,7 @@ class TrainedConfig(Protocol):
 class TrainedMethod(Ranker):
     """A pruner whose order of tokens is learned.
 
-    A subclass has a field `config` of its `config_type`, implements `init`, `train_loss` and
+    A subclass has a field `config` of its `config_type`, implements `specs`, `train_loss` and
     `order`, and is listed in `PRUNERS`. The weights are arguments: `Policy` has them with all that
     belongs to them.
     """
@@ -48,8 +49,13 @@ class TrainedMethod(Ranker):
     settings: ClassVar[str] = "policy"
 
     @abc.abstractmethod
+    def specs(self) -> Weights:
+        """Returns the table of the weights to be trained, a nested dict of `ParamSpec`."""
+
     def init(self, key: Array) -> Weights:
-        """Draws the weights to be trained; `key` is consumed."""
+        """Draws the weights of float32, or float64 if `config.dtype` says so; consumes `key`."""
+        dtype = getattr(self.config, "dtype", None) or jnp.float32
+        return draw_params(key, self.specs(), jnp.promote_types(jnp.float32, dtype))
 
     @abc.abstractmethod
     def train_loss(

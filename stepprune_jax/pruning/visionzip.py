@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.family import ModelConfig
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Params, Pruner, View, take
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import by_score, group_means, map_tokens, ranking_block

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models import decoder, vlm
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.models import vlm
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings

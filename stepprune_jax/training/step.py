@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.models import decoder
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
 from stepprune_jax.pruning import TrainedMethod

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import convert, load_vlm, safetensors
+from stepprune_jax.checkpoints import convert, safetensors
+from stepprune_jax.checkpoints.load import load_vlm
 
 
 def _to_pickles(folder, shards):

@@ -12,7 +12,8 @@ from PIL import Image
 from visual import visual_of
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import load_vlm, save_vlm
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch, tokenize_with_images
 from stepprune_jax.models import vlm

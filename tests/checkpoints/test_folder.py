@@ -5,7 +5,7 @@ import sentencepiece
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 
 

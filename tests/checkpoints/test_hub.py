@@ -9,10 +9,13 @@ from hub_server import serving
 from huggingface_hub import constants
 
 from stepprune_jax import export
-from stepprune_jax.checkpoints import Policy, hub, load_policy, load_vlm, save_policy
+from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.folder import find_folder
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.evaluation.settings import find_policy, own_policy
 from stepprune_jax.policy import PolicyConfig, init_policy
+from stepprune_jax.pruning import Policy
 
 CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1)
 NAME = "policy.safetensors"

@@ -11,7 +11,8 @@ from PIL import Image
 from visual import preprocess_clip
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import VLM, load_vlm, save_vlm
+from stepprune_jax.checkpoints.load import VLM, load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import lay_out
 from stepprune_jax.parallel import sharding

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from small_world import one_shot, stepprune, tiny_model, write_split
 
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.evaluation.calibrate import stop_biases, stop_margins
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.rows import plan_rows

@@ -13,10 +13,11 @@ from small_world import changed, one_width, small_run
 
 from experiments.shapes import write_world
 from stepprune_jax import PolicyConfig, testing
-from stepprune_jax.checkpoints import Policy, save_policy
+from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.policy import FeatureStats, init_policy
+from stepprune_jax.pruning import Policy
 
 SHARE = "1/3"
 

@@ -16,7 +16,7 @@ from experiments.pretrain.run import FILLED, NOISY, kept_at, pretrain
 from experiments.pretrain.settings import Pretraining, ShapeSettings
 from experiments.pretrain.structure import init_tower
 from experiments.shapes import write_world
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import RunOptions, generate

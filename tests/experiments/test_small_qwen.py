@@ -29,13 +29,13 @@ from experiments.pretrain.tower import init_heads, tower_loss
 from experiments.pretrain.vocabulary import build_tokenizer
 from experiments.shapes import write_world
 from stepprune_jax import configurations
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models import vlm
-from stepprune_jax.models.layers import attention_weights
+from stepprune_jax.models.attention import attention_weights
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 

@@ -16,7 +16,7 @@ from quick import quick_or_slow
 from torch_pruning import pruned_answer
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import (
@@ -30,7 +30,7 @@ from stepprune_jax.inference import (
 )
 from stepprune_jax.inference.decoding import check_finite, run_decode
 from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
-from stepprune_jax.models import vlm
+from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import Method, make_method
@@ -99,7 +99,7 @@ def test_greedy_ids_equal_the_reference(tmp_path, shape):
     assert all(a.kept == a.visual_tokens for a in answers)
 
 
-@pytest.mark.parametrize("positions", vlm.POSITIONS)
+@pytest.mark.parametrize("positions", POSITIONS)
 def test_pruned_ids_equal_a_run_on_the_kept_tokens_by_hand(llava, positions):
     nothing_kept = " ".join(["dog"] * 8)
     prompts, images = (*PROMPTS, nothing_kept), (*IMAGES, IMAGES[0])

@@ -10,14 +10,14 @@ import pytest
 from PIL import Image
 
 from stepprune_jax import PolicyConfig, policy, testing
-from stepprune_jax.checkpoints import Policy, load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
-from stepprune_jax.models import layers
+from stepprune_jax.models import attention
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruning import Policy, make_method
 from tools.bench.memory import compiled_programs
 
 MANY, MOST = 1_280, 16_384
@@ -99,7 +99,7 @@ def test_attention_is_the_same_a_few_queries_at_a_time(queries, monkeypatch):
     random = np.random.default_rng(0)
     query = jnp.asarray(random.normal(size=(2, 4, queries, 4)), jnp.float32)
     segments = [
-        layers.Segment(*jnp.asarray(random.normal(size=(2, 2, 2, keys, 4)), jnp.float32), mask)
+        attention.Segment(*jnp.asarray(random.normal(size=(2, 2, 2, keys, 4)), jnp.float32), mask)
         for keys, mask in (
             (5, jnp.asarray(random.random((2, 1, 5)) < 0.7)),
             (queries, jnp.asarray(random.random((2, queries, queries)) < 0.7)),
@@ -109,11 +109,11 @@ def test_attention_is_the_same_a_few_queries_at_a_time(queries, monkeypatch):
 
     def both():
         def run(query):
-            return (layers.attend(query, segments) ** 2).sum()
+            return (attention.attend(query, segments) ** 2).sum()
 
         return jax.jit(jax.value_and_grad(run))(query)
 
     whole = both()
-    monkeypatch.setattr(layers, "MANY_QUERIES", 6)
-    monkeypatch.setattr(layers, "QUERIES", 4)
+    monkeypatch.setattr(attention, "MANY_QUERIES", 6)
+    monkeypatch.setattr(attention, "QUERIES", 4)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), both(), whole)

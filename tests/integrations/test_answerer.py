@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from small_world import stepprune
 
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluation import encode
 from stepprune_jax.inference import RunOptions, generate

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepprune_jax.models import decoder as llama
-from stepprune_jax.models.layers import append_slots
+from stepprune_jax.models.attention import append_slots
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.testing import tiny_hf_config
 

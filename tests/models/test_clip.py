@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hf_reference import as_torch, assert_close, clip_pair, normal
 
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.stack import Execution
 

@@ -14,9 +14,10 @@ from hf_reference import (
 )
 
 from stepprune_jax.models import decoder as llama
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.rotary import rotary, rotary_frequencies
+from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Execution
 
 
@@ -28,7 +29,7 @@ def inputs(b=2, s=11, seed=0):
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("taps", "capacity", "execution"))
 def run(params, config, ids, position, valid, execution=Execution(), **wanted):
-    rows = llama.Rows(llama.embed(params, ids), position, valid)
+    rows = Rows(llama.embed(params, ids), position, valid)
     span, wanted = (0, config.num_layers), llama.Wanted(**wanted)
     stage = llama.run_layers(params, config, rows, span, None, wanted, execution)
     return llama.logits(params, config, stage.hidden), stage
@@ -151,7 +152,7 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
         @jax.jit
         def gradient(hidden, params, remat=remat):
             def loss(hidden):
-                rows = llama.Rows(hidden, position, valid)
+                rows = Rows(hidden, position, valid)
                 how = Execution(remat=remat)
                 stage = llama.run_layers(params, config, rows, (0, 4), execution=how)
                 return jnp.square(stage.hidden).sum()
@@ -178,6 +179,6 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
 def test_stages_that_do_not_fit_are_refused(span, wanted, message):
     _, config, params = llama_pair()
     ids, position, valid = inputs(b=1, s=4)
-    rows = llama.Rows(llama.embed(params, ids), position, valid)
+    rows = Rows(llama.embed(params, ids), position, valid)
     with pytest.raises(ValueError, match=message):
         llama.run_layers(params, config, rows, span, wanted=llama.Wanted(**wanted))

@@ -31,10 +31,11 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models import decoder, vlm
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens, target_size
+from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Execution, lay_out
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
@@ -441,7 +442,7 @@ def test_one_layer_at_the_widths_of_the_3b_equals_the_reference():
     }
     hidden = np.random.default_rng(0).standard_normal((1, 6, 2048), np.float32)
     position = np.array([[[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]]], np.int32)
-    rows = decoder.Rows(jnp.asarray(hidden), jnp.asarray(position), jnp.ones((1, 6), bool))
+    rows = Rows(jnp.asarray(hidden), jnp.asarray(position), jnp.ones((1, 6), bool))
     params = {"language": {"layers": layers}}
     ours = jax.jit(decoder.run_layers, static_argnums=(1, 3))(
         params["language"], config.text, rows, (0, 1)

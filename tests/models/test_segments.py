@@ -7,6 +7,7 @@ import pytest
 
 from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.config import LlamaConfig
+from stepprune_jax.models.sequence import Rows
 
 CONFIG = LlamaConfig(32, 16, 24, 2, 4, 2, 4, max_positions=64)
 PREFIX, PARTS = 3, (2, 4, 1)
@@ -27,7 +28,7 @@ def row(seed):
 
 @jax.jit
 def run(params, hidden, position, valid, segment=None):
-    return llama.run_layers(params, CONFIG, llama.Rows(hidden, position, valid, segment), (0, 2))
+    return llama.run_layers(params, CONFIG, Rows(hidden, position, valid, segment), (0, 2))
 
 
 def test_segments_are_what_separate_runs_are(params):

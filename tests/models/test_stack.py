@@ -10,8 +10,8 @@ import pytest
 from hf_reference import llava_pair, normal
 
 from stepprune_jax.models import decoder, vlm
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.decoder import Wanted
-from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.stack import lay_out, layout_of, run_stack
 
 

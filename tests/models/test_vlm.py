@@ -16,8 +16,9 @@ from plain_decoder import loop_assemble
 from visual import visual_of
 
 from stepprune_jax.models import decoder, vlm
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.decoder import Wanted
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.sequence import POSITIONS, Rows, Sequence, compress, last_slots, renumber
 
 S = vlm.IMAGE_TOKEN
 ANSWER = jnp.array([[33, 34, 35], [36, 37, 38], [39, 40, 41], [43, 44, 45], [46, 47, 48]])
@@ -62,7 +63,7 @@ def test_assembled_rows_equal_a_plain_loop(data):
     # The embedding of token t is (t, t, ...), of kept token i of image a 1000 (a + 1) + i.
     table = jnp.broadcast_to(jnp.arange(96.0)[:, None], (96, 64))
     params = {"language": {"embed": {"embedding": table}}}
-    positions = data.draw(st.sampled_from(vlm.POSITIONS))
+    positions = data.draw(st.sampled_from(POSITIONS))
     capacity = data.draw(st.sampled_from([6, 15]))
     token = st.one_of(st.just(S), st.integers(0, 90))
     rows = [data.draw(st.lists(token, min_size=1, max_size=7)) for _ in range(2)]
@@ -86,7 +87,7 @@ def test_assembled_rows_equal_a_plain_loop(data):
         np.testing.assert_array_equal(np.stack(found, axis=1), tokens)
 
 
-@pytest.mark.parametrize("positions", vlm.POSITIONS)
+@pytest.mark.parametrize("positions", POSITIONS)
 def test_pruned_rows_and_cached_decode_equal_hand_built_reference_runs(llava, positions):
     model, config, params = llava
     # Whatever lies in the padding, rows equal those of the reference one by one.
@@ -113,7 +114,7 @@ def test_several_tokens_may_be_appended_at_once(llava):
     cache = prefill(params, config, prefix(params, config), 4).cache
     language = params["language"]
     position = cache.next_position[:, None, None] + jnp.arange(3)
-    rows = decoder.Rows(decoder.embed(language, ANSWER), position, jnp.ones((5, 3), bool))
+    rows = Rows(decoder.embed(language, ANSWER), position, jnp.ones((5, 3), bool))
     run = jax.jit(decoder.run_layers, static_argnums=(1, 3))
     together, one_by_one = run(language, config.text, rows, (0, 4), cache), cache
     for step in range(3):
@@ -189,10 +190,10 @@ def test_compressed_rows_by_hand():
     index = jnp.array([[-1, 4, 7, 2, -1], [3, -1, -1, -1, -1]], jnp.int32)
     length, following = jnp.array([5, 3], jnp.int32), jnp.array([5, 13], jnp.int32)
     note = jnp.array([[1, 2, 3, 4, 5], [6, 7, 8, 9, 9]], jnp.float32)
-    sequence = vlm.Sequence(hidden, position, length, following, image, index, note)
+    sequence = Sequence(hidden, position, length, following, image, index, note)
     # The last kept slot of row 1 lies in its padding, and so is not kept.
     keep = jnp.array([[1, 0, 1, 0, 1], [0, 1, 1, 0, 1]], bool)
-    short = vlm.compress(sequence, keep, 4)
+    short = compress(sequence, keep, 4)
     np.testing.assert_array_equal(short.hidden[..., 0], [[0, 2, 4, 0], [6, 7, 0, 0]])
     np.testing.assert_array_equal(short.position[:, 0], [[0, 2, 4, 0], [11, 12, 0, 0]])
     np.testing.assert_array_equal(short.length, [3, 2])
@@ -200,11 +201,11 @@ def test_compressed_rows_by_hand():
     np.testing.assert_array_equal(short.image, [[-1, 0, -1, -1], [0, -1, -1, -1]])
     np.testing.assert_array_equal(short.index, [[-1, 7, -1, -1], [-1, -1, -1, -1]])
     np.testing.assert_array_equal(short.note, [[1, 3, 5, 0], [7, 8, 0, 0]])
-    anew = vlm.renumber(short)
+    anew = renumber(short)
     np.testing.assert_array_equal(anew.position[:, 0], [[0, 1, 2, 0], [0, 1, 0, 0]])
     np.testing.assert_array_equal(anew.next_position, [3, 2])
-    np.testing.assert_array_equal(vlm.last_slots(short, 3), [[0, 1, 2], [0, 0, 1]])
-    np.testing.assert_array_equal(vlm.compress(sequence, keep, 2).length, [2, 2])
+    np.testing.assert_array_equal(last_slots(short, 3), [[0, 1, 2], [0, 0, 1]])
+    np.testing.assert_array_equal(compress(sequence, keep, 2).length, [2, 2])
 
 
 def test_dropping_equals_masking_and_greedy_decoding_a_recomputation(llava):
@@ -258,13 +259,13 @@ def test_a_drop_may_keep_all_or_merge(llava):
     np.testing.assert_array_equal(changed, [True, True, True, False, False])
     assert not (merged.cuts[0].image == 1).any()
     anew = prefill_with_cuts(params, config, sequence, (vlm.Cut(2, s, merge, renumber=True),))
-    np.testing.assert_array_equal(anew.cuts[0].position, vlm.renumber(merged.cuts[0]).position)
+    np.testing.assert_array_equal(anew.cuts[0].position, renumber(merged.cuts[0]).position)
 
 
 def test_a_stage_tells_what_the_layer_behind_it_would_attend_to(llava):
     _, config, params = llava
     sequence = prefix(params, config)
-    wanted = Wanted(taps=(Tap("attention", 2),), query_index=vlm.last_slots(sequence, 2))
+    wanted = Wanted(taps=(Tap("attention", 2),), query_index=last_slots(sequence, 2))
 
     @functools.partial(jax.jit, static_argnums=0)
     def attention(last):

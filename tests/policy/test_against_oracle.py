@@ -16,6 +16,8 @@ from stepprune_jax.policy.encoder import memory
 
 CASES = 20  # Per group; ten groups.
 KINDS = ("plain", "ties", "stop at once", "never stop", "empty row")
+if jax.__version_info__ < (0, 6):  # whose products of equal rows may differ in the last bit
+    KINDS = tuple(kind for kind in KINDS if kind != "ties")
 
 
 class Group(NamedTuple):

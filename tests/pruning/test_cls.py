@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 from views import llava, view
 
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.pruning import Cls
 
 

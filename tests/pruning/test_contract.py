@@ -14,7 +14,7 @@ from quick import quick_or_slow
 from small_world import one_shot, stepprune
 
 from stepprune_jax import PolicyConfig, testing
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import (
     Images,
     Prompts,
@@ -29,6 +29,7 @@ from stepprune_jax.inference import (
 from stepprune_jax.inference.base import Begun
 from stepprune_jax.inference.programs import run_choose
 from stepprune_jax.models import vlm
+from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning import (
     PRUNERS,
     AutoSelectConfig,
@@ -460,7 +461,7 @@ def before_cut(cut):
     full = jnp.full(2, s, jnp.int32)
     image, index = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (2, s)) for x in (image, index))
     position, grid = jnp.asarray(rows, jnp.int32), jnp.full((2, 2, 2), 4)
-    sequence = vlm.Sequence(jnp.asarray(hidden), position, full, full, image, index, grid=grid)
+    sequence = Sequence(jnp.asarray(hidden), position, full, full, image, index, grid=grid)
     return sequence, taps, jnp.asarray([[3, 0], [N, 5]], jnp.int32)
 
 

@@ -10,7 +10,7 @@ import torch_stages
 from generation_reference import ask, pair, traced
 from views import llava, rows
 
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.pruning import Budget, Dart, LayerCut, Method, Survivors
 from stepprune_jax.pruning.dart import set_order
 

@@ -5,7 +5,7 @@ from generation_reference import ask, pair, traced
 from quick import quick_or_slow
 from views import llava
 
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.pruning import Budget, LayerCut, Method, PyramidDrop, make_method
 from stepprune_jax.pruning.schedule import geometric_counts, mean_ratio, stage_widths
 

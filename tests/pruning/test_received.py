@@ -10,11 +10,10 @@ from PIL import Image
 from quick import quick_or_slow
 from views import select, view
 
-from stepprune_jax.checkpoints import Policy
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
-from stepprune_jax.models import layers
+from stepprune_jax.models import attention
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import PRUNERS, Budget, make_method, trained_methods
+from stepprune_jax.pruning import PRUNERS, Budget, Policy, make_method, trained_methods
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
 from stepprune_jax.pruning.visionzip import VisionZip, merge_received
 
@@ -144,8 +143,8 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
         return crops, *merge_received(received, keys, tokens, valid, counts, merged)
 
     at_once = chosen()
-    monkeypatch.setattr(layers, "MANY_QUERIES", 8)
-    monkeypatch.setattr(layers, "QUERIES", 7)  # six parts, with two tokens of padding
+    monkeypatch.setattr(attention, "MANY_QUERIES", 8)
+    monkeypatch.setattr(attention, "QUERIES", 7)  # six parts, with two tokens of padding
     for own, expected in zip(chosen(), at_once, strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-6)
 

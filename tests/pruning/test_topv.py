@@ -8,7 +8,7 @@ import torch_stages
 from generation_reference import ask, pair, traced
 from views import llava, rows
 
-from stepprune_jax.models.layers import Tap
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.pruning import Budget, LayerCut, Method, TopV
 from stepprune_jax.pruning.ordering import evenly
 from stepprune_jax.pruning.topv import contributions

@@ -10,7 +10,7 @@ import transformers
 from PIL import Image
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import VLM, load_vlm
+from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import (
     Answer,

@@ -10,13 +10,13 @@ from benchmark_files import write_lines
 from PIL import Image
 
 from stepprune_jax import PolicyConfig, configurations, testing
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import Policy, save_policy
 from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import ParamSpec, param_specs
-from stepprune_jax.pruning import AutoSelectConfig, autoselect
+from stepprune_jax.pruning import AutoSelect, AutoSelectConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +84,7 @@ def stepprune(seed=1, **fields):
 
 def one_shot(seed=2):
     config = AutoSelectConfig(**WIDTHS)
-    return Policy(drawn(autoselect.param_specs(config), seed), config, STATS)
+    return Policy(drawn(AutoSelect(config=config).specs(), seed), config, STATS)
 
 
 def tiny_model(folder):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.vlm import Sequence
+from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning import View
 from stepprune_jax.testing import tiny_hf_config
 

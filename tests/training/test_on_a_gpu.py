@@ -10,7 +10,7 @@ import pytest
 from tiny_run import make_run, metrics, open_tiny, write_data
 
 from stepprune_jax import load_vlm, policy, testing
-from stepprune_jax.models.layers import Segment, attend, fused_attend
+from stepprune_jax.models.attention import Segment, attend, fused_attend
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.training import settings, step, train
 from stepprune_jax.workdir.metrics import MetricsLog

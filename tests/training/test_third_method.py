@@ -9,6 +9,7 @@ from PIL import Image
 from tiny_run import looks, make_run, metrics, write_data, write_questions
 
 from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method, testing
+from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.pruning import PRUNERS, Ranking, TrainedMethod
 from stepprune_jax.pruning.ordering import by_score
 from stepprune_jax.training import train
@@ -31,8 +32,8 @@ class Linear(TrainedMethod):
     label = "linear"
     config_type: ClassVar[type | None] = LinearConfig
 
-    def init(self, key):
-        return {"kernel": jax.random.normal(key, (self.config.feature_width,))}
+    def specs(self):
+        return {"kernel": ParamSpec((self.config.feature_width,), (None,), "token")}
 
     def train_loss(self, weights, key, inputs, lm_loss_fn, progress):
         assert inputs.stats is not None

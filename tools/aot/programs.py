@@ -17,7 +17,7 @@ from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.base import Pairs, Plan, Texts
 from stepprune_jax.inference.sampling import Sampling, greedy
 from stepprune_jax.models import vlm
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.placement import jit_for_weights, row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, Pruned

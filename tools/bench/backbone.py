@@ -27,6 +27,7 @@ from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.sequence import Sequence, from_embeddings
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import OPTIONS
@@ -59,7 +60,7 @@ class Case(NamedTuple):
     params: dict[str, Any]
     config: LlavaConfig
     reference: Any
-    sequence: vlm.Sequence
+    sequence: Sequence
     tokens: np.ndarray
 
 
@@ -82,7 +83,7 @@ def make_case(params, config, reference, batch: int, length: int, new_tokens: in
     random = np.random.default_rng(0)
     ids = random.integers(3, config.text.vocab_size, (batch, length), np.int32)
     embeddings = decoder.embed(params["language"], jnp.asarray(ids))
-    sequence = vlm.from_embeddings(config, embeddings, jnp.full((batch,), length, jnp.int32))
+    sequence = from_embeddings(config, embeddings, jnp.full((batch,), length, jnp.int32))
     tokens = random.integers(3, config.text.vocab_size, (new_tokens, batch), np.int32)
     return Case(params, config, reference, sequence, tokens)
 

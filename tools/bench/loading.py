@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.efficiency.timing import table
 
 WIDE = {

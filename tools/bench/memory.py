@@ -16,8 +16,9 @@ from jax.sharding import Mesh
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.model_shapes import MODELS, model_config
 from stepprune_jax.models import vlm
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.parallel.compiling import OPTIONS, Usage, usage
 from stepprune_jax.parallel.sharding import (
     BATCH_RULES,
@@ -44,7 +45,7 @@ def compiled_programs(
     shape = jax.ShapeDtypeStruct
     row = shape((batch,), jnp.int32)
     hidden = shape((batch, length, text.hidden_size), dtype)
-    sequence = jax.eval_shape(functools.partial(vlm.from_embeddings, config), hidden, row)
+    sequence = jax.eval_shape(functools.partial(from_embeddings, config), hidden, row)
     cache = Cache(shape(slots, dtype), shape(slots, dtype), row, row)
     pixels = config.family.max_pixels(config, batch)
 

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax import policy
-from stepprune_jax.checkpoints import load_policy, load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.timing import table

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax.checkpoints.save import file_tensor
 from stepprune_jax.models import vlm, weights
-from stepprune_jax.models.family import ModelConfig
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import layout_of
 

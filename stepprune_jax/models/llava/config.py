@@ -8,6 +8,7 @@ from stepprune_jax.models.config import (
     MOST_LAYERS,
     Json,
     LlamaConfig,
+    ModelConfig,
     Rule,
     number,
     one_of,
@@ -21,7 +22,7 @@ from stepprune_jax.models.config import (
     write_rope,
     written,
 )
-from stepprune_jax.models.family import Family, ModelConfig
+from stepprune_jax.models.family import Family
 
 _ACTIVATIONS = ("quick_gelu", "gelu")
 

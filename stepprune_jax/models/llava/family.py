@@ -15,10 +15,11 @@ from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import decoder
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, Rule, Tokenizer, read_fields
 from stepprune_jax.models.family import Family
 from stepprune_jax.models.images import Bytes
-from stepprune_jax.models.layers import Dense, Tap, activate
+from stepprune_jax.models.layers import Dense, activate
 from stepprune_jax.models.llava import images, tower, weights
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings

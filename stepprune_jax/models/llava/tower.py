@@ -12,21 +12,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from stepprune_jax.models.layers import (
-    BlockOutput,
-    Dense,
-    LayerNorm,
+from stepprune_jax.models.attention import (
     Segment,
     Tap,
-    activate,
     attend,
     attention_weights,
     fused_attend,
     merge_heads,
-    product,
     resolve_taps,
     split_heads,
 )
+from stepprune_jax.models.layers import BlockOutput, Dense, LayerNorm, activate, product
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.stack import (
     Execution,

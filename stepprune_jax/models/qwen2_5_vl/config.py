@@ -10,6 +10,7 @@ from stepprune_jax.models.config import (
     MOST_LAYERS,
     Json,
     LlamaConfig,
+    ModelConfig,
     Rule,
     number,
     one_of,
@@ -24,7 +25,7 @@ from stepprune_jax.models.config import (
     write_rope,
     written,
 )
-from stepprune_jax.models.family import Family, ModelConfig
+from stepprune_jax.models.family import Family
 from stepprune_jax.settings import is_count
 
 # Bounds of a resized image's area in the published `preprocessor_config.json`: 4 to 16,384 tokens.

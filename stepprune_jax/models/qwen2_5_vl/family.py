@@ -13,10 +13,10 @@ from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import decoder
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.family import Family
 from stepprune_jax.models.images import Bytes, naming, read_processor
-from stepprune_jax.models.layers import Tap
 from stepprune_jax.models.qwen2_5_vl import images, tower, weights
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches

@@ -20,13 +20,9 @@ import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.layers import (
-    BlockOutput,
-    Dense,
-    RmsNorm,
+from stepprune_jax.models.attention import (
     Segment,
     Tap,
-    activate,
     attend,
     attention_weights,
     fused_attend,
@@ -34,8 +30,8 @@ from stepprune_jax.models.layers import (
     merge_heads,
     resolve_taps,
     split_heads,
-    wide_product,
 )
+from stepprune_jax.models.layers import BlockOutput, Dense, RmsNorm, activate, wide_product
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate

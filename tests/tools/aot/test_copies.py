@@ -14,6 +14,7 @@ from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import init_cache
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.models.weights import flatten
 from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.placement import jit_for_weights
@@ -59,7 +60,7 @@ def copies(name, layers, program):
     params = place(vlm.abstract_params(config, dtype, layers, platform))
     side, rows = config.vision.image_size, jax.ShapeDtypeStruct((1,), jnp.int32)
     hidden = jax.ShapeDtypeStruct((1, TOKENS, config.text.hidden_size), dtype)
-    sequence = jax.eval_shape(functools.partial(vlm.from_embeddings, config), hidden, rows)
+    sequence = jax.eval_shape(functools.partial(from_embeddings, config), hidden, rows)
     cache = jax.eval_shape(lambda: init_cache(config.text, 2, 1, TOKENS, dtype))
     function, inputs = {
         "tower": (

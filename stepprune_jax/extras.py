@@ -1,0 +1,51 @@
+"""Optional packages: the extra of this one that installs each, and commands that need them."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+# The smallest extra with a package, by the name that is imported.
+_EXTRA = {
+    "PIL": "vlm",
+    "absl": "vlm",
+    "flax": "vlm",
+    "huggingface_hub": "vlm",
+    "tqdm": "vlm",
+    "transformers": "vlm",
+    "grain": "train",
+    "optax": "train",
+    "orbax": "train",
+    "matplotlib": "eval",
+    "openpyxl": "eval",
+    "gradio": "demo",
+}
+
+
+def explain(error: ModuleNotFoundError) -> str:
+    """Returns a line that says what to install; raises the error if it is about another module."""
+    package = str(error.name).partition(".")[0]
+    if package not in _EXTRA:
+        raise error
+    return f"{package} is not installed: pip install 'stepprune-jax[{_EXTRA[package]}]'"
+
+
+def _command(module: str) -> Callable[[], None]:
+    """Returns a console script, the `command` of a module."""
+
+    def run() -> None:
+        try:
+            command = import_module(f"stepprune_jax.{module}").command
+        except ModuleNotFoundError as error:
+            sys.exit(f"error: {explain(error)}")
+        command()
+
+    return run
+
+
+train = _command("training.__main__")
+evaluate = _command("evaluate")
+generate = _command("cli.generate")
+score = _command("benchmarks.score")
+export = _command("export")
+calibrate = _command("calibrate")
+demo = _command("demo.__main__")

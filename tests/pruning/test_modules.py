@@ -1,0 +1,110 @@
+"""The selector as a module of NNX and of Linen does what the policy does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import stepprune_jax as sp
+from stepprune_jax import linen as sp_linen
+from stepprune_jax import nnx as sp_nnx
+from stepprune_jax.pruning import AutoSelectConfig
+
+IMAGE = 3 + 2 * jax.random.normal(jax.random.key(0), (3, 12, 16))
+TEXT = jax.random.normal(jax.random.key(1), (3, 4, 8))
+WIDTHS = {"feature_width": 16, "text_width": 8, "width": 8, "num_heads": 2}
+
+
+def new_policy(config=None):
+    stats = sp.update_stats(sp.FeatureStats.start(16), IMAGE)
+    config = config or sp.PolicyConfig(**WIDTHS)
+    return sp.Policy.init(jax.random.key(2), config, stats).replace(stop_bias=0.5)
+
+
+def mean_square(tokens):
+    return jnp.mean(tokens**2)
+
+
+CONFIGS = [sp.PolicyConfig(**WIDTHS), AutoSelectConfig(**WIDTHS)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["stepprune", "autoselect"])
+@pytest.mark.parametrize("how", [{"budget": 5}, {}], ids=["budget", "own stop"])
+def test_modules_keep_what_the_policy_keeps(config, how):
+    policy = new_policy(config)
+    if not policy.has_stop and not how:
+        pytest.skip("a scorer has no stop")
+    expected = policy.select_fn(6, **how)(policy, IMAGE, TEXT)
+    in_nnx = nnx.jit(lambda s: s(IMAGE, TEXT, capacity=6, **how))(sp_nnx.Selector(policy))
+    module, variables = sp_linen.Selector(config), sp_linen.variables(policy)
+    in_linen = jax.jit(lambda v: module.apply(v, IMAGE, TEXT, capacity=6, **how))(variables)
+    for found in (in_nnx, in_linen):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_step_of_nnx_changes_the_weights_alone_and_has_the_policys_gradient():
+    policy = new_policy()
+    selector = sp_nnx.Selector(policy)
+    optimiser = nnx.Optimizer(selector, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(selector, optimiser):
+        loss = lambda s: s.train_loss(jax.random.key(3), IMAGE, TEXT, mean_square)[0]  # noqa: E731
+        grads = nnx.grad(loss)(selector)
+        optimiser.update(selector, grads)
+        return grads
+
+    grads = nnx.to_pure_dict(step(selector, optimiser))["params"]
+
+    def loss(params):
+        own = policy.replace(params=params)
+        return own.train_loss(jax.random.key(3), IMAGE, TEXT, mean_square)[0]
+
+    expected = jax.grad(loss)(policy.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), grads, expected)
+    after = selector.policy
+    jax.tree.map(np.testing.assert_array_equal, after.stats, policy.stats)
+    assert after.stop_bias == 0.5
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), after.params, policy.params)
+    assert any(jax.tree.leaves(changed))
+
+
+def test_nnx_splits_merges_shards_and_is_saved_by_orbax(tmp_path):
+    policy = new_policy()
+    graph, weights, rest = nnx.split(sp_nnx.Selector(policy), nnx.Param, ...)
+    assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(policy.params))
+    specs = nnx.get_partition_spec(weights)["params"]["encoder"]["block_0"]["mlp"]["up"]["kernel"]
+    assert specs.get_value() == PartitionSpec("embed", "hidden")
+    pure = nnx.to_pure_dict(weights)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "weights", pure)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "weights", jax.tree.map(jnp.zeros_like, pure))
+    nnx.replace_by_pure_dict(weights, restored)
+    merged = nnx.merge(graph, weights, rest).policy
+    jax.tree.map(np.testing.assert_array_equal, merged.params, policy.params)
+    path = sp.save_policy(merged, tmp_path / "policy.safetensors")
+    assert sp.load_policy(path).config == policy.config
+
+
+def test_linen_draws_names_axes_and_trains():
+    module = sp_linen.Selector(sp.PolicyConfig(**WIDTHS))
+    variables = module.init(jax.random.key(4), IMAGE, TEXT, capacity=6)
+    axes = nn.get_partition_spec(variables)["params"]["encoder"]["block_0"]["mlp"]["up"]["kernel"]
+    assert axes == PartitionSpec("embed", "hidden")
+    variables = nn.meta.unbox(variables)
+    expected = jax.eval_shape(lambda: new_policy().params)
+    assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, expected)
+
+    def loss(params):
+        given = (variables | {"params": params}, jax.random.key(5), IMAGE, TEXT, mean_square)
+        return module.apply(*given, method="train_loss")[0]
+
+    grads = jax.grad(loss)(variables["params"])
+    norms = [float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(grads)]
+    assert np.isfinite(norms).all() and max(norms) > 0

@@ -1,0 +1,64 @@
+"""What a policy needs is jax; what is missing for the rest is said in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("PIL", "absl", "flax", "matplotlib", "optax", "orbax", "tqdm", "transformers")
+BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({HEAVY}));"
+
+CORE = """
+import tempfile
+import jax
+import jax.numpy as jnp
+import stepprune_jax as sp
+from stepprune_jax.pruning import PRUNERS, make_method
+
+policy = sp.load_policy("shapes")
+image = jax.random.normal(jax.random.key(0), (2, 9, policy.config.feature_width))
+text = jax.random.normal(jax.random.key(1), (2, 3, policy.config.text_width))
+pruned = jax.jit(policy.select_fn(4, budget=4))(policy, image, text)
+assert pruned.count.tolist() == policy.prune(image, text, budget=4).count.tolist() == [4, 4]
+
+def loss(params):
+    new = policy.replace(params=params)
+    return new.train_loss(jax.random.key(2), image, text, lambda x: jnp.mean(x**2))[0]
+
+assert max(float(abs(x).max()) for x in jax.tree.leaves(jax.grad(loss)(policy.params))) > 0
+policy.diagnose(lambda pruned: jnp.mean(pruned.tokens**2, axis=(1, 2)), image, text, budgets=[2])
+again = sp.load_policy(sp.save_policy(policy, tempfile.mkdtemp() + "/policy.safetensors"))
+assert again.config == policy.config and len(PRUNERS) > 10
+make_method("fastv", budget=16)
+"""
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_policies_and_pruners_need_neither_flax_nor_pillow():
+    done = run(BLOCKED + CORE)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("import stepprune_jax; stepprune_jax.load_vlm", "stepprune_jax.load_vlm: "),
+        ("from stepprune_jax.extras import train; train()", "error: "),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(code, said):
+    last = run(BLOCKED + code).stderr.splitlines()[-1].removeprefix("ImportError: ")
+    name = last.removeprefix(said).partition(" ")[0]
+    assert name in HEAVY
+    assert last == f"{said}{name} is not installed: pip install 'stepprune-jax[vlm]'"
+
+
+def test_another_missing_module_is_not_taken_for_an_extra():
+    from stepprune_jax.extras import explain
+
+    error = ModuleNotFoundError("No module named 'unknown'", name="unknown.part")
+    with pytest.raises(ModuleNotFoundError, match="unknown"):
+        explain(error)
