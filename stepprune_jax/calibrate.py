@@ -28,7 +28,7 @@ _NAME = "stepprune_jax.calibrate"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and calibrates; reports errors in one line and exits with status 2."""
-    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
+    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0], compiles=True)
     add = parser.add_argument
     add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
     add(

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 from stepprune_jax import configurations
 from stepprune_jax.user_input import check, expect, is_user_error, local_path, one_line
@@ -21,8 +21,44 @@ T = TypeVar("T")
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
 
+# The user's folder for what can be made again.
+_CACHES = {"darwin": "~/Library/Caches", "win32": "~/AppData/Local"}
+CACHE = local_path(os.environ.get("XDG_CACHE_HOME") or _CACHES.get(sys.platform, "~/.cache"))
+CACHE = CACHE / "stepprune_jax"
+_MOST_BYTES = 4 << 30  # of programs; the least recently used go first
+
+
+def keep_programs() -> None:
+    """Makes jax keep compiled programs in `CACHE`, unless it has a folder for them already."""
+    import jax  # the command has it
+
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(CACHE))
+        jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line on stderr and exits with status 2."""
+    """An argument parser that reports errors in one line on stderr and exits with status 2.
+
+    That of a command which compiles programs has a flag against keeping them.
+    """
+
+    def __init__(self, *args: Any, compiles: bool = False, **keywords: Any):
+        super().__init__(*args, **keywords)
+        if compiles:
+            self.add_argument(
+                "--no_compile_cache",
+                action="store_true",
+                help=f"do not keep compiled programs for later runs (in {CACHE})",
+            )
+
+    def parse_known_args(self, *args: Any, **keywords: Any) -> tuple[argparse.Namespace, list[str]]:
+        """Reads the arguments, and makes jax keep its programs."""
+        given, rest = super().parse_known_args(*args, **keywords)
+        if not getattr(given, "no_compile_cache", True):
+            keep_programs()
+        return given, rest
 
     def error(self, message: str) -> NoReturn:
         """Writes the message, without the usage, and exits; a closed pipe is not an error."""

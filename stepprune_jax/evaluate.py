@@ -189,7 +189,9 @@ def command() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the arguments and evaluates."""
-    parser = command_line.Parser(prog=command_line.program(_NAME), description=__doc__)
+    parser = command_line.Parser(
+        prog=command_line.program(_NAME), description=__doc__, compiles=True
+    )
     command_line.add_config(parser)
     text = "policy to use instead of the workdir's: a file, a shipped name, or hub:owner/name"
     parser.add_argument("--policy", help=text)

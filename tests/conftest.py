@@ -25,6 +25,8 @@ FLAGS = (
 if version("jaxlib").startswith("0.10."):  # 0.11 ends at flags that it does not know
     FLAGS += ("--xla_cpu_use_fusion_emitters=false",)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
+# What is compiled is what a test says, not what an earlier one, or the user, has left.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 gc.set_threshold(50_000, 20, 50)
 

@@ -300,3 +300,26 @@ def test_the_programs_end_with_one_line(tmp_path):
 def test_a_run_has_a_folder_of_its_configuration_unless_it_is_given_one():
     assert default_workdir("configs/llava7b.py") == "runs/llava7b"
     assert default_workdir("/x/configs/llava7b.py:literal") == "runs/llava7b-literal"
+
+
+KEPT = """
+import jax, sys
+from stepprune_jax import command_line
+parser = command_line.Parser(compiles=True)
+parser.parse_args(sys.argv[1:])
+jax.jit(lambda x: x @ x)(jax.numpy.ones((3, 3)))
+print(jax.config.jax_compilation_cache_dir)
+"""
+
+
+@pytest.mark.parametrize("flags, kept", [([], True), (["--no_compile_cache"], False)])
+def test_commands_keep_compiled_programs_in_the_users_cache(flags, kept, tmp_path):
+    own = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    environment = os.environ | own
+    command = [sys.executable, "-c", KEPT, *flags]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    folder = tmp_path / "stepprune_jax"
+    assert said.stdout.strip() == (str(folder) if kept else "None")
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "own")
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == str(tmp_path / "own")

@@ -51,7 +51,7 @@ class _Run(NamedTuple):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
+    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0], compiles=True)
     add = parser.add_argument
     add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")

@@ -30,7 +30,8 @@ _SMALL = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serves the page; reports errors in one line and exits with status 2."""
-    parser = Parser(prog=program(_NAME), description=(__doc__ or "").partition("\n")[0])
+    about = (__doc__ or "").partition("\n")[0]
+    parser = Parser(prog=program(_NAME), description=about, compiles=True)
     add = parser.add_argument
     small_models = " or ".join(_SMALL)
     add("--model", default="shapes", help=f"checkpoint folder, hub id, {small_models}")

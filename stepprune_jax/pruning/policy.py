@@ -5,11 +5,13 @@ It prunes by itself, so that no part that belongs to its weights can be forgotte
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -196,6 +198,59 @@ class Policy:
             return functions.gather(picks, image, capacity, order=order)
 
         return select
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        num_tokens: int,
+        num_words: int,
+        capacity: int | None = None,
+        budget: int | None = None,
+        mean_budget: float | int | None = None,
+        batch: int | str = "b",
+        platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    ) -> Path:
+        """Writes `select_fn` and the weights as one program of StableHLO, for `jax.export`.
+
+        The program runs without this package. It maps float32 image tokens [b, n, d], word
+        embeddings [b, l, e] and a boolean mask of real words [b, l] to a dict of "index" [b, k],
+        "tokens" [b, k, d], "valid" [b, k] and "count" [b], as in `Pruned`; a policy that sees no
+        text maps the image tokens alone.
+
+        Args:
+            path: the file; parent folders are created.
+            num_tokens: n.
+            num_words: l.
+            capacity: k; by default the budget, or the most tokens that the policy keeps.
+            budget: exact count of each row.
+            mean_budget: mean count, by the policy's calibration. Without either the policy stops by
+                itself.
+            batch: b, a number, or a name for any.
+            platforms: what the program is lowered for.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: as `select_fn`.
+        """
+        capacity = capacity or budget or self.pruner.most(num_tokens)
+        select = self.select_fn(capacity, budget=budget, mean_budget=mean_budget)
+
+        def program(image, text=None, text_mask=None):
+            return select(self, image, text, text_mask=text_mask)._asdict()
+
+        (b,) = export.symbolic_shape(str(batch))
+        wide, e = self.config.feature_width, self.config.text_width
+        inputs = [jax.ShapeDtypeStruct((b, num_tokens, wide), jnp.float32)]
+        if e:
+            inputs.append(jax.ShapeDtypeStruct((b, num_words, e), jnp.float32))
+            inputs.append(jax.ShapeDtypeStruct((b, num_words), jnp.bool_))
+        exported = export.export(jax.jit(program), platforms=tuple(platforms))(*inputs)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(exported.serialize())
+        return Path(path)
 
     def train_loss(
         self,

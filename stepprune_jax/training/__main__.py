@@ -25,7 +25,7 @@ def command() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the arguments and trains."""
-    parser = Parser(prog=program(_NAME), description=__doc__)
+    parser = Parser(prog=program(_NAME), description=__doc__, compiles=True)
     add_config(parser)
     parser.add_argument(
         "--dry_run",

@@ -1,0 +1,70 @@
+"""A policy as a program, run where this package is not installed."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax import export
+
+import stepprune_jax as sp
+
+pytest.importorskip("flatbuffers")
+
+# Apart from the tests, which check the sizes of arrays: here they are symbols.
+WRITE = """
+import json, sys
+import stepprune_jax as sp
+policy, path, how = sys.argv[1:]
+sp.load_policy(policy).export(path, num_tokens=12, num_words=5, **json.loads(how))
+"""
+ELSEWHERE = """
+import sys
+sys.modules["stepprune_jax"] = None
+import jax, numpy as np
+from jax import export
+path, out = sys.argv[1:]
+program = export.deserialize(bytearray(open(path, "rb").read()))
+given = np.load(path + ".npz")
+np.savez(out, **program.call(given["image"], given["text"], given["text_mask"]))
+"""
+
+
+def run(program, *arguments):
+    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    config = sp.PolicyConfig(feature_width=16, text_width=8, width=8, num_heads=2)
+    return sp.Policy.init(jax.random.key(0), config, sp.FeatureStats.start(16))
+
+
+@pytest.mark.parametrize("how", [{"budget": 3}, {}], ids=["budget", "own stop"])
+def test_the_program_keeps_what_the_policy_keeps_in_batches_of_any_size(policy, how, tmp_path):
+    path = tmp_path / "a" / "selector"
+    run(WRITE, sp.save_policy(policy, tmp_path / "policy.safetensors"), path, json.dumps(how))
+    select = jax.jit(policy.select_fn(how.get("budget", 6), **how))
+    for rows in (1, 3):
+        image = 3 * jax.random.normal(jax.random.key(1), (rows, 12, 16))
+        text = jax.random.normal(jax.random.key(2), (rows, 5, 8))
+        mask = np.arange(5) < np.array([[4], [5], [2]])[:rows]
+        np.savez(f"{path}.npz", image=image, text=text, text_mask=mask)
+        out = tmp_path / "out.npz"
+        run(ELSEWHERE, path, out)
+        expected = select(policy, image, text, text_mask=mask)._asdict()
+        found = np.load(out)
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_a_program_for_one_platform_and_batch_has_static_shapes(policy, tmp_path):
+    given = {"num_tokens": 12, "num_words": 5, "budget": 3}
+    path = policy.export(tmp_path / "cuda", batch=4, platforms=("cuda",), **given)
+    program = export.deserialize(bytearray(path.read_bytes()))
+    assert program.platforms == ("cuda",)
+    assert [aval.shape for aval in program.in_avals] == [(4, 12, 16), (4, 5, 8), (4, 5)]
+    assert "tensor<?" not in program.mlir_module()
