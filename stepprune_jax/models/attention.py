@@ -8,7 +8,7 @@ computed in float32 whatever the dtype of the weights.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -153,22 +153,20 @@ def fused_attend(
     implementation: str,
     length: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h t c"]:
-    """Computes self-attention by `jax.nn.dot_product_attention`, "xla" or "cudnn".
+    """Computes self-attention by `jax.nn.dot_product_attention`, "xla" or "cudnn", or "tokamax".
 
-    The causal mask is the only one: with padding at the right end, it alone hides it from valid
-    tokens. Slots of a row from its `length` on are not attended to, and their results undefined.
+    Tokamax has kernels for TPUs and GPUs, and chooses XLA where none of them fits. The causal mask
+    is the only one: with padding at the right end, it alone hides it from valid tokens. Slots of a
+    row from its `length` on are not attended to, and their results undefined.
     """
+    attend, named = jax.nn.dot_product_attention, {"implementation": implementation}
+    if implementation == "tokamax":
+        import tokamax  # an extra of its own
+
+        attend, named = tokamax.dot_product_attention, {}
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    result = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=causal,
-        query_seq_lengths=length,
-        key_value_seq_lengths=length,
-        implementation=cast(Literal["xla", "cudnn"], implementation),
-    )
-    return result.swapaxes(1, 2)
+    lengths = {"query_seq_lengths": length, "key_value_seq_lengths": length}
+    return attend(query, key, value, is_causal=causal, **lengths, **named).swapaxes(1, 2)
 
 
 def append_slots(

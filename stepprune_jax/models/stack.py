@@ -8,6 +8,7 @@ models at inference there.
 """
 
 import dataclasses
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ Params = dict[str, Any]  # weights by name, in nested dicts
 T = TypeVar("T")
 R = TypeVar("R")
 
-ATTENTIONS = ("matmul", "xla", "cudnn")
+ATTENTIONS = ("matmul", "xla", "cudnn", "tokamax")
 LAYOUTS = ("auto", "stacked", "apart")
 
 # Bytes of a layer above which copying it costs more than a longer compilation.
@@ -39,7 +40,7 @@ class Execution:
     Attributes:
         attention: "matmul", two batched products; or, where there is no cache to read,
             `jax.nn.dot_product_attention` with the implementation "xla" or "cudnn" (GPU, bfloat16
-            or float16).
+            or float16), or that of the package tokamax, whose kernels are for TPUs, too.
         remat: whether a backward pass recomputes blocks instead of storing their intermediates.
 
     Raises:
@@ -54,7 +55,9 @@ class Execution:
         expect("attention", self.attention, known, f"one of {', '.join(ATTENTIONS)}")
 
     def check_backend(self) -> None:
-        """Raises a ValueError if jax's default device cannot run it."""
+        """Raises a ValueError if jax's default device, or what is installed, cannot run it."""
+        absent = self.attention == "tokamax" and importlib.util.find_spec("tokamax") is None
+        check((not absent, "attention 'tokamax' needs its package: pip install tokamax"))
         backend = jax.default_backend() if self.attention == "cudnn" else "gpu"
         check((backend == "gpu", f"attention 'cudnn' needs a GPU, jax uses {backend!r}"))
 

@@ -206,10 +206,12 @@ class AutoSelect(TrainedMethod):
     Attributes:
         config: configuration of the scorer.
         seed: seed of the draws, of a scorer that draws its tokens.
+        draw: temperature of the draws, 0 for none; None for the scorer's own.
     """
 
     config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig)
     seed: int = 0
+    draw: float | None = None
 
     name = "autoselect"
     label = "AutoSelect-like"

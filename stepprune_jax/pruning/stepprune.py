@@ -27,11 +27,13 @@ class StepPrune(TrainedMethod):
         config: configuration of the policy.
         group: tokens taken from one pointer distribution; None for the policy's own.
         seed: seed of the draws, of a policy that draws its tokens.
+        draw: temperature of the draws, 0 for none; None for the policy's own.
     """
 
     config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig)
     group: int | None = None
     seed: int = 0
+    draw: float | None = None
 
     name = "stepprune"
     label = "StepPrune"
@@ -40,6 +42,7 @@ class StepPrune(TrainedMethod):
     config_type: ClassVar[type | None] = PolicyConfig
 
     def __post_init__(self):
+        super().__post_init__()
         self.require("group", self.group is None or self.group >= 1, "an integer from 1")
 
     # Training.

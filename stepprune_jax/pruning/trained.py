@@ -1,6 +1,7 @@
 """The interface of trained methods: all that training, checkpoints and selection ask of one."""
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -42,11 +43,16 @@ class TrainedMethod(Ranker):
 
     config: Any  # a `TrainedConfig`
     seed: int = 0  # of the draws, if its configuration draws tokens
+    draw: float | None = None  # their temperature, instead of the configuration's
 
     budgets: ClassVar[tuple[str, ...]] = EXACT
     reads_text: ClassVar[bool] = True
     # Group of a run's configuration that has the fields of `config`.
     settings: ClassVar[str] = "policy"
+
+    def __post_init__(self):
+        if self.draw is not None:
+            object.__setattr__(self, "config", dataclasses.replace(self.config, draw=self.draw))
 
     @abc.abstractmethod
     def specs(self) -> Weights:

@@ -185,3 +185,13 @@ def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     for wrong in ({}, {"mean_budget": 4}):
         with pytest.raises(ValueError, match="no learned stop"):
             scorer.prune(image, text, **wrong)
+
+
+@pytest.mark.parametrize("config", [CONFIG, AutoSelectConfig(**WIDTHS)])
+def test_the_temperature_of_draws_is_an_option(config):
+    policy = Policy.init(jax.random.key(0), config, None)
+    drawn = make_method(budget=3, policy=policy).pruner
+    greedy = make_method(budget=3, policy=policy, options={"draw": "0"}).pruner
+    assert (drawn.config.draw, greedy.config.draw) == (config.draw, 0) and config.draw > 0
+    with pytest.raises(ValueError, match=r"draw is -1\.0, expected"):
+        make_method(budget=3, policy=policy, options={"draw": -1})
