@@ -8,7 +8,7 @@ computed in float32 whatever the dtype of the weights.
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class Tap(NamedTuple):
 # More queries attend QUERIES at a time: all at once would take 28 GiB of scores for 28 heads and
 # 16,384 tokens.
 MANY_QUERIES, QUERIES = 2048, 1024
+_BLOCK = 128  # tokens, of tokamax's kernels
 
 
 class Segment(NamedTuple):
@@ -159,14 +160,45 @@ def fused_attend(
     is the only one: with padding at the right end, it alone hides it from valid tokens. Slots of a
     row from its `length` on are not attended to, and their results undefined.
     """
-    attend, named = jax.nn.dot_product_attention, {"implementation": implementation}
-    if implementation == "tokamax":
-        import tokamax  # an extra of its own
-
-        attend, named = tokamax.dot_product_attention, {}
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    lengths = {"query_seq_lengths": length, "key_value_seq_lengths": length}
-    return attend(query, key, value, is_causal=causal, **lengths, **named).swapaxes(1, 2)
+    if implementation == "tokamax":
+        return _tokamax(query, key, value, causal, length).swapaxes(1, 2)
+    result = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        query_seq_lengths=length,
+        key_value_seq_lengths=length,
+        implementation=cast(Literal["xla", "cudnn"], implementation),
+    )
+    return result.swapaxes(1, 2)
+
+
+def _tokamax(
+    query: Float[Array, "b t h c"],
+    key: Float[Array, "b t g c"],
+    value: Float[Array, "b t g c"],
+    causal: bool,
+    length: Int[Array, "b"] | None,
+) -> Float[Array, "b t h c"]:
+    """Attends by tokamax, whose kernels want whole blocks of tokens."""
+    import tokamax  # an extra of its own
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():  # otherwise it takes the command's flags for its own
+        flags.FLAGS.mark_as_parsed()
+    tokens = query.shape[1]
+    padding = ((0, 0), (0, -tokens % _BLOCK), (0, 0), (0, 0))
+    query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
+    mask = None
+    if length is not None or (padding[1][1] and not causal):  # a causal mask hides padding itself
+        # Given as lengths, the TPU's kernel does not take it.
+        ends = jnp.full(1, tokens) if length is None else length
+        mask = (jnp.arange(key.shape[1]) < ends[:, None])[:, None, None]
+        mask = jnp.broadcast_to(mask, (len(ends), 1, key.shape[1], key.shape[1]))
+    result = tokamax.dot_product_attention(query, key, value, mask=mask, is_causal=causal)
+    return result[:, :tokens]
 
 
 def append_slots(
