@@ -1,9 +1,11 @@
 """Answers questions about images from the command line.
 
     stepprune-generate --model DIR --image x.jpg --prompt "What is this?"
+    stepprune-generate --model DIR --questions in.jsonl --out out.jsonl
 
 The answer is streamed, followed by the number of visual tokens kept, the time to the first token
 and the decoding speed. `--json` prints one JSON object instead; `--overlay` draws the kept tokens.
+A file of questions, in LLaVA's format, is answered in batches.
 """
 
 import argparse
@@ -21,9 +23,11 @@ from PIL import Image
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_params, make_vlm
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.cli.batch import answer_file, unanswered
+from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
 from stepprune_jax.data.images import open_image
-from stepprune_jax.data.json_files import file_named
+from stepprune_jax.data.json_files import JsonObject, file_named
+from stepprune_jax.data.llava import Question, read_questions
 from stepprune_jax.inference.answer import Answer, answer, check_run, trace_arrays
 from stepprune_jax.inference.base import Begun, RunOptions
 from stepprune_jax.inference.request import Request, read_request
@@ -48,18 +52,38 @@ class _Run(NamedTuple):
     sampling: Sampling
     options: RunOptions
     request: Request
+    questions: list[Question]  # of a file
+    todo: list[int]  # numbers of those that are not answered yet
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not that there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.default not in (None, False, [])
+        return super()._get_help_string(action) if shown else action.help
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0], compiles=True)
-    add = parser.add_argument
+    parser = Parser(
+        prog=program(_NAME),
+        description=__doc__.splitlines()[0],
+        formatter_class=_Help,
+        compiles=True,
+    )
+    add = parser.add_argument_group("model").add_argument
     add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
-    add("--image", action="append", default=[], help="image file; may be repeated")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
     add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
+    add = parser.add_argument_group("questions").add_argument
+    add("--image", action="append", default=[], help="image file; may be repeated")
     add("--prompt", help="the question; with --interactive, the first one")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
+    add("--questions", metavar="FILE.jsonl", help="lines with question_id, image and text")
+    add("--image_folder", help="folder of their images; default: that of the file")
+    add("--batch_size", type=integer_from(1), default=8, help="questions of a file per batch")
+    add = parser.add_argument_group("pruning").add_argument
     add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
     add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
     add("--budget", help="tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's stop")
@@ -67,15 +91,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="e.g. fastv's layer=3")
     add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
     add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
+    add = parser.add_argument_group("answers").add_argument
     add("--max_tokens", type=int, default=128, help="longest answer, in tokens")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top_p", type=float, default=1.0, help="probability mass to sample from")
     add("--repetition_penalty", type=float, help="1: none; default: the model folder's")
     add("--seed", type=int, default=0, help="seed of the sampling")
+    add = parser.add_argument_group("machine").add_argument
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
     add("--mesh", choices=PRESETS, help="preset for sharding over all devices")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add("--layers", choices=LAYOUTS, default="auto", help="placement of layer weights")
+    add = parser.add_argument_group("results").add_argument
+    add("--out", metavar="FILE.jsonl", help="answers to --questions; an existing one is continued")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--overlay", metavar="FILE.png", help="draw the kept tokens, in order of choice")
     add("--trace", metavar="FILE.npz", help="write the kept tokens of each stage, and the logits")
@@ -84,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_flags(given: argparse.Namespace) -> None:
     """Raises if flags contradict each other, or if a file could not be written."""
+    if given.questions is not None or given.out is not None:
+        _check_batch(given)
+        return
     asked, once = given.prompt is not None, not given.interactive
     names = ("budget", "mean_budget", "stop_bias")
     amounts = [f"--{name}" for name in names if getattr(given, name) is not None]
@@ -104,6 +135,19 @@ def _check_flags(given: argparse.Namespace) -> None:
     ):
         good = file is None or (Path(file).suffix == suffix and Path(file).parent.is_dir())
         expect(flag, file, good, f"a {suffix} file in an existing folder")
+
+
+def _check_batch(given: argparse.Namespace) -> None:
+    """Raises if flags do not belong to a file of questions, which is answered greedily."""
+    both = given.questions is not None and given.out is not None
+    check((both, "--questions and --out are given together: questions, and where answers go"))
+    names = ("prompt", "image", "interactive", "json", "overlay", "trace")
+    names += ("temperature", "top_p", "repetition_penalty", "seed")
+    defaults = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
+    for name in names:
+        asked = getattr(given, name) not in (None, False, [], defaults.get(name))
+        check((not asked, f"--{name} does not belong to --questions, which is answered greedily"))
+    file_to_write("--out", given.out)
 
 
 def _read(given: argparse.Namespace) -> _Run:
@@ -136,11 +180,35 @@ def _read(given: argparse.Namespace) -> _Run:
     check_run(model.config, method, sampling, options)
     # Paths, so that errors name the file.
     request = read_request(model, ["?" if given.prompt is None else given.prompt], [given.image])
+    questions, todo = [], []
+    if given.questions is not None:
+        folder = given.image_folder or Path(given.questions).parent
+        questions = read_questions(given.questions, folder)
+        todo = unanswered(Path(given.out), questions, _about(given, method))
     again = given.interactive or given.overlay is not None
     images = [open_image(path) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
-    params = load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
-    return _Run(model._replace(params=params), images, method, sampling, options, request)
+    nothing = given.questions is not None and not todo
+    params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
+    model = model._replace(params=params)
+    return _Run(model, images, method, sampling, options, request, questions, todo)
+
+
+def _about(given: argparse.Namespace, method: Method) -> JsonObject:
+    """Says how answers are made, for those who read them."""
+    pruner = method.pruner
+    return {
+        "model": given.model,
+        "policy": given.policy,
+        "pruner": pruner.name,
+        "pruner_options": read_options("--pruner_options", given.pruner_options),
+        "budget": str(pruner.budget),
+        "budget_counts": pruner.budget_counts,
+        "stop_bias": given.stop_bias,
+        "positions": given.positions,
+        "max_tokens": given.max_tokens,
+        "dtype": given.dtype,
+    }
 
 
 def _stream(run: _Run, request: Request) -> Answer:
@@ -219,6 +287,19 @@ def _execute(given: argparse.Namespace) -> int:
     except _USER_ERRORS as error:
         _complain(error)
         return 2
+    if given.questions is not None:
+        if not run.todo:
+            print(f"{given.out} has an answer to every question", file=sys.stderr)
+            return 0
+        try:
+            answer_file(
+                *(run.model, run.method, run.questions, run.todo),
+                *(Path(given.out), _about(given, run.method), run.options, given.batch_size),
+            )
+        except _USER_ERRORS as error:
+            _complain(error)
+            return 2
+        return 0
     if given.interactive:
         try:
             _converse(run, given.prompt)
@@ -233,7 +314,7 @@ def _execute(given: argparse.Namespace) -> int:
                     np.savez_compressed(given.trace, **trace_arrays(begun))
 
         (found,) = answer(run.model, run.request, run.method, run.sampling, run.options, trace=save)
-        print(json.dumps(found._asdict()))
+        print(json.dumps(_about(given, run.method) | found._asdict()))
     else:
         found = _stream(run, run.request)
     if given.overlay is not None:

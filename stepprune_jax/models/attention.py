@@ -6,6 +6,7 @@ computed in float32 whatever the dtype of the weights.
 """
 
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, cast
@@ -183,8 +184,9 @@ def _tokamax(
     length: Int[Array, "b"] | None,
 ) -> Float[Array, "b t h c"]:
     """Attends by tokamax, whose kernels want whole blocks of tokens."""
-    import tokamax  # an extra of its own
     from absl import flags
+
+    tokamax = importlib.import_module("tokamax")  # an extra of its own
 
     if not flags.FLAGS.is_parsed():  # otherwise it takes the command's flags for its own
         flags.FLAGS.mark_as_parsed()

@@ -184,6 +184,11 @@ class Pruner:
             count = budget.number if budget.kind == "count" else budget.exact_count(num_tokens)
             self.require("budget", count <= most, f"at most {most} of {num_tokens} visual tokens")
 
+    @property
+    def budget_counts(self) -> str:
+        """What a budget counts, in words for those who compare methods."""
+        return "tokens of an image that enter the language model"
+
     @classmethod
     def require_kind(cls, budget: Budget) -> None:
         """Raises a ValueError unless budgets of this kind are supported."""
@@ -324,6 +329,13 @@ class Ranker(Pruner, abc.ABC):
 
 class LayerPruner(Pruner, abc.ABC):
     """A pruner that passes all tokens to the language model and drops some between its layers."""
+
+    @property
+    def budget_counts(self) -> str:
+        """The tokens after the last cut, or their mean over layers with the option `average`."""
+        if getattr(self, "average", False):
+            return "the mean over all layers of an image's tokens"
+        return "tokens of an image after the last cut between layers"
 
     def entering(self, num_tokens: int) -> int:
         """Returns n: all tokens enter."""

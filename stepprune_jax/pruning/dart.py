@@ -68,6 +68,11 @@ class Dart(LayerPruner):
         """Returns the cut before layer K."""
         return (LayerCut(self.layer, (Tap("keys", self.layer - 1), Tap("normed", self.layer))),)
 
+    @property
+    def budget_counts(self) -> str:
+        """The image's pivots are not among them."""
+        return "tokens that the pivots select; the image's pivots remain in addition"
+
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the number of tokens taken, plus the visual pivots."""
         if self.budget.exact_count(num_tokens) >= num_tokens:

@@ -68,7 +68,10 @@ def test_one_json_object_a_trace_and_an_overlay(files, llava_model, capfd):
     note = lambda begun: seen.append(trace_arrays(begun))  # noqa: E731
     (expected,) = generate(llava_model, ["two?"], [shown], method, options=SIX, trace=note)
     found = json.loads(out)
-    assert list(found) == list(expected._fields)
+    about = {name: found.pop(name) for name in [*found] if name not in expected._fields}
+    assert about["model"] == str(files / "model") and about["policy"] is None
+    assert (about["pruner"], about["pruner_options"]) == ("fastv", {"layer": "1"})
+    assert about["budget"] == "3" and "after the last cut" in about["budget_counts"]
     exact = json.loads(json.dumps(expected._asdict()))
     assert {**found, "ttft_ms": 0, "tokens_per_s": 0} == {**exact, "ttft_ms": 0, "tokens_per_s": 0}
     assert found["ttft_ms"] > 0 and found["tokens_per_s"] > 0
@@ -205,3 +208,69 @@ def test_a_mistake_leaves_no_traceback_in_the_shell(files):
         found = subprocess.run([*command, *given], capture_output=True, text=True)
         assert found.returncode == 2 and found.stdout == ""
         assert found.stderr.count("\n") == 1 and message in found.stderr
+
+
+QUESTIONS = ("red dog?", "two?", "is it a cat?", "yes or no?", "what color?")
+
+
+def ask(files, *arguments):
+    # Without draws, which depend on a question's number.
+    how = ("--policy", files / "policy", "--budget", 3, "--pruner_options", "draw=0")
+    how += ("--max_tokens", 6, "--dtype", "float32")
+    how = ("--model", files / "model", *how, "--batch_size", 2, *arguments)
+    return main([*map(str, how)])
+
+
+@pytest.fixture
+def question_file(files, tmp_path):
+    lines = [
+        {"question_id": f"q{n}", "image": f"{n % 2 + 1}.png", "text": text}
+        for n, text in enumerate(QUESTIONS)
+    ]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_file_of_questions_is_answered_as_each_alone_and_resumed(
+    files, llava_model, question_file, tmp_path, monkeypatch, capfd
+):
+    out = tmp_path / "out.jsonl"
+    asked = ("--questions", question_file, "--image_folder", files, "--out", out)
+    assert ask(files, *asked) == 0
+    whole = [json.loads(line) for line in out.read_text().splitlines()]
+    policy = load_policy(files / "policy")
+    for number, line in enumerate(whole):
+        image = files / f"{number % 2 + 1}.png"
+        method = make_method(None, 3, policy=policy, options={"draw": 0})
+        (alone,) = generate(llava_model, [QUESTIONS[number]], [image], method, options=SIX)
+        assert (line["question_id"], line["text"]) == (f"q{number}", alone.text)
+        assert (line["kept"], line["visual_tokens"], line["pruner"]) == (3, 9, "stepprune")
+        assert len(line["kept_indices"]) == 3 and line["ms"] > 0
+    # Killed within the third line: it and the rest are answered again, and nothing else.
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:2]) + lines[2][:20])
+    assert ask(files, *asked) == 0
+    again = [json.loads(line) for line in out.read_text().splitlines()]
+    forget = {"ms": 0}
+    assert [line | forget for line in again] == [line | forget for line in whole]
+    assert out.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+    monkeypatch.setattr("stepprune_jax.cli.generate.load_params", None)  # not needed any more
+    assert ask(files, *asked) == 0
+    assert "has an answer to every question" in capfd.readouterr().err
+
+
+def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_path, capfd):
+    out = tmp_path / "out.jsonl"
+    asked = ("--questions", question_file, "--image_folder", files, "--out", out)
+    assert ask(files, *asked) == 0
+    for arguments, said in (
+        ((*asked, "--max_tokens", 5), "was answered with another max_tokens; give another --out"),
+        ((*asked, "--temperature", 1), "--temperature does not belong to --questions"),
+        (("--questions", question_file), "--questions and --out are given together"),
+        (("--questions", question_file, "--out", "/no/where"), "--out is '/no/where', expected"),
+        (("--questions", question_file, "--out", out), "1.png"),
+    ):
+        capfd.readouterr()
+        assert ask(files, *arguments) == 2
+        assert said in capfd.readouterr().err

@@ -1,0 +1,119 @@
+"""A file of questions from the command line: `stepprune-generate --questions in.jsonl --out ...`.
+
+Every line of the result says how it was made; the same command continues after an interruption.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from stepprune_jax.benchmarks.answer_files import append, recover
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.json_files import JsonObject
+from stepprune_jax.data.llava import Question
+from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
+from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.sets import Batching, answer_all, rank_all
+from stepprune_jax.parallel.placement import mesh_of, row_count
+from stepprune_jax.pruning import Method, Ranker
+from stepprune_jax.user_input import check
+
+
+def unanswered(out: Path, questions: Sequence[Question], about: Mapping[str, object]) -> list[int]:
+    """Returns numbers of questions that a file lacks, and removes a last line that was cut off.
+
+    Raises:
+        ValueError: a line is about another question, or was made in another way.
+    """
+    texts, done = {question.question_id: question.text for question in questions}, set()
+    for line in recover(out):
+        name = str(line["question_id"])
+        differ = [key for key, value in about.items() if line.get(key) != value]
+        for fits, problem in (
+            (texts.get(name) == line["prompt"], "is not one of --questions"),
+            (not differ, f"was answered with another {', '.join(differ)}"),
+        ):
+            check((fits, f"{out}: question {name!r} {problem}; give another --out"))
+        done.add(name)
+    return [n for n, question in enumerate(questions) if question.question_id not in done]
+
+
+def answer_file(
+    model: VLM,
+    method: Method,
+    questions: Sequence[Question],
+    todo: Sequence[int],
+    out: Path,
+    about: Mapping[str, object],
+    options: RunOptions,
+    batch_size: int,
+) -> None:
+    """Answers questions greedily and appends a line for each, chunk by chunk.
+
+    Args:
+        model: the model.
+        method: how visual tokens are pruned.
+        questions: all questions.
+        todo: numbers of those to answer.
+        out: the file of answers.
+        about: what every line says of how it was made.
+        options: how the model is run, and the longest answer.
+        batch_size: questions per batch, rounded up to the devices.
+
+    Raises:
+        ValueError: an image that the model cannot take.
+    """
+    devices = row_count(mesh_of(model.params))
+    size = -(-batch_size // devices) * devices
+    method, batching = place_method(model, method), Batching(size, widths=WIDTHS)
+    chunk = min(chunk_size(model, size), 8 * size)  # what an interruption may lose
+    interval = 0.2 if sys.stderr.isatty() else 10
+    with tqdm(total=len(todo), unit="question", mininterval=interval) as bar:
+        for first in range(0, len(todo), chunk):
+            numbers = todo[first : first + chunk]
+            lines = _answer(model, method, questions, numbers, options, batching)
+            append(out, [line | about for line in lines])
+            bar.update(len(numbers))
+
+
+def _answer(
+    model: VLM,
+    method: Method,
+    questions: Sequence[Question],
+    numbers: Sequence[int],
+    options: RunOptions,
+    batching: Batching,
+) -> list[JsonObject]:
+    """Answers some questions, whose numbers are the seeds of what is drawn."""
+    size, pruner = batching.batch_size, method.pruner
+    encoded = encode_questions(
+        model,
+        [questions[number] for number in numbers],
+        batch_size=size,
+        taps=pruner.taps(model.config),
+        execution=options.execution,
+        numbers=numbers,
+    )
+    encoded = cut_prompts(encoded, options.context_limit or model.config.family.CONTEXT_LIMIT)
+    prompts, images = encoded.prompts, encoded.images
+    ranking, ranked = None, 0.0
+    if isinstance(pruner, Ranker):
+        steps = pruner.most(model.config.max_image_tokens)
+        ranking, ranked = rank_all(model, method, prompts, images, steps=steps, batch_size=size)
+    answers = answer_all(model, method, prompts, images, options, batching, ranking=ranking)
+    return [
+        {
+            "question_id": questions[number].question_id,
+            "image": questions[number].image.name,
+            "prompt": questions[number].text,
+            "text": answers.texts[row],
+            "visual_tokens": int(encoded.sizes[row]),
+            "kept": int(answers.kept[row]),
+            "kept_indices": answers.order[row].tolist(),
+            "ms": round(1000 * float(encoded.seconds + ranked + answers.seconds[row]), 3),
+        }
+        for row, number in enumerate(numbers)
+    ]
