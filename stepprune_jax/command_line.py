@@ -30,8 +30,7 @@ _MOST_BYTES = 4 << 30  # of programs; the least recently used go first
 
 def keep_programs() -> None:
     """Makes jax keep compiled programs in `CACHE`, unless it has a folder for them already."""
-    import jax  # the command has it
-
+    jax = sys.modules["jax"]  # scoring needs none: a command that compiles has imported it
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(CACHE))
         jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)

@@ -184,9 +184,8 @@ def _tokamax(
     length: Int[Array, "b"] | None,
 ) -> Float[Array, "b t h c"]:
     """Attends by tokamax, whose kernels want whole blocks of tokens."""
-    from absl import flags
-
-    tokamax = importlib.import_module("tokamax")  # an extra of its own
+    # Neither is there unless it is asked for.
+    tokamax, flags = map(importlib.import_module, ("tokamax", "absl.flags"))
 
     if not flags.FLAGS.is_parsed():  # otherwise it takes the command's flags for its own
         flags.FLAGS.mark_as_parsed()
