@@ -1,0 +1,130 @@
+"""The example in front of openpi's pi0, where openpi is installed (jax 0.5.3, flax 0.10.2)."""
+
+import contextlib
+import io
+import pathlib
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import stepprune_jax as sp
+
+pytest.importorskip("openpi")
+pytestmark = pytest.mark.filterwarnings("default")  # openpi's are not ours
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hosts" / "pi0.py"
+
+
+@pytest.fixture(scope="module")
+def example():
+    """What the example defines and, as `printed`, says."""
+    names, printed = {"__name__": "__main__"}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(EXAMPLE.read_text(), str(EXAMPLE), "exec"), names)
+    return SimpleNamespace(**names, printed=printed.getvalue())
+
+
+def numbers(pattern, text):
+    return [float(number) for number in re.findall(pattern, text)]
+
+
+def test_all_tokens_give_the_hosts_own_result(example):
+    differences = numbers(r"differs by (\S+) with all 768", example.printed)
+    assert len(differences) == 2 and max(differences) < 1e-5
+
+
+def test_training_moves_the_policy_and_nothing_else(example):
+    policy, pi0 = numbers(r"moved by up to (\S+)", example.printed)
+    assert policy > 0 and pi0 == 0
+
+
+def test_the_hosts_weights_are_an_argument(example):
+    graph, weights = example.parts
+    given = (example.policy, example.moments)
+    data = (jax.random.key(7), example.seen, example.actions, 1.0)
+    *_, metrics = example.update(*given, (graph, weights), *data)
+    programs = example.update._cache_size()
+    *_, other = example.update(*given, (graph, jax.tree.map(lambda w: 1.1 * w, weights)), *data)
+    assert abs(metrics["lm_loss"] - other["lm_loss"]) > 1e-3
+    assert example.update._cache_size() == programs
+
+
+def test_the_stop_counts_by_prompt_and_skips_a_camera_that_is_masked_out(example):
+    lines = re.findall(r"each camera: (\[.*?\]) (\[.*?\]) (\[.*?\])", example.printed)
+    first, turned = (np.array([numbers(r"\d+", row) for row in line]) for line in lines)
+    assert first[2, 3] == turned[2, 3] == 0 and (first[:, :3] > 0).all()
+    counts = first.sum(axis=0)[:3]
+    assert len(set(counts)) > 1 and counts.max() <= 96
+    # Rows 1 and 2 see the same, and have exchanged prompts.
+    np.testing.assert_array_equal(first[:, [1, 2]], turned[:, [2, 1]])
+    assert "programs of both batches: 1\n" in example.printed
+
+
+def test_positions_are_those_of_the_whole_prefix(example):
+    """By hand: three cameras of two tokens, the second masked out; two words, one is padding."""
+    mask = jnp.array([[1, 1, 0, 0, 1, 1, 1, 0]], bool)
+    llm = mock.Mock()
+    host = SimpleNamespace(
+        embed_prefix=lambda _: (jnp.zeros((1, 8, 3)), mask, None),
+        PaliGemma=SimpleNamespace(llm=llm),
+    )
+    view = example.View(host, SimpleNamespace(tokenized_prompt=jnp.zeros((1, 2), int)))
+    valid = jnp.array([[True, True, False]])
+    view.read(sp.Pruned(jnp.array([[0, 5, -1]]), jnp.zeros((1, 3, 3)), valid, None))
+    _, short, _ = view.embed_prefix(None)
+    prefix, suffix = jnp.zeros((1, 5, 3)), jnp.zeros((1, 2, 3))
+    after = jnp.sum(short, axis=1, keepdims=True) + jnp.arange(2)  # as pi0 counts
+    view.llm([prefix, None], positions=jnp.cumsum(short, axis=1) - 1)
+    view.llm([None, suffix], positions=after)
+    first, second = (np.array(call.kwargs["positions"]) for call in llm.call_args_list)
+    assert first[short].tolist() == [0, 3, 4]
+    assert second.tolist() == [[5, 6]]
+
+
+def test_dropping_a_token_equals_masking_it(example):
+    """And not with the positions that pi0 counts along the shorter mask."""
+
+    class Compact(example.View):
+        def llm(self, tokens, **rest):
+            return self.host.PaliGemma.llm(tokens, **rest)
+
+    @jax.jit
+    def losses(parts, policy, seen, actions):
+        def loss(kind, image, valid, index):
+            view = kind(host, seen).read(sp.Pruned(index, image, valid, None))
+            return view.compute_loss(jax.random.key(0), seen, actions)
+
+        host = example.nnx.merge(*parts)
+        view = example.View(host, seen)
+        select = policy.select_fn(64, budget=64)
+        kept = select(policy, view.image, view.text, **view.masks)
+        every = jnp.arange(view.image.shape[1])[None]
+        masked = jnp.any(every[..., None] == kept.index[:, None], axis=2)
+        short = (kept.tokens, kept.valid, kept.index)
+        whole = loss(example.View, view.image, masked, every)
+        return whole, loss(example.View, *short), loss(Compact, *short)
+
+    whole, dropped, compact = losses(example.parts, example.policy, example.seen, example.actions)
+    np.testing.assert_allclose(dropped, whole, rtol=1e-4)
+    assert not np.allclose(compact, whole, rtol=1e-3)
+
+
+def test_a_time_is_printed(example):
+    (ratio,) = numbers(r"64 of 768 tokens take (\S+) times", example.printed)
+    assert ratio > 0
+
+
+def test_pi05_in_half_precision_gives_its_own_result(example):
+    other = example.dummy | {"dtype": "bfloat16", "pi05": True, "max_token_len": 48}
+    config = example.pi0_config.Pi0Config(**other)
+    build = lambda **given: example.tower(**given | example.small)  # noqa: E731
+    with mock.patch.object(example.siglip, "Module", build):
+        host = config.create(jax.random.key(0))
+    full = example.PrunedPi0(host, example.policy, capacity=768, budget=768)
+    given = (jax.random.key(1), example.seen, example.actions)
+    own, pruned = (example.module_jit(m.compute_loss)(*given) for m in (host, full))
+    np.testing.assert_allclose(pruned, own, rtol=1e-2)
