@@ -13,7 +13,17 @@ from stepprune_jax.flops import llm_flops, policy_flops, traced_flops, vision_fl
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.sequence import from_embeddings
-from stepprune_jax.pruning import Budget, Dart, HoloV, PruMerge, PruMergePlus, TopV
+from stepprune_jax.pruning import (
+    Budget,
+    CDPruner,
+    Dart,
+    DivPrune,
+    Downsample,
+    HoloV,
+    PruMerge,
+    PruMergePlus,
+    TopV,
+)
 from stepprune_jax.testing import tiny_hf_config
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
@@ -149,7 +159,8 @@ def test_traced_operations_by_hand():
 def selection(pruner, features, config, size=9):
     """FLOPs of choosing among size tokens of a 3 by 3 image, traced with arrays of ones."""
     taps = [jnp.ones((1, *features[tap.kind])) for tap in pruner.taps(config)]
-    seen = view(jnp.ones((1, size, features["tokens"])), *taps, count=4, grid=[[3, 3]])
+    tokens, text = (jnp.ones((1, length, features["tokens"])) for length in (size, 1))
+    seen = view(tokens, *taps, count=4, grid=[[3, 3]], text=text)
     return traced_flops(jax.make_jaxpr(lambda seen: pruner.select((), seen, 4))(seen))
 
 
@@ -174,6 +185,11 @@ def test_what_choosing_costs_is_traced():
         assert selection(pruner, tower, config) == 2 * merging
     # Every token with those of its crop: two crops of 5, one of them with a place left.
     assert selection(HoloV(crops=2), tower | {"tokens": e}, config) == 2 * 2 * 5 * 5 * e
+    # The distances of all tokens, and of each chosen one; then the kernel's row of each chosen one,
+    # less what those before it explain, and the question's likeness. A mean of all for each cell.
+    assert selection(DivPrune(), {"tokens": e}, config) == 2 * (n * n * e + k * n * e)
+    assert selection(CDPruner(), {"tokens": e}, config) == 2 * (n * e + k * n * (e + k))
+    assert selection(Downsample(), {"tokens": d}, config) == 2 * k * n * d
     shapes = {"keys": (heads, s, c), "normed": (s, e), "hidden": (s, e), "mlp_input": (s, e)}
     # Eight pivots with every slot; every slot with every other.
     assert dropping(Dart(), shapes, config) == 2 * 8 * s * e

@@ -87,8 +87,9 @@ def choose(
 
     Pairs are in order of prompts, with the first repeated in the rows that pad them to a bucket.
     Counts are read back from the devices only where a learned stop decides. Kept tokens are padded
-    to one of `sizes`, by default those of `bucket_ladder`; a `ranking` of the pairs spares its
-    computation. Images after the tower need the taps of the pruner.
+    to one of `sizes`, by default those of `bucket_ladder`. A `ranking` of the pairs spares its
+    computation; the kept tokens are then those before the projector, for any pruner. Images after
+    the tower need the taps of the pruner.
     """
     pruner, image = method.pruner, _pair_up(prompts.image_of).image
     if ranking is not None:
@@ -198,7 +199,7 @@ def prepare(
     own = options.positions == "own"
     plan = dataclasses.replace(
         choice,
-        projected=pruner.after_projector,
+        projected=pruner.after_projector and ranking is None,
         slots=tuple(slots),
         cuts=cuts,
         text=text if any(cut.rows == "text" for cut in cuts) else 0,

@@ -15,8 +15,11 @@ from stepprune_jax.pruning.base import (
     View,
 )
 from stepprune_jax.pruning.budget import Budget
+from stepprune_jax.pruning.cdpruner import CDPruner
 from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.dart import Dart
+from stepprune_jax.pruning.divprune import DivPrune
+from stepprune_jax.pruning.downsample import Downsample
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
@@ -39,8 +42,11 @@ __all__ = [
     "AutoSelect",
     "AutoSelectConfig",
     "Budget",
+    "CDPruner",
     "Cls",
     "Dart",
+    "DivPrune",
+    "Downsample",
     "FastV",
     "Grid",
     "HoloV",

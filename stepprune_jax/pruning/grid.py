@@ -33,20 +33,31 @@ def grid_indices(
 ) -> Int[Array, "r k"]:
     """Spreads exactly `count` tokens evenly over each grid, in raster order.
 
-    About sqrt(k height / width) rows are used, spread evenly over the height. Each holds its share
-    of the tokens (shares differ by at most one), spread evenly over the width; where two columns
-    are equally near, every other row takes the left one. Undefined past the count.
+    Lines are spread evenly over the height, and the tokens of each evenly over the width; where two
+    columns are equally near, every other line takes the left one. Undefined past the count.
+    """
+    height, width = grid[:, :1], grid[:, 1:]
+    line, lines, number, held = deal_lines(grid, count, jnp.arange(capacity)[None])
+    row = (2 * line + 1) * height // (2 * lines)
+    places = (2 * number + 1) * width
+    # The nearest column, halves up or down: floor(x) and ceil(x) - 1 of x = place + 1/2.
+    column = jnp.where(line % 2 == 0, places // (2 * held), -(-places // (2 * held)) - 1)
+    return (row * width + column).astype(jnp.int32)
+
+
+def deal_lines(
+    grid: Int[Array, "r 2"], count: Int[Array, "r"], slot: Int[Array, "#r k"]
+) -> tuple[Int[Array, "r k"], Int[Array, "r 1"], Int[Array, "r k"], Int[Array, "r k"]]:
+    """Deals `count` tokens to about sqrt(count height / width) lines, in shares as equal as can be.
+
+    Returns the line of each slot, the number of lines, the slot's number in its line, and the
+    number of tokens in its line.
     """
     height, width, count = (x[:, None] for x in (grid[:, 0], grid[:, 1], count))
-    slot = jnp.arange(capacity)
     fewest = -(-count // width)
     wanted = jnp.round(jnp.sqrt(count * height / width)).astype(jnp.int32)
     lines = jnp.minimum(jnp.maximum(wanted, jnp.maximum(fewest, 1)), jnp.minimum(height, count))
     line = -(-(slot + 1) * lines // count) - 1
     first = count * line // lines
     held = jnp.maximum(count * (line + 1) // lines - first, 1)
-    row = (2 * line + 1) * height // (2 * lines)
-    places = (2 * (slot - first) + 1) * width
-    # The nearest column, halves up or down: floor(x) and ceil(x) - 1 of x = place + 1/2.
-    column = jnp.where(line % 2 == 0, places // (2 * held), -(-places // (2 * held)) - 1)
-    return (row * width + column).astype(jnp.int32)
+    return line, lines, slot - first, held

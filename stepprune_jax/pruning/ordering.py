@@ -18,6 +18,17 @@ def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> I
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
 
 
+def unit_vectors(
+    tokens: Float[Array, "r n d"], valid: Bool[Array, "r n"] | None
+) -> Float[Array, "r n d"]:
+    """Scales tokens to length 1, in float32; padding and zero vectors become 0."""
+    tokens = tokens.astype(jnp.float32)
+    if valid is not None:
+        tokens = jnp.where(valid[..., None], tokens, 0)
+    norm = jnp.linalg.norm(tokens, axis=-1, keepdims=True)
+    return tokens / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+
+
 def keep_best(
     scores: Float[Array, "b s"], image: Int[Array, "b s"], count: Int[Array, "b j"]
 ) -> Bool[Array, "b s"]:

@@ -5,8 +5,11 @@ from typing import Any
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.autoselect import AutoSelect
 from stepprune_jax.pruning.base import Pruner
+from stepprune_jax.pruning.cdpruner import CDPruner
 from stepprune_jax.pruning.cls import Cls
 from stepprune_jax.pruning.dart import Dart
+from stepprune_jax.pruning.divprune import DivPrune
+from stepprune_jax.pruning.downsample import Downsample
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
@@ -26,6 +29,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         AllTokens,
         Random,
         Grid,
+        Downsample,
         Cls,
         FastV,
         SparseVLM,
@@ -37,6 +41,8 @@ PRUNERS: dict[str, type[Pruner]] = {
         PruMerge,
         PruMergePlus,
         HoloV,
+        DivPrune,
+        CDPruner,
         AutoSelect,
         StepPrune,
     )

@@ -382,9 +382,15 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
 
     # FastV drops tokens behind the second layer, of which the tiny model has no more; where both
     # layers count, the first one alone takes more than PyramidDrop's mean.
-    before = {"all tokens", "random", "grid", "[CLS] top-K", "VisionZip"}
+    before = {"all tokens", "random", "grid", "downsample", "[CLS] top-K", "VisionZip"}
     between = {"SparseVLM", "SparseVLM v2"}
-    assert labels("") == before | between | {"PruMerge", "PruMerge+", "HoloV"}
+    assert labels("") == before | between | {
+        "PruMerge",
+        "PruMerge+",
+        "HoloV",
+        "DivPrune",
+        "CDPruner",
+    }
     assert labels("grid") == {"grid"}
     with pytest.raises(ValueError, match="fastv: layer is 2, expected 1 to 1"):
         labels("grid,fastv")

@@ -6,6 +6,7 @@ from views import llava
 
 from stepprune_jax.pruning import (
     Budget,
+    CDPruner,
     Cls,
     Dart,
     FastV,
@@ -173,6 +174,9 @@ TEN = Budget("count", 10)
         (PruMerge(Budget("own"), neighbours=-1), "neighbours"),
         (HoloV(Budget("count", 4), crops=0), "crops"),
         (HoloV(Budget("count", 4), alpha=-1.0), "alpha"),
+        (CDPruner(theta=1.0), "theta"),
+        (CDPruner(relevance_weight=1.5), "relevance_weight"),
+        (CDPruner(split_threshold=-1), "split_threshold"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_by_name(pruner, option):
