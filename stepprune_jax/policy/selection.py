@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
@@ -237,7 +236,7 @@ def has_tables(decoder: DecoderFns) -> bool:
 def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
     """Returns whether an episode has tables, and within `MOST_TABLE_BYTES`."""
     b, m, _ = episode.slots.shape
-    rows = 1 if export.is_symbolic_dim(b) else b  # its caller's memory is not known
+    rows = b if isinstance(b, int) else 1  # `jax.export` may leave the batch open
     width = layers.score_dtype(episode.slots.dtype).itemsize
     size = width * rows * m**2 * (config.num_heads + 1)
     return has_tables(decoder) and size <= MOST_TABLE_BYTES

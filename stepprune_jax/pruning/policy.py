@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -235,6 +234,8 @@ class Policy:
         Raises:
             ValueError: as `select_fn`.
         """
+        from jax import export  # which in old versions of jax needs another package
+
         capacity = capacity or budget or self.pruner.most(num_tokens)
         select = self.select_fn(capacity, budget=budget, mean_budget=mean_budget)
 

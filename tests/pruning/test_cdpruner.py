@@ -100,12 +100,14 @@ def test_ties_and_equal_tokens_go_to_the_earlier_one(split_threshold):
 
 @pytest.mark.parametrize("options", VARIANTS)
 def test_more_tokens_than_dimensions_are_all_put_in_an_order(options):
-    random = np.random.default_rng(2)
+    random, sizes = np.random.default_rng(2), np.array([40, 39, 30, 20, 13])
     tokens = random.standard_normal((5, 40, 6))
     tokens[:, 1::4] = tokens[:, ::4]
     tokens[:, 7] = 0
-    found = order(tokens, random.standard_normal((5, 2, 6)), 40, **options)
-    np.testing.assert_array_equal(np.sort(found, axis=1), [np.arange(40)] * 5)
+    valid = np.arange(40) < sizes[:, None]
+    found = order(tokens, random.standard_normal((5, 2, 6)), sizes, valid, **options)
+    for row, size in enumerate(sizes):
+        np.testing.assert_array_equal(np.sort(found[row, :size]), np.arange(size))
 
 
 @pytest.mark.parametrize("options", VARIANTS)

@@ -73,6 +73,10 @@ def test_images_differ_in_size_and_padding_is_not_read():
     for row, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         expected = plain(tokens[row, :size].astype(np.float64), count)
         assert found[row].tolist() == expected + [-1] * (5 - count)
+    # Angles of 0, 110 and 240 degrees, all farther from one another than from a vector of zeros.
+    angles = np.deg2rad([0, 110, 240])
+    tokens = np.append(np.stack([np.cos(angles), np.sin(angles)], axis=1), [[0, 0]], axis=0)
+    assert order([tokens], 3, valid=[[True, True, True, False]])[0].tolist() == [2, 1, 0]
 
 
 def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
