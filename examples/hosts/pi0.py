@@ -136,7 +136,7 @@ full = PrunedPi0(host, policy, capacity=n, budget=n)
 for name, given in {"compute_loss": (key, seen, actions), "sample_actions": (key, seen)}.items():
     own, pruned = (module_jit(getattr(m, name))(*given) for m in (host, full))
     print(f"{name} differs by {jnp.max(jnp.abs(own - pruned))} with all {n} tokens kept")
-stopping = nnx.split(PrunedPi0(host, policy, capacity=96))
+stopping = nnx.split(PrunedPi0(host, policy.replace(stop_bias=1.0), capacity=96))
 keep = jax.jit(lambda parts, seen: nnx.merge(*parts).view(seen).index)
 for prompts in (seen.tokenized_prompt, seen.tokenized_prompt[::-1]):
     index = keep(stopping, seen.replace(tokenized_prompt=prompts))

@@ -14,8 +14,8 @@ import pytest
 
 import stepprune_jax as sp
 
-pytest.importorskip("openpi")
-pytestmark = pytest.mark.filterwarnings("default")  # openpi's are not ours
+pytest.importorskip("openpi", reason="openpi is not installed: docs/hosts.md says how")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # openpi warns of its own
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hosts" / "pi0.py"
 
 
@@ -43,14 +43,14 @@ def test_training_moves_the_policy_and_nothing_else(example):
 
 
 def test_the_hosts_weights_are_an_argument(example):
+    """Given none, it moves nothing: the loss is the mean square of what it should say."""
     graph, weights = example.parts
-    given = (example.policy, example.moments)
-    data = (jax.random.key(7), example.seen, example.actions, 1.0)
-    *_, metrics = example.update(*given, (graph, weights), *data)
-    programs = example.update._cache_size()
-    *_, other = example.update(*given, (graph, jax.tree.map(lambda w: 1.1 * w, weights)), *data)
-    assert abs(metrics["lm_loss"] - other["lm_loss"]) > 1e-3
-    assert example.update._cache_size() == programs
+    key, actions = jax.random.key(7), example.actions
+    given = (example.policy, example.moments, (graph, jax.tree.map(jnp.zeros_like, weights)))
+    *_, metrics = example.update(*given, key, example.seen, actions, 1.0)
+    noise_key = jax.random.split(jax.random.split(key)[1], 3)[1]
+    velocity = jax.random.normal(noise_key, actions.shape) - actions
+    np.testing.assert_allclose(metrics["lm_loss"], jnp.mean(velocity**2), rtol=1e-5)
 
 
 def test_the_stop_counts_by_prompt_and_skips_a_camera_that_is_masked_out(example):
