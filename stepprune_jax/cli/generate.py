@@ -293,8 +293,14 @@ def _execute(given: argparse.Namespace) -> int:
             return 0
         try:
             answer_file(
-                *(run.model, run.method, run.questions, run.todo),
-                *(Path(given.out), _about(given, run.method), run.options, given.batch_size),
+                run.model,
+                run.method,
+                run.questions,
+                run.todo,
+                Path(given.out),
+                _about(given, run.method),
+                run.options,
+                given.batch_size,
             )
         except _USER_ERRORS as error:
             _complain(error)

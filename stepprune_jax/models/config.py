@@ -1,4 +1,4 @@
-"""The decoder's configuration, and how fields of Hugging Face JSON files are read: by rules.
+"""Configurations of models, and how fields of Hugging Face JSON files are read: by rules.
 
 A wrong folder fails before any weight is read. Defaults are those of the Hugging Face configuration
 classes, because published files leave default fields out.

@@ -330,10 +330,12 @@ class Ranker(Pruner, abc.ABC):
 class LayerPruner(Pruner, abc.ABC):
     """A pruner that passes all tokens to the language model and drops some between its layers."""
 
+    average: bool = False  # whether its budget is a mean over layers, of one with the option
+
     @property
     def budget_counts(self) -> str:
         """The tokens after the last cut, or their mean over layers with the option `average`."""
-        if getattr(self, "average", False):
+        if self.average:
             return "the mean over all layers of an image's tokens"
         return "tokens of an image after the last cut between layers"
 

@@ -205,10 +205,9 @@ class Policy:
         num_tokens: int,
         num_words: int,
         capacity: int | None = None,
-        budget: int | None = None,
-        mean_budget: float | int | None = None,
         batch: int | str = "b",
         platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+        **how: Any,
     ) -> Path:
         """Writes `select_fn` and the weights as one program of StableHLO, for `jax.export`.
 
@@ -222,11 +221,9 @@ class Policy:
             num_tokens: n.
             num_words: l.
             capacity: k; by default the budget, or the most tokens that the policy keeps.
-            budget: exact count of each row.
-            mean_budget: mean count, by the policy's calibration. Without either the policy stops by
-                itself.
             batch: b, a number, or a name for any.
             platforms: what the program is lowered for.
+            **how: budget or mean_budget, order and the rest of `select_fn`.
 
         Returns:
             The path.
@@ -236,8 +233,8 @@ class Policy:
         """
         from jax import export  # which in old versions of jax needs another package
 
-        capacity = capacity or budget or self.pruner.most(num_tokens)
-        select = self.select_fn(capacity, budget=budget, mean_budget=mean_budget)
+        capacity = capacity or how.get("budget") or self.pruner.most(num_tokens)
+        select = self.select_fn(capacity, **how)
 
         def program(image, text=None, text_mask=None):
             return select(self, image, text, text_mask=text_mask)._asdict()
