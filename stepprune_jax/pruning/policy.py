@@ -233,8 +233,8 @@ class Policy:
         """
         from jax import export  # which in old versions of jax needs another package
 
-        capacity = capacity or how.get("budget") or self.pruner.most(num_tokens)
-        select = self.select_fn(capacity, **how)
+        size = capacity or how.get("budget") or self.pruner.most(num_tokens)
+        select = self.select_fn(size, **how)
 
         def program(image, text=None, text_mask=None):
             return select(self, image, text, text_mask=text_mask)._asdict()

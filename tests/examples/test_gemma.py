@@ -1,34 +1,22 @@
 """The example in front of Gemma 3, where `gemma` 4 is installed (Python 3.12, jax 0.11)."""
 
-import contextlib
-import io
-import pathlib
 import re
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_example import numbers, run_example
 
 import stepprune_jax as sp
 
-pytest.importorskip("gemma", minversion="4")
-pytestmark = pytest.mark.filterwarnings("default")  # gemma's are not ours
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hosts" / "gemma3.py"
+pytest.importorskip("gemma", "4", reason="gemma 4 is not installed: docs/hosts.md says how")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # gemma warns of its own
 
 
 @pytest.fixture(scope="module")
 def example():
-    """What the example defines and, as `printed`, says."""
-    names, printed = {"__name__": "__main__"}, io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(EXAMPLE.read_text(), str(EXAMPLE), "exec"), names)
-    return SimpleNamespace(**names, printed=printed.getvalue())
-
-
-def numbers(pattern, text):
-    return [float(number) for number in re.findall(pattern, text)]
+    return run_example("gemma3.py")
 
 
 def uneven(example):

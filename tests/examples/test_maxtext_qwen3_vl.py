@@ -1,29 +1,21 @@
 """StepPrune in front of MaxText's Qwen3-VL, by the example's functions and by what it prints."""
 
-import contextlib
-import io
-import pathlib
 import re
-import runpy
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_example import run_example
 
 pytest.importorskip("maxtext", reason="MaxText is not installed: docs/hosts.md says how")
 
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hosts" / "maxtext_qwen3_vl.py"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # MaxText warns of its own
 
 
 @pytest.fixture(scope="module")
 def example():
-    """The example's names, after a run, and what it printed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        names = runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return names | {"printed": printed.getvalue()}
+    return vars(run_example("maxtext_qwen3_vl.py"))
 
 
 def close(ours, theirs):

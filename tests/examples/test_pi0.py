@@ -1,8 +1,5 @@
 """The example in front of openpi's pi0, where openpi is installed (jax 0.5.3, flax 0.10.2)."""
 
-import contextlib
-import io
-import pathlib
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -11,25 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_example import numbers, run_example
 
 import stepprune_jax as sp
 
 pytest.importorskip("openpi", reason="openpi is not installed: docs/hosts.md says how")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # openpi warns of its own
-EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "hosts" / "pi0.py"
 
 
 @pytest.fixture(scope="module")
 def example():
-    """What the example defines and, as `printed`, says."""
-    names, printed = {"__name__": "__main__"}, io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(EXAMPLE.read_text(), str(EXAMPLE), "exec"), names)
-    return SimpleNamespace(**names, printed=printed.getvalue())
-
-
-def numbers(pattern, text):
-    return [float(number) for number in re.findall(pattern, text)]
+    return run_example("pi0.py")
 
 
 def test_all_tokens_give_the_hosts_own_result(example):
