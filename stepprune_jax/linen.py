@@ -66,8 +66,9 @@ class Selector(nn.Module):
             order: order of the kept tokens.
             **inputs: image_mask, text_mask and key.
         """
-        select = self.policy.select_fn(capacity, budget=budget, order=order)
-        return select(self.policy, image, text, **inputs)
+        policy = self.policy
+        select = policy.select_fn(capacity, budget=budget, order=order)
+        return select(policy, image, text, **inputs)
 
     def train_loss(self, *args: Any, **keywords: Any) -> tuple[Float[Array, ""], Any]:
         """Computes the training objective, as `apply(..., method="train_loss")`; see `Policy`."""
