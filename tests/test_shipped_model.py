@@ -1,5 +1,6 @@
 """The small models that ship with the package answer questions about scenes nobody has seen."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -34,14 +35,17 @@ def model():
     return load_vlm(SHAPES_MODEL, dtype=jnp.float32)
 
 
-def asking(model, folder, **world):
+def asking(model, folder, test=48, **world):
     """Answers new questions by a method; returns the share that is right, and each count."""
-    write_world(folder / "w", seed=987654, train=0, validation=0, test=48, **world)
+    write_world(folder / "w", seed=987654, train=0, validation=0, test=test, **world)
     split = read_split(folder / "w", "test")
     encoded = encode_questions(model, split.questions, batch_size=32)
 
-    def ask(method):
-        method, ranking = place_method(model, method), None
+    @functools.cache
+    def ask(name=None, budget=None, policy=None):
+        policy = policy and load_policy(policy)
+        method = place_method(model, make_method(name, budget, policy=policy))
+        ranking = None
         if method.pruner.budget.kind == "own":
             steps = method.pruner.most(model.config.max_image_tokens)
             ranking, _ = rank_all(
@@ -79,8 +83,8 @@ def test_they_are_small():
 
 def test_it_answers_with_all_tokens_and_degrades_gracefully(model, asked):
     assert model.config.max_image_tokens == 144
-    whole, _ = asked(make_method("all"))
-    quarter, kept = asked(make_method("random", 36))
+    whole, _ = asked("all")
+    quarter, kept = asked("random", 36)
     assert (kept == 36).all()
     assert whole > 0.92
     assert 0.8 * whole < quarter < whole
@@ -93,21 +97,20 @@ def test_it_answers_with_all_tokens_and_degrades_gracefully(model, asked):
     [("shapes", 0.95), (EXPERIMENTS / "shapes_wide.safetensors", 0.96)],
 )
 def test_the_shipped_policies_stop_by_themselves_and_lose_little(asked, name, least):
-    policy = load_policy(name)
-    own, kept = asked(make_method(policy=policy))
-    whole, _ = asked(make_method("all"))
-    random, _ = asked(make_method("random", 16))
+    own, kept = asked(policy=name)
+    whole, _ = asked("all")
+    random, _ = asked("random", 16)
     assert 12 < kept.mean() < 26 and kept.std() > 4
     # The standard error of so few answers is 1.3 %.
     assert own > least * whole and own > random + 0.08
 
 
 def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):
-    ask = asking(qwen, tmp_path, sizes=(64, 88, 112), side=112, grid=14)
-    whole, counts = ask(make_method("all"))
+    ask = asking(qwen, tmp_path, test=24, sizes=(64, 88, 112), side=112, grid=14)
+    whole, counts = ask("all")
     assert sorted({*counts.tolist()}) == [64, 121, 196]
-    own, kept = ask(make_method(policy=load_policy("shapes_qwen")))
-    random, _ = ask(make_method("random", 16))
+    own, kept = ask(policy="shapes_qwen")
+    random, _ = ask("random", 16)
     assert whole > 0.9
     assert 10 < kept.mean() < 40 and kept.std() > 4
     assert own > 0.95 * whole and own > random + 0.08

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -184,9 +185,15 @@ class TrainedMethod(Ranker):
         key: Array | None = None,
     ) -> Pruned:
         """Chooses and gathers tokens, in a bucket chosen on the host; see `policy.prune`."""
-        picks = self.choose(weights, inputs, limits, stop_bias, key)
+        picks = _choose(self, weights, inputs, limits, stop_bias, key)
         bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))
         return policy.gather(picks, inputs.image, bucket, order=order)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _choose(method: TrainedMethod, *given: Any) -> Picks:
+    """One program of `TrainedMethod.choose`, rather than one for each of its operations."""
+    return method.choose(*given)
 
 
 def first_tokens(order: Int[Array, "b n"], count: Int[Array, "b"]) -> Picks:

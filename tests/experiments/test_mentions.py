@@ -81,11 +81,11 @@ def test_the_loss_by_hand():
         "value": heads["value"].at[2].set(0.5),
     }
     hidden = jax.random.normal(jax.random.key(0), (1, 3, 2))
-    loss, scalars = mention_loss(heads, hidden, placed)
+    loss, scalars = jax.jit(mention_loss)(heads, hidden, placed)
     # (-ln 3/4 - ln 1/4) / 2 = .83699, and (2 - .5)^2 = 2.25 of a single value
     np.testing.assert_allclose(loss, 0.83699 + 2.25 / 3, rtol=1e-5)
     assert scalars["mention_number"] == 0.5 and scalars["mention_error"] == 1.5
-    grads = jax.grad(lambda h: mention_loss(heads, h, placed)[0])(hidden)
+    grads = jax.jit(jax.grad(lambda h: mention_loss(heads, h, placed)[0]))(hidden)
     assert np.isfinite(grads).all() and (grads[0, 2] == 0).all()
 
 

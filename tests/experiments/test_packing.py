@@ -56,7 +56,7 @@ def model(tokenizer):
         feature_layer=-1,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     )
-    return vlm.init_params(jax.random.key(0), config), config
+    return jax.jit(vlm.init_params, static_argnums=1)(jax.random.key(0), config), config
 
 
 def test_a_row_by_hand(encoder):
@@ -113,7 +113,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
     logits, _ = jax.jit(run_packed, static_argnums=1)(
         params, config, seen_at(visual, index), packed, nothing
     )
-    log, label = np.asarray(jax.nn.log_softmax(logits)), np.asarray(packed.label)
+    log, label = np.asarray(jax.jit(jax.nn.log_softmax)(logits)), np.asarray(packed.label)
     pairs = list(zip(*np.nonzero(label >= 0), strict=True))
     mean = np.mean([-log[(*pair, label[pair])] for pair in pairs])
     np.testing.assert_allclose(scalars["lm_loss"], mean, rtol=1e-5)
@@ -141,11 +141,12 @@ def test_thinning_draws_by_powers_of_the_saliency(sharpness, shares):
 
 
 def test_noise_leaves_the_largest_scores_and_each_channels_moments():
-    images, n = 400, 64
-    scale = jnp.array([0.1, 1.0, 30.0])
-    features = 5 + scale * jax.random.normal(jax.random.key(0), (images, n, 3))
-    score = jax.random.normal(jax.random.key(1), (images, n))
-    seen, kept = map(np.asarray, noised(jax.random.key(2), features, score, score < 9))
+    images, n = 1600, 64
+    scale = np.array([0.1, 1.0, 30.0])
+    rng = np.random.default_rng(0)
+    features = np.float32(5 + scale * rng.normal(size=(images, n, 3)))
+    score = np.float32(rng.normal(size=(images, n)))
+    seen, kept = map(np.asarray, jax.jit(noised)(jax.random.key(2), features, score, score < 9))
     assert all((score[row][kept[row]].min() > score[row][~kept[row]].max()) for row in range(9))
     np.testing.assert_allclose(seen.mean((0, 1)), features.mean((0, 1)), atol=0.01 * 30)
     np.testing.assert_allclose(seen.std((0, 1)), features.std((0, 1)), rtol=0.02)

@@ -83,7 +83,7 @@ def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
     weights = jax.tree.map(lambda leaf: leaf[0], params["vision"]["layers"]["attention"])
     x = jax.random.normal(jax.random.key(4), (1, 4 * side**2, 64))
     block = tower.QwenVisionAttention(config.vision)
-    found = block.apply({"params": weights}, x, context, False)
+    found = jax.jit(block.apply, static_argnums=3)({"params": weights}, x, context, False)
     keys = [tower.Segment(found.key, found.value, None)]
     looked = np.asarray(attention_weights(found.query, keys)[0]).argmax(-1)
     # Of each patch, in the order of the tower: merged patches row by row, and rows in them.

@@ -45,7 +45,7 @@ def test_heads_of_the_first_block_begin_as_looks_at_one_neighbour():
     side, heads, width = 6, CONFIG.num_heads, 16
     params = init_tower(jax.random.key(3), CONFIG)
     pixels = jax.random.normal(jax.random.key(4), (1, 3, 8 * side, 8 * side))
-    x = np.asarray(clip.embed_patches(params, CONFIG, pixels)[0])
+    x = np.asarray(jax.jit(clip.embed_patches, static_argnums=1)(params, CONFIG, pixels)[0])
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     attention = jax.tree.map(lambda leaf: np.asarray(leaf[0]), params["layers"]["attention"])
     query, key = ((x @ attention[n]["kernel"]).reshape(-1, heads, width) for n in ("query", "key"))

@@ -36,7 +36,7 @@ def test_each_row_is_written_at_its_own_slots_and_nowhere_else(dtype):
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_of_one_row_are_those_of_a_batch(tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
-    params = llama.init_language(jax.random.key(0), config)
+    params = jax.jit(llama.init_language, static_argnums=1)(jax.random.key(0), config)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     hidden = jax.random.normal(jax.random.key(1), (3, 2, config.hidden_size), jnp.bfloat16)
     logits = jax.jit(llama.logits, static_argnums=1)

@@ -1,5 +1,8 @@
 """Tokens with three position ids, in images that have sizes of their own."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +21,7 @@ EMBEDDING = jnp.broadcast_to(jnp.arange(10.0)[:, None], (10, 2))
 PARAMS = {"language": {"embed": {"embedding": EMBEDDING}}}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def rows(positions, index, valid, capacity=None):
     """Row 0: an image of 2 x 3 tokens and one of 4 x 1; row 1: one of 1 x 2 that comes first."""
     grid = jnp.array([[[2, 3], [4, 1]], [[1, 2], [0, 0]]])

@@ -15,7 +15,7 @@ PREFIX, PARTS = 3, (2, 4, 1)
 
 @pytest.fixture(scope="module")
 def params():
-    return llama.init_language(jax.random.key(0), CONFIG)
+    return jax.jit(llama.init_language, static_argnums=1)(jax.random.key(0), CONFIG)
 
 
 def row(seed):

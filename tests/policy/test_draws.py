@@ -11,7 +11,8 @@ import pytest
 from stepprune_jax import policy
 from stepprune_jax.policy import DecoderFns, Inputs, Limits, PolicyConfig
 
-rank = jax.jit(policy.rank)
+rank, choose, gate = map(jax.jit, (policy.rank, policy.choose, policy.gate))
+select = jax.jit(policy.select, static_argnames="decoder")
 N = 4
 CONFIG = PolicyConfig(
     feature_width=8, text_width=0, num_heads=2, encoder_layers=1, temperature=2.0, draw=1.0
@@ -38,7 +39,7 @@ def test_tokens_are_drawn_from_the_pointers_distribution_without_replacement():
     inputs = Inputs(jnp.zeros((rows, N, 8)))
     keys = jax.random.split(jax.random.key(1), rows)
     how = {"decoder": GIVEN, "key": keys}
-    found = policy.select(params, CONFIG, inputs, Limits(budget=2), **how)
+    found = select(params, CONFIG, inputs, Limits(budget=2), **how)
     first, second = np.asarray(found.action).T
     np.testing.assert_allclose(found.prob[0, 0], jax.nn.softmax(FIRST[:N] / 2), rtol=1e-5)
     share = np.bincount(first, minlength=N) / rows
@@ -50,7 +51,7 @@ def test_tokens_are_drawn_from_the_pointers_distribution_without_replacement():
         assert share[token] == 0
     # Half the temperature: twice the logits.
     cold = dataclasses.replace(CONFIG, draw=0.5)
-    found = policy.select(params, cold, inputs, Limits(budget=1), **how)
+    found = select(params, cold, inputs, Limits(budget=1), **how)
     share = np.bincount(found.action[:, 0], minlength=N) / rows
     np.testing.assert_allclose(share, jax.nn.softmax(FIRST[:N]), atol=0.01)
 
@@ -88,7 +89,7 @@ def test_a_budget_is_a_prefix_and_a_temperature_of_zero_takes_the_best(world):
     key = jax.random.key(9)
     order = rank(params, config, inputs, key=key)
     for budget in (1, 4):
-        picks = policy.choose(params, config, inputs, Limits(budget=budget), key=key)
+        picks = choose(params, config, inputs, Limits(budget=budget), key=key)
         np.testing.assert_array_equal(picks.action[:, :budget], order.choice[:, :budget])
         assert (picks.action[:, budget:] == 12).all()
     still = dataclasses.replace(config, draw=0.0)
@@ -101,15 +102,15 @@ def test_a_budget_is_a_prefix_and_a_temperature_of_zero_takes_the_best(world):
 
 def test_a_learned_stop_ends_drawn_histories(world):
     config, params, inputs = world
-    drawn = policy.select(params, config, inputs, key=jax.random.key(2))
-    picks = policy.choose(params, config, inputs, key=jax.random.key(2))
+    drawn = select(params, config, inputs, key=jax.random.key(2))
+    picks = choose(params, config, inputs, key=jax.random.key(2))
     np.testing.assert_array_equal(picks.action, drawn.action)
     np.testing.assert_array_equal(picks.count, drawn.count)
 
 
 def test_the_gate_follows_the_best_tokens(world):
     config, params, inputs = world
-    gated = policy.gate(params, config, jax.random.key(0), inputs)
+    gated = gate(params, config, jax.random.key(0), inputs)
     still = dataclasses.replace(config, draw=0.0)
     most = rank(params, still, inputs, Limits(max_steps=6)).choice
     np.testing.assert_array_equal(gated.trajectory.choice, most)

@@ -97,6 +97,7 @@ def test_a_clock_tells_how_many_were_chosen(case):
     real = jnp.ones((2, 6), bool)
     queries = jnp.broadcast_to(x["memory"][:, :1], (2, 4, 8))
 
+    @jax.jit
     def stops(clock):
         hazard = x["params"]["decoder"]["hazard"] | {"clock": clock}
         params = x["params"] | {"decoder": x["params"]["decoder"] | {"hazard": hazard}}

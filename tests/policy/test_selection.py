@@ -55,7 +55,7 @@ def test_choose_stops_with_its_last_row(params, inputs):
         return POINTER.step(params, config, context, query, cache, t)
 
     limits = Limits(budget=jnp.array([1, 4, 2, 3]))
-    policy.choose(params, CONFIG, inputs, limits, decoder=DecoderFns(POINTER.init, step))
+    choose(params, CONFIG, inputs, limits, decoder=DecoderFns(POINTER.init, step))
     jax.effects_barrier()
     assert sorted(calls) == [0, 1, 2, 3]
 
@@ -71,7 +71,7 @@ def test_margins_give_the_count_at_any_bias_without_a_rerun(params, inputs):
 def test_calibrated_bias_meets_the_target_mean(params):
     inputs = Inputs(jax.random.normal(jax.random.key(9), (64, N, 16)))
     limits = Limits(max_steps=N)
-    margin = policy.rank(params, CONFIG, inputs, limits).margin
+    margin = jax.jit(policy.rank)(params, CONFIG, inputs, limits).margin
     for target in (3.0, 8.0, 15.0):
         bias = policy.calibrate_stop_bias(margin, target)
         count = choose(params, CONFIG, inputs, limits, stop_bias=bias).count

@@ -125,23 +125,23 @@ def test_the_loss_sees_the_kept_tokens_alone_at_their_places(validation):
     count = np.array([3, 2, 1, 2, 3], np.int32)
     found = look.losses(Selection(order, count))
     split, targets = look._encoded, look._targets
-    logits_of = jax.jit(lambda p, s: vlm.prefill(p, model.config, s, 0, all_logits=True).logits)
+    config = model.config
+
+    @jax.jit
+    def logits_of(params, tokens, kept, ids, length):
+        tokens = config.family.project(params, config, tokens)[:, None]
+        visual, capacity = visual_of(config, tokens, kept), ids.shape[1] + 2
+        sequence = vlm.assemble(params, config, ids, length, visual, capacity=capacity)
+        return vlm.prefill(params, config, sequence, 0, all_logits=True).logits
+
     for row in range(5):
         kept = np.sort(order[row, : count[row]])
         image = split.prompts.image_of[row, 0]
         tokens = jnp.asarray(split.images.features[image][kept])[None]
         ids = targets.ids[row : row + 1, : targets.length[row]]
         padded = np.pad(ids, ((0, 0), (0, targets.ids.shape[1] - ids.shape[1])))
-        tokens = model.config.family.project(model.params, model.config, tokens)[:, None]
-        sequence = vlm.assemble(
-            model.params,
-            model.config,
-            jnp.asarray(padded),
-            jnp.array([ids.shape[1]]),
-            visual_of(model.config, tokens, kept),
-            capacity=padded.shape[1] - 1 + 3,
-        )
-        log_prob = jax.nn.log_softmax(logits_of(model.params, sequence)[0])
+        logits = logits_of(model.params, tokens, kept, padded, np.array([ids.shape[1]]))
+        log_prob = jax.nn.log_softmax(logits[0])
         answer = targets.target[row][targets.supervised[row]]
         end = ids.shape[1] - 1 + len(kept)  # conversations end with their answer
         places = range(end - len(answer) - 1, end - 1)
