@@ -120,14 +120,22 @@ def select(
 
 
 def roll_out(
-    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
+    params: Params,
+    config: PolicyConfig,
+    episode: Episode,
+    decoder: DecoderFns = POINTER,
+    relaxed: bool = False,
 ) -> Trajectory:
-    """Runs an episode with the estimator and the feedback that are asked for."""
+    """Runs an episode with the estimator and the feedback that are asked for.
+
+    If `relaxed`, p_t is the relaxed draw of step t, a softmax whose mode is the token drawn, and
+    not the distribution that it was drawn from.
+    """
     straight = config.estimator == "straight_through"
     if not straight and decoder.sequence is not None and decoder.feedback is None:
-        return select_parallel(params, config, episode, decoder)
+        return select_parallel(params, config, episode, decoder, relaxed)
     feedback = decoder.feedback or (straight_through if straight else hard_feedback)
-    return select_loop(params, config, episode, decoder, feedback)
+    return select_loop(params, config, episode, decoder, feedback, relaxed)
 
 
 def select_loop(
@@ -136,11 +144,12 @@ def select_loop(
     episode: Episode,
     decoder: DecoderFns = POINTER,
     feedback: Callable[..., Array] = straight_through,
+    relaxed: bool = False,
     rollout_fn: Callable[..., Any] = saved_rollout,
 ) -> Trajectory:
     """Runs an episode whose loop is differentiated step by step."""
     rollout = _loop(params, config, episode, decoder.step, feedback, rollout_fn)
-    return _read(config, episode, rollout.logits.swapaxes(0, 1), rollout.choice)
+    return _read(config, episode, rollout.logits.swapaxes(0, 1), rollout.choice, relaxed)
 
 
 def _loop(
@@ -160,15 +169,28 @@ def _loop(
     return cast(Rollout, rollout_fn(loop, operands, given))
 
 
-def _read(config: PolicyConfig, episode: Episode, logits, choice) -> Trajectory:
+_noises = jax.vmap(gumbel, (None, None, 0, None, None))  # [t, b, n], those of several steps
+
+
+def _read(config: PolicyConfig, episode: Episode, logits, choice, relaxed: bool) -> Trajectory:
     picked = pick_step(choice, episode.image_mask.shape[1])
+    noise = None
+    if relaxed and episode.key is not None:  # those that the loop drew by
+        step, n = jnp.arange(episode.steps), episode.image_mask.shape[1]
+        first = step - step % episode.group
+        noise = _noises(config, episode.key, first, n, logits.dtype).swapaxes(0, 1)
+    limits, bias = episode.limits, episode.stop_bias
     return read_trajectory(
-        config, logits, choice.T, picked, episode.image_mask, episode.limits, episode.stop_bias
+        config, logits, choice.T, picked, episode.image_mask, limits, bias, noise
     )
 
 
 def select_parallel(
-    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
+    params: Params,
+    config: PolicyConfig,
+    episode: Episode,
+    decoder: DecoderFns = POINTER,
+    relaxed: bool = False,
 ) -> Trajectory:
     """Runs an episode with `hard_feedback`, its gradient taken in one causal pass, not the loop.
 
@@ -182,7 +204,7 @@ def select_parallel(
     queries = jnp.concatenate([episode.query[:, None], later], axis=1)
     logits = decoder.sequence(params, config, episode.context, queries, episode.cache)
     logits = hold(config, logits, episode.group)
-    return _read(config, episode, logits, choice)
+    return _read(config, episode, logits, choice, relaxed)
 
 
 def _order(
@@ -279,9 +301,7 @@ def by_tables(
         noise = None
         if key is not None:  # of the whole block at once
             wide = layers.score_dtype(episode.slots.dtype)
-            noise = jax.vmap(gumbel, (None, None, 0, None, None))(
-                config, key, numbers * group, n, wide
-            )
+            noise = _noises(config, key, numbers * group, n, wide)
         walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
         choice, stop, best = jax.tree.map(lambda x: x.swapaxes(0, 1), read)
         choice = choice.reshape(-1, block)
