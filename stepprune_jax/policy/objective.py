@@ -170,7 +170,7 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
     `lm_loss`: the loss without its penalty. `k_mean`, `k_std`: hard count. `k_soft`: expected
     count. `k_cap`: share of rows stopped by T_max. `alpha_in`, `alpha_out`: mean gate inside and
     outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean entropy in nats
-    of the pointer over alive steps.
+    of p_t over alive steps, with the noise of its draws.
     """
     gated, t = aux.gated, aux.gated.trajectory
     count, real = gated.stopped.astype(jnp.float32), gated.real
