@@ -14,6 +14,7 @@ from stepprune_jax.checkpoints.policy import (
     load_policy,
     policy_file,
 )
+from stepprune_jax.checkpoints.published import find_published
 from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.config import ModelConfig
@@ -182,7 +183,8 @@ class EvaluationRun(Settings):
 def find_policy(path: str | Path) -> Path:
     """Finds a policy: a file, the folder of a run, the name of a shipped one, or one of the hub."""
     place = local_path(path)
-    file = place / POLICY_FILE if place.is_dir() else place
+    is_run = place.is_dir() and find_published(place) is None
+    file = place / POLICY_FILE if is_run else place
     return policy_file(path if hub.is_meant(path) else file)
 
 
