@@ -155,4 +155,4 @@ class VisionSelector(TrainedMethod):
         self, weights: Weights, inputs: Inputs, steps: int, key: Array | None = None
     ) -> Ranking:
         """Orders the tokens by score."""
-        return Ranking(by_score(scores(weights, inputs), inputs.image_mask)[:, :steps])
+        return Ranking(by_score(scores(weights, inputs), inputs.real)[:, :steps])
