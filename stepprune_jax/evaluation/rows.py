@@ -86,16 +86,17 @@ def plan_rows(
                 continue
             rows.append(row)
     for name, policy in policies.items():
-        rows += [TableRow(name, b, make_method(None, b, policy=policy), name) for b in budgets]
+        made = {"policy": policy, "options": given.get(policy.method)}
+        rows += [TableRow(name, b, make_method(None, b, **made), name) for b in budgets]
         if name not in biases:
             continue
         for asked, exact in zip(settings.budgets, budgets, strict=True):
             budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
-            method = make_method(None, budget, policy=policy, stop_bias=bias)
+            method = make_method(None, budget, stop_bias=bias, **made)
             rows.append(TableRow(name, budget, method, name))
         if name in settings.own_stops:
             own = Budget("own")
-            method = make_method(None, own, policy=policy, stop_bias=0.0)
+            method = make_method(None, own, stop_bias=0.0, **made)
             rows.append(TableRow(own_stop(name), own, method, name))
     return [row for row in rows if settings.wants(row.policy or row.label)]
 

@@ -50,8 +50,8 @@ class EvalSettings(Settings, group="eval"):
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
             empty for all.
-        options: options of untrained pruners, instead of their defaults, such as "fastv layer=3
-            average=False; holov crops=8".
+        options: options of pruners, instead of their defaults, such as "fastv layer=3
+            average=False; autoselect diversity=0.1"; those of a trained one are for all its rows.
         samples: questions of each public benchmark whose selections are stored for drawing.
         budgets: exact numbers of tokens, which are means for a learned stop; or shares of each
             image's tokens, such as "1/3" or "33.3%".
@@ -107,9 +107,8 @@ class EvalSettings(Settings, group="eval"):
         lower = {name.lower() for name in known}
         strange = [name for name in _listed(self.methods) if name.lower() not in lower]
         self.require("methods", not strange, f"some of {', '.join(known)}")
-        untrained = [name for name, kind in PRUNERS.items() if kind.config_type is None]
-        expected = f"options after names of {', '.join(untrained)}"
-        self.require("options", {*untrained} >= self.pruner_options.keys(), expected)
+        expected = f"options after names of {', '.join(PRUNERS)}"
+        self.require("options", PRUNERS.keys() >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
