@@ -159,7 +159,9 @@ class Llava(Family):
     def resize(self, config: LlavaConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
         vision = config.vision
         if vision.trained_size is not None:
-            settings = images.scaled(settings, vision.image_size, vision.trained.image_size)
+            sizes, scale = settings._asdict(), vision.image_size / vision.trained_size
+            sizes = {name: sizes[name] for name in ("resize_to", "crop_to")}
+            settings = settings._replace(**jax.tree.map(lambda size: round(size * scale), sizes))
         resized = images.resize(image, settings)
         side, (_, height, width) = config.vision.image_size, resized.shape
         if (height, width) != (side, side):

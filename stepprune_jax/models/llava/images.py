@@ -107,18 +107,6 @@ def to_hf(settings: ImageSettings, side: int) -> Json:
     }
 
 
-def scaled(settings: ImageSettings, side: int, trained: int) -> ImageSettings:
-    """Returns the steps for images of another side than that of the processor."""
-
-    def scale(sizes):
-        pair = sizes if isinstance(sizes, tuple) else (sizes,)
-        found = tuple(size if size is None else round(size * side / trained) for size in pair)
-        return found if isinstance(sizes, tuple) else found[0]
-
-    resize_to, crop_to = scale(settings.resize_to), scale(settings.crop_to)
-    return settings._replace(resize_to=resize_to, crop_to=crop_to)
-
-
 def resize(image: Image.Image, settings: ImageSettings) -> Bytes:
     """Pads, resizes and crops an RGB image, unless its longer edge would become huge."""
     side = max(image.size)
