@@ -4,7 +4,7 @@
     python train.py --config configs/llava7b.py --workdir runs/llava7b
 
 The comment after a value is its source in the paper; "silent" where the paper gives none. All other
-values are the defaults of the settings; docs/reproduce.md says where these differ from the paper,
+values are the defaults of the settings; docs/paper.md says where these differ from the paper,
 whose values `configs/llava7b.py:literal` has to the letter. `:causal`, `:last`, `:uniform` and
 `:alive` are the ablations of Table 4; `:literal,causal` and so on those of the paper's own values.
 No run of this configuration has been made.
