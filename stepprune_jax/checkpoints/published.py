@@ -4,12 +4,14 @@ VisionSelector's are four tensors of a whole Qwen2.5-VL checkpoint, whose other 
 the model it was trained for.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from stepprune_jax.checkpoints import hub, safetensors
 from stepprune_jax.pruning import VisionSelectorConfig
+from stepprune_jax.user_input import errors_named
 
 PREFIX = "visual.importance_scorer."
 _NAMES = {
@@ -37,14 +39,12 @@ def download_published(source: hub.Repository, folder: Path) -> Path | None:
     return index
 
 
-def is_published(names: object) -> bool:
+def is_published(names: Iterable[str]) -> bool:
     """Returns whether tensors' names are those of a published checkpoint."""
     return any(name.startswith(PREFIX) for name in names)
 
 
-def read_published(
-    path: Path,
-) -> tuple[VisionSelectorConfig, dict[str, np.ndarray]]:
+def read_published(path: Path) -> tuple[VisionSelectorConfig, dict[str, np.ndarray]]:
     """Reads published weights from a file, or from the shards that an index names.
 
     Args:
@@ -57,12 +57,14 @@ def read_published(
         FileNotFoundError: a shard is missing.
         ValueError: a damaged file or index.
     """
-    sharded = path.name == safetensors.INDEX_NAME
-    entries = (
-        safetensors.read_folder(path.parent, PREFIX) if sharded else safetensors.read_header(path)
-    )
+    if path.name == safetensors.INDEX_NAME:
+        entries = safetensors.read_folder(path.parent, PREFIX)
+    else:
+        entries = safetensors.read_header(path)
     own = {name: entry for name, entry in entries.items() if name.startswith(PREFIX)}
     shapes = [entry.shape for entry in own.values() if len(entry.shape) == 2]
     h, d = shapes[0] if shapes else (1, 1)
+    with errors_named(path):
+        config = VisionSelectorConfig(d, hidden_dim=h)
     arrays = {_NAMES.get(x, x): safetensors.read_tensor(entry).T for x, entry in own.items()}
-    return VisionSelectorConfig(d, hidden_dim=h), arrays
+    return config, arrays

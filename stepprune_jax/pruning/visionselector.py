@@ -21,6 +21,7 @@ from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.ordering import by_score
 from stepprune_jax.pruning.trained import TrainedMethod, Weights
+from stepprune_jax.settings import is_count
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -49,8 +50,9 @@ class VisionSelectorConfig:
     def __post_init__(self):
         weights = (self.reg_weight_start, self.reg_weight_end)
         for name, holds, expected in (
+            ("feature_width", is_count(self.feature_width), "a width from 1"),
             ("text_width", self.text_width == 0, "0: it does not see the question"),
-            ("hidden_dim", isinstance(self.width, int) and self.width > 0, "a width from 1"),
+            ("hidden_dim", is_count(self.width), "a width from 1"),
             ("budget", is_number(self.budget) and 0 < self.budget <= 1, "a share in (0, 1]"),
             ("reg_weight_start", is_number(weights[0]) and weights[0] >= 0, "a number from 0"),
             ("reg_weight_end", is_number(weights[1]) and weights[1] >= 0, "a number from 0"),
@@ -84,23 +86,24 @@ def soft_logits(
     """Returns score + t, whose sigmoids sum to `count`, with the gradient of t."""
     most = jnp.max(scores, axis=1, initial=MASKED, where=real, keepdims=True)
     least = jnp.min(scores, axis=1, initial=-MASKED, where=real, keepdims=True)
-    wanted, fixed = count[:, None].astype(jnp.float32), jax.lax.stop_gradient
+    wanted, still = count[:, None].astype(jnp.float32), jax.lax.stop_gradient(scores)
 
-    def total(t):
+    def total(scores, t):
         return jnp.sum(jnp.where(real, jax.nn.sigmoid(scores + t), 0), axis=1, keepdims=True)
 
     def halve(_, ends):
         low, high = ends
         middle = (low + high) / 2
-        few = total(middle) < wanted
+        few = total(still, middle) < wanted
         return jnp.where(few, middle, low), jnp.where(few, high, middle)
 
-    low, high = jax.lax.fori_loop(0, 64, halve, fixed((-most - 10, -least + 10)))
-    t = fixed((low + high) / 2)
-    # A step of Newton's method changes nothing at the root, and has the gradient of the root.
-    gates = jax.nn.sigmoid(scores + t)
-    slope = fixed(jnp.sum(jnp.where(real, gates * (1 - gates), 0), axis=1, keepdims=True))
-    step = (fixed(total(t)) - total(t)) / jnp.maximum(slope, jnp.finfo(jnp.float32).tiny)
+    ends = jax.lax.stop_gradient((-most - 10, -least + 10))
+    low, high = jax.lax.fori_loop(0, 64, halve, ends)
+    t = (low + high) / 2
+    # A step of Newton's method that changes no value, but has the gradient of the root.
+    gates = jax.nn.sigmoid(still + t)
+    slope = jnp.sum(jnp.where(real, gates * (1 - gates), 0), axis=1, keepdims=True)
+    step = (total(still, t) - total(scores, t)) / jnp.maximum(slope, jnp.finfo(jnp.float32).tiny)
     return scores + t + step
 
 

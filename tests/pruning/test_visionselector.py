@@ -119,6 +119,7 @@ def test_training_weighs_the_distance_of_gates_from_the_best():
         ({"text_width": 8}, "text_width is 8, expected 0"),
         ({"hidden_dim": 0}, "hidden_dim is 0, expected a width"),
         ({"feature_width": 1}, "hidden_dim is None, expected a width"),
+        ({"feature_width": -2}, "feature_width is -2, expected a width"),
         ({"budget": 0}, "budget is 0, expected a share"),
         ({"reg_weight_end": -1.0}, r"reg_weight_end is -1\.0, expected a number from 0"),
     ],
