@@ -92,11 +92,11 @@ def plan_rows(
             continue
         for asked, exact in zip(settings.budgets, budgets, strict=True):
             budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
-            method = make_method(None, budget, stop_bias=bias, **made)
+            method = make_method(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, method, name))
         if name in settings.own_stops:
             own = Budget("own")
-            method = make_method(None, own, stop_bias=0.0, **made)
+            method = make_method(None, own, policy=policy, stop_bias=0.0)
             rows.append(TableRow(own_stop(name), own, method, name))
     return [row for row in rows if settings.wants(row.policy or row.label)]
 

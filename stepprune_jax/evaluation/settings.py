@@ -50,8 +50,9 @@ class EvalSettings(Settings, group="eval"):
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
             empty for all.
-        options: options of pruners, instead of their defaults, such as "fastv layer=3
-            average=False; autoselect diversity=0.1"; those of a trained one are for all its rows.
+        options: options of pruners without a learned stop, instead of their defaults, such as
+            "fastv layer=3 average=False; autoselect diversity=0.1"; those of a trained one are for
+            all its rows.
         samples: questions of each public benchmark whose selections are stored for drawing.
         budgets: exact numbers of tokens, which are means for a learned stop; or shares of each
             image's tokens, such as "1/3" or "33.3%".
@@ -107,8 +108,10 @@ class EvalSettings(Settings, group="eval"):
         lower = {name.lower() for name in known}
         strange = [name for name in _listed(self.methods) if name.lower() not in lower]
         self.require("methods", not strange, f"some of {', '.join(known)}")
-        expected = f"options after names of {', '.join(PRUNERS)}"
-        self.require("options", PRUNERS.keys() >= self.pruner_options.keys(), expected)
+        # A stop's biases are calibrated without options.
+        known = [name for name, kind in PRUNERS.items() if not kind.has_stop]
+        expected = f"options after names of {', '.join(known)}"
+        self.require("options", {*known} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
