@@ -142,9 +142,9 @@ def _load_published(path: Path) -> Policy:
 def policy_file(path: str | Path) -> Path:
     """Finds a policy's file, downloading it from the hub if requested.
 
-    That is a file; or the name of a shipped policy; or a folder, or the repository of the hub, that
-    holds `POLICY_FILE` or a published checkpoint (whose index is then the result): "owner/name" or
-    "owner/name@revision", with "hub:" in front of it if there is a local folder of the owner's
+    That is a file; or the name of a shipped policy; or a folder, or a repository of the hub, that
+    holds `POLICY_FILE` or a published checkpoint (then the result may be its index): "owner/name"
+    or "owner/name@revision", with "hub:" in front of it if there is a local folder of the owner's
     name.
     """
     file, shipped = Path(path), find_shipped_policy(path)
@@ -153,9 +153,10 @@ def policy_file(path: str | Path) -> Path:
     if shipped is not None:
         return shipped
     if file.is_dir():
-        own, found = file / POLICY_FILE, find_published(file)
-        if own.is_file() or found is not None:
-            return own if own.is_file() else found
+        own = file / POLICY_FILE
+        found = own if own.is_file() else find_published(file)
+        if found is not None:
+            return found
         raise ValueError(f"{file} is a folder, expected a policy file written by save_policy")
     missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
     source = hub.find_repository(path, missing, anyone=True)
