@@ -4,25 +4,38 @@
     python train.py --config configs/llava7b.py --workdir runs/llava7b
 
 The comment after a value is its source in the paper; "silent" where the paper gives none. All other
-values are the defaults of the settings; docs/paper.md says where these differ from the paper, whose
-values `configs/llava7b.py:literal` has to the letter. No run of this configuration has been made.
+values are the defaults of the settings; docs/paper.md says where these differ from the paper,
+whose values `configs/llava7b.py:literal` has to the letter. `:causal`, `:last`, `:uniform` and
+`:alive` are the ablations of Table 4; `:literal,causal` and so on those of the paper's own values.
+No run of this configuration has been made.
 """
 
 from stepprune_jax import training
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import AutoSelectConfig
 
+# Fields of the policy, by row of Table 4; the others of its rows are the defaults.
+ABLATIONS = {
+    "causal": {"encoder_attention": "causal"},
+    "last": {"aggregation": "last"},
+    "uniform": {"aggregation": "uniform"},
+    "alive": {"aggregation": "alive"},
+}
 
-def get_config(reading: str = "") -> training.Run:
-    """Returns the settings of the paper's run; or "literal"."""
-    if reading not in ("", "literal"):
-        raise ValueError(f"the argument of llava7b is {reading!r}, expected literal or nothing")
-    policy = PolicyConfig.literal if reading else PolicyConfig
+
+def get_config(argument: str = "") -> training.Run:
+    """Returns the settings of the paper's run; or "literal", an ablation, or both."""
+    names = [name for name in argument.split(",") if name]
+    rows, literal = [name for name in names if name in ABLATIONS], "literal" in names
+    if not {*names} <= {"literal", *ABLATIONS} or len(rows) > 1:
+        known = f"literal, one of {', '.join(ABLATIONS)}, or both, such as literal,last"
+        raise ValueError(f"the argument of llava7b is {argument!r}, expected {known}")
+    policy = PolicyConfig.literal if literal else PolicyConfig
     shape = {"width": 1024, "num_heads": 16}  # D, Sec. 3.1; heads: silent, as in the tower
     return training.Run(
         steps=39000,  # silent: one epoch of the 625,000 samples with an image
         batch_size=16,  # Sec. 4.1, "effective global batch size"
-        text_gate_anneal=1.0 if reading else 0.0,  # Sec. 3.2 and 4.1 anneal it
+        text_gate_anneal=1.0 if literal else 0.0,  # Sec. 3.2 and 4.1 anneal it
         mesh="data",  # Sec. 4.1: two devices, each with the whole model
         log_every=50,
         checkpoint_every=1000,
@@ -42,12 +55,17 @@ def get_config(reading: str = "") -> training.Run:
             length_group=100,
             threads=8,
         ),
-        policy=policy(max_steps=288, dtype="float32", **shape),  # T_max, Sec. 4.1
+        policy=policy(
+            max_steps=288,  # T_max, Sec. 4.1
+            dtype="float32",
+            **shape,
+            **(ABLATIONS[rows[0]] if rows else {}),
+        ),
         autoselect=AutoSelectConfig(**shape),
         optimizer=training.OptimizerSettings(
             lr=5e-6,  # Sec. 4.1
             final_lr=5e-7,  # Sec. 4.1; cosine
-            warmup=0 if reading else 40,  # silent
+            warmup=0 if literal else 40,  # silent
             muon_lr=0.0,  # Sec. 4.1: AdamW
         ),
         accelerator=training.AcceleratorSettings(count=2),  # Sec. 4.1: two RTX A6000

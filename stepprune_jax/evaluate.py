@@ -30,7 +30,7 @@ from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.operations import count_operations, image_grids
-from stepprune_jax.evaluation.scores import SCORES, score_file
+from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard
 from stepprune_jax.evaluation.settings import EvaluationRun, own_policy
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
@@ -111,6 +111,8 @@ def report_answers(
         source, answered, asked = _source(run), [], None
         for name in names:
             whole = [f for f in files[name] if _answered(f) >= f.provenance.asked]
+            for path, hard in score_hard(whole, run.root(name)).items():
+                scores[path] |= hard
             questions = _questions(run, name, whole)
             shown = Answered(BENCHMARKS[name], run.root(name), whole, questions)
             if source is not None and questions:

@@ -22,7 +22,8 @@ class ModelSettings(Settings, group="model"):
         rows_at_once: rows per pass on each device; 0 for all of them.
         min_pixels: smallest area of a resized image, for models that take images of any size; None
             for that of the folder's image processor.
-        max_pixels: largest area, likewise.
+        max_pixels: largest area; a model that takes images of one size is given smaller ones, in
+            whole patches.
     """
 
     folder: str = setting("shapes", free=True)

@@ -110,7 +110,8 @@ def load_vlm(
         vision_folder: folder of a separate tower, instead of the configured one.
         min_pixels: smallest area of a resized image, instead of that of the folder's image
             processor; for models that take images of any size.
-        max_pixels: largest area, likewise.
+        max_pixels: largest area; a LLaVA is given smaller images than it was trained with, in whole
+            patches, whose positions are interpolated.
         layers: layout of the layers' weights: "stacked", to train through the model; "apart"; or
             "auto", apart if layers are large. See `models.stack`.
         progress: whether to show a progress bar on stderr.

@@ -14,6 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax.checkpoints import hub, safetensors
+from stepprune_jax.checkpoints.published import (
+    download_published,
+    find_published,
+    is_published,
+    read_published,
+)
 from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, policy_names
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
@@ -80,7 +86,7 @@ def save_policy(
 
 
 def load_policy(path: str | Path) -> Policy:
-    """Reads a policy written by `save_policy`, strictly.
+    """Reads a policy written by `save_policy`, or published by VisionSelector's authors, strictly.
 
     Args:
         path: the file, the name of a shipped policy, or "owner/name", as in `policy_file`.
@@ -94,7 +100,11 @@ def load_policy(path: str | Path) -> Policy:
             fields or bad values, or weights that do not fit it, all listed in one message.
     """
     path = policy_file(path)
+    if path.name == safetensors.INDEX_NAME:
+        return _load_published(path)
     entries, metadata = safetensors.read_contents(path)
+    if is_published(entries):
+        return _load_published(path)
     if (metadata.get("kind"), metadata.get("version")) != (FORMAT, str(VERSION)):
         raise ValueError(
             f"{path} is not a policy of format version {VERSION}, as save_policy writes it: it has "
@@ -120,12 +130,22 @@ def load_policy(path: str | Path) -> Policy:
     return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
 
 
+def _load_published(path: Path) -> Policy:
+    """Reads VisionSelector's scorer from a checkpoint's file, or by its index."""
+    config, arrays = read_published(path)
+    wanted = _wanted(config, has_stats=False)
+    _check_tensors(f"in {path}", config, wanted, arrays)
+    tensors = {name: jnp.asarray(arrays[name], leaf.dtype) for name, leaf in wanted.items()}
+    return Policy(weights.unflatten(tensors), config, stats=None)
+
+
 def policy_file(path: str | Path) -> Path:
     """Finds a policy's file, downloading it from the hub if requested.
 
-    That is a file; or the name of a shipped policy; or the repository of the hub that holds
-    `POLICY_FILE`, "owner/name" or "owner/name@revision", with "hub:" in front of it if there is a
-    local folder of the owner's name.
+    That is a file; or the name of a shipped policy; or a folder, or a repository of the hub, that
+    holds `POLICY_FILE` or a published checkpoint (then the result may be its index): "owner/name"
+    or "owner/name@revision", with "hub:" in front of it if there is a local folder of the owner's
+    name.
     """
     file, shipped = Path(path), find_shipped_policy(path)
     if file.is_file():
@@ -133,13 +153,19 @@ def policy_file(path: str | Path) -> Path:
     if shipped is not None:
         return shipped
     if file.is_dir():
+        own = file / POLICY_FILE
+        found = own if own.is_file() else find_published(file)
+        if found is not None:
+            return found
         raise ValueError(f"{file} is a folder, expected a policy file written by save_policy")
     missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
     source = hub.find_repository(path, missing, anyone=True)
-    file = hub.download(source, (POLICY_FILE,)) / POLICY_FILE
-    if not file.is_file():
+    folder = hub.download(source, (POLICY_FILE, safetensors.INDEX_NAME))
+    file = folder / POLICY_FILE
+    found = file if file.is_file() else download_published(source, folder)
+    if found is None:
         raise FileNotFoundError(f"{source} on the Hugging Face hub has no {POLICY_FILE}")
-    return file
+    return found
 
 
 def check_fits(policy: TrainedConfig, config: ModelConfig) -> None:
@@ -183,7 +209,7 @@ def _check_tensors(
     place: str,
     config: TrainedConfig,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
-    stored: Mapping[str, jax.Array | safetensors.TensorEntry],
+    stored: Mapping[str, jax.Array | np.ndarray | safetensors.TensorEntry],
 ) -> None:
     """Lists missing, mis-shaped, wrongly typed and unused tensors, one per line, in one error."""
     lines = [f"  missing: {name}" for name in wanted if name not in stored]

@@ -111,15 +111,18 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
     return entry
 
 
-def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
-    """Reads the tables of contents of a folder's weights: one file, or shards with an index."""
+def read_folder(folder: str | Path, prefix: str = "") -> dict[str, TensorEntry]:
+    """Reads the tables of contents of a folder's weights: one file, or shards with an index.
+
+    With a prefix, only shards that hold a name that starts with it are read, and have to exist.
+    """
     folder = Path(folder)
     index = folder / INDEX_NAME
     if not index.is_file():
         if not (folder / SINGLE_NAME).is_file():
             raise FileNotFoundError(_no_weights(folder))
         return read_header(folder / SINGLE_NAME)
-    weight_map = read_weight_map(index)
+    weight_map = read_weight_map(index, prefix)
     files = sorted(set(weight_map.values()))
     stored = [entry for file in files for entry in read_header(folder / file).values()]
     entries = {entry.name: entry for entry in stored}
@@ -131,15 +134,20 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def read_weight_map(index: Path) -> dict[str, str]:
-    """Reads the file of each tensor from an index of safetensors or pickle shards."""
+def read_weight_map(index: Path, prefix: str = "", stored: bool = True) -> dict[str, str]:
+    """Reads the file of each tensor from an index of safetensors or pickle shards.
+
+    Only of names that start with the prefix; the files have to exist if they are `stored`.
+    """
     weight_map = as_object(read_json_object(index).get("weight_map"), f"{index}: weight_map")
+    weight_map = {name: file for name, file in weight_map.items() if name.startswith(prefix)}
     files = sorted({str(file) for file in weight_map.values()})
     # A link in the folder may lead elsewhere, as in the hub's own folders.
-    if not files or any(name in ("", ".", "..") or PurePath(name).name != name for name in files):
+    named = files or prefix
+    if not named or any(name in ("", ".", "..") or PurePath(name).name != name for name in files):
         raise ValueError(f"{index}: weight_map should name files in the same folder, got {files}")
     missing = [file for file in files if not (index.parent / file).is_file()]
-    if missing:
+    if missing and stored:
         raise FileNotFoundError(
             f"{index} names {len(missing)} shard(s) that are not in {index.parent}: "
             + ", ".join(missing)

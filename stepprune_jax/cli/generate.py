@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
-    add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
+    add("--max_pixels", type=int, help="largest area of a resized image")
     add = parser.add_argument_group("questions").add_argument
     add("--image", action="append", default=[], help="image file; may be repeated")
     add("--prompt", help="the question; with --interactive, the first one")

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--model", default="shapes", help=f"checkpoint folder, hub id, {small_models}")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
-    add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
+    add("--max_pixels", type=int, help="largest area of a resized image")
     add(
         "--policy",
         action="append",

@@ -1,6 +1,7 @@
 """Cost and savings of pruning from pixels to the first token: the paper's efficiency table.
 
     python -m stepprune_jax.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
+    python -m stepprune_jax.efficiency --model llava-7b --dry_run  # operations alone, by formula
 
 Weights, images and prompts are random, on jax's default device. Rows take turns, so that drift of
 the machine affects all equally; ratios are computed within a turn; compilation is excluded. Each
@@ -102,7 +103,7 @@ def read_rows(
         if kind is not None:
             given = {
                 "feature_width": config.feature_width,
-                "text_width": config.text.hidden_size,
+                "text_width": config.text.hidden_size if PRUNERS[pruner].reads_text else 0,
                 "dtype": dtype,
                 "decoder_layers": decoder_layers,
                 "price_growth": _PRICE_GROWTH,
@@ -198,7 +199,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=576,
         help="visual tokens of an image, for Qwen2.5-VL",
     )
-    parser.add_argument("--json", required=True, help="file for the results")
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--dry_run", action="store_true", help="count operations, run nothing")
     parser.add_argument("--rows", nargs="+", help="such as cls@64 stepprune@mean:64; default: all")
     parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -215,6 +217,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
     parser.add_argument("--rounds", type=integer_from(1), default=5, help="turns of every row")
     flags = parser.parse_args(arguments)
+    if not (flags.json or flags.dry_run):
+        parser.error("the following arguments are required: --json, or --dry_run")
     flags.parser = parser
     return flags
 
@@ -230,6 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         execution = Execution(attention=flags.attention)
         execution.check_backend()
         rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+        if flags.dry_run:
+            batch = measure.draw_batch(config, 1, flags.text)
+            counts = {x.name: measure.count_tflops(config, x.method, batch) for x in rows}
+            cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
+            print(table(["row", *(f"{part}, TFLOPs" for part in counts[UNPRUNED]), "all"], cells))
+            return
         check_memory(flags, config, rows)
         out = Path(flags.json)
         out.parent.mkdir(parents=True, exist_ok=True)

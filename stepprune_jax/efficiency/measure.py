@@ -107,7 +107,7 @@ def measure(bench: Bench, rows: Sequence[Row], batch: Batch) -> list[dict[str, A
                     "whole": _spread(1e3 * turn.whole for turn in own),
                     "decode": _spread(1e3 * turn.decode / steps for turn in own),
                 },
-                "tflops": _tflops(bench.model, row.method, batch, round(float(kept.mean()))),
+                "tflops": count_tflops(bench.model.config, row.method, batch, kept.mean()),
                 "memory_bytes": _memory(bench, row, batch),
                 "cache_bytes": first.cache // len(kept),
                 "compile_s": max(0.0, first.whole + first.decode - again),
@@ -169,8 +169,20 @@ def _memory(bench: Bench, row: Row, batch: Batch) -> int:
     return max(usage(program.lower().compile()).total for program in traced)
 
 
-def _tflops(model: VLM, method: Method, batch: Batch, kept: int) -> dict[str, float]:
-    """Returns each stage's operations, by formula, for the tokens that are present."""
+def count_tflops(
+    config: ModelConfig, method: Method, batch: Batch, kept: float | None = None
+) -> dict[str, float]:
+    """Returns each stage's operations, by formula, for the tokens that are present.
+
+    Args:
+        config: the model's configuration.
+        method: the method.
+        batch: prompts with one image each.
+        kept: mean count of a learned stop; None for that of the budget.
+    """
+    if kept is None:
+        budget = method.pruner.budget
+        kept = budget.number if budget.kind == "mean" else budget.count(config.max_image_tokens)
     text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
-    flops = first_token_flops(model.config, method.pruner, grid, text, text, kept)
+    flops = first_token_flops(config, method.pruner, grid, text, text, round(float(kept)))
     return {part: len(batch.prompts.length) * count / 1e12 for part, count in flops.items()}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 ALL = "all tokens"
+DOWNSAMPLED = "downsample"
 # The policy trained by the run in the working directory.
 DEFAULT = "StepPrune"
 _STOP = ", own stop"

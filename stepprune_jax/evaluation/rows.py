@@ -86,7 +86,8 @@ def plan_rows(
                 continue
             rows.append(row)
     for name, policy in policies.items():
-        rows += [TableRow(name, b, make_method(None, b, policy=policy), name) for b in budgets]
+        made = {"policy": policy, "options": given.get(policy.method)}
+        rows += [TableRow(name, b, make_method(None, b, **made), name) for b in budgets]
         if name not in biases:
             continue
         for asked, exact in zip(settings.budgets, budgets, strict=True):

@@ -1,5 +1,6 @@
 """Scores of the answer files of a run, with K, time and operations, in one file."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.data.json_files import JsonObject, read_json_list
+from stepprune_jax.evaluation.names import ALL, DOWNSAMPLED
 from stepprune_jax.settings import is_count, is_number
 
 SCORES = "scores.json"
@@ -51,6 +53,41 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
         **_measured(answers, BENCHMARKS[made.benchmark].text_only),
         "gflops": None,
     }
+
+
+def score_hard(files: Sequence[AnswerFile], root: Path) -> dict[Path, JsonObject]:
+    """Scores complete answer files of a benchmark on the questions that need what pruning may drop.
+
+    They are those of VTC-Bench (https://arxiv.org/abs/2510.07143): right with all tokens, and wrong
+    where the image is downsampled to the file's own budget. What a coarser image answers as well
+    does not tell methods apart.
+
+    Args:
+        files: the files, among them one of all tokens and some of `DOWNSAMPLED`.
+        root: folder of the annotations.
+
+    Returns:
+        By file, as far as they are known: `hard`, the percentage of these questions that are right,
+        and `hard_questions`, their number.
+    """
+    right: dict[Path, dict[tuple[str, object], bool]] = {}
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):  # as the score reports
+            grades = BENCHMARKS[file.provenance.benchmark].judge(root, file.path)
+            keys = [(answer.id, answer.fields.get("prompt")) for answer in read_answers(file.path)]
+            known = zip(keys, grades, strict=True)
+            right[file.path] = {key: grade >= 0.5 for key, grade in known if grade is not None}
+    made = {(f.provenance.method, f.provenance.budget): right.get(f.path, {}) for f in files}
+    whole = next((right for (method, _), right in made.items() if method == ALL), {})
+    found: dict[Path, JsonObject] = {}
+    for file in files:
+        coarse = made.get((DOWNSAMPLED, file.provenance.budget), {})
+        hard = [key for key, good in whole.items() if good and not coarse.get(key, True)]
+        if hard and file.path in right:
+            good = sum(right[file.path].get(key, False) for key in hard)
+            share = round(100 * good / len(hard), 2)
+            found[file.path] = {"hard": share, "hard_questions": len(hard)}
+    return found
 
 
 def _whole_lines(file: AnswerFile) -> list[Answer]:
@@ -96,6 +133,8 @@ def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> JsonObjec
 def _is_score(score: JsonObject) -> bool:
     """Returns whether an object has the fields that tables are built from."""
     good = all(holds(score[name]) for name, holds in _FIELDS.items())
+    # Only of a run that downsamples.
+    good = good and all(is_number(score.get(name, 0)) for name in ("hard", "hard_questions"))
     return good and (score["mean_k"] is None) == (score["sd_k"] is None)
 
 

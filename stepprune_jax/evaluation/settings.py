@@ -14,6 +14,7 @@ from stepprune_jax.checkpoints.policy import (
     load_policy,
     policy_file,
 )
+from stepprune_jax.checkpoints.published import find_published
 from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.config import ModelConfig
@@ -49,8 +50,9 @@ class EvalSettings(Settings, group="eval"):
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
             empty for all.
-        options: options of untrained pruners, instead of their defaults, such as "fastv layer=3
-            average=False; holov crops=8".
+        options: options of pruners without a learned stop, instead of their defaults, such as
+            "fastv layer=3 average=False; autoselect diversity=0.1"; those of a trained one are for
+            all its rows.
         samples: questions of each public benchmark whose selections are stored for drawing.
         budgets: exact numbers of tokens, which are means for a learned stop; or shares of each
             image's tokens, such as "1/3" or "33.3%".
@@ -106,9 +108,10 @@ class EvalSettings(Settings, group="eval"):
         lower = {name.lower() for name in known}
         strange = [name for name in _listed(self.methods) if name.lower() not in lower]
         self.require("methods", not strange, f"some of {', '.join(known)}")
-        untrained = [name for name, kind in PRUNERS.items() if kind.config_type is None]
-        expected = f"options after names of {', '.join(untrained)}"
-        self.require("options", {*untrained} >= self.pruner_options.keys(), expected)
+        # A stop's biases are calibrated without options.
+        known = [name for name, kind in PRUNERS.items() if not kind.has_stop]
+        expected = f"options after names of {', '.join(known)}"
+        self.require("options", {*known} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
@@ -182,7 +185,8 @@ class EvaluationRun(Settings):
 def find_policy(path: str | Path) -> Path:
     """Finds a policy: a file, the folder of a run, the name of a shipped one, or one of the hub."""
     place = local_path(path)
-    file = place / POLICY_FILE if place.is_dir() else place
+    is_run = place.is_dir() and find_published(place) is None
+    file = place / POLICY_FILE if is_run else place
     return policy_file(path if hub.is_meant(path) else file)
 
 

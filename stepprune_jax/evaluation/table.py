@@ -23,6 +23,8 @@ from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.pruning import PRUNERS
 
 NAME = "table"
+# Fields of scores on hard questions, which a run that downsamples has.
+HARD = ("hard", "hard_questions")
 Score = Mapping[str, Any]
 
 
@@ -171,6 +173,8 @@ def sections(table: BenchmarkTable) -> list[Section]:
         ("Milliseconds per question", lambda score: _decimals(score["ms"], 1), []),
         ("GFLOPs to the first token", lambda score: score.get("gflops"), []),
     ]
+    if _has_hard(table):
+        kinds.insert(1, ("Scores on hard questions, in percent of their number", _hard_cell, []))
     found = []
     for title, cell, further in kinds:
         rows = []
@@ -198,6 +202,15 @@ def _score_cell(score: Score) -> str | None:
     return _decimals(score["headline"], BENCHMARKS[score["benchmark"]].decimals)
 
 
+def _has_hard(table: BenchmarkTable) -> bool:
+    """Returns whether the table has scores on the questions that downsampling gets wrong."""
+    return any("hard" in score for row in table.rows for score in row.scores.values())
+
+
+def _hard_cell(score: Score) -> str | None:
+    return f"{score['hard']:.1f} of {score['hard_questions']:,}" if "hard" in score else None
+
+
 def _k_cell(score: Score) -> str | None:
     return None if score["mean_k"] is None else f"{score['mean_k']:.1f} ± {score['sd_k']:.1f}"
 
@@ -210,6 +223,8 @@ def notes(table: BenchmarkTable) -> list[str]:
             for text in (*score["warnings"], *filter(None, [score["problem"]])):
                 line = f"{BENCHMARKS[name].title}: {text}"
                 found.setdefault(line, []).append(f"{row.method} {row.mode}")
+    if _has_hard(table):
+        found["hard questions are right with all tokens, and wrong if downsampled to as many"] = []
     if not table.whole:
         found[f"no row of {ALL}, so no retention"] = []
     elif left := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
@@ -266,6 +281,7 @@ def _object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
         "pruning_rate": rate,
         benchmark.column: None if headline is None else round(headline, benchmark.decimals),
         "retention": retention,
+        **({name: score.get(name) for name in HARD} if _has_hard(table) else {}),
         "mean_k": None if score["mean_k"] is None else round(score["mean_k"], 2),
         "ms": None if score["ms"] is None else round(score["ms"], 3),
         "gflops": score["gflops"],

@@ -15,8 +15,9 @@ from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.images import open_image
+from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
-from stepprune_jax.inference.answer import check_run
+from stepprune_jax.inference.answer import check_run, generate
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.sampling import Sampling
@@ -73,13 +74,13 @@ class Wanted(NamedTuple):
 
     Attributes:
         text: the user's whole message; an image mark in it is ignored.
-        image: the image, or None.
+        images: the images, which come before the text.
         max_new_tokens: longest answer.
         until: strings that end the answer and are not part of it.
     """
 
     text: str
-    image: Image.Image | None
+    images: tuple[Image.Image, ...]
     max_new_tokens: int
     until: tuple[str, ...] = ()
 
@@ -133,7 +134,8 @@ def answer_questions(
 
     Args:
         answerer: model and method.
-        wanted: the questions; those with the same longest answer share batches.
+        wanted: the questions; those with the same longest answer share batches, unless they have
+            several images.
         report: called with the number of questions done, chunk by chunk.
 
     Returns:
@@ -147,6 +149,11 @@ def answer_questions(
     texts, done = [""] * len(wanted), 0
     for longest in sorted({w.max_new_tokens for w in wanted}):
         alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]
+        for place in [place for place in alike if len(wanted[place].images) > 1]:
+            alike.remove(place)
+            text = _answer_alone(answerer, wanted[place], longest)
+            texts[place], done = cut_at(text, wanted[place].until), done + 1
+            report(done)
         size = chunk_size(answerer.model, answerer.batch_size)
         for first in range(0, len(alike), size):
             places = alike[first : first + size]
@@ -161,11 +168,19 @@ def answer_questions(
 def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
     """Converts a question to a benchmark question; equal images go through the tower once."""
     image = None
-    if wanted.image is not None:
+    if wanted.images:
         out = io.BytesIO()
-        open_image(wanted.image).save(out, "PNG", compress_level=1)
+        open_image(wanted.images[0]).save(out, "PNG", compress_level=1)
         image = out.getvalue()
     return BenchmarkQuestion(number, wanted.text, wanted.text, image)
+
+
+def _answer_alone(answerer: Answerer, wanted: Wanted, longest: int) -> str:
+    """Answers a question about several images, in a batch of its own."""
+    text = wanted.text.replace(IMAGE_MARK, "").strip()
+    options = dataclasses.replace(answerer.options, max_tokens=longest, warm_up=False)
+    asked = (answerer.model, [text], [wanted.images], answerer.method)
+    return generate(*asked, options=options)[0].text
 
 
 def _answer_chunk(

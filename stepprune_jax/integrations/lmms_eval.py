@@ -35,7 +35,7 @@ _HARMLESS = {"top_p", "top_k", "use_cache"}
 
 
 class StepPrune(lmms):
-    """A LLaVA whose visual tokens are pruned, for lmms-eval's tasks with one image or none."""
+    """A LLaVA whose visual tokens are pruned, for lmms-eval's tasks with images or none."""
 
     is_simple = True
 
@@ -79,7 +79,7 @@ class StepPrune(lmms):
             One answer per request, in their order.
 
         Raises:
-            ValueError: sampling or beams, a video, or several images in one request.
+            ValueError: sampling or beams, or a video.
         """
         wanted = [self._wanted(request) for request in requests]
         with tqdm(total=len(wanted), desc=NAME, unit="answer", mininterval=1) as bar:
@@ -94,16 +94,14 @@ class StepPrune(lmms):
         where = f"{task}, {split}, document {number}"
         visuals = doc_to_visual(self.task_dict[task][split][number]) or []
         visuals = [visual for visual in visuals if visual is not None]
-        if len(visuals) > 1 or not all(isinstance(v, Image.Image) for v in visuals):
-            raise ValueError(
-                f"{where}: expected one image or none, got {len(visuals)} visual(s): "
-                f"{', '.join(type(v).__name__ for v in visuals)}"
-            )
+        if not all(isinstance(visual, Image.Image) for visual in visuals):
+            kinds = ", ".join(type(visual).__name__ for visual in visuals)
+            raise ValueError(f"{where}: expected images, got {len(visuals)} visual(s): {kinds}")
         _check_greedy(settings, where)
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         longest = settings.get("max_new_tokens", MAX_NEW_TOKENS)
-        return Wanted(context, visuals[0] if visuals else None, int(longest), until)
+        return Wanted(context, tuple(visuals), int(longest), until)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Raises, as the paper's benchmarks are all answered by generation."""

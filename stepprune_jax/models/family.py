@@ -157,7 +157,7 @@ class Family(abc.ABC):
 
         Raises:
             FileNotFoundError: the folder has no image processor file.
-            ValueError: bounds that no image meets, or bounds for images of a fixed size.
+            ValueError: bounds that no image meets, or a smallest area for images of a fixed size.
         """
 
     @abc.abstractmethod

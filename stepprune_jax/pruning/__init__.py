@@ -33,6 +33,7 @@ from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+from stepprune_jax.pruning.visionselector import VisionSelector, VisionSelectorConfig
 from stepprune_jax.pruning.visionzip import VisionZip
 
 __all__ = [
@@ -71,6 +72,8 @@ __all__ = [
     "TrainedConfig",
     "TrainedMethod",
     "View",
+    "VisionSelector",
+    "VisionSelectorConfig",
     "VisionZip",
     "make_method",
     "method_of",

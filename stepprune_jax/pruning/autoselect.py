@@ -4,6 +4,10 @@ After AutoSelect (https://arxiv.org/abs/2603.07135): the same noise gate and Sof
 but no sequence of choices and no stop. To make the two comparable, this one shares StepPrune's
 encoder with the question, its denoiser, its feature statistics and its random budgets, so that only
 the way of ordering tokens differs.
+
+With `diversity`, a control for what a sequence of choices gains: the same scores, but each token is
+chosen for its score and for its distance from those before it, by maximal marginal relevance
+(Carbonell and Goldstein, SIGIR 1998, https://doi.org/10.1145/290941.291025).
 """
 
 import dataclasses
@@ -20,12 +24,14 @@ from stepprune_jax.policy import Inputs, PolicyConfig, Progress
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
-from stepprune_jax.policy.noise import gate_tokens
+from stepprune_jax.policy.noise import gate_tokens, standardise
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
 from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.pruning.base import Ranking
+from stepprune_jax.pruning.divprune import farthest_first
+from stepprune_jax.pruning.ordering import unit_vectors
 from stepprune_jax.pruning.trained import TrainedMethod
 
 Params = dict[str, Any]
@@ -199,6 +205,33 @@ def best_first(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
 
 
+def by_marginal_relevance(
+    scores: Float[Array, "b n"],
+    unit: Float[Array, "b n d"],
+    real: Bool[Array, "b n"],
+    steps: int,
+    diversity: float,
+) -> Int[Array, "b t"]:
+    """Orders tokens greedily by (1 - diversity) score - diversity max cosine with earlier ones.
+
+    Args:
+        scores: of each token; they are scaled to [0, 1] in each row.
+        unit: tokens of length 1.
+        real: True = token, at least one of each row.
+        steps: static number of tokens to order.
+        diversity: the weight.
+
+    Returns:
+        [b, t] int32 indices, best first, undefined where no token is left.
+    """
+    found = scores.astype(jnp.float32)
+    low = jnp.min(found, axis=1, initial=-MASKED, where=real, keepdims=True)
+    spread = jnp.max(found, axis=1, initial=MASKED, where=real, keepdims=True) - low
+    relevance = jnp.where(real, (found - low) / jnp.where(spread > 0, spread, 1), 0)
+    # The distance of `farthest_first` is one minus the cosine; the constant changes no order.
+    return farthest_first(unit, real, steps, relevance, diversity)
+
+
 @dataclasses.dataclass(frozen=True)
 class AutoSelect(TrainedMethod):
     """Keeps the tokens that a trained one-shot scorer ranks best.
@@ -207,16 +240,23 @@ class AutoSelect(TrainedMethod):
         config: configuration of the scorer.
         seed: seed of the draws, of a scorer that draws its tokens.
         draw: temperature of the draws, 0 for none; None for the scorer's own.
+        diversity: weight in [0, 1] of the largest cosine between a token and those chosen before
+            it, against the score; 0 for the score alone.
     """
 
     config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig)
     seed: int = 0
     draw: float | None = None
+    diversity: float = 0.0
 
     name = "autoselect"
     label = "AutoSelect-like"
     config_type: ClassVar[type | None] = AutoSelectConfig
     settings: ClassVar[str] = "autoselect"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require("diversity", 0 <= self.diversity <= 1, "a number from 0 to 1")
 
     def specs(self) -> Params:
         """StepPrune's encoder and denoiser, and a head of one logit."""
@@ -245,9 +285,13 @@ class AutoSelect(TrainedMethod):
     def order(
         self, weights: Params, inputs: Inputs, steps: int, key: Array | None = None
     ) -> Ranking:
-        """Orders the tokens by score."""
+        """Orders the tokens by score, and by how little they resemble those before them."""
         found = drawn(self.config, scores(weights, self.config, inputs), key)
-        return Ranking(best_first(found)[:, :steps])
+        if not self.diversity:
+            return Ranking(best_first(found)[:, :steps])
+        tokens = standardise(jnp.asarray(inputs.image), inputs.stats)
+        unit, real = unit_vectors(tokens, inputs.real), inputs.real
+        return Ranking(by_marginal_relevance(found, unit, real, steps, self.diversity))
 
     @property
     def shape(self) -> PolicyConfig:

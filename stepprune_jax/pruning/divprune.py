@@ -38,7 +38,11 @@ class DivPrune(Ranker):
 
 
 def farthest_first(
-    unit: Float[Array, "r n e"], free: Bool[Array, "r n"], steps: int
+    unit: Float[Array, "r n e"],
+    free: Bool[Array, "r n"],
+    steps: int,
+    relevance: Float[Array, "r n"] | None = None,
+    diversity: float = 1.0,
 ) -> Int[Array, "r t"]:
     """Selects tokens one by one, each the farthest from those before it.
 
@@ -46,6 +50,9 @@ def farthest_first(
         unit: tokens of length 1.
         free: True = may be chosen, at least one of each row.
         steps: static number of tokens to select.
+        relevance: what counts beside a token's distance from those before it, and alone for the
+            first token.
+        diversity: weight of the distance, that of the relevance being the rest.
 
     Returns:
         [r, t] int32 indices in order of choice, undefined where no token is left.
@@ -53,6 +60,8 @@ def farthest_first(
     place, least = jnp.arange(free.shape[1])[None], jnp.finfo(jnp.float32).min
 
     def farthest(distance, free):
+        if relevance is not None:
+            distance = diversity * distance + (1 - diversity) * relevance
         return jnp.argmax(jnp.where(free, distance, least), axis=1).astype(jnp.int32)
 
     def distance_to_others(part, at):
@@ -68,7 +77,10 @@ def farthest_first(
         free &= place != pick[:, None]
         return (free, nearest, farthest(nearest, free)), pick
 
-    first = farthest(map_tokens(distance_to_others, unit, place), free)
+    if relevance is None:
+        first = farthest(map_tokens(distance_to_others, unit, place), free)
+    else:
+        first = jnp.argmax(jnp.where(free, relevance, least), axis=1).astype(jnp.int32)
     start = free, jnp.full(free.shape, 2, jnp.float32), first
     _, order = jax.lax.scan(step, start, length=steps)
     return order.T

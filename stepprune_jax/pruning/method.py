@@ -29,6 +29,7 @@ class Method(NamedTuple):
 
 
 NO_PRUNING = Method(AllTokens())
+_WHICH = "docs/pruners.md compares methods and budgets, under 'Choosing one'"
 
 
 def make_method(
@@ -61,7 +62,8 @@ def make_method(
         raise TypeError(f"policy is {policy!r}, expected a Policy, such as load_policy returns")
     own = None if policy is None else policy.method
     if name is None and own is None and budget is not None:
-        raise ValueError("a budget (--budget) needs a pruner (--pruner) or a policy (--policy)")
+        needs = "a budget (--budget) needs a pruner (--pruner) or a policy (--policy)"
+        raise ValueError(f"{needs}; {_WHICH}")
     name = name or own or "all"
     if name not in PRUNERS:
         hint = nearest(name, PRUNERS)
@@ -76,7 +78,7 @@ def make_method(
         budget = Budget("own")
     elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*options}:
         # All tokens only if requested.
-        raise ValueError(f"the pruner {name!r} needs a budget (--budget)")
+        raise ValueError(f"the pruner {name!r} needs a budget (--budget); {_WHICH}")
     budget = budget if isinstance(budget, Budget) else Budget.parse(budget)
     kind.require_kind(budget)
     fields = _read_fields(kind, options)

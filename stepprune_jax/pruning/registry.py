@@ -20,6 +20,7 @@ from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+from stepprune_jax.pruning.visionselector import VisionSelector
 from stepprune_jax.pruning.visionzip import VisionZip
 
 # The only list of names, used by commands, configurations and tables.
@@ -44,6 +45,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         DivPrune,
         CDPruner,
         AutoSelect,
+        VisionSelector,
         StepPrune,
     )
 }

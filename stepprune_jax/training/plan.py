@@ -57,15 +57,35 @@ class Plan(NamedTuple):
         return steps * self.flops / (self.devices * device.flops * utilisation) / 3600
 
 
+def sample_widths(batches: Batches, steps: int) -> tuple[dict[Bucket, int], Bucket]:
+    """Returns the widths of batches, by how many of a sample have them, and the widest of all."""
+    apart = max(1, steps // _SAMPLED)
+    widths = (batches.bucket(batches.indices(number)) for number in range(0, steps, apart))
+    return dict(collections.Counter(widths)), batches.buckets[-1]
+
+
+def assume_widths(run: Run, setup: step.Setup) -> tuple[dict[Bucket, int], Bucket]:
+    """Returns the width of batches whose rows have the stated length, and the widest allowed."""
+    data = run.data
+    most = data.context_limit - setup.model.max_image_tokens + 1
+    run.accelerator.require("ids", run.accelerator.ids <= most, f"at most {most}, for one image")
+
+    def bucket(ids: int) -> Bucket:
+        wide = -(-ids // data.length_multiple) * data.length_multiple
+        return Bucket(wide, min(wide, data.policy_text_limit), ids)
+
+    return {bucket(run.accelerator.ids): 1}, bucket(most)
+
+
 def make_plan(
-    batches: Batches, setup: step.Setup, dtype: Any, rows: int, target: Target | None = None
+    sampled: tuple[dict[Bucket, int], Bucket],
+    setup: step.Setup,
+    dtype: Any,
+    rows: int,
+    target: Target | None = None,
 ) -> Plan:
     """Compiles the widest update, and counts the operations of every width."""
-    apart = max(1, setup.steps // _SAMPLED)
-    widths = collections.Counter(
-        batches.bucket(batches.indices(number)) for number in range(0, setup.steps, apart)
-    )
-    widest = batches.buckets[-1]
+    widths, widest = sampled
     traced = {bucket: trace_update(setup, dtype, rows, bucket) for bucket in {*widths, widest}}
     held = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -74,7 +94,7 @@ def make_plan(
     flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
     memory = planned_memory(traced[widest], target)
     mesh = setup.forward.mesh
-    return Plan(mesh.size if mesh else 1, held, memory, flops / widths.total(), dict(widths))
+    return Plan(mesh.size if mesh else 1, held, memory, flops / sum(widths.values()), widths)
 
 
 def planned_memory(traced: Any, target: Target | None = None) -> Usage:
@@ -153,7 +173,8 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
 
     Neither weights nor accelerators are needed: only the model's configuration, tokenizer and image
     processor are read. Nothing is written except the shapes world and the token counts, which the
-    run then reuses.
+    run then reuses. Where the training file is absent, all rows are as long as
+    `config.accelerator.ids`, which a line says.
     """
     with user_input():
         run = dataclasses.replace(run, accelerator=_planned_for(run, target))
@@ -170,10 +191,20 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
             mesh = build_mesh("single", devices)
         source = run.model.inspect()
         setup = make_setup(run, source.config, mesh)
-        data = training_source(run.data, local_path(workdir).resolve())
-        batches = open_batches(run, data, file_identity(data.file), source)
+        try:
+            data = training_source(run.data, local_path(workdir).resolve())
+        except FileNotFoundError as error:
+            print(
+                f"data        {error}: assuming {run.accelerator.ids} ids of every row, and "
+                "for memory the longest that config.data.context_limit allows",
+                flush=True,
+            )
+            sampled = assume_widths(run, setup)
+        else:
+            batches = open_batches(run, data, file_identity(data.file), source)
+            sampled = sample_widths(batches, setup.steps)
     with memory_advice(run, devices):
-        plan = make_plan(batches, setup, jnp.dtype(run.model.dtype), run.batch_size, compiler)
+        plan = make_plan(sampled, setup, jnp.dtype(run.model.dtype), run.batch_size, compiler)
     for line in _report(plan, run, setup, devices):
         print(line, flush=True)
     return plan

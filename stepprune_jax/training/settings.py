@@ -28,11 +28,13 @@ class AcceleratorSettings(Settings, group="accelerator"):
 
     Attributes:
         name: a name of `parallel.accelerators.ACCELERATORS`.
+        ids: assumed tokens of each row, its image as one, where the training file is absent.
         count: devices to plan for, if jax sees no accelerators.
         utilisation: assumed share of the peak.
     """
 
     name: str = choice("rtx-a6000", tuple(ACCELERATORS))
+    ids: int = count(640, least=2)
     count: int = count(1)
     utilisation: float = setting(0.4, "a share above 0, up to 1", lambda value: 0 < value <= 1)
 

@@ -10,7 +10,7 @@ from textwrap import shorten
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -31,6 +31,7 @@ from stepprune_jax.visualize.patches import square_patches
 
 NAME = "index.html"
 _COLUMNS = 4  # examples in a row
+_BUCKETS = 6  # of the paper's Figure 3
 # What retention is drawn against, as far as it is known.
 _AXES = {
     "mean_k": "visual tokens kept",
@@ -200,17 +201,50 @@ def _mark_budgets(axes: Axes, table: BenchmarkTable) -> None:
     axes.xaxis.set_major_formatter(FixedFormatter([f"{count:,}" for count in counts]))
 
 
-def draw_counts(count: Int[np.ndarray, "q"], num_tokens: int) -> bytes:
-    """Draws how often each number of kept tokens occurs; returns a PNG."""
-    low, high = int(count.min()), int(count.max())
-    width = -(-(high + 1 - low) // 24)
+def count_buckets(
+    count: Int[np.ndarray, "q"], worth: Float[np.ndarray, "q"]
+) -> tuple[Float[np.ndarray, "e"], Int[np.ndarray, "k"], Float[np.ndarray, "k"]]:
+    """Sorts questions by the tokens kept, into log-spaced buckets, as in the paper's Figure 3.
+
+    Args:
+        count: tokens kept for each question.
+        worth: grade of each answer, from 0 to 1; NaN if unknown.
+
+    Returns:
+        Edges of the buckets, each of which ends before the next, the number of questions in each,
+        and the mean grade in percent, NaN where none is known.
+    """
+    edges = np.geomspace(max(1, count.min()), count.max() + 1, _BUCKETS + 1).round(9)
+    at = np.clip(np.searchsorted(edges, count, side="right") - 1, 0, _BUCKETS - 1)
+    known = ~np.isnan(worth)
+    graded = np.bincount(at[known], minlength=_BUCKETS)
+    total = np.bincount(at[known], worth[known], minlength=_BUCKETS)
+    grade = np.where(graded > 0, 100 * total / np.maximum(graded, 1), np.nan)
+    return edges, np.bincount(at, minlength=_BUCKETS), grade
+
+
+def draw_counts(
+    count: Int[np.ndarray, "q"], worth: Float[np.ndarray, "q"], num_tokens: int
+) -> bytes:
+    """Draws how many questions keep how many tokens, and how many are right; returns a PNG."""
+    edges, questions, grade = count_buckets(count, worth)
     with style.canvas(7, 2.6) as figure:
         figure.set_layout_engine("constrained")
         axes = figure.add_subplot()
-        axes.hist(count, np.arange(low, high + width + 1, width), rwidth=0.9, color="#9db4cc")
+        wide = {"width": np.diff(edges), "align": "edge", "edgecolor": "white"}
+        axes.bar(edges[:-1], questions, **wide, color="#9db4cc")
         axes.axvline(count.mean(), color=style.SOFT, linestyle="--")
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_locator(FixedLocator(edges))
+        axes.xaxis.set_major_formatter(FixedFormatter([f"{edge:.3g}" for edge in edges]))
         axes.set_xlabel(f"K, tokens kept of {num_tokens:,}")
         axes.set_ylabel("questions")
+        if not np.isnan(grade).all():
+            right = axes.twinx()
+            right.plot(np.sqrt(edges[:-1] * edges[1:]), grade, color="#b5473c", marker="o")
+            right.set_ylabel("right, %")
+            right.set_ylim(0, 105)
         return _png(figure)
 
 
@@ -218,14 +252,19 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
     """Formats the distribution of K, and examples of kept tokens."""
     made, answers = file.provenance, read_answers(file.path)
     count = np.array([answer.fields.get("kept", 0) for answer in answers])
+    worth = np.full(len(count), np.nan)
+    with contextlib.suppress(OSError, ValueError):
+        grade = shown.benchmark.worth(shown.root)
+        worth = np.array([grade(answer) for answer in answers], np.float64)  # None is NaN
     if shown.benchmark.text_only:
-        count = count[count > 0]
+        count, worth = count[count > 0], worth[count > 0]
     name, parts = f"{made.method}, {made.mode}", []
     if made.budget is not None:
         name += f", {made.budget} of {made.num_tokens:,} tokens"
     if len(count):
-        caption = f"K of {name}: {count.mean():.1f} ± {count.std():.1f} on average (dashed)."
-        parts.append(_figure(draw_counts(count, made.num_tokens), caption))
+        caption = f"K of {name}: {count.mean():.1f} ± {count.std():.1f} on average (dashed). "
+        caption += "Bars: questions. Line: percent of them that are right."
+        parts.append(_figure(draw_counts(count, worth, made.num_tokens), caption))
     overlays = _overlays(shown, file, samples)
     if overlays:
         out = io.BytesIO()

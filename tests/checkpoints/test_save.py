@@ -13,6 +13,7 @@ from visual import preprocess_clip
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.models.llava import images
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.stack import lay_out
 from stepprune_jax.parallel import sharding
@@ -124,3 +125,22 @@ def test_what_cannot_be_saved_is_refused(tmp_path, llava_model):
     with pytest.raises(ValueError, match=r"norm/scale is \[48\], expected \[64\]") as error:
         save_vlm(other, tmp_path / "other")
     assert "language/head/kernel is not part of this model" in str(error.value)
+
+
+def test_a_model_given_smaller_images_is_saved_as_it_was_trained(llava_folder, tmp_path):
+    model = load_vlm(llava_folder, dtype=jnp.float32, max_pixels=300, progress=False)
+    assert (model.config.grid, model.config.max_image_tokens) == ((2, 2), 4)  # of 8 pixels each
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8))
+    pixels = model.config.family.preprocess(model.config, model.image_settings, [image])
+    small = model.image_settings._replace(resize_to=16, crop_to=(16, 16))
+    expected = images.normalise(images.resize(image, small), small)
+    np.testing.assert_array_equal(pixels[0], expected)
+    save_vlm(model, tmp_path / "saved")
+    again = load_vlm(tmp_path / "saved", dtype=jnp.float32, progress=False)
+    whole = load_vlm(llava_folder, dtype=jnp.float32, progress=False)
+    assert again.config == whole.config
+    for bad in (63, 24 * 24 + 1, 0):
+        with pytest.raises(ValueError, match=rf"max_pixels is {bad}, expected an integer from 64"):
+            load_vlm(llava_folder, max_pixels=bad)
+    same = load_vlm(llava_folder, dtype=jnp.float32, max_pixels=24 * 24, progress=False)
+    assert same.config == whole.config

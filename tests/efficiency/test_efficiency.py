@@ -101,6 +101,17 @@ def patched(monkeypatch):
     return monkeypatch
 
 
+def test_a_dry_run_counts_what_the_paper_has_for_all_tokens(capsys, patched):
+    efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", "visionzip@64", "stepprune@64"])
+    header, _, *rows = capsys.readouterr().out.strip().splitlines()
+    assert header.startswith("| row | tower, TFLOPs | choice, TFLOPs | projector, TFLOPs | prefill")
+    assert rows[0] == "| all | 0.366 | 0 | 0.0242 | 8.5 | 8.89 |"
+    assert [row.split(" | ")[-1] for row in rows[1:]] == ["2.04 |", "2.08 |"]
+    with pytest.raises(SystemExit):
+        efficiency.main(["--model", "llava-7b"])
+    assert "required: --json, or --dry_run" in capsys.readouterr().err
+
+
 def test_the_default_rows_are_the_papers_budgets_as_far_as_they_can_be_kept(capsys):
     config = model_config("mid")
     rows = efficiency.default_rows(config)

@@ -113,10 +113,10 @@ def test_a_folder_has_a_table_of_all_figures(folder):
     assert 0 < flops["random"] == flops["grid"] < flops["AutoSelect-like"] < flops["all tokens"]
     lines = (workdir / "report" / "table.md").read_text().splitlines()
     assert lines[0] == (
-        "| method | mode | pruning rate | accuracy | retention | mean k | ms | gflops | questions "
-        "| seed |"
+        "| method | mode | pruning rate | accuracy | retention | hard | hard questions | mean k "
+        "| ms | gflops | questions | seed |"
     )
-    assert lines[2].startswith("| all tokens | exact | 0.0 | 66.67 | 100.0 | 9.0 | ")
+    assert lines[2].startswith("| all tokens | exact | 0.0 | 66.67 | 100.0 | - | - | 9.0 | ")
     with (workdir / "report" / "table.csv").open() as file:
         assert [row["method"] for row in csv.DictReader(file)] == [row["method"] for row in table]
 

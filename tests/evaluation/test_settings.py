@@ -1,6 +1,9 @@
 import pytest
-from small_world import small_run
+from small_world import ROOT, small_run
 
+from stepprune_jax import load_policy
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.evaluation.rows import plan_rows
 from stepprune_jax.evaluation.settings import read_policies
 
 
@@ -19,6 +22,15 @@ from stepprune_jax.evaluation.settings import read_policies
 def test_bad_settings_are_named(fields):
     with pytest.raises(ValueError, match=f"config.eval.{next(iter(fields))}"):
         small_run("model", "data", **fields)
+
+
+def test_options_of_a_scorer_are_those_of_its_rows():
+    config = inspect_folder("shapes").config
+    policies = {"scorer": load_policy(ROOT / "experiments/policies/autoselect.safetensors")}
+    settings = small_run("model", "data", options="autoselect diversity=0.2", budgets=(4,)).eval
+    (row,) = plan_rows(settings, config, policies, {}, 0, untrained=False)
+    assert row.method.pruner.diversity == 0.2
+    assert row.method.pruner.config == policies["scorer"].config
 
 
 def test_methods_are_named_by_pruners_or_labels():

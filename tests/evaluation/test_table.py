@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.evaluation import table as module
 from stepprune_jax.evaluation.cells import csv_table, markdown_cell
-from stepprune_jax.evaluation.scores import read_scores, score_file
+from stepprune_jax.evaluation.scores import read_scores, score_file, score_hard
 from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
 
@@ -142,6 +142,54 @@ def test_time_is_that_of_the_answers_which_say_it(tmp_path):
         ]
         write_lines(file.path, lines)
         assert score_file(file, tmp_path, 0)["ms"] == expected
+
+
+def test_hard_questions_are_those_that_downsampling_to_the_same_budget_gets_wrong(tmp_path):
+    truths = [{"question_id": n, "answer": "yes"} for n in range(5)]
+    write_lines(tmp_path / "test_answers.jsonl", truths)
+
+    def answered(method, budget, text):
+        made = Provenance("folder", "q", 5, method, "exact", budget, 576, None, "model")
+        file = AnswerFile.of(tmp_path / "answers", made)
+        words = {"y": "yes", "n": "no"}
+        lines = [{"question_id": n, "prompt": "?", "text": words[x]} for n, x in enumerate(text)]
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        write_lines(file.path, lines)
+        return file
+
+    files = {
+        "all": answered("all tokens", 576, "yyyyn"),  # the last is out, whoever answers it
+        "coarse": answered("downsample", 64, "ynnnn"),
+        "coarser": answered("downsample", 32, "nnnnn"),
+        "grid": answered("grid", 64, "nyyny"),
+        "fewer": answered("grid", 32, "ynnnn"),
+        "other": answered("grid", 16, "yyyyy"),
+    }
+    found = score_hard([*files.values()], tmp_path)
+    found = {name: found.get(file.path) for name, file in files.items()}
+    assert found == {
+        "all": None,
+        "coarse": {"hard": 0.0, "hard_questions": 3},
+        "coarser": {"hard": 0.0, "hard_questions": 4},
+        "grid": {"hard": 66.67, "hard_questions": 3},
+        "fewer": {"hard": 25.0, "hard_questions": 4},
+        "other": None,
+    }
+    without = [file for name, file in files.items() if name != "all"]
+    assert score_hard(without, tmp_path) == {} == score_hard([*files.values()], tmp_path / "none")
+
+
+def test_hard_questions_have_columns_where_they_are_known():
+    hard = {"hard": 66.67, "hard_questions": 1234}
+    mine = [score("folder", "grid", 88.9, 50.0, **hard), score("folder", "cls", 88.9, 40.0)]
+    rows = as_objects(merge_scores({"run": mine}))
+    assert [(row["hard"], row["hard_questions"]) for row in rows] == [(66.67, 1234), (None, None)]
+    assert "hard" not in as_objects(merge_scores({"run": mine[1:]}))[0]
+    several = merge_scores({"run": [*WHOLE, MINE[0] | hard, MINE[1]]})
+    title = "Scores on hard questions, in percent of their number"
+    assert cells(several, title)[1][3:] == ["66.7 of 1,234", "-"]
+    assert "right with all tokens, and wrong if downsampled" in as_markdown(several)
+    assert title not in as_markdown(merge_scores({"run": WHOLE + MINE}))
 
 
 @pytest.mark.parametrize(("benchmark", "mean"), [("pope", 2.0), ("scienceqa", 4.0)])

@@ -41,7 +41,7 @@ def policy(tmp_path_factory):
 def images():
     random = np.random.default_rng(4)
     drawn = [Image.fromarray(random.integers(0, 256, (20, 30, 3), np.uint8)) for _ in range(2)]
-    return [drawn[0], None, drawn[1], drawn[0]]
+    return [(drawn[0],), (), (drawn[1],), (drawn[0],)]
 
 
 def test_answers_are_those_of_generate(llava_folder, policy):
@@ -66,7 +66,7 @@ def test_answers_are_those_of_generate(llava_folder, policy):
 
 @pytest.mark.slow
 def test_the_draw_of_a_question_depends_on_its_number_alone(llava_folder, monkeypatch):
-    asked = [Wanted("?", image, 1) for image in images() if image is not None]
+    asked = [Wanted("?", image, 1) for image in images() if image]
     answers, answer_all = [], module.answer_all
 
     def watch(*arguments):
@@ -98,6 +98,25 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
     shared, apart = seen
     assert shared.pixels is None and len(shared.sizes) == 1
     assert apart.features is None and len(apart.sizes) == 2
+
+
+def test_several_images_are_answered_as_by_generate(llava_folder, policy):
+    settings = Settings(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
+    answerer, (first, _, second, _), done = load_answerer(settings), images(), []
+    both = first + second
+    asked = [
+        Wanted("<image> two dog", both, 2),
+        Wanted("red", first, 2),
+        Wanted("?", both[::-1], 3),
+    ]
+    texts = answer_questions(answerer, asked, done.append)
+    assert done == [1, 2, 3]
+    for text, (prompt, shown, most, _) in zip(texts, asked, strict=True):
+        options = RunOptions(most, warm_up=False)
+        method = answerer.method
+        question = prompt.removeprefix("<image> ")
+        (said,) = generate(answerer.model, [question], [shown], method, options=options)
+        assert text == said.text.strip() and said.kept == 2 * len(shown)
 
 
 def test_answers_end_where_they_are_told_to():

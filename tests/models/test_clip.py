@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,16 @@ def test_the_last_state_equals_the_reference(fields):
     pixels = normal(4, 2, 3, fields["image_size"], fields["image_size"])
     ours, _ = encode(params, config, pixels, -1)
     assert_close(ours, reference(model, pixels)[0].hidden_states[-1])
+
+
+@pytest.mark.parametrize("side", [7, 14, 21, 35])
+def test_positions_of_images_of_another_size_are_interpolated(side):
+    model, config, params = clip_pair()
+    pixels = normal(6, 2, 3, side, side)
+    smaller = dataclasses.replace(config, image_size=side, trained_size=config.image_size)
+    ours, _ = encode(params, smaller, pixels, -1)
+    theirs = model(as_torch(pixels), interpolate_pos_encoding=True, output_hidden_states=True)
+    assert_close(ours, theirs.hidden_states[-1])
 
 
 def test_fused_attention_equals_matrix_products():

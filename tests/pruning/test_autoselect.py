@@ -9,7 +9,7 @@ import pytest
 from stepprune_jax import FeatureStats
 from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
 from stepprune_jax.policy import Inputs, Progress
-from stepprune_jax.pruning import AutoSelect, Budget, Trained, View, autoselect
+from stepprune_jax.pruning import AutoSelect, Budget, Trained, View, autoselect, make_method
 from stepprune_jax.pruning.autoselect import AutoSelectConfig
 
 CONFIG = AutoSelectConfig(
@@ -84,6 +84,54 @@ def test_order_ranks_the_scores_best_first_and_padding_last(params, inputs):
     spoiled = jnp.where(mask[..., None], inputs[0], 1e6)
     again = scores(params, CONFIG, Inputs(spoiled, inputs[1], mask, stats=STATS))
     np.testing.assert_array_equal(found, autoselect.best_first(again))
+
+
+@pytest.mark.parametrize(
+    ("diversity", "expected"),
+    [(0.2, [0, 1, 3, 2]), (0.5, [0, 3, 2, 1]), (1.0, [0, 3, 2, 1]), (1e-30, [0, 1, 2, 3])],
+)
+def test_marginal_relevance_worked_by_hand(diversity, expected):
+    # Relevance 1, 5/6, 1/3, 0, and cosines 01 .8, 02 0, 03 -1, 12 .6, 13 -.8, 23 0. After token 0,
+    # at .2: .507, .267, .2; and after 0 and 1: .267 - .12, .16. At .5: .017, .167, .5; and after 0
+    # and 3: .017, .167.
+    unit = jnp.array([[[1, 0], [0.8, 0.6], [0, 1], [-1, 0], [0, 0]]])
+    score, real = jnp.array([[5, 4.5, 3, 2, 99]]), jnp.array([[True] * 4 + [False]])
+    found = autoselect.by_marginal_relevance(score, unit, real, 4, diversity)
+    assert found.tolist() == [expected]
+
+
+def test_equal_tokens_and_scores_go_to_the_earlier_one():
+    equal = jnp.ones((1, 5, 2)) / math.sqrt(2), jnp.arange(5)[None] < 4
+    found = autoselect.by_marginal_relevance(jnp.zeros((1, 5)), *equal, 4, 0.5)
+    assert found.tolist() == [[0, 1, 2, 3]]
+
+
+def test_diversity_is_an_option_that_changes_nothing_at_zero(params, inputs):
+    image = 1 + jnp.arange(8.0) + jnp.sqrt(1 + jnp.arange(8.0)) * inputs[0]
+    given = Inputs(image, inputs[1], stats=STATS)
+    policy = Policy(params, CONFIG, STATS)
+    orders = {
+        diversity: make_method(policy=policy, budget=3, options={"diversity": diversity})
+        .pruner.order(params, given, N)
+        .order
+        for diversity in ("0", "0.5", "1")
+    }
+    np.testing.assert_array_equal(orders["0"], METHOD.order(params, given, N).order)
+    unit = (image - STATS.mean) / jnp.sqrt(STATS.var + 1e-6)
+    unit /= jnp.linalg.norm(unit, axis=-1, keepdims=True)
+    score = np.asarray(scores(params, CONFIG, given))
+    for row in range(B):
+        for share, order in ((0.5, orders["0.5"]), (1.0, orders["1"])):
+            left, taken = {*range(N)}, [int(score[row].argmax())]
+            while len(taken) < N:
+                left.discard(taken[-1])
+                relevance = (score[row] - score[row].min()) / np.ptp(score[row])
+                nearest = np.max(unit[row] @ unit[row][np.array(taken)].T, axis=1)
+                value = np.asarray((1 - share) * relevance - share * nearest)
+                taken.append(max(left, key=value.__getitem__))
+            assert order[row].tolist() == taken
+    with pytest.raises(ValueError, match=r"autoselect: diversity is 1\.5, expected a number from"):
+        make_method(policy=policy, budget=3, options={"diversity": "1.5"})
 
 
 def test_the_temperature_is_a_cosine_and_then_constant():

@@ -34,8 +34,10 @@ from stepprune_jax.pruning import (
     PRUNERS,
     AutoSelectConfig,
     LayerPruner,
+    Policy,
     Ranker,
     View,
+    VisionSelectorConfig,
     make_method,
 )
 
@@ -52,6 +54,9 @@ ADDED_TO = ("prumerge", "prumerge_plus")
 POLICIES = {
     PolicyConfig: functools.partial(stepprune, max_steps=N),
     AutoSelectConfig: one_shot,
+    VisionSelectorConfig: functools.partial(
+        Policy.init, jax.random.key(3), VisionSelectorConfig(32), None
+    ),
 }
 NAMES = tuple(PRUNERS)
 # Others choose, merge or cut by the same means as these.
@@ -67,6 +72,7 @@ ALIKE = {
     "sparsevlm_v2",
     "prumerge",
     "autoselect",
+    "visionselector",
 }
 QUICK = {*NAMES} - ALIKE
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)

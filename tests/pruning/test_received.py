@@ -13,7 +13,14 @@ from views import select, view
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
 from stepprune_jax.models import attention
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import PRUNERS, Budget, Policy, make_method, trained_methods
+from stepprune_jax.pruning import (
+    PRUNERS,
+    Budget,
+    Policy,
+    VisionSelectorConfig,
+    make_method,
+    trained_methods,
+)
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
 from stepprune_jax.pruning.visionzip import VisionZip, merge_received
 
@@ -162,6 +169,8 @@ def learned(name):
     widths = {"feature_width": 48, "text_width": 48, "width": 8, "num_heads": 2, "mlp_ratio": 1}
     if name not in trained_methods():
         return None
+    if name == "visionselector":
+        return Policy.init(jax.random.key(0), VisionSelectorConfig(48), None)
     config = PRUNERS[name].config_type(**widths, encoder_layers=1)
     return Policy.init(jax.random.key(0), config, FeatureStats.start(48))
 

@@ -57,6 +57,23 @@ def test_without_that_compiler_the_cpus_plans_and_a_line_says_so(
     assert run.accelerator.name == "rtx-a6000"  # the run's own settings are as they were
 
 
+def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monkeypatch):
+    asked = []
+    planned = Plan(2, 0, Usage(0, 0, 0, 0), 1.0, {Bucket(16, 16, 11): 1})
+    monkeypatch.setattr(
+        plan, "make_plan", lambda sampled, *others: asked.append(sampled) or planned
+    )
+    changes = {"data.folder": str(tmp_path / "none"), "data.length_multiple": 8}
+    changes |= {"data.context_limit": 60, "data.policy_text_limit": 20, "accelerator.ids": 11}
+    dry_run(quick_run(world, **changes), tmp_path, "a6000:2")
+    # The longest has 60 - 9 ids beside its image, which is one id.
+    assert asked == [({Bucket(16, 16, 11): 1}, Bucket(56, 20, 52))]
+    said = capsys.readouterr().out
+    assert "none: assuming 11 ids of every row" in said and "16 ids 100%" in said
+    with pytest.raises(ValueError, match=r"config.accelerator.ids is 53, expected at most 52"):
+        dry_run(quick_run(world, **changes | {"accelerator.ids": 53}), tmp_path, "a6000:2")
+
+
 def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan, "missing", lambda name: "not here")
     large = Plan(2, 10, Usage(20, 0, 10**12, 10**12 + 20), 1e9, {Bucket(64, 64, 8): 1})

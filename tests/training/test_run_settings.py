@@ -116,8 +116,24 @@ def test_shipped_configurations_build_what_they_say():
     wide = build(load_config("shapes_wide"))
     assert wide == PolicyConfig(draw=1.0, **(shape | {"width": 128, "length_weight": 0.08}))
     for name in ("shapes", "llava7b", "qwen25vl_3b"):
-        with pytest.raises(ValueError, match=r"is 'loose', expected literal or nothing"):
+        with pytest.raises(ValueError, match=r"is 'loose', expected literal"):
             load_config(f"{name}:loose")
+
+
+def test_ablations_of_the_paper_change_one_field():
+    for base in ("", "literal"):
+        whole = build(load_config(f"llava7b:{base}"))
+        for row, change in {
+            "causal": {"encoder_attention": "causal"},
+            "last": {"aggregation": "last"},
+            "uniform": {"aggregation": "uniform"},
+            "alive": {"aggregation": "alive"},
+        }.items():
+            for name in (f"{base},{row}", f"{row},{base}"):
+                found = build(load_config(f"llava7b:{name}"))
+                assert found == dataclasses.replace(whole, **change) != whole
+    with pytest.raises(ValueError, match=r"is 'last,alive', expected literal, one of causal, last"):
+        load_config("llava7b:last,alive")
 
 
 def test_the_command_line_changes_fields():

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from benchmark_files import write_lines
 from PIL import Image
@@ -9,7 +10,14 @@ from PIL import Image
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.evaluation.table import merge_scores
-from stepprune_jax.visualize.report import Answered, default_file, draw_retention, write_page
+from stepprune_jax.visualize.report import (
+    Answered,
+    count_buckets,
+    default_file,
+    draw_counts,
+    draw_retention,
+    write_page,
+)
 
 NAME = "<u>grid</u>"
 
@@ -89,6 +97,21 @@ def test_what_is_unknown_is_left_out(tmp_path, answered, missing):
         assert draw_retention(table) is None
         return
     assert page(tmp_path, [answered], **options).count("<img src=") == figures
+
+
+def test_counts_are_sorted_into_six_buckets_of_equal_width_in_logarithms():
+    # Of 16 to 127 tokens, the paper's range: edges 16, 22.6, 32, 45.3, 64, 90.5, 128.
+    count = np.array([16, 22, 23, 31, 32, 64, 90, 127])
+    worth = np.array([1, 0, 1, np.nan, np.nan, 0.25, 0.75, 1])
+    edges, questions, grade = count_buckets(count, worth)
+    np.testing.assert_allclose(edges, 16 * 2 ** (np.arange(7) / 2), atol=1e-6)
+    assert questions.tolist() == [2, 2, 1, 0, 2, 1]
+    np.testing.assert_array_equal(grade, [50, 100, np.nan, np.nan, 50, 100])
+    one = np.full(3, 5)  # all alike
+    assert count_buckets(one, np.ones(3))[1].sum() == 3
+    assert count_buckets(0 * one, np.ones(3))[1].sum() == 3
+    for counts, grades in ((count, worth), (one, np.full(3, np.nan)), (0 * one, np.zeros(3))):
+        assert draw_counts(counts, grades, 576).startswith(b"\x89PNG")
 
 
 def test_the_default_policy_is_shown_at_its_middle_budget(tmp_path):

@@ -85,7 +85,10 @@ _ORIGINAL_ONLY = {
 
 @dataclasses.dataclass(frozen=True)
 class ClipConfig:
-    """Shape of a CLIP vision transformer; sizes of images and patches are sides in pixels."""
+    """Shape of a CLIP vision transformer; sizes of images and patches are sides in pixels.
+
+    `trained_size` is the side that it was trained for, if it is given smaller images.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -95,6 +98,7 @@ class ClipConfig:
     patch_size: int
     layer_norm_eps: float = 1e-5
     activation: str = "quick_gelu"
+    trained_size: int | None = None
 
     def __post_init__(self):
         d, heads = self.hidden_size, self.num_heads
@@ -109,6 +113,12 @@ class ClipConfig:
     def num_patches(self) -> int:
         """Number n of patches of one image; an incomplete patch at the border is not counted."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def trained(self) -> "ClipConfig":
+        """The tower for images of the size that it was trained for, which its weights fit."""
+        side = self.trained_size or self.image_size
+        return dataclasses.replace(self, image_size=side, trained_size=None)
 
     @classmethod
     def from_hf(cls, raw: Json) -> "ClipConfig":
@@ -220,6 +230,8 @@ class LlavaConfig(ModelConfig):
 
     def to_hf(self, dtype: str) -> Json:
         """Describes a model with an image token as a ``config.json`` that `from_hf` reads."""
+        if self.vision.trained_size is not None:  # smaller images are a choice of who runs it
+            return dataclasses.replace(self, vision=self.vision.trained).to_hf(dtype)
         eos = self.eos_token_ids
         ids = written(self, _IDS) | {"eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
         rope = write_rope(self.text.rope_scaling)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -26,6 +27,7 @@ from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule as WeightRule
 from stepprune_jax.models.weights import renamed
+from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import expect
 
 # The ``vicuna_v1`` template, exactly as in the reference programs.
@@ -118,7 +120,7 @@ class Llava(Family):
         return images.settings_from_hf(raw, where)
 
     def hf_processor(self, config: LlavaConfig, settings: ImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(settings, config.vision.image_size)
+        processor = images.to_hf(settings, config.vision.trained.image_size)
         combined = {
             "processor_class": "LlavaProcessor",
             "image_processor": processor,
@@ -139,13 +141,27 @@ class Llava(Family):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> LlavaConfig:
-        for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)):
-            side = config.vision.image_size
-            one = f"none, as this model takes images of one size, {side} x {side}"
-            expect(name, value, value is None, one)
-        return config
+        vision, (side, patch) = config.vision, (config.vision.image_size, config.vision.patch_size)
+        one = f"none, as this model takes images of one size, {side} x {side}"
+        expect("min_pixels", min_pixels, min_pixels is None, one)
+        if max_pixels is None:
+            return config
+        good = is_count(max_pixels) and patch**2 <= max_pixels <= side**2
+        expected = f"an integer from {patch**2} to {side**2}, the model's {side} x {side} pixels"
+        expect("max_pixels", max_pixels, good, expected)
+        # Whole patches of a smaller square; the rest of the tower stays as it is.
+        smaller = math.isqrt(max_pixels) // patch * patch
+        if smaller // patch == side // patch:
+            return config
+        vision = dataclasses.replace(vision, image_size=smaller, trained_size=side)
+        return dataclasses.replace(config, vision=vision)
 
     def resize(self, config: LlavaConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
+        vision = config.vision
+        if vision.trained_size is not None:
+            sizes, scale = settings._asdict(), vision.image_size / vision.trained_size
+            sizes = {name: sizes[name] for name in ("resize_to", "crop_to")}
+            settings = settings._replace(**jax.tree.map(lambda size: round(size * scale), sizes))
         resized = images.resize(image, settings)
         side, (_, height, width) = config.vision.image_size, resized.shape
         if (height, width) != (side, side):

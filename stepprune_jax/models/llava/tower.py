@@ -9,6 +9,7 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jaxtyping import Array, Float
 
@@ -32,6 +33,8 @@ from stepprune_jax.models.stack import (
     run_stack,
     take_layer,
 )
+
+_EXACT = jax.lax.Precision.HIGHEST
 
 TAP_KINDS = ("hidden", "attention", "keys", "query")
 
@@ -88,7 +91,7 @@ class ClipBlock(nn.Module):
 def init_vision(key: Array, config: ClipConfig) -> Params:
     """Draws float32 weights of the tower."""
     keys = iter(jax.random.split(key, 4))
-    d, p = config.hidden_size, config.patch_size
+    d, p, places = config.hidden_size, config.patch_size, config.trained.num_patches + 1
     norm = {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
     block, sample = ClipBlock(config), jnp.zeros((1, 1, d))
     return {
@@ -96,7 +99,7 @@ def init_vision(key: Array, config: ClipConfig) -> Params:
         "patch_embedding": {
             "kernel": jax.random.normal(next(keys), (p * p * 3, d)) * (p * p * 3) ** -0.5
         },
-        "position_embedding": jax.random.normal(next(keys), (config.num_patches + 1, d)) * 0.02,
+        "position_embedding": jax.random.normal(next(keys), (places, d)) * 0.02,
         "pre_norm": norm,
         "post_norm": norm,
         "layers": jax.vmap(lambda k: block.init(k, sample)["params"])(
@@ -118,9 +121,37 @@ def embed_patches(
     patches = patches.reshape(i, 3, side, p, side, p).transpose(0, 2, 4, 3, 5, 1)
     patches = product(patches.reshape(i, side * side, p * p * 3), kernel)
     first = jnp.broadcast_to(params["class_embedding"], (i, 1, config.hidden_size))
-    hidden = jnp.concatenate([first, patches], axis=1) + params["position_embedding"]
+    hidden = jnp.concatenate([first, patches], axis=1) + positions(params, config)
     norm = LayerNorm(config.layer_norm_eps)
     return cast(Array, norm.apply({"params": params["pre_norm"]}, hidden))
+
+
+def positions(params: Params, config: ClipConfig) -> Float[Array, "t d"]:
+    """Returns the position embeddings, between those of the trained size for images of another."""
+    table, side = params["position_embedding"], config.image_size // config.patch_size
+    trained = config.trained.image_size // config.patch_size
+    if trained == side:
+        return table
+    weights = jnp.asarray(bicubic(trained, side))
+    grid = table[1:].astype(jnp.float32).reshape(trained, trained, -1)
+    between = jnp.einsum("as,bt,std->abd", weights, weights, grid, precision=_EXACT)
+    between = between.reshape(side * side, -1).astype(table.dtype)
+    return jnp.concatenate([table[:1], between])
+
+
+def bicubic(size: int, wanted: int) -> Float[np.ndarray, "wanted size"]:
+    """Returns the weights by which torch's bicubic interpolation resizes an axis."""
+    place = (np.arange(wanted) + 0.5) * size / wanted - 0.5
+    weights = np.zeros((wanted, size), np.float32)
+    for shift in range(-1, 3):
+        source = np.floor(place).astype(int) + shift
+        x, a = np.abs(place - source), -0.75  # Keys' kernel, with torch's slope
+        near = ((a + 2) * x - (a + 3)) * x * x + 1
+        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        # Places outside repeat the border.
+        at = np.arange(wanted), np.clip(source, 0, size - 1)
+        np.add.at(weights, at, np.where(x <= 1, near, far))
+    return weights
 
 
 def encode(

@@ -1,0 +1,145 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from stepprune_jax import load_policy, save_policy
+from stepprune_jax.inference import RunOptions, generate, pipeline, read_request, trace_arrays
+from stepprune_jax.policy import FeatureStats, Inputs, Progress
+from stepprune_jax.pruning import Policy, VisionSelector, VisionSelectorConfig, make_method
+from stepprune_jax.pruning.visionselector import scores, soft_logits
+
+
+def test_three_tokens_worked_by_hand():
+    # Keys (1, 1), (0, 3), (1, 3), whose mean is (2, 7) / 3; queries (2, 0), (1, 1), (2, 1).
+    weights = {
+        "query": {"kernel": jnp.eye(2), "bias": jnp.array([1.0, 0])},
+        "key": {"kernel": jnp.array([[1.0, 0], [0, 2]]), "bias": jnp.array([0.0, 1])},
+    }
+    image = jnp.array([[[1.0, 0], [0, 1], [1, 1], [jnp.nan, 9]]])
+    inputs = Inputs(image, image_mask=jnp.array([[True, True, True, False]]))
+    expected = np.array([4, 9, 11]) / 3 / math.sqrt(2)
+    np.testing.assert_allclose(scores(weights, inputs)[0, :3], expected, rtol=1e-6)
+    method = VisionSelector(config=VisionSelectorConfig(2, hidden_dim=2))
+    assert method.order(weights, inputs, 4).order.tolist() == [[2, 1, 0, 3]]
+
+
+def drawn(d=6, h=3, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = {"kernel": (d, h), "bias": (h,)}
+    return {
+        layer: {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        for layer in ("query", "key")
+    }
+
+
+def plain(weights, tokens):
+    """Every query with every key, as the authors' program does, in float64."""
+    tokens = np.float64(tokens)
+    query, key = (tokens @ weights[x]["kernel"] + weights[x]["bias"] for x in ("query", "key"))
+    return (query @ key.T / query.shape[1] ** 0.5).mean(1)
+
+
+def test_scores_equal_those_of_all_pairs_of_any_size_of_image():
+    weights, sizes = drawn(), (12, 1, 7)
+    tokens = np.random.default_rng(1).standard_normal((3, 12, 6), np.float32)
+    mask = np.arange(12) < np.array(sizes)[:, None]
+    inputs = Inputs(np.where(mask[..., None], tokens, np.nan), image_mask=mask)
+    found = scores(weights, inputs)
+    for row, size in enumerate(sizes):
+        np.testing.assert_allclose(found[row, :size], plain(weights, tokens[row, :size]), atol=1e-5)
+    # Statistics standardise what the scorer sees.
+    stats = FeatureStats(jnp.full(6, 2.0), jnp.full(6, 4.0), jnp.float32(1))
+    found = scores(weights, Inputs(2 * tokens + 2, stats=stats))
+    np.testing.assert_allclose(found, scores(weights, Inputs(tokens)), rtol=1e-4, atol=1e-5)
+
+
+def test_two_gates_worked_by_hand():
+    # sigmoid(a + t) + sigmoid(b + t) = 1 at t = -(a + b) / 2; with a - b = 2 ln 3 they are 3/4 and
+    # 1/4, both of slope v = 3/16, so that d gate_a / d a = v - v^2 / 2v = 3/32.
+    real, count = jnp.array([[True, True, False]]), jnp.array([1])
+
+    def gates(score):
+        return jax.nn.sigmoid(soft_logits(score, real, count))[0, :2]
+
+    score = jnp.array([[5 + math.log(3), 5 - math.log(3), 99]])
+    np.testing.assert_allclose(gates(score), [0.75, 0.25], atol=1e-6)
+    slopes = jax.jacobian(gates)(score)[:, 0]
+    expected = np.array([[1, -1, 0], [-1, 1, 0]]) * 3 / 32
+    np.testing.assert_allclose(slopes, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("score", [[[0.0] * 5], [[1e4, -1e4, 0, 1, 2]]], ids=["tied", "wide"])
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_gates_sum_to_the_count_with_finite_gradients(score, count):
+    real = jnp.arange(5)[None] < 5
+
+    def total(score):
+        return jnp.sum(jax.nn.sigmoid(soft_logits(score, real, jnp.array([count]))))
+
+    value, slope = jax.value_and_grad(total)(jnp.array(score))
+    assert float(value) == pytest.approx(count, abs=0.01)
+    np.testing.assert_allclose(slope, 0, atol=1e-4)
+
+
+def test_training_weighs_the_distance_of_gates_from_the_best():
+    weights, tokens = drawn(), np.random.default_rng(2).standard_normal((2, 10, 6), np.float32)
+    method = VisionSelector(config=VisionSelectorConfig(6, budget=0.25, reg_weight_end=3.1))
+
+    def loss(weights, share):
+        given = (Inputs(tokens), lambda gated: jnp.mean(gated**2), Progress(share))
+        return method.train_loss(weights, jax.random.key(0), *given)
+
+    gates, distance = [], 0
+    for row in tokens:
+        score = plain(weights, row)
+        low, high = -score.max() - 10, -score.min() + 10
+        for _ in range(60):
+            t = (low + high) / 2
+            few = (1 / (1 + np.exp(-score - t))).sum() < 2  # a quarter of ten
+            low, high = (t, high) if few else (low, t)
+        gates.append(1 / (1 + np.exp(-score - t)))
+        best = score >= np.sort(score)[-2]
+        distance -= np.log(np.where(best, gates[-1], 1 - gates[-1])).mean() / 2
+    lm_loss = np.mean((np.array(gates)[..., None] * tokens) ** 2)
+    for share, weight in ((0.0, 0.1), (0.5, 1.6), (1.0, 3.1)):
+        value, (scalars, _) = loss(weights, share)
+        assert float(scalars["lm_loss"]) == pytest.approx(lm_loss, rel=1e-4)
+        assert float(value) == pytest.approx(lm_loss + weight * distance, rel=1e-4)
+    grads = jax.grad(loss, has_aux=True)(weights, 0.5)[0]
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_width": 8}, "text_width is 8, expected 0"),
+        ({"hidden_dim": 0}, "hidden_dim is 0, expected a width"),
+        ({"feature_width": 1}, "hidden_dim is None, expected a width"),
+        ({"feature_width": -2}, "feature_width is -2, expected a width"),
+        ({"budget": 0}, "budget is 0, expected a share"),
+        ({"reg_weight_end": -1.0}, r"reg_weight_end is -1\.0, expected a number from 0"),
+    ],
+)
+def test_bad_fields_are_named(fields, message):
+    with pytest.raises(ValueError, match=f"VisionSelectorConfig.{message}"):
+        VisionSelectorConfig(**fields)
+
+
+def test_the_best_of_qwens_tokens_are_kept(qwen_model, tmp_path):
+    noise = np.random.default_rng(3).integers(0, 256, (60, 80, 3), np.uint8)
+    image, policy = Image.fromarray(noise), Policy(drawn(48, 24), VisionSelectorConfig(48), None)
+    policy = load_policy(save_policy(policy, tmp_path / "p"))
+    images = pipeline.encode(qwen_model, read_request(qwen_model, ["two?"], [[image]]).images)
+    size = int(images.sizes[0])
+    score = plain(policy.params, np.asarray(images.features)[0, :size])
+    best = np.sort(np.argsort(-score, kind="stable")[: (size + 2) // 4])
+    seen = []
+    method = make_method("visionselector", "1/4", policy=policy)
+    how = {"options": RunOptions(2, warm_up=False), "trace": seen.append}
+    (answer,) = generate(qwen_model, ["two?"], [[image]], method, **how)
+    assert answer.kept == len(best)
+    np.testing.assert_array_equal(trace_arrays(seen[0], 0)["kept_0"], best)
