@@ -57,6 +57,24 @@ class Request(NamedTuple):
         return Prompts(*pad_batch(self.ids), *words, image_of, np.arange(b, dtype=np.int32))
 
 
+def join_requests(requests: Sequence[Request]) -> Request:
+    """Joins requests to one with all of their prompts and images, in their order."""
+    ids, questions, image_of, images, first = [], [], [], [], 0
+    for request in requests:
+        ids += request.ids
+        questions += request.question_ids
+        image_of += [tuple(first + row for row in rows) for rows in request.image_of]
+        if request.images is not None:
+            images.append(request.images)
+            first += len(request.images.grid)
+    joined = None
+    if images:
+        pixels = join_images([part.pixels for part in images])
+        grid, sizes = (np.concatenate([part[field] for part in images]) for field in (0, 1))
+        joined = Images(grid, sizes, pixels)
+    return Request(tuple(ids), tuple(questions), joined, tuple(image_of))
+
+
 def read_request(
     model: VLM,
     prompts: Sequence[Prompt],
