@@ -217,9 +217,7 @@ def prepare(
     return Batch(plan, learned, tokens, place_rows(plan.mesh, texts), before, left[-1].sum(1))
 
 
-def embed(
-    model: VLM, batch: Batch
-) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:
+def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:
     """Returns the rows that enter the language model, for one that runs elsewhere, and lengths.
 
     The batch is prepared from images after the tower, and for a pruner without cuts.

@@ -27,7 +27,9 @@ def tensor_file(matrix: Float[np.ndarray, "s e"]) -> bytes:
     # Opcodes of pickle: \x80\x02 its version, c a global, ( ... t a tuple, Q an object stored
     # elsewhere, \x86 a pair, \x89 False, ) an empty tuple, R a call, . the end.
     storage = b"ctorch\n" + _STORAGES[matrix.dtype.name] + b"\n"
-    stored = b"(" + _text("storage") + storage + _text("0") + _text("cpu") + _int(matrix.size) + b"tQ"
+    stored = (
+        b"(" + _text("storage") + storage + _text("0") + _text("cpu") + _int(matrix.size) + b"tQ"
+    )
     shape = _int(0) + _int(rows) + _int(columns) + b"\x86" + _int(columns) + _int(1) + b"\x86"
     pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + stored + shape
     pickle += b"\x89ccollections\nOrderedDict\n)RtR."
