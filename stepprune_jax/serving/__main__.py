@@ -19,10 +19,11 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, integer_from, program
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget
-from stepprune_jax.serving.app import build
+from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.engine import Engine
+from stepprune_jax.serving.images import Limits
 from stepprune_jax.serving.local import Local
-from stepprune_jax.serving.messages import Defaults, Limits, Reader
+from stepprune_jax.serving.messages import Defaults, Reader
 from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.user_input import check, local_path, user_input
 
@@ -100,15 +101,11 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
             given.budget if mean is None else Budget("mean", mean),
             given.positions or ("own" if given.engine is None else "compact"),
             given.max_tokens,
+            Execution(attention=given.attention),
         )
-        limits = Limits(
-            given.max_megabytes << 20, given.max_megapixels * 10**6, given.max_images, folder
-        )
-        reader = Reader(
-            *(model, name, defaults, limits),
-            engine=given.engine is not None,
-            execution=Execution(attention=given.attention),
-        )
+        pixels, size = given.max_megapixels * 10**6, given.max_megabytes << 20
+        limits = Limits(size, pixels, given.max_images, folder)
+        reader = Reader(model, name, defaults, limits, engine=given.engine is not None)
     metrics = Metrics()
     batching = {"batch_size": given.batch_size, "batch_seconds": given.batch_wait_ms / 1000}
     if given.engine is None:
@@ -116,13 +113,8 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     else:
         seconds = given.engine_timeout
         backend = Engine(model, given.engine, metrics, seconds=seconds, **batching)
-    app = build(
-        *(reader, backend, model.tokenizer, name, metrics),
-        most=given.queue,
-        most_bytes=limits.bytes,
-    )
     _logger.info("serving %s on http://%s:%s/v1", name, given.host, given.port)
-    return app, given.host, given.port
+    return Front(reader, backend, metrics, given.queue).app(), given.host, given.port
 
 
 def main(argv: Sequence[str] | None = None) -> None:

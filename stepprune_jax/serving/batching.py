@@ -6,12 +6,44 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from stepprune_jax.serving.messages import Chat
 from stepprune_jax.serving.metrics import Metrics
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
+
+
+class Started(NamedTuple):
+    """The first event of an answer.
+
+    Attributes:
+        prompt_tokens: length of the row that enters the language model.
+        visual_tokens: visual tokens of the images.
+        kept: number of these that remain.
+    """
+
+    prompt_tokens: int
+    visual_tokens: int
+    kept: int
+
+
+class Tokens(NamedTuple):
+    """Some tokens of an answer.
+
+    Attributes:
+        ids: their ids.
+        finish: why these are the last ones, "stop" or "length"; None if they are not.
+    """
+
+    ids: tuple[int, ...]
+    finish: str | None = None
+
+
+def padded(chats: Sequence[T]) -> list[T]:
+    """Repeats the first request until their number is a power of two, to bound the programs."""
+    size = 1 << (len(chats) - 1).bit_length()
+    return [*chats, *[chats[0]] * (size - len(chats))]
 
 
 class Job:
@@ -23,7 +55,7 @@ class Job:
         gone: whether nobody waits for it any more.
     """
 
-    def __init__(self, chat: Chat, key: Hashable):
+    def __init__(self, chat: Any, key: Hashable):
         """Takes a request; called on the event loop."""
         self.chat, self.key, self.gone = chat, key, False
         self.since = time.monotonic()
@@ -46,7 +78,7 @@ class Batcher:
     def __init__(
         self,
         run: Callable[[Sequence[Job]], None],
-        key: Callable[[Chat], Hashable],
+        key: Callable[[Any], Hashable],
         size: int,
         seconds: float,
         metrics: Metrics,
@@ -79,7 +111,7 @@ class Batcher:
             self._changed.notify()
         self._thread.join()
 
-    async def events(self, chat: Chat) -> AsyncIterator[Any]:
+    async def events(self, chat: Any) -> AsyncIterator[Any]:
         """Yields the events of a request; once the iterator is closed its work is dropped."""
         job = Job(chat, self._key(chat))
         with self._changed:

@@ -22,9 +22,9 @@ from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images
 from stepprune_jax.inference.buckets import row_bucket
 from stepprune_jax.inference.request import join_requests
-from stepprune_jax.serving.answers import Started, Tokens, padded
-from stepprune_jax.serving.batching import Batcher, Job
-from stepprune_jax.serving.messages import Chat, RequestError
+from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
+from stepprune_jax.serving.errors import RequestError
+from stepprune_jax.serving.messages import Chat
 from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.serving.tensors import tensor_file
 
@@ -60,8 +60,6 @@ def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
     method, options = chats[0].method, chats[0].options
     joined = join_requests([chat.request for chat in padded(chats)])
     prompts, images = joined.prompts(), joined.images
-    # Random draws are those of a request alone.
-    prompts = prompts._replace(number=np.zeros_like(prompts.number))
     if images is not None:
         count = len(images.grid)
         rows = np.arange(row_bucket(count))
@@ -73,7 +71,8 @@ def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
     batch = pipeline.prepare(model, method, prompts, images, options)
     hidden, length = pipeline.embed(model, batch)
     counts = zip(length.tolist(), batch.visual_tokens.tolist(), batch.kept.tolist(), strict=True)
-    return [Row(hidden[row, : n[0]], Started(*n)) for row, n in zip(range(len(chats)), counts)]
+    rows = zip(hidden, map(Started._make, counts), strict=True)
+    return [Row(row[: started.prompt_tokens], started) for row, started in rows][: len(chats)]
 
 
 class Engine:
@@ -88,7 +87,6 @@ class Engine:
         seconds: float = 60.0,
         batch_size: int = 8,
         batch_seconds: float = 0.005,
-        transport: httpx2.AsyncBaseTransport | None = None,
     ):
         """Starts the worker; the engine need not be there yet.
 
@@ -99,18 +97,13 @@ class Engine:
             seconds: longest time to wait for the engine's next token.
             batch_size: most requests that tower and policy run together.
             batch_seconds: longest time that one waits for others.
-            transport: what connects to the engine, for tests.
         """
         self._model, self._address, self._name = model, address.rstrip("/"), None
         timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS, pool=None)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
-        self._client = httpx2.AsyncClient(
-            base_url=self._address,
-            timeout=timeout,
-            limits=limits,
-            transport=transport,
-            trust_env=False,
-        )
+        # No proxy of the environment: the engine is one's own.
+        how = {"timeout": timeout, "limits": limits, "trust_env": False}
+        self._client = httpx2.AsyncClient(base_url=self._address, **how)
         self.batcher = Batcher(
             self._run, lambda chat: id(chat.method), batch_size, batch_seconds, metrics
         )

@@ -10,8 +10,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference.answer import answer
 from stepprune_jax.inference.base import Begun
 from stepprune_jax.inference.request import join_requests
-from stepprune_jax.serving.answers import Started, Tokens, padded
-from stepprune_jax.serving.batching import Batcher, Job
+from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
 from stepprune_jax.serving.messages import Chat
 from stepprune_jax.serving.metrics import Metrics
 
@@ -47,8 +46,8 @@ class Local:
         return min(most, self._model.config.text.max_positions)
 
     def _key(self, chat: Chat) -> Hashable:
-        """Requests whose draws depend on their row of a batch run alone."""
-        if chat.sampling.temperature or chat.method.pruner.is_random:
+        """A request that draws its answer runs alone: draws depend on the row of a batch."""
+        if chat.sampling.temperature:
             return None
         return id(chat.method), chat.sampling, chat.options.positions, self._longest(chat)
 

@@ -3,23 +3,16 @@
 A message's images stand in front of its text, as in the data that LLaVA was trained on.
 """
 
-import base64
-import binascii
 import dataclasses
 import functools
-import io
 import json
-import re
 import secrets
-import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.inference.answer import check_run
 from stepprune_jax.inference.base import RunOptions
@@ -28,29 +21,36 @@ from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Budget, Method, Policy, make_method
+from stepprune_jax.serving.errors import RequestError, require, shown
+from stepprune_jax.serving.images import Limits, read_image
 from stepprune_jax.settings import is_count, is_number
-from stepprune_jax.user_input import nearest, one_line
+from stepprune_jax.user_input import nearest
 
-# What is read of an image, from an untrusted sender.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_DATA = re.compile(r"data:image/[\w.+-]+;base64")
-_METHODS = 64  # methods that are kept, of those that requests have asked for
+_METHODS = 64  # that are kept, of those that requests have asked for
 _LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
 _ROLES = ("user", "assistant")
-
-
-class RequestError(Exception):
-    """A request that is answered with an error.
-
-    Attributes:
-        status: the HTTP status.
-        message: what is wrong, in one line.
-        field: the field of the request that it is about, or None.
-    """
-
-    def __init__(self, status: int, message: str, field: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.field = status, one_line(message), field
+_COUNT = (is_count, "an integer from 1")
+_FLAG = (lambda x: isinstance(x, bool), "true or false")
+_NUMBER = (is_number, "a number")
+_TEXT = (lambda x: isinstance(x, str), "a text")
+_USAGE = (lambda x: isinstance(x, dict) and {*x} <= {"include_usage"}, "only include_usage")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": _TEXT,
+    "messages": (lambda x: isinstance(x, list) and len(x) > 0, "a list of messages"),
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "seed": (lambda x: is_count(x, 0), "an integer from 0"),
+    "n": (lambda x: type(x) is int and x == 1, "1"),
+    "stream": _FLAG,
+    "stream_options": _USAGE,
+    "return_token_ids": _FLAG,
+    "pruner": _TEXT,
+    "budget": (lambda x: isinstance(x, str) or is_count(x), "a count, or a text such as 1/3"),
+    "mean_budget": _NUMBER,
+    "positions": _TEXT,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Defaults:
         budget: tokens to keep of each image.
         positions: position ids of kept tokens.
         max_tokens: longest answer.
+        execution: how the model's layers are run.
     """
 
     pruner: str | None = None
@@ -70,23 +71,7 @@ class Defaults:
     budget: Budget | str | None = None
     positions: str = "own"
     max_tokens: int = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a request may cost before it is answered.
-
-    Attributes:
-        bytes: of its body, and of an image file.
-        pixels: of an image.
-        images: in all its messages.
-        folder: images may also be files below it; None for data URLs alone.
-    """
-
-    bytes: int = 16 << 20
-    pixels: int = 50_000_000
-    images: int = 8
-    folder: Path | None = None
+    execution: Execution = Execution()
 
 
 class Chat(NamedTuple):
@@ -96,62 +81,33 @@ class Chat(NamedTuple):
         request: the prompt and its images, before the tower.
         method: how visual tokens are pruned.
         sampling: how tokens are drawn.
-        seeded: whether the request has a seed.
         options: the longest answer, and how the model is run.
+        seeded: whether the request has a seed.
         stream: whether the answer is sent piece by piece.
         usage: whether a stream ends with its usage.
-        ids: whether the answer has its token ids, too.
+        with_ids: whether the answer has its token ids, too.
     """
 
     request: Request
     method: Method
     sampling: Sampling
-    seeded: bool
     options: RunOptions
-    stream: bool
-    usage: bool
-    ids: bool
-
-
-_COUNT = (is_count, "an integer from 1")
-_FLAG = (lambda x: isinstance(x, bool), "true or false")
-_NUMBER = (is_number, "a number")
-_TEXT = (lambda x: isinstance(x, str), "a text")
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": _TEXT,
-    "messages": (lambda x: isinstance(x, list) and len(x) > 0, "a list of messages"),
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "seed": (lambda x: is_count(x, 0) and x < 1 << 32, "an integer from 0, below 2**32"),
-    "n": (lambda x: type(x) is int and x == 1, "1"),
-    "stream": _FLAG,
-    "stream_options": (
-        lambda x: isinstance(x, dict) and {*x} <= {"include_usage"},
-        "include_usage",
-    ),
-    "return_token_ids": _FLAG,
-    "pruner": _TEXT,
-    "budget": (lambda x: isinstance(x, str) or is_count(x), "a count, or a text such as 1/3"),
-    "mean_budget": _NUMBER,
-    "positions": _TEXT,
-}
+    seeded: bool = False
+    stream: bool = False
+    usage: bool = False
+    with_ids: bool = False
 
 
 class Reader:
-    """Reads requests for one model; may be used by several threads."""
+    """Reads requests for one model; may be used by several threads.
 
-    def __init__(
-        self,
-        model: VLM,
-        name: str,
-        defaults: Defaults,
-        limits: Limits,
-        *,
-        engine: bool,
-        execution: Execution = Execution(),
-    ):
+    Attributes:
+        model: the model.
+        name: what requests call it.
+        limits: what they may cost.
+    """
+
+    def __init__(self, model: VLM, name: str, defaults: Defaults, limits: Limits, *, engine: bool):
         """Checks the defaults.
 
         Args:
@@ -160,19 +116,18 @@ class Reader:
             defaults: what they get if they do not say otherwise.
             limits: what they may cost.
             engine: whether the language model runs elsewhere.
-            execution: how the model's layers are run.
 
         Raises:
             ValueError: a bad default, or one that an engine cannot serve.
         """
-        self._model, self._name, self._engine = model, name, engine
-        self._defaults, self._limits, self._execution = defaults, limits, execution
+        self.model, self.name, self.limits = model, name, limits
+        self._defaults, self._engine = defaults, engine
         self._method = functools.lru_cache(_METHODS)(self._make_method)
         self._weights = place_method(model, make_method(policy=defaults.policy)).params
         try:
-            self._checked({})
+            self._how({})
         except RequestError as error:
-            raise ValueError(f"--{error.message}") from error
+            raise ValueError(error.message) from error
 
     def read(self, body: bytes) -> Chat:
         """Reads a request.
@@ -186,62 +141,48 @@ class Reader:
         Raises:
             RequestError: a field is missing, unknown or has a bad value; the message names it.
         """
-        fields = _parse(body)
-        for name, value in fields.items():
-            if name not in _FIELDS:
-                hint = nearest(name, _FIELDS)
-                raise RequestError(400, f"{name!r} is not supported.{hint}", name)
-            fits, expected = _FIELDS[name]
-            if not fits(value):
-                raise RequestError(400, f"{name} is {_shown(value)}, expected {expected}", name)
-        for name in ("model", "messages"):
-            if name not in fields:
-                raise RequestError(400, f"{name} is missing", name)
-        if fields["model"] != self._name:
-            message = f"model is {_shown(fields['model'])}, expected {self._name!r}"
-            raise RequestError(404, message, "model")
-        method, sampling, options = self._checked(fields)
+        try:
+            fields = json.loads(body, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(400, f"the body is not JSON: {error}") from error
+        fields = _object(fields, "the body", _FIELDS)
+        for name, (fits, expected) in _FIELDS.items():
+            require(name in fields or name not in ("model", "messages"), name, f"{name} is missing")
+            message = f"{name} is {shown(fields.get(name))}, expected {expected}"
+            require(name not in fields or fits(fields[name]), name, message)
+        message = f"model is {shown(fields['model'])}, expected {self.name!r}"
+        require(fields["model"] == self.name, "model", message, 404)
+        method, sampling, options = self._how(fields)
         turns, images = self._turns(fields["messages"])
         try:
-            request = read_request(self._model, [turns], [images])
+            request = read_request(self.model, [turns], [images])
         except ValueError as error:
             raise RequestError(400, str(error), "messages") from error
         self._check_length(request, method)
-        return Chat(
-            request,
-            method,
-            sampling,
-            "seed" in fields,
-            options,
-            fields.get("stream", False),
-            bool(fields.get("stream_options", {}).get("include_usage")),
-            fields.get("return_token_ids", False),
-        )
+        usage = fields.get("stream_options", {}).get("include_usage") is True
+        stream, with_ids = (fields.get(x, False) for x in ("stream", "return_token_ids"))
+        return Chat(request, method, sampling, options, "seed" in fields, stream, usage, with_ids)
 
-    def _checked(self, fields: dict[str, Any]) -> tuple[Method, Sampling, RunOptions]:
+    def _how(self, fields: dict[str, Any]) -> tuple[Method, Sampling, RunOptions]:
         """Returns method, sampling and options, checked together."""
         defaults, heat = self._defaults, fields.get("temperature", 0.0)
-        names = ("budget", "mean_budget")
-        if all(name in fields for name in names):
-            raise RequestError(400, "budget and mean_budget are given, expected one", "budget")
+        both = "budget" in fields and "mean_budget" in fields
+        require(not both, "budget", "budget and mean_budget are given, expected one of them")
         most = fields.get("max_completion_tokens", fields.get("max_tokens", defaults.max_tokens))
-        # A request is never answered with what another one was told to draw.
+        # Without a seed, two answers to one question differ.
         seed = fields.get("seed", secrets.randbelow(1 << 32) if heat else 0)
         sampling = Sampling(seed, heat, fields.get("top_p", 1.0))
-        options = RunOptions(
-            most, fields.get("positions", defaults.positions), None, self._execution, warm_up=False
-        )
+        positions = fields.get("positions", defaults.positions)
+        options = RunOptions(most, positions, None, defaults.execution, warm_up=False)
+        asked = {"pruner", "budget", "mean_budget"} & {*fields}
+        budget = fields.get("budget") if asked else defaults.budget
         try:
-            if {"pruner", *names} & {*fields}:
-                budget = fields.get("budget")
-                if "mean_budget" in fields:
-                    budget = Budget("mean", fields["mean_budget"])
-                method = self._method(fields.get("pruner", defaults.pruner), budget)
-            else:
-                method = self._method(defaults.pruner, defaults.budget)
+            if "mean_budget" in fields:
+                budget = Budget("mean", fields["mean_budget"])
+            method = self._method(fields.get("pruner", defaults.pruner), budget)
             if self._engine:
                 self._check_engine(method, options)
-            check_run(self._model.config, method, sampling, options)
+            check_run(self.model.config, method, sampling, options)
         except ValueError as error:
             named = (name for name in _FIELDS if f"{name} is " in str(error))
             raise RequestError(400, str(error), next(named, "pruner")) from error
@@ -259,154 +200,74 @@ class Reader:
 
     def _check_engine(self, method: Method, options: RunOptions) -> None:
         """Raises for what an engine, which is given embeddings, cannot do."""
-        pruner, config = method.pruner, self._model.config
-        if pruner.cuts(config, config.max_image_tokens):
-            message = (
-                f"pruner is {pruner.name!r}, which drops tokens inside the language model; with an "
-                "engine expected one that chooses before it"
-            )
-            raise RequestError(400, message, "pruner")
-        if options.positions != "compact":
-            message = (
-                f"positions is {options.positions!r}, expected 'compact': an engine numbers the "
-                "embeddings that it is given 0, 1, 2, ..."
-            )
-            raise RequestError(400, message, "positions")
+        pruner, config = method.pruner, self.model.config
+        message = f"pruner is {pruner.name!r}, which drops tokens inside the language model; "
+        message += "with an engine, expected one that chooses before it"
+        require(not pruner.cuts(config, config.max_image_tokens), "pruner", message)
+        message = f"positions is {options.positions!r}, expected 'compact' with an engine, which "
+        message += "numbers the embeddings that it is given"
+        require(options.positions == "compact", "positions", message)
 
     def _check_length(self, request: Request, method: Method) -> None:
         """Raises if a prompt might have to be truncated."""
-        limit, visual = self._model.config.family.CONTEXT_LIMIT, 0
+        limit, visual = self.model.config.family.CONTEXT_LIMIT, 0
         for row in request.image_of[0]:
             size = int(request.images.sizes[row])
             entering = method.pruner.entering(size)
             visual += method.pruner.most(size) if entering is None else entering
         text = len(request.ids[0]) - len(request.image_of[0])
-        if text + visual > limit:
-            message = f"messages have {text} text tokens and up to {visual} visual tokens"
-            raise RequestError(400, f"{message}, expected at most {limit} together", "messages")
+        message = f"messages have {text} text tokens and up to {visual} visual tokens"
+        message += f", expected at most {limit} together"
+        require(text + visual <= limit, "messages", message)
 
     def _turns(self, messages: list[Any]) -> tuple[list[str], list[Image.Image]]:
         """Returns the text of each message, with marks for its images, and all images."""
-        turns, images, characters = [], [], 0
-        most = _LONGEST_TOKEN * self._model.config.family.CONTEXT_LIMIT
+        turns, images, family = [], [], self.model.config.family
+        most, characters = _LONGEST_TOKEN * family.CONTEXT_LIMIT, 0
         for number, message in enumerate(messages):
             where, role = f"messages[{number}]", _ROLES[number % 2]
             fields = _object(message, where, ("role", "content"))
-            if fields.get("role") != role:
-                given = _shown(fields.get("role"))
-                message = f"{where}.role is {given}, expected {role!r}: user and assistant in turn"
-                raise RequestError(400, f"{message}, without a system prompt", "messages")
+            problem = f"{where}.role is {shown(fields.get('role'))}, expected {role!r}: user and "
+            problem += "assistant in turn, as the model has its own system prompt"
+            require(fields.get("role") == role, "messages", problem)
             content = fields.get("content")
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            if not isinstance(parts, list):
-                raise RequestError(400, f"{where}.content is missing", "messages")
-            texts, shown = [], 0
+            require(isinstance(parts, list), "messages", f"{where}.content is missing")
+            texts, before = [], len(images)
             for place, part in enumerate(parts):
                 at = f"{where}.content[{place}]"
                 part = _object(part, at, ("type", "text", "image_url"))
-                if part.get("type") == "text" and isinstance(part.get("text"), str):
-                    texts.append(part["text"])
-                elif part.get("type") == "image_url" and role == "user":
-                    if len(images) == self._limits.images:
-                        message = f"{at} is one image too many, expected {len(images)} at most"
-                        raise RequestError(400, message, "messages")
-                    images.append(self._image(part.get("image_url"), f"{at}.image_url"))
-                    shown += 1
-                else:
-                    expected = "expected a text, or an image_url of the user"
-                    raise RequestError(400, f"{at} is {_shown(part)}, {expected}", "messages")
-            text = "\n".join(texts)
+                if part.get("type") == "image_url" and role == "user":
+                    at = f"{at}.image_url"
+                    few = len(images) < self.limits.images
+                    require(few, "messages", f"{at} is one more than {len(images)} images")
+                    url = _object(part.get("image_url"), at, ("url", "detail")).get("url")
+                    images.append(read_image(url, f"{at}.url", self.limits))
+                    continue
+                fits = part.get("type") == "text" and isinstance(part.get("text"), str)
+                expected = "expected a text, or an image_url of the user"
+                require(fits, "messages", f"{at} is {shown(part)}, {expected}")
+                texts.append(part["text"])
+            text, count = "\n".join(texts), len(images) - before
             characters += len(text)
-            if characters > most:
-                message = f"{where} brings the text above {most} characters, more than fits"
-                raise RequestError(413, message, "messages")
-            if IMAGE_MARK in text:
-                message = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
-                raise RequestError(400, message, "messages")
-            family = self._model.config.family
-            turns.append(family.place_images(text, shown) if shown else text)
+            problem = f"{where} brings the text above {most} characters, more than the model reads"
+            require(characters <= most, "messages", problem, 413)
+            problem = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
+            require(IMAGE_MARK not in text, "messages", problem)
+            turns.append(family.place_images(text, count) if count else text)
         return turns, images
 
-    def _image(self, given: Any, where: str) -> Image.Image:
-        """Decodes an image."""
-        url = _object(given, where, ("url", "detail")).get("url")
-        head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-        folder = self._limits.folder
-        if _DATA.fullmatch(head):
-            try:
-                content = base64.b64decode(data, validate=True)
-            except binascii.Error as error:
-                raise RequestError(
-                    400, f"{where}.url is not base64: {error}", "messages"
-                ) from error
-        elif folder is not None and head.startswith("file://"):
-            content = self._file(folder, url.removeprefix("file://"), where)
-        else:
-            known = "data:image/png;base64,..." + " or file://NAME" * (folder is not None)
-            message = f"{where}.url is {_shown(url)}, expected {known}; addresses are not fetched"
-            raise RequestError(400, message, "messages")
-        try:
-            with warnings.catch_warnings():  # Pillow's own limit is another one
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                image = Image.open(io.BytesIO(content), formats=FORMATS)
-            large = image.width * image.height > self._limits.pixels
-        except Image.DecompressionBombError:
-            large = True
-        except Exception as error:  # Pillow's decoders may raise any kind
-            message = f"{where} is not an intact image of {', '.join(FORMATS)}"
-            raise RequestError(400, message, "messages") from error
-        if large:
-            message = f"{where} has more than {self._limits.pixels} pixels"
-            raise RequestError(413, message, "messages")
-        try:
-            return open_image(image)
-        except ValueError as error:
-            message = str(error).removeprefix(repr(image))
-            raise RequestError(400, f"{where}{message}", "messages") from error
 
-    def _file(self, folder: Path, name: str, where: str) -> bytes:
-        """Reads a file below the folder, whatever links lead to it."""
-        try:
-            path = (folder / name).resolve()
-            inside = path.is_relative_to(folder.resolve()) and path.is_file()
-            if inside and path.stat().st_size <= self._limits.bytes:
-                return path.read_bytes()
-        except (OSError, ValueError):
-            inside = False
-        if not inside:
-            message = f"{where}.url is {_shown(name)}, which is no file below the images' folder"
-            raise RequestError(400, message, "messages")
-        message = f"{where}.url is a file of more than {self._limits.bytes} bytes"
-        raise RequestError(413, message, "messages")
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
-def _parse(body: bytes) -> dict[str, Any]:
-    """Reads a JSON object; fields that are null are as good as absent."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not a number of JSON")
-
-    try:
-        fields = json.loads(body, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from error
-    return _object(fields, "the body")
-
-
-def _object(value: Any, where: str, known: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Returns the fields of an object that are not null."""
+def _object(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
+    """Returns the known fields of an object; those that are null are as good as absent."""
+    field = "messages" if where.startswith("messages") else None
     if not isinstance(value, dict):
-        message = f"{where} is {_shown(value)}, expected an object"
-        raise RequestError(400, message, where.partition("[")[0] if "[" in where else None)
-    fields = {name: field for name, field in value.items() if field is not None}
-    for name in fields:
-        if known is not None and name not in known:
-            message = f"{where} has {_shown(name)}, expected only {', '.join(known)}"
-            raise RequestError(400, message, "messages")
-    return fields
-
-
-def _shown(value: Any) -> str:
-    """Returns a value from outside for a message, cut short."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+        raise RequestError(400, f"{where} is {shown(value)}, expected an object", field)
+    for name in value:
+        message = f"{where} has {shown(name)}, which is not supported.{nearest(name, known)}"
+        require(name in known or value[name] is None, field or name, message)
+    return {name: given for name, given in value.items() if given is not None}

@@ -25,18 +25,18 @@ class Metrics:
         self._sums: collections.Counter[str] = collections.Counter()
         self._lock = threading.Lock()
 
-    def add(self, name: str, value: float = 1, label: str = "") -> None:
+    def add(self, name: str, value: float | int = 1, label: str = "") -> None:
         """Adds to a counter; `label` is text in braces, such as `{status="200"}`."""
         with self._lock:
             self._sums[name + label] += value
 
-    def observe(self, name: str, value: float) -> None:
+    def observe(self, name: str, value: float | int) -> None:
         """Adds a value to a summary."""
         with self._lock:
             self._sums[f"{name}_sum"] += value
             self._sums[f"{name}_count"] += 1
 
-    def text(self, gauges: Mapping[str, float]) -> str:
+    def text(self, gauges: Mapping[str, int]) -> str:
         """Returns all figures, with the current values of the gauges by name."""
         with self._lock:
             known = {**self._sums, **gauges}
