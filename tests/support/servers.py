@@ -16,6 +16,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from stepprune_jax.serving.app import Front
+from stepprune_jax.serving.engine import Engine
+from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.metrics import Metrics
+
 
 class _Server(uvicorn.Server):
     def install_signal_handlers(self):
@@ -119,6 +125,29 @@ class FakeEngine:
             raise
         finally:
             self.running -= 1
+
+
+@contextlib.contextmanager
+def front_before(engine, model, most=256, **defaults):
+    """Serves a model before an engine, and yields the address."""
+    metrics = Metrics()
+    defaults = Defaults(positions="compact", **defaults)
+    reader = Reader(model, "tiny", defaults, Limits(), engine=True)
+    with serving(Front(reader, Engine(model, engine, metrics), metrics, most).app()) as address:
+        yield address
+
+
+def ask(client, question, images, most, **fields):
+    """Asks through OpenAI's client; fields that it does not know are passed on."""
+    names = ("pruner", "budget", "mean_budget")
+    own = {name: fields.pop(name) for name in names if name in fields}
+    return client.chat.completions.create(
+        model="tiny",
+        messages=[user(question, *images)],
+        max_tokens=most,
+        extra_body={"return_token_ids": True} | own,
+        **fields,
+    )
 
 
 def until(condition, seconds=5):
