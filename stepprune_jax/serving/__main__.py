@@ -93,6 +93,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
             vision_folder=given.vision_folder,
             min_pixels=given.min_pixels,
             max_pixels=given.max_pixels,
+            layers="auto" if given.engine is None else "none",
         )
         name = given.name or Path(given.model).name
         defaults = Defaults(

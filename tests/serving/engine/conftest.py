@@ -1,9 +1,11 @@
 """Tests with vLLM, which `make test-serving` runs: elsewhere they are skipped by name."""
 
+import json
+
 import pytest
-from vllm_server import PYTHON, Vllm
 
 from stepprune_jax import testing
+from tools.bench.vllm_server import PYTHON, Vllm
 
 
 def pytest_collection_modifyitems(config, items):
@@ -23,6 +25,14 @@ _HEADS = {"hidden_size": 64, "num_attention_heads": 2}
 def wide_llava(tmp_path_factory):
     """The folder of a tiny LLaVA that vLLM takes."""
     folder = tmp_path_factory.mktemp("wide_llava")
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": 8,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+        "image_token": "<image>",
+    }
+    (folder / "processor_config.json").write_text(json.dumps(processor))
     return testing.tiny_llava(folder, text=_HEADS | {"num_key_value_heads": 2})
 
 
@@ -53,4 +63,3 @@ def start(tmp_path_factory):
     yield run
     for engine in started.values():
         engine.kill()
-

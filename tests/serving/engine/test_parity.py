@@ -5,24 +5,18 @@ import concurrent.futures
 import jax.numpy as jnp
 import numpy as np
 import openai
-import pytest
 from servers import ask, front_before, noise, user
 from small_world import TEXTS, stepprune
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.pruning import make_method
+from tools.bench.serving import CHAT
 
 MOST = 12
 COMPACT = RunOptions(MOST, "compact", warm_up=False)
 CLIENTS = 16
-# The template of LLaVA-1.5, which the tiny checkpoint does not have.
-TEMPLATE = (
-    "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
-    "helpful, detailed, and polite answers to the user's questions. USER: <image>\n"
-    "{% for part in messages[0]['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
-    "{% endif %}{% endfor %} ASSISTANT:"
-)
+FLAGS = ("--max-model-len", "256", *CHAT)
 
 
 def opened(address):
@@ -66,8 +60,11 @@ def compare(model, address, policy, asked):
 
 
 def test_two_hundred_requests_to_a_llava(wide_llava, start):
-    model, policy = load_vlm(wide_llava, dtype=jnp.float32, progress=False), stepprune(text_width=64)
-    engine = start(wide_llava, "--max-model-len", "256", "--chat-template", TEMPLATE)
+    model, policy = (
+        load_vlm(wide_llava, dtype=jnp.float32, progress=False),
+        stepprune(text_width=64),
+    )
+    engine = start(wide_llava, *FLAGS)
     pruners = [("stepprune", None), ("stepprune", 4), ("grid", 9), ("random", 9), ("all", None)]
     pruners += [("visionzip", 6), ("divprune", 9)]
     with front_before(engine.address, model, policy=policy) as address:
@@ -87,17 +84,20 @@ def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
 def test_with_all_tokens_the_answers_are_vllms_own(wide_llava, start):
     """Images of the tower's own size: the two programs resize others in other ways."""
     model = load_vlm(wide_llava, dtype=jnp.float32, progress=False)
-    engine = start(wide_llava, "--max-model-len", "256", "--chat-template", TEMPLATE)
-    with front_before(engine.address, model) as address:
-        with opened(address) as front, opened(engine.address) as vllm:
-            for number, text in enumerate(TEXTS * 6):
-                found = ask(front, text, [noise(number)], MOST)
-                own = vllm.chat.completions.create(
-                    model=engine.name,
-                    messages=[user(text, noise(number))],
-                    max_tokens=MOST,
-                    temperature=0,
-                    extra_body={"return_token_ids": True},
-                )
-                assert own.usage.prompt_tokens == found.usage.prompt_tokens
-                assert own.choices[0].token_ids == found.choices[0].token_ids
+    engine = start(wide_llava, *FLAGS)
+    with (
+        front_before(engine.address, model) as address,
+        opened(address) as front,
+        opened(engine.address) as vllm,
+    ):
+        for number, text in enumerate(TEXTS * 6):
+            found = ask(front, text, [noise(number)], MOST)
+            own = vllm.chat.completions.create(
+                model=engine.name,
+                messages=[user(text, noise(number))],
+                max_tokens=MOST,
+                temperature=0,
+                extra_body={"return_token_ids": True},
+            )
+            assert own.usage.prompt_tokens == found.usage.prompt_tokens
+            assert own.choices[0].token_ids == found.choices[0].token_ids

@@ -19,7 +19,8 @@ _SETTINGS = {
 }
 
 
-def free_port():
+def free_port() -> int:
+    """Returns a port that nobody listens on."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
@@ -33,10 +34,11 @@ class Vllm:
         name: the model's name there.
     """
 
-    def __init__(self, model, log, *flags, port=None, python=PYTHON):
+    def __init__(self, model: Path, log: Path, *flags: str, port: int | None = None):
+        """Starts it, with its output in a file; further flags are passed on."""
         port = port or free_port()
         self.address, self.name, self._log = f"http://127.0.0.1:{port}", str(model), Path(log)
-        command = [python, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
+        command = [PYTHON, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
         given = ["--model", model, "--host", "127.0.0.1", "--port", port, *flags]
         with self._log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -47,7 +49,7 @@ class Vllm:
                 start_new_session=True,
             )
 
-    def wait(self, seconds=300):
+    def wait(self, seconds: float = 300) -> "Vllm":
         """Waits until it answers."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self._process.poll() is None:
@@ -58,14 +60,14 @@ class Vllm:
         self.kill()
         raise RuntimeError(f"vLLM did not start:\n{self._log.read_text()[-3000:]}")
 
-    def kill(self):
+    def kill(self) -> None:
         """Kills it with all of its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def __enter__(self):
+    def __enter__(self) -> "Vllm":
         return self.wait()
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.kill()
