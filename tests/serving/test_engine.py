@@ -83,12 +83,7 @@ def sent_rows(fake):
 
 def test_the_engine_gets_the_row_that_would_enter_the_language_model(client, fake, llava_model):
     images = [noise(1), noise(2, (40, 20))]
-    for fields in (
-        {},
-        {"budget": 3},
-        {"pruner": "grid", "budget": 4},
-        {"pruner": "random", "budget": 3},
-    ):
+    for fields in ({}, {"pruner": "random", "budget": 4}):
         fake.seen.clear()
         found = ask(client, user("red dog?", *images), max_tokens=3, seed=5, **fields)
         method = make_method(
@@ -181,29 +176,32 @@ def test_an_engine_that_is_killed_and_started_again(llava_model):
     fake = FakeEngine()
     with serving(fake.app()) as place:
         port = int(place.rpartition(":")[2])
-    with serving(front(llava_model, place).app()) as address:
-        with openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
-            for _ in range(2):
-                with pytest.raises(openai.APIStatusError, match="is not there") as caught:
-                    ask(client)
-                assert caught.value.status_code == 503
-                assert httpx2.get(f"{address}/health").status_code == 503
-                with serving(fake.app(), port):
-                    assert ask(client).usage.completion_tokens == 4
-                    assert httpx2.get(f"{address}/health").status_code == 200
+    with (
+        serving(front(llava_model, place).app()) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
+    ):
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError, match="is not there") as caught:
+                ask(client)
+            assert caught.value.status_code == 503
+            assert httpx2.get(f"{address}/health").status_code == 503
+            with serving(fake.app(), port):
+                assert ask(client).usage.completion_tokens == 4
+                assert httpx2.get(f"{address}/health").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_work_for_a_client_that_went_away_is_dropped(address, fake, client, stream):
     fake.mode, before = "endless", fake.dropped
     body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": 200}
+    body["stream"] = stream
     with httpx2.Client(base_url=address, timeout=0.5) as hasty:
-        with pytest.raises(httpx2.ReadTimeout if not stream else StopIteration):
-            with hasty.stream(
-                "POST", "/v1/chat/completions", json={**body, "stream": stream}
-            ) as answer:
+        if stream:
+            with hasty.stream("POST", "/v1/chat/completions", json=body) as answer:
                 next(answer.iter_lines())
-                raise StopIteration
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                hasty.post("/v1/chat/completions", json=body)
     until(lambda: fake.dropped == before + 1 and fake.running == 0)
     until(lambda: figures(address)["in_flight"] == 0)
     assert figures(address)['requests_total{status="499"}'] >= 1

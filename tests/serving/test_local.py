@@ -4,10 +4,10 @@ import concurrent.futures
 
 import openai
 import pytest
-from servers import noise, serving, user
+from servers import ask, noise, serving, user
 from small_world import stepprune
 
-from stepprune_jax.inference import RunOptions, generate, programs
+from stepprune_jax.inference import RunOptions, answer_text, generate, programs
 from stepprune_jax.pruning import make_method
 from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.images import Limits
@@ -15,57 +15,51 @@ from stepprune_jax.serving.local import Local
 from stepprune_jax.serving.messages import Defaults, Reader
 from stepprune_jax.serving.metrics import Metrics
 
+PLAIN = stepprune(draw=0.0)  # a row then has the same answer wherever it stands in a batch
+
 
 @pytest.fixture(scope="module")
 def client(llava_model):
     metrics = Metrics()
-    reader = Reader(llava_model, "tiny", Defaults(policy=stepprune()), Limits(), engine=False)
-    local = Local(llava_model, metrics, batch_size=4, batch_seconds=0.3)
-    with serving(Front(reader, local, metrics, 64).app()) as address:
-        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            yield client
-
-
-def ask(client, question, images, most, **fields):
-    extra = {"return_token_ids": True} | {
-        name: fields.pop(name) for name in ("pruner", "budget") if name in fields
-    }
-    messages = [user(question, *images)]
-    how = {"model": "tiny", "messages": messages, "max_tokens": most, "extra_body": extra}
-    return client.chat.completions.create(**how, **fields)
+    reader = Reader(llava_model, "tiny", Defaults(policy=PLAIN), Limits(), engine=False)
+    local = Local(llava_model, metrics, batch_size=4, batch_seconds=5.0)
+    with (
+        serving(Front(reader, local, metrics, 64).app()) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
-    """Lengths of the answers differ; a program's is a power of two."""
+    """Lengths of the answers differ; that of their program is a power of two."""
     asked = [("red dog?", [noise(1)], 5), ("two", [], 8), ("no", [noise(2), noise(3)], 7)]
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        before = programs.num_compiled()
+    asked.append(("dog", [noise(4)], 6))
+    before = programs.num_compiled()
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda one: ask(client, *one), asked))
-        assert programs.num_compiled() - before <= 3  # choice, prefill, decoding
-    for (question, images, most), answer in zip(asked, found, strict=True):
-        options = RunOptions(most, warm_up=False)
-        method = make_method(policy=stepprune())
-        (expected,) = generate(llava_model, [question], [images], method, options=options)
-        (choice,) = answer.choices
-        assert tuple(choice.token_ids) == expected.token_ids
-        assert choice.message.content == expected.text
-        usage = answer.usage
-        assert usage.visual_tokens == expected.visual_tokens
-        assert usage.visual_tokens_kept == expected.kept
-        stopped = expected.token_ids[-1] in llava_model.config.eos_token_ids
+    prompts, images, _ = zip(*asked, strict=True)
+    options, method = RunOptions(8, warm_up=False), make_method(policy=PLAIN)
+    expected = generate(llava_model, prompts, images, method, options=options)
+    assert programs.num_compiled() - before == 3  # choice, prefill, decoding
+    for (_, _, most), answer, own in zip(asked, found, expected, strict=True):
+        (choice,), usage, ids = answer.choices, answer.usage, own.token_ids[:most]
+        assert tuple(choice.token_ids) == ids
+        assert choice.message.content == answer_text(llava_model.tokenizer, ids)
+        counts = (usage.visual_tokens, usage.visual_tokens_kept, usage.completion_tokens)
+        assert counts == (own.visual_tokens, own.kept, len(ids))
+        stopped = ids[-1] in llava_model.config.eos_token_ids
         assert choice.finish_reason == ("stop" if stopped else "length")
 
 
-def test_a_method_that_cuts_inside_and_a_seed(client, llava_model):
-    images, sampled = [noise(1)], {"temperature": 1.5, "seed": 7}
-    found = [ask(client, "two", images, 4, **sampled).choices[0].token_ids for _ in range(2)]
+def test_a_method_that_cuts_inside_and_a_seed(client):
+    how = {"pruner": "sparsevlm", "budget": 3, "temperature": 1.5}
+    images = [noise(1)]
+    found = [ask(client, "two", images, 4, seed=7, **how).choices[0].token_ids for _ in "ab"]
     assert found[0] == found[1]
-    others = {
-        tuple(ask(client, "two", images, 4, temperature=1.5).choices[0].token_ids) for _ in "abc"
-    }
+    others = {tuple(ask(client, "two", images, 4, **how).choices[0].token_ids) for _ in "abc"}
     assert len(others) > 1
-    chunks = [*ask(client, "two", images, 4, pruner="sparsevlm", budget=3, stream=True)]
-    assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+    chunks = [*ask(client, "two", images, 4, seed=7, stream=True, **how)]
+    assert [chunk.choices[0].token_ids[0] for chunk in chunks] == found[0]
 
 
 def test_the_models_and_an_unknown_one(client):
