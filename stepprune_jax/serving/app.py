@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from stepprune_jax.inference.text import TextStream
+from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.serving.batching import Started, Tokens
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.errors import RequestError
@@ -131,31 +131,33 @@ class _Reply:
 
     def __init__(self, chat: Chat, reader: Reader, started: Started):
         self._chat, self._started = chat, started
-        self._text, self._ids = TextStream(reader.model.tokenizer), []
+        self._tokenizer, self._ids = reader.model.tokenizer, []
         name, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._about = {"id": name, "created": created, "model": reader.name}
         self.status = _GONE  # of a stream, until it has ended
 
     async def whole(self, tokens: Tokens, events: AsyncIterator[Tokens]) -> dict[str, Any]:
         """Returns an answer once it is complete."""
-        text = self._add(tokens)
+        self._ids += tokens.ids
         while tokens.finish is None:
             tokens = await anext(events)
-            text += self._add(tokens)
-        choice = self._choice("message", {"role": "assistant", "content": text}, tokens.finish)
+            self._ids += tokens.ids
+        said = {"role": "assistant", "content": answer_text(self._tokenizer, self._ids)}
+        choice = self._choice({"message": said}, tokens.finish, self._ids)
         fields = {**self._about, "object": "chat.completion", "choices": [choice]}
         return {**fields, "usage": self._usage()}
 
     async def stream(self, tokens: Tokens, events: AsyncIterator[Tokens]) -> AsyncIterator[bytes]:
         """Yields an answer piece by piece; what fails now can only end it with an error."""
         fields = {**self._about, "object": "chat.completion.chunk"}
-        delta = {"role": "assistant"}
+        text, delta = TextStream(self._tokenizer), {"role": "assistant"}
         try:
             while True:
-                delta["content"] = self._add(tokens)
-                yield _event(
-                    {**fields, "choices": [self._choice("delta", delta, tokens.finish, tokens.ids)]}
-                )
+                self._ids += tokens.ids
+                delta["content"] = "".join(map(text.add, tokens.ids))
+                delta["content"] += text.finish() if tokens.finish else ""
+                choice = self._choice({"delta": delta}, tokens.finish, tokens.ids)
+                yield _event({**fields, "choices": [choice]})
                 if tokens.finish is not None:
                     break
                 tokens, delta = await anext(events), {}
@@ -169,48 +171,33 @@ class _Reply:
         yield b"data: [DONE]\n\n"
         self.status = 200
 
-    def _add(self, tokens: Tokens) -> str:
-        """Takes tokens, and returns the text that has become final."""
-        self._ids += tokens.ids
-        piece = "".join(map(self._text.add, tokens.ids))
-        return piece + self._text.finish() if tokens.finish else piece
-
     def _choice(
-        self, kind: str, content: dict[str, str], finish: str | None, ids: tuple[int, ...] = ()
+        self, content: dict[str, Any], finish: str | None, ids: Sequence[int]
     ) -> dict[str, Any]:
-        choice = {"index": 0, kind: content, "finish_reason": finish}
-        known = {"token_ids": list(ids) or self._ids} if self._chat.with_ids else {}
-        return {**choice, **known}
+        known = {"token_ids": list(ids)} if self._chat.with_ids else {}
+        return {"index": 0, **content, "finish_reason": finish, **known}
 
     def _usage(self) -> dict[str, int]:
-        prompt, visual, kept = self._started
-        count = len(self._ids)
-        total = {
-            "prompt_tokens": prompt,
-            "completion_tokens": count,
-            "total_tokens": prompt + count,
-        }
+        (prompt, visual, kept), count = self._started, len(self._ids)
+        total = {"prompt_tokens": prompt, "completion_tokens": count}
+        total["total_tokens"] = prompt + count
         return {**total, "visual_tokens": visual, "visual_tokens_kept": kept}
 
 
 async def _read_body(request: Request, most: int) -> bytes:
     """Reads a body, up to a limit in bytes and in time."""
-    declared = request.headers.get("content-length", "0")
-    parts, size = [], int(declared) if declared.isdecimal() else 0
-    large = RequestError(413, f"the body has more than {most} bytes")
-    if size > most:
+    body, large = bytearray(), RequestError(413, f"the body has more than {most} bytes")
+    if int(request.headers.get("content-length", 0)) > most:  # a number, as the server has checked
         raise large
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            size = 0
             async for part in request.stream():
-                parts.append(part)
-                size += len(part)
-                if size > most:
+                body += part
+                if len(body) > most:
                     raise large
     except TimeoutError as error:
         raise RequestError(408, f"the body took more than {_BODY_SECONDS} seconds") from error
-    return b"".join(parts)
+    return bytes(body)
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:

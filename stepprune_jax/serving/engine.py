@@ -10,7 +10,7 @@ import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx2
 import jax
@@ -120,9 +120,13 @@ class Engine:
     async def check(self) -> None:
         """Raises a RequestError unless the engine answers."""
         async with self._errors():
-            response = await self._client.get("/health")
-            if response.status_code != 200:
-                raise _refusal(response.status_code, response.content)
+            await self._get("/health")
+
+    async def _get(self, path: str) -> httpx2.Response:
+        response = await self._client.get(path, timeout=_CONNECT_SECONDS)
+        if response.status_code != 200:
+            raise _refusal(response.status_code, response.content)
+        return response
 
     async def answer(self, chat: Chat) -> AsyncIterator[Started | Tokens]:
         """Yields the events of an answer; closing the iterator ends the engine's work on it.
@@ -135,25 +139,35 @@ class Engine:
         yield row.started
         async with self._errors():
             if self._name is None:
-                listed = await self._client.get("/v1/models")
-                if listed.status_code != 200:
-                    raise _refusal(listed.status_code, listed.content)
-                self._name = listed.json()["data"][0]["id"]
-            body = await asyncio.to_thread(_body, self._name, chat, row)
-            headers = {"content-type": "application/json"}
-            async with self._client.stream(
-                "POST", "/v1/completions", content=body, headers=headers
-            ) as response:
+                self._name = (await self._get("/v1/models")).json()["data"][0]["id"]
+            body = await asyncio.to_thread(self._body, chat, row)
+            how = {"content": body, "headers": {"content-type": "application/json"}}
+            async with self._client.stream("POST", "/v1/completions", **how) as response:
                 if response.status_code != 200:
                     raise _refusal(response.status_code, await response.aread())
                 finish = None
                 async for line in response.aiter_lines():
                     if finish is None and line.startswith("data: {"):
-                        tokens = _tokens(json.loads(line.removeprefix("data: ")))
+                        tokens = _tokens(line.removeprefix("data: "))
                         finish = tokens.finish
                         yield tokens
                 if finish is None:
                     raise RequestError(503, "the engine ended its answer early")
+
+    def _body(self, chat: Chat, row: Row) -> bytes:
+        """Returns the request to the engine, which fills what it lacks from the model's folder."""
+        fields = {
+            "model": self._name,
+            "prompt_embeds": base64.b64encode(tensor_file(row.embeddings)).decode(),
+            "max_tokens": chat.options.max_tokens,
+            "temperature": float(chat.sampling.temperature),
+            "top_p": float(chat.sampling.top_p),
+            "top_k": 0,
+            "repetition_penalty": self._model.repetition_penalty,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        return json.dumps(fields | ({"seed": chat.sampling.key} if chat.seeded else {})).encode()
 
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:
@@ -171,41 +185,23 @@ class Engine:
             raise RequestError(503, message) from error
 
 
-def _body(name: str, chat: Chat, row: Row) -> bytes:
-    """Returns the request to the engine."""
-    fields = {
-        "model": name,
-        "prompt_embeds": base64.b64encode(tensor_file(row.embeddings)).decode(),
-        "max_tokens": chat.options.max_tokens,
-        "temperature": float(chat.sampling.temperature),
-        "top_p": float(chat.sampling.top_p),
-        "stream": True,
-        "return_token_ids": True,
-    }
-    if chat.seeded:
-        fields["seed"] = chat.sampling.key
-    return json.dumps(fields).encode()
-
-
-def _tokens(event: dict[str, Any]) -> Tokens:
+def _tokens(event: str) -> Tokens:
     """Reads an event of the engine's stream."""
-    if "error" in event:
+    fields = json.loads(event)
+    if "error" in fields:
         raise RequestError(503, f"the engine failed: {_message(event)}")
-    choice = event["choices"][0]
+    choice = fields["choices"][0]
     return Tokens(tuple(choice.get("token_ids") or ()), choice.get("finish_reason"))
 
 
 def _refusal(status: int, content: bytes) -> RequestError:
     """Returns the error of a request that the engine has refused."""
-    try:
-        message = _message(json.loads(content))
-    except ValueError:
-        message = content[:200].decode(errors="replace")
-    return RequestError(_REFUSALS.get(status, 503), f"the engine answers {status}: {message}")
+    message = f"the engine answers {status}: {_message(content)}"
+    return RequestError(_REFUSALS.get(status, 503), message)
 
 
-def _message(event: Any) -> str:
-    """Returns the message of an engine's error."""
-    error = event.get("error", event) if isinstance(event, dict) else event
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return str(message)[:500]
+def _message(content: str | bytes) -> str:
+    """Returns what the engine says of an error, in whatever way."""
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        content = json.loads(content)["error"]["message"]
+    return str(content)[:500]

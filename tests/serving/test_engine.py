@@ -104,6 +104,8 @@ def test_the_engine_gets_the_row_that_would_enter_the_language_model(client, fak
             "max_tokens": 3,
             "temperature": 0.0,
             "top_p": 1.0,
+            "top_k": 0,
+            "repetition_penalty": 1.0,
             "seed": 5,
             "stream": True,
             "return_token_ids": True,

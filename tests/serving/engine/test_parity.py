@@ -19,6 +19,10 @@ CLIENTS = 16
 FLAGS = ("--max-model-len", "256", *CHAT)
 
 
+def loaded(folder, layers="auto"):
+    return load_vlm(folder, dtype=jnp.float32, layers=layers, progress=False)
+
+
 def opened(address):
     return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
 
@@ -61,19 +65,20 @@ def compare(model, address, policy, asked):
 
 def test_two_hundred_requests_to_a_llava(wide_llava, start):
     model, policy = (
-        load_vlm(wide_llava, dtype=jnp.float32, progress=False),
+        loaded(wide_llava),
         stepprune(text_width=64),
     )
     engine = start(wide_llava, *FLAGS)
     pruners = [("stepprune", None), ("stepprune", 4), ("grid", 9), ("random", 9), ("all", None)]
     pruners += [("visionzip", 6), ("divprune", 9)]
-    with front_before(engine.address, model, policy=policy) as address:
+    # The front has no layers of the language model.
+    with front_before(engine.address, loaded(wide_llava, "none"), policy=policy) as address:
         compare(model, address, policy, list(requests(200, pruners)))
 
 
 def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
     """Three ids per token: vLLM gives embeddings those of text, which are the compact ones."""
-    model = load_vlm(wide_qwen, dtype=jnp.float32, progress=False)
+    model = loaded(wide_qwen)
     policy = stepprune(feature_width=64, text_width=64).replace(stats=None)
     engine = start(wide_qwen, "--max-model-len", "512")
     pruners = [("stepprune", None), ("grid", 4), ("all", None)]
@@ -83,7 +88,7 @@ def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
 
 def test_with_all_tokens_the_answers_are_vllms_own(wide_llava, start):
     """Images of the tower's own size: the two programs resize others in other ways."""
-    model = load_vlm(wide_llava, dtype=jnp.float32, progress=False)
+    model = loaded(wide_llava)
     engine = start(wide_llava, *FLAGS)
     with (
         front_before(engine.address, model) as address,
