@@ -4,9 +4,10 @@
 
 A LLaVA of about 190 million random weights, 576 visual tokens an image, and an untrained policy
 whose stop bias is set so that it keeps 64 of them on average. Clients ask in a closed loop, each
-about an image of its own, and read 16 tokens. `make test-serving` builds the engine's environment.
+about an image of its own, and read `--tokens` tokens. `make test-serving` builds the engine's environment.
 """
 
+import argparse
 import asyncio
 import base64
 import io
@@ -36,7 +37,6 @@ from stepprune_jax.pruning import make_method
 from tools.bench.timing import machine
 from tools.bench.vllm_server import Vllm, free_port
 
-TOKENS = 16  # of an answer
 KEPT = 64  # of 576
 VISION = {
     "hidden_size": 256,
@@ -142,9 +142,11 @@ def message(random: np.random.Generator) -> dict[str, Any]:
     return {"role": "user", "content": parts}
 
 
-async def load(address: str, name: str, way: Way, clients: int, requests: int, seed: int) -> Load:
+async def load(
+    address: str, name: str, way: Way, clients: int, requests: int, tokens: int, seed: int
+) -> Load:
     """Asks a number of requests in a closed loop."""
-    fields = {"model": name, "max_tokens": TOKENS, "stream": True, **way.fields}
+    fields = {"model": name, "max_tokens": tokens, "stream": True, **way.fields}
     fields["stream_options"] = {"include_usage": True}
     random, first, kept, left = np.random.default_rng(seed), [], [], iter(range(requests))
 
@@ -183,7 +185,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="tools.bench.serving", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--clients", type=integer_from(1), nargs="+", default=[1, 4, 16, 32])
-    add("--requests", type=integer_from(1), default=16, help="of a load, or two for each client")
+    add("--requests", type=integer_from(1), default=16, help="of a load, or 1.5 for each client")
+    add("--tokens", type=integer_from(1), default=16, help="of an answer")
     given = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="serving-"))
     try:
@@ -196,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             command += ["--engine", engine.address, "--engine_timeout", 600, "--port", port]
             front = subprocess.Popen([*map(str, command)])
             try:
-                _measure(engine, f"http://127.0.0.1:{port}", given.clients, given.requests)
+                _measure(engine, f"http://127.0.0.1:{port}", given)
             finally:
                 front.terminate()
                 front.wait()
@@ -204,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shutil.rmtree(folder)
 
 
-def _measure(engine: Vllm, front: str, clients: Sequence[int], requests: int) -> None:
+def _measure(engine: Vllm, front: str, given: argparse.Namespace) -> None:
     """Prints the table, once the programs of each size of a batch are there."""
     while True:
         try:
@@ -215,15 +218,15 @@ def _measure(engine: Vllm, front: str, clients: Sequence[int], requests: int) ->
 
     def run(way: Way, clients: int, requests: int, seed: int) -> Load:
         place = (front, "model") if way.front else (engine.address, engine.name)
-        return asyncio.run(load(*place, way, clients, requests, seed))
+        return asyncio.run(load(*place, way, clients, requests, given.tokens, seed))
 
     for way in WAYS:
         for size in (1, 2, 4, 8) if way.front else (1,):
-            run(way, size, 2 * size, size)
+            run(way, size, size, size)
     print("| | clients | requests | requests/s | first token p50 s | p99 s | tokens kept |")
     print(f"|{' --- |' * 7}", flush=True)
-    for number in clients:
-        total = max(requests, 2 * number)
+    for number in given.clients:
+        total = max(given.requests, 3 * number // 2)
         for way in WAYS:
             rate, median, late, kept = run(way, number, total, 1000 + number)
             cells = f"{rate:.2f} | {median:.2f} | {late:.2f} | {kept:.1f}"

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from stepprune_jax import testing
+from tools.bench.serving import CHAT
 from tools.bench.vllm_server import PYTHON, Vllm
 
 
@@ -54,10 +55,10 @@ def start(tmp_path_factory):
     """Starts an engine for a model's folder, once for each."""
     started = {}
 
-    def run(folder, *flags):
+    def run(folder):
         if folder not in started:
             log = tmp_path_factory.mktemp("vllm") / "log"
-            started[folder] = Vllm(folder, log, "--dtype", "float32", *flags).wait()
+            started[folder] = Vllm(folder, log, "--dtype", "float32", *CHAT).wait()
         return started[folder]
 
     yield run

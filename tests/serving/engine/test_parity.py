@@ -11,12 +11,10 @@ from small_world import TEXTS, stepprune
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.pruning import make_method
-from tools.bench.serving import CHAT
 
 MOST = 12
 COMPACT = RunOptions(MOST, "compact", warm_up=False)
 CLIENTS = 16
-FLAGS = ("--max-model-len", "256", *CHAT)
 
 
 def loaded(folder, layers="auto"):
@@ -68,7 +66,7 @@ def test_two_hundred_requests_to_a_llava(wide_llava, start):
         loaded(wide_llava),
         stepprune(text_width=64),
     )
-    engine = start(wide_llava, *FLAGS)
+    engine = start(wide_llava)
     pruners = [("stepprune", None), ("stepprune", 4), ("grid", 9), ("random", 9), ("all", None)]
     pruners += [("visionzip", 6), ("divprune", 9)]
     # The front has no layers of the language model.
@@ -80,7 +78,7 @@ def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
     """Three ids per token: vLLM gives embeddings those of text, which are the compact ones."""
     model = loaded(wide_qwen)
     policy = stepprune(feature_width=64, text_width=64).replace(stats=None)
-    engine = start(wide_qwen, "--max-model-len", "512")
+    engine = start(wide_qwen)
     pruners = [("stepprune", None), ("grid", 4), ("all", None)]
     with front_before(engine.address, model, policy=policy) as address:
         compare(model, address, policy, list(requests(48, pruners, (16, 60))))
@@ -89,7 +87,7 @@ def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
 def test_with_all_tokens_the_answers_are_vllms_own(wide_llava, start):
     """Images of the tower's own size: the two programs resize others in other ways."""
     model = loaded(wide_llava)
-    engine = start(wide_llava, *FLAGS)
+    engine = start(wide_llava)
     with (
         front_before(engine.address, model) as address,
         opened(address) as front,
