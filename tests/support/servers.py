@@ -23,18 +23,13 @@ from stepprune_jax.serving.messages import Defaults, Reader
 from stepprune_jax.serving.metrics import Metrics
 
 
-class _Server(uvicorn.Server):
-    def install_signal_handlers(self):
-        """They belong to the main thread."""
-
-
 @contextlib.contextmanager
 def serving(app, port=0):
     """Serves an application in a thread, and yields its address."""
     config = uvicorn.Config(
         app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1
     )
-    server = _Server(config)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -4,7 +4,7 @@
 
 A LLaVA of about 190 million random weights, 576 visual tokens an image, and an untrained policy
 whose stop bias is set so that it keeps 64 of them on average. Clients ask in a closed loop, each
-about an image of its own, and read `--tokens` tokens. `make test-serving` builds the engine's environment.
+about an image of its own, for short answers. `make test-serving` builds vLLM's environment.
 """
 
 import argparse

@@ -15,6 +15,7 @@ import pytest
 from servers import ask, front_before, noise, until, user
 
 from stepprune_jax.checkpoints.load import load_vlm
+from tools.bench.serving import WAYS, load
 from tools.bench.vllm_server import Vllm, free_port
 
 MOST, LONG = 64, 180
@@ -124,6 +125,21 @@ def test_ten_thousand_requests_at_once(model, wide_llava, start):
         assert time.monotonic() - begin < 240
         until(lambda: "stepprune_in_flight 0\n" in httpx2.get(f"{address}/metrics").text)
         assert len(ask(client, "two", [noise(1)], 2).choices[0].token_ids) == 2
+
+
+def test_a_short_load(model, wide_llava, start):
+    """The measurement of `tools.bench.serving`, on a tiny model."""
+    engine = start(wide_llava)
+    with front_before(engine.address, model) as address:
+        alone, behind = (
+            asyncio.run(load(*place, way, 4, 8, 3, 0))
+            for place, way in (
+                ((engine.address, engine.name), WAYS[0]),
+                ((address, "tiny"), WAYS[1]),
+            )
+        )
+    assert min(alone.rate, behind.rate) > 0 and behind.kept == 9
+    assert 0 < behind.median <= behind.late and 0 < alone.median <= alone.late
 
 
 def resident():
