@@ -18,6 +18,9 @@ _EXTRA = {
     "matplotlib": "eval",
     "openpyxl": "eval",
     "gradio": "demo",
+    "httpx2": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 
@@ -49,3 +52,4 @@ score = _command("benchmarks.score")
 export = _command("export")
 calibrate = _command("calibrate")
 demo = _command("demo.__main__")
+serve = _command("serving.__main__")

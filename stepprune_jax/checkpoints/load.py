@@ -113,7 +113,8 @@ def load_vlm(
         max_pixels: largest area; a LLaVA is given smaller images than it was trained with, in whole
             patches, whose positions are interpolated.
         layers: layout of the layers' weights: "stacked", to train through the model; "apart"; or
-            "auto", apart if layers are large. See `models.stack`.
+            "auto", apart if layers are large, see `models.stack`; or "none", not read at all, for a
+            language model that runs elsewhere.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -171,10 +172,13 @@ def load_params(
     floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     expect("dtype", dtype, floating, "a floating one, such as jnp.bfloat16")
     platform = None if mesh is None else mesh.devices.flat[0].platform
-    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layers, platform)
+    layout = "auto" if layers == "none" else layers
+    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layout, platform)
     targets = source.config.family.weight_targets(abstract, source.config)
     folders.fetch_weights(source)
     entries = _collect(source, targets)
+    if layers == "none":
+        targets = [x for x in targets if not x.path.startswith("language/layers/")]
     layouts = _layouts(abstract, source.config, mesh)
     parts = [
         part
@@ -192,7 +196,7 @@ def load_params(
         )
         for target in targets
     }
-    return weights.unflatten({path: flat[path] for path in weights.flatten(abstract)})
+    return weights.unflatten({x: flat[x] for x in weights.flatten(abstract) if x in flat})
 
 
 def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:

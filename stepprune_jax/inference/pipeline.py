@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import truncated_images
@@ -215,6 +215,21 @@ def prepare(
     learned = method.params if plan.pruner is not None else ()
     before = np.where(rows.shown, size[rows.slot], 0).sum(1)
     return Batch(plan, learned, tokens, place_rows(plan.mesh, texts), before, left[-1].sum(1))
+
+
+def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:
+    """Returns the rows that enter the language model, for one that runs elsewhere, and lengths.
+
+    The batch is prepared from images after the tower, and for a pruner without cuts.
+    """
+    plan = Plan(
+        projected=batch.plan.projected,
+        slots=batch.plan.slots,
+        positions=batch.plan.positions,
+        mesh=batch.plan.mesh,
+    )
+    rows = programs.run_place(model.params, model.config, batch.tokens, batch.texts, plan=plan)
+    return fetch((rows.hidden, rows.length))
 
 
 def begin(model: VLM, batch: Batch, sampling: Sampling) -> Begun:

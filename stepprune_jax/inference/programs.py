@@ -128,11 +128,12 @@ run_encode = jit_for_weights(encode, ("config", "taps", "plan"))
 run_see = jit_for_weights(see, ("config", "plan"))
 run_choose = jit_for_weights(choose, ("config", "plan"))
 run_rank = jit_for_weights(rank, ("config", "plan", "steps"))
+run_place = jit_for_weights(place, ("config", "plan"))
 run_begin = jit_for_weights(begin, ("config", "plan"))
 run_take = jax.jit(take_first, static_argnames="capacity")
 
 
 def num_compiled() -> int:
     """Counts these programs and those of decoding compiled so far in this process."""
-    programs = (run_encode, run_choose, run_rank, run_begin, decoding.run_decode)
+    programs = (run_encode, run_choose, run_rank, run_place, run_begin, decoding.run_decode)
     return run_take._cache_size() + sum(program.num_compiled() for program in programs)

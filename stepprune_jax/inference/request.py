@@ -37,6 +37,7 @@ class Request(NamedTuple):
         images: the distinct images, before the tower; None if there are none.
         image_of: for each prompt, the row in `images` of each of its images.
         seconds: time taken to read it.
+        number: number of each prompt in its set, for random draws; None for their order.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -44,6 +45,7 @@ class Request(NamedTuple):
     images: Images | None
     image_of: tuple[tuple[int, ...], ...]
     seconds: float = 0.0
+    number: tuple[int, ...] | None = None
 
     def prompts(self) -> Prompts:
         """Returns the prompts as arrays, padded to buckets."""
@@ -54,7 +56,27 @@ class Request(NamedTuple):
         image_of = np.full((b, j), -1, np.int32)
         for row, numbers in enumerate(self.image_of):
             image_of[row, : len(numbers)] = numbers
-        return Prompts(*pad_batch(self.ids), *words, image_of, np.arange(b, dtype=np.int32))
+        number = np.asarray(range(b) if self.number is None else self.number, np.int32)
+        return Prompts(*pad_batch(self.ids), *words, image_of, number)
+
+
+def join_requests(requests: Sequence[Request]) -> Request:
+    """Joins requests to one, in whose answers nothing changes: each keeps its own draws."""
+    ids, questions, image_of, images, number, first = [], [], [], [], [], 0
+    for request in requests:
+        number += request.number or range(len(request.ids))
+        ids += request.ids
+        questions += request.question_ids
+        image_of += [tuple(first + row for row in rows) for rows in request.image_of]
+        if request.images is not None:
+            images.append(request.images)
+            first += len(request.images.grid)
+    joined = None
+    if images:
+        pixels = join_images([part.pixels for part in images])
+        grid, sizes = (np.concatenate([part[field] for part in images]) for field in (0, 1))
+        joined = Images(grid, sizes, pixels)
+    return Request(*map(tuple, (ids, questions)), joined, tuple(image_of), number=tuple(number))
 
 
 def read_request(

@@ -239,3 +239,11 @@ def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path):
     _load(folder)
     with pytest.raises(ValueError, match=r"'language_model\.lm_head\.weight' holds .* float16"):
         _load(folder, dtype=jnp.float16)
+
+
+def test_without_the_layers_of_the_language_model(llava_folder, llava_model):
+    """What a front reads before an engine; everything else is as it was."""
+    params = _load(llava_folder, layers="none")
+    assert set(params["language"]) == {"embed", "norm", "head"}
+    language = {name: llava_model.params["language"][name] for name in params["language"]}
+    _assert_same(params, {**llava_model.params, "language": language})

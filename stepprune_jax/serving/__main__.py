@@ -1,0 +1,140 @@
+"""Serves OpenAI's chat interface with pruned visual tokens, before an engine such as vLLM or alone.
+
+    stepprune-serve --model DIR --policy policy.safetensors --engine http://127.0.0.1:8000
+
+Without `--engine` the answers are those of this process.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import jax.numpy as jnp
+import uvicorn
+from starlette.applications import Starlette
+
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.command_line import Parser, exit_with, integer_from, program
+from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget
+from stepprune_jax.serving.app import Front
+from stepprune_jax.serving.engine import Engine
+from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.local import Local
+from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.metrics import Metrics
+from stepprune_jax.user_input import check, local_path, user_input
+
+_NAME = "stepprune-serve"
+_DTYPES = ("bfloat16", "float32", "float16")
+_logger = logging.getLogger("stepprune_jax.serving")  # also if run as __main__
+
+
+def _parser() -> Parser:
+    about = (__doc__ or "").partition("\n")[0]
+    parser = Parser(prog=program(_NAME), description=about, compiles=True)
+    add = parser.add_argument_group("model").add_argument
+    add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
+    add("--name", help="what requests call it; default: the last part of --model")
+    add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
+    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
+    add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="dtype of weights and compute")
+    add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
+    add = parser.add_argument_group("defaults of a request").add_argument
+    add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
+    add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
+    add("--budget", help="tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's stop")
+    add("--mean_budget", type=float, help="tokens to keep on average, for a calibrated policy")
+    add("--positions", choices=POSITIONS, help="default: compact with an engine, otherwise own")
+    add("--max_tokens", type=integer_from(1), default=128, help="longest answer, in tokens")
+    add = parser.add_argument_group("engine").add_argument
+    add("--engine", metavar="http://HOST:PORT", help="a server such as vLLM that answers")
+    add("--engine_timeout", type=float, default=60.0, help="seconds to wait for its next token")
+    add = parser.add_argument_group("service").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8080, help="port to listen on")
+    add("--batch_size", type=integer_from(1), default=8, help="requests that are run together")
+    add("--batch_wait_ms", type=float, default=5.0, help="longest wait for others to join")
+    add = parser.add_argument_group("limits").add_argument
+    add("--queue", type=integer_from(1), default=128, help="requests at a time; others get 429")
+    add("--max_megabytes", type=integer_from(1), default=16, help="of a request, and of a file")
+    add("--max_megapixels", type=integer_from(1), default=50, help="of an image")
+    add("--max_images", type=integer_from(1), default=8, help="of a request")
+    add("--image_folder", help="images may also be files below it, as file://NAME")
+    return parser
+
+
+def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
+    """Reads the flags and loads the model.
+
+    Args:
+        argv: command-line arguments; default: those of the process.
+
+    Returns:
+        The application, and the host and the port to serve it on.
+    """
+    given = _parser().parse_args(argv)
+    with user_input():
+        mean, folder = given.mean_budget, given.image_folder
+        both = mean is not None and given.budget is not None
+        folder = None if folder is None else local_path(folder)
+        address = given.engine is None or given.engine.startswith(("http://", "https://"))
+        check(
+            (not both, "--budget and --mean_budget are given, expected one of them"),
+            (address, f"--engine is {given.engine!r}, expected http://HOST:PORT"),
+            (folder is None or folder.is_dir(), f"--image_folder {folder} is not a folder"),
+        )
+        model = load_vlm(
+            given.model,
+            dtype=jnp.dtype(given.dtype),
+            vision_folder=given.vision_folder,
+            min_pixels=given.min_pixels,
+            max_pixels=given.max_pixels,
+            layers="auto" if given.engine is None else "none",
+        )
+        name = given.name or Path(given.model).name
+        defaults = Defaults(
+            given.pruner,
+            None if given.policy is None else load_policy(given.policy),
+            given.budget if mean is None else Budget("mean", mean),
+            given.positions or ("own" if given.engine is None else "compact"),
+            given.max_tokens,
+            Execution(attention=given.attention),
+        )
+        pixels, size = given.max_megapixels * 10**6, given.max_megabytes << 20
+        limits = Limits(size, pixels, given.max_images, folder)
+        reader = Reader(model, name, defaults, limits, engine=given.engine is not None)
+    metrics = Metrics()
+    batching = {"batch_size": given.batch_size, "batch_seconds": given.batch_wait_ms / 1000}
+    if given.engine is None:
+        backend = Local(model, metrics, **batching)
+    else:
+        seconds = given.engine_timeout
+        backend = Engine(model, given.engine, metrics, seconds=seconds, **batching)
+    _logger.info("serving %s on http://%s:%s/v1", name, given.host, given.port)
+    return Front(reader, backend, metrics, given.queue).app(), given.host, given.port
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serves until it is interrupted; reports errors in one line and exits with status 2."""
+    app, host, port = prepare(argv)
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=10,
+    )
+
+
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,91 @@
+"""Images of a request: data URLs, and where it is allowed files below one folder."""
+
+import base64
+import binascii
+import dataclasses
+import io
+import re
+import warnings
+from pathlib import Path
+
+from PIL import Image
+
+from stepprune_jax.data.images import open_image
+from stepprune_jax.serving.errors import RequestError, require, shown
+
+# What is read of an untrusted sender.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_DATA = re.compile(r"data:image/[\w.+-]+;base64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a request may cost before it is answered.
+
+    Attributes:
+        bytes: of its body, and of an image file.
+        pixels: of an image.
+        images: in all its messages.
+        folder: images may also be files below it; None for data URLs alone.
+    """
+
+    bytes: int = 16 << 20
+    pixels: int = 50_000_000
+    images: int = 8
+    folder: Path | None = None
+
+
+def read_image(url: object, where: str, limits: Limits) -> Image.Image:
+    """Reads an image from its URL; addresses are not fetched.
+
+    Args:
+        url: "data:image/png;base64,...", or "file://NAME" of a file below the folder.
+        where: where the request has it, for messages.
+        limits: what it may cost.
+
+    Returns:
+        The image in RGB.
+
+    Raises:
+        RequestError: another URL, or an image that is damaged or too large.
+    """
+    head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    known = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
+    if limits.folder is not None and head.startswith("file://"):
+        content = _read_file(limits.folder, str(url).removeprefix("file://"), where, limits.bytes)
+    else:
+        message = f"{where} is {shown(url)}, expected {known}; addresses are not fetched"
+        require(_DATA.fullmatch(head) is not None, "messages", message)
+        try:
+            content = base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise RequestError(400, f"{where} is not base64: {error}", "messages") from error
+    try:
+        with warnings.catch_warnings():  # Pillow's own limit is another one
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        fits = image.width * image.height <= limits.pixels
+    except Image.DecompressionBombError:
+        fits = False
+    except Exception as error:  # Pillow's decoders may raise any kind
+        message = f"{where} is not an intact image of {', '.join(FORMATS)}"
+        raise RequestError(400, message, "messages") from error
+    require(fits, "messages", f"{where} has more than {limits.pixels} pixels", 413)
+    try:
+        return open_image(image)
+    except ValueError as error:
+        problem = str(error).removeprefix(repr(image))
+        raise RequestError(400, f"{where}{problem}", "messages") from error
+
+
+def _read_file(folder: Path, name: str, where: str, most: int) -> bytes:
+    """Reads a file that is below the folder, wherever links lead."""
+    try:
+        path = (folder / name).resolve()
+        inside = path.is_relative_to(folder.resolve()) and path.is_file()
+        small = inside and path.stat().st_size <= most
+    except (OSError, ValueError):
+        inside = small = False
+    require(inside, "messages", f"{where} is {shown(name)}, no file below the images' folder")
+    require(small, "messages", f"{where} is a file of more than {most} bytes", 413)
+    return path.read_bytes()

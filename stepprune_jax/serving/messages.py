@@ -1,0 +1,273 @@
+"""Requests of OpenAI's chat interface, read strictly: all that enters the server is checked here.
+
+A message's images stand in front of its text, as in the data that LLaVA was trained on.
+"""
+
+import dataclasses
+import functools
+import json
+import secrets
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from PIL import Image
+
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.inference.answer import check_run
+from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.request import Request, read_request
+from stepprune_jax.inference.sampling import Sampling
+from stepprune_jax.models.stack import Execution
+from stepprune_jax.pruning import Budget, Method, Policy, make_method
+from stepprune_jax.serving.errors import RequestError, require, shown
+from stepprune_jax.serving.images import Limits, read_image
+from stepprune_jax.settings import is_count, is_number
+from stepprune_jax.user_input import nearest
+
+_METHODS = 64  # that are kept, of those that requests have asked for
+_LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
+_ROLES = ("user", "assistant")
+_COUNT = (is_count, "an integer from 1")
+_FLAG = (lambda x: isinstance(x, bool), "true or false")
+_NUMBER = (is_number, "a number")
+_TEXT = (lambda x: isinstance(x, str), "a text")
+_USAGE = (lambda x: isinstance(x, dict) and {*x} <= {"include_usage"}, "only include_usage")
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": _TEXT,
+    "messages": (lambda x: isinstance(x, list) and len(x) > 0, "a list of messages"),
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "seed": (lambda x: is_count(x, 0), "an integer from 0"),
+    "n": (lambda x: type(x) is int and x == 1, "1"),
+    "stream": _FLAG,
+    "stream_options": _USAGE,
+    "return_token_ids": _FLAG,
+    "pruner": _TEXT,
+    "budget": (lambda x: isinstance(x, str) or is_count(x), "a count, or a text such as 1/3"),
+    "mean_budget": _NUMBER,
+    "positions": _TEXT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """What a request that does not say otherwise gets; see `make_method` and `RunOptions`.
+
+    Attributes:
+        pruner: name of the method; None for that of the policy, or none.
+        policy: the policy of trained methods; a request cannot name one.
+        budget: tokens to keep of each image.
+        positions: position ids of kept tokens.
+        max_tokens: longest answer.
+        execution: how the model's layers are run.
+    """
+
+    pruner: str | None = None
+    policy: Policy | None = None
+    budget: Budget | str | None = None
+    positions: str = "own"
+    max_tokens: int = 128
+    execution: Execution = Execution()
+
+
+class Chat(NamedTuple):
+    """A request, read.
+
+    Attributes:
+        request: the prompt and its images, before the tower.
+        method: how visual tokens are pruned.
+        sampling: how tokens are drawn.
+        options: the longest answer, and how the model is run.
+        seeded: whether the request has a seed.
+        stream: whether the answer is sent piece by piece.
+        usage: whether a stream ends with its usage.
+        with_ids: whether the answer has its token ids, too.
+    """
+
+    request: Request
+    method: Method
+    sampling: Sampling
+    options: RunOptions
+    seeded: bool = False
+    stream: bool = False
+    usage: bool = False
+    with_ids: bool = False
+
+
+class Reader:
+    """Reads requests for one model; may be used by several threads.
+
+    Attributes:
+        model: the model.
+        name: what requests call it.
+        limits: what they may cost.
+    """
+
+    def __init__(self, model: VLM, name: str, defaults: Defaults, limits: Limits, *, engine: bool):
+        """Checks the defaults.
+
+        Args:
+            model: the model.
+            name: what requests call it.
+            defaults: what they get if they do not say otherwise.
+            limits: what they may cost.
+            engine: whether the language model runs elsewhere.
+
+        Raises:
+            ValueError: a bad default, or one that an engine cannot serve.
+        """
+        self.model, self.name, self.limits = model, name, limits
+        self._defaults, self._engine = defaults, engine
+        self._method = functools.lru_cache(_METHODS)(self._make_method)
+        self._weights = place_method(model, make_method(policy=defaults.policy)).params
+        try:
+            self._how({})
+        except RequestError as error:
+            raise ValueError(error.message) from error
+
+    def read(self, body: bytes) -> Chat:
+        """Reads a request.
+
+        Args:
+            body: a JSON object.
+
+        Returns:
+            The request.
+
+        Raises:
+            RequestError: a field is missing, unknown or has a bad value; the message names it.
+        """
+        try:
+            fields = json.loads(body, parse_constant=_refuse)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(400, f"the body is not JSON: {error}") from error
+        fields = _object(fields, "the body", _FIELDS)
+        for name, (fits, expected) in _FIELDS.items():
+            require(name in fields or name not in ("model", "messages"), name, f"{name} is missing")
+            message = f"{name} is {shown(fields.get(name))}, expected {expected}"
+            require(name not in fields or fits(fields[name]), name, message)
+        message = f"model is {shown(fields['model'])}, expected {self.name!r}"
+        require(fields["model"] == self.name, "model", message, 404)
+        method, sampling, options = self._how(fields)
+        turns, images = self._turns(fields["messages"])
+        try:
+            request = read_request(self.model, [turns], [images])
+        except ValueError as error:
+            raise RequestError(400, str(error), "messages") from error
+        self._check_length(request, method)
+        usage = fields.get("stream_options", {}).get("include_usage") is True
+        stream, with_ids = (fields.get(x, False) for x in ("stream", "return_token_ids"))
+        return Chat(request, method, sampling, options, "seed" in fields, stream, usage, with_ids)
+
+    def _how(self, fields: dict[str, Any]) -> tuple[Method, Sampling, RunOptions]:
+        """Returns method, sampling and options, checked together."""
+        defaults, heat = self._defaults, fields.get("temperature", 0.0)
+        both = "budget" in fields and "mean_budget" in fields
+        require(not both, "budget", "budget and mean_budget are given, expected one of them")
+        most = fields.get("max_completion_tokens", fields.get("max_tokens", defaults.max_tokens))
+        # Without a seed, two answers to one question differ.
+        seed = fields.get("seed", secrets.randbelow(1 << 32) if heat else 0)
+        sampling = Sampling(seed, heat, fields.get("top_p", 1.0))
+        positions = fields.get("positions", defaults.positions)
+        options = RunOptions(most, positions, None, defaults.execution, warm_up=False)
+        asked = {"pruner", "budget", "mean_budget"} & {*fields}
+        budget = fields.get("budget") if asked else defaults.budget
+        try:
+            if "mean_budget" in fields:
+                budget = Budget("mean", fields["mean_budget"])
+            method = self._method(fields.get("pruner", defaults.pruner), budget)
+            if self._engine:
+                self._check_engine(method, options)
+            check_run(self.model.config, method, sampling, options)
+        except ValueError as error:
+            named = (name for name in _FIELDS if f"{name} is " in str(error))
+            raise RequestError(400, str(error), next(named, "pruner")) from error
+        return method, sampling, options
+
+    def _make_method(self, name: str | None, budget: Budget | str | int | None) -> Method:
+        """Builds a method; all that are trained share the weights on the devices."""
+        policy = self._defaults.policy
+        if policy is not None and name not in (None, policy.method):
+            policy = None
+        method = make_method(name, budget, policy=policy)
+        if policy is None:
+            return method
+        return method._replace(params=self._weights._replace(stop_bias=method.params.stop_bias))
+
+    def _check_engine(self, method: Method, options: RunOptions) -> None:
+        """Raises for what an engine, which is given embeddings, cannot do."""
+        pruner, config = method.pruner, self.model.config
+        message = f"pruner is {pruner.name!r}, which drops tokens inside the language model; "
+        message += "with an engine, expected one that chooses before it"
+        require(not pruner.cuts(config, config.max_image_tokens), "pruner", message)
+        message = f"positions is {options.positions!r}, expected 'compact' with an engine, which "
+        message += "numbers the embeddings that it is given"
+        require(options.positions == "compact", "positions", message)
+
+    def _check_length(self, request: Request, method: Method) -> None:
+        """Raises if a prompt might have to be truncated."""
+        limit, visual = self.model.config.family.CONTEXT_LIMIT, 0
+        for row in request.image_of[0]:
+            size = int(request.images.sizes[row])
+            entering = method.pruner.entering(size)
+            visual += method.pruner.most(size) if entering is None else entering
+        text = len(request.ids[0]) - len(request.image_of[0])
+        message = f"messages have {text} text tokens and up to {visual} visual tokens"
+        message += f", expected at most {limit} together"
+        require(text + visual <= limit, "messages", message)
+
+    def _turns(self, messages: list[Any]) -> tuple[list[str], list[Image.Image]]:
+        """Returns the text of each message, with marks for its images, and all images."""
+        turns, images, family = [], [], self.model.config.family
+        most, characters = _LONGEST_TOKEN * family.CONTEXT_LIMIT, 0
+        for number, message in enumerate(messages):
+            where, role = f"messages[{number}]", _ROLES[number % 2]
+            fields = _object(message, where, ("role", "content"))
+            problem = f"{where}.role is {shown(fields.get('role'))}, expected {role!r}: user and "
+            problem += "assistant in turn, as the model has its own system prompt"
+            require(fields.get("role") == role, "messages", problem)
+            content = fields.get("content")
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            require(isinstance(parts, list), "messages", f"{where}.content is missing")
+            texts, before = [], len(images)
+            for place, part in enumerate(parts):
+                at = f"{where}.content[{place}]"
+                part = _object(part, at, ("type", "text", "image_url"))
+                if part.get("type") == "image_url" and role == "user":
+                    at = f"{at}.image_url"
+                    few = len(images) < self.limits.images
+                    require(few, "messages", f"{at} is one more than {len(images)} images")
+                    url = _object(part.get("image_url"), at, ("url", "detail")).get("url")
+                    images.append(read_image(url, f"{at}.url", self.limits))
+                    continue
+                fits = part.get("type") == "text" and isinstance(part.get("text"), str)
+                expected = "expected a text, or an image_url of the user"
+                require(fits, "messages", f"{at} is {shown(part)}, {expected}")
+                texts.append(part["text"])
+            text, count = "\n".join(texts), len(images) - before
+            characters += len(text)
+            problem = f"{where} brings the text above {most} characters, more than the model reads"
+            require(characters <= most, "messages", problem, 413)
+            problem = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
+            require(IMAGE_MARK not in text, "messages", problem)
+            turns.append(family.place_images(text, count) if count else text)
+        return turns, images
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _object(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
+    """Returns the known fields of an object; those that are null are as good as absent."""
+    field = "messages" if where.startswith("messages") else None
+    if not isinstance(value, dict):
+        raise RequestError(400, f"{where} is {shown(value)}, expected an object", field)
+    for name in value:
+        message = f"{where} has {shown(name)}, which is not supported.{nearest(name, known)}"
+        require(name in known or value[name] is None, field or name, message)
+    return {name: given for name, given in value.items() if given is not None}

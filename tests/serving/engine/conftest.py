@@ -1,0 +1,66 @@
+"""Tests with vLLM, which `make test-serving` runs: elsewhere they are skipped by name."""
+
+import json
+
+import pytest
+
+from stepprune_jax import testing
+from tools.bench.serving import CHAT
+from tools.bench.vllm_server import PYTHON, Vllm
+
+
+def pytest_collection_modifyitems(config, items):
+    """Minutes each, and 3.5 GB of packages: only if this folder is asked for by its name."""
+    asked = any("tests/serving/engine" in str(argument) for argument in config.args)
+    reason = "vLLM: make test-serving" if asked else "with vLLM alone: make test-serving"
+    for item in items:
+        if "tests/serving/engine" in str(item.path) and not (asked and PYTHON.is_file()):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# vLLM's attention on CPUs needs heads of 32 channels or more.
+_HEADS = {"hidden_size": 64, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="session")
+def wide_llava(tmp_path_factory):
+    """The folder of a tiny LLaVA that vLLM takes."""
+    folder = tmp_path_factory.mktemp("wide_llava")
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": 8,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+        "image_token": "<image>",
+    }
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return testing.tiny_llava(folder, text=_HEADS | {"num_key_value_heads": 2})
+
+
+@pytest.fixture(scope="session")
+def wide_qwen(tmp_path_factory):
+    """The folder of a tiny Qwen2.5-VL that vLLM takes."""
+    raw = testing.tiny_qwen_config(testing.qwen_tokenizer())
+    return testing.tiny_qwen(
+        tmp_path_factory.mktemp("wide_qwen"),
+        **_HEADS,
+        num_key_value_heads=1,
+        rope_scaling=raw["rope_scaling"] | {"mrope_section": [4, 6, 6]},
+        vision_config=raw["vision_config"] | {"out_hidden_size": 64},
+    )
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """Starts an engine for a model's folder, once for each."""
+    started = {}
+
+    def run(folder):
+        if folder not in started:
+            log = tmp_path_factory.mktemp("vllm") / "log"
+            started[folder] = Vllm(folder, log, "--dtype", "float32", *CHAT).wait()
+        return started[folder]
+
+    yield run
+    for engine in started.values():
+        engine.kill()

@@ -1,0 +1,233 @@
+"""The front before a stand-in for an engine: what is sent to it, and what may happen to it."""
+
+import io
+import threading
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+from servers import FakeEngine, noise, serving, until, user
+from small_world import stepprune
+
+from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
+from stepprune_jax.pruning import make_method
+from stepprune_jax.serving.app import Front
+from stepprune_jax.serving.engine import Engine
+from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.metrics import Metrics
+
+COMPACT = RunOptions(positions="compact", warm_up=False)
+MOST = 6
+
+
+@pytest.fixture(scope="module")
+def fake():
+    engine = FakeEngine()
+    with serving(engine.app()) as engine.address:
+        yield engine
+
+
+def front(model, address, most=MOST, **options):
+    metrics = Metrics()
+    defaults = Defaults(policy=stepprune(), positions="compact", max_tokens=4)
+    reader = Reader(model, "tiny", defaults, Limits(200_000), engine=True)
+    return Front(reader, Engine(model, address, metrics, **options), metrics, most)
+
+
+@pytest.fixture(scope="module")
+def address(llava_model, fake):
+    with serving(front(llava_model, fake.address, seconds=0.3).app()) as address:
+        yield address
+
+
+@pytest.fixture
+def client(address, fake):
+    fake.mode = "well"
+    fake.seen.clear()
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, *messages, **fields):
+    messages = messages or (user("red dog?", noise(1)),)
+    own = {"budget", "pruner", "return_token_ids"} & {*fields}
+    extra = {name: fields.pop(name) for name in own}
+    return client.chat.completions.create(
+        model="tiny", messages=messages, extra_body=extra, **fields
+    )
+
+
+def figures(address):
+    text = httpx2.get(f"{address}/metrics").text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name.removeprefix("stepprune_"): float(value) for name, value in lines}
+
+
+def expected_row(model, method, turns, images):
+    """The row that enters the language model for one prompt alone, by the model's own prefill."""
+    request = read_request(model, [turns], [images])
+    encoded = pipeline.encode(model, request.images, method.pruner.taps(model.config))
+    batch = pipeline.prepare(model, method, request.prompts(), encoded, COMPACT)
+    hidden, length = pipeline.embed(model, batch)
+    assert length[0] == len(request.ids[0]) - len(images) + batch.kept[0]
+    return hidden[0, : length[0]]
+
+
+def sent_rows(fake):
+    torch = pytest.importorskip("torch")
+    files = [io.BytesIO(fields["prompt_embeds"]) for fields in fake.seen]
+    return [torch.load(file, weights_only=True).numpy() for file in files]
+
+
+def test_the_engine_gets_the_row_that_would_enter_the_language_model(client, fake, llava_model):
+    images = [noise(1), noise(2, (40, 20))]
+    found = ask(client, user("red dog?", *images), max_tokens=3, seed=5, budget=3)
+    (row,), (sent,) = sent_rows(fake), fake.seen
+    method = make_method(None, 3, policy=stepprune())
+    expected = expected_row(llava_model, method, "red dog?", images)
+    np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
+    usage = found.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(row), 3)
+    assert (usage.visual_tokens, usage.visual_tokens_kept) == (18, 6)
+    assert found.choices[0].finish_reason == "length"
+    del sent["prompt_embeds"]
+    assert sent == {
+        "model": "the engine's",
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+        "seed": 5,
+        "stream": True,
+        "return_token_ids": True,
+    }
+
+
+def test_rows_of_a_batch_do_not_depend_on_each_other(llava_model, fake):
+    """Requests with several counts, images and lengths in one batch, as each alone."""
+    fake.seen.clear()
+    app = front(llava_model, fake.address, batch_size=3, batch_seconds=10.0).app()
+    asked = {"red dog?": [noise(1)], "two": [], "yes or no: is this a dog?": [noise(2), noise(3)]}
+    before = programs.num_compiled()
+    with serving(app) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as client:
+        threads = [
+            threading.Thread(target=ask, args=(client, user(question, *images)))
+            for question, images in asked.items()
+        ]
+        [thread.start() for thread in threads], [thread.join() for thread in threads]
+        found = figures(address)
+    assert (found["batch_rows_sum"], found["batch_rows_count"]) == (3, 1)
+    assert programs.num_compiled() - before <= 3  # tower, choice, rows
+    method, rows = make_method(policy=stepprune()), sent_rows(fake)
+    assert len({len(row) for row in rows}) == 3
+    del asked["two"]
+    for question, images in asked.items():
+        expected = expected_row(llava_model, method, question, images)
+        (row,) = (row for row in rows if row.shape == expected.shape)
+        np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stream_has_the_same_answer_and_its_usage(client):
+    whole = ask(client, return_token_ids=True)
+    options = {"include_usage": True}
+    chunks = [*ask(client, stream=True, stream_options=options, return_token_ids=True)]
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert choices[0].delta.role == "assistant"
+    assert "".join(x.delta.content for x in choices) == whole.choices[0].message.content
+    ids = [token for choice in choices for token in choice.token_ids]
+    assert ids == whole.choices[0].token_ids == [10, 11, 12, 13]
+    assert [choice.finish_reason for choice in choices] == [None] * 3 + ["length"]
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "words"),
+    [
+        ("refuses", 400, "the engine answers 400: the prompt is too long"),
+        ("fails", 503, "the engine answers 500: EngineCore died"),
+        ("slow", 503, "too slow"),
+        ("breaks", 503, "the engine failed: EngineCore died"),
+        ("ends", 503, "ended its answer early"),
+    ],
+)
+def test_what_goes_wrong_with_the_engine_is_told(client, fake, address, mode, status, words):
+    fake.mode, before = mode, figures(address).get(f'requests_total{{status="{status}"}}', 0)
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(client)
+    assert caught.value.status_code == status and words in str(caught.value)
+    late = mode in ("breaks", "ends")  # the first token is there by then
+    with pytest.raises(openai.APIError if late else openai.APIStatusError, match=words):
+        list(ask(client, stream=True))
+    assert figures(address)[f'requests_total{{status="{status}"}}'] == before + 2
+    until(lambda: figures(address)["in_flight"] == 0)
+    fake.mode = "well"
+    assert ask(client).usage.completion_tokens == 4
+
+
+def test_an_engine_that_is_killed_and_started_again(llava_model):
+    fake = FakeEngine()
+    with serving(fake.app()) as place:
+        port = int(place.rpartition(":")[2])
+    with (
+        serving(front(llava_model, place).app()) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
+    ):
+        for _ in range(2):
+            with pytest.raises(openai.APIStatusError, match="is not there") as caught:
+                ask(client)
+            assert caught.value.status_code == 503
+            assert httpx2.get(f"{address}/health").status_code == 503
+            with serving(fake.app(), port):
+                assert ask(client).usage.completion_tokens == 4
+                assert httpx2.get(f"{address}/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_work_for_a_client_that_went_away_is_dropped(address, fake, client, stream):
+    fake.mode, before = "endless", fake.dropped
+    body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": 200}
+    body["stream"] = stream
+    with httpx2.Client(base_url=address, timeout=0.5) as hasty:
+        if stream:
+            with hasty.stream("POST", "/v1/chat/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                hasty.post("/v1/chat/completions", json=body)
+    until(lambda: fake.dropped == before + 1 and fake.running == 0)
+    until(lambda: figures(address)["in_flight"] == 0)
+    assert figures(address)['requests_total{status="499"}'] >= 1
+
+
+def test_more_requests_than_the_queue_holds_are_refused_at_once(address, fake, client):
+    fake.mode, found = "endless", []
+    body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": 10}
+
+    def post():
+        answer = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=30)
+        found.append((answer.status_code, answer.headers.get("retry-after")))
+
+    threads = [threading.Thread(target=post) for _ in range(4 * MOST)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert len(found) == 4 * MOST and {*found} == {(200, None), (429, "1")}
+    assert found.count((200, None)) >= MOST
+    assert figures(address)["in_flight"] == figures(address)["queue"] == 0
+
+
+def test_a_large_body_is_refused_before_it_is_read(address):
+    large = {"model": "tiny", "messages": [user("a" * 300_000)]}
+    assert httpx2.post(f"{address}/v1/chat/completions", json=large).status_code == 413
+
+    def unknown_length():
+        for _ in range(40):
+            yield b" " * 10_000
+
+    answer = httpx2.post(f"{address}/v1/chat/completions", content=unknown_length())
+    assert answer.status_code == 413 and "200000 bytes" in answer.json()["error"]["message"]
+    assert httpx2.get(f"{address}/v1/chat/completions").status_code == 405
+    bad = httpx2.post(f"{address}/v1/chat/completions", content=b"{")
+    assert bad.status_code == 400
+    assert bad.json()["error"]["type"] == "invalid_request_error"

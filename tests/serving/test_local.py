@@ -1,0 +1,68 @@
+"""Without an engine: the library's own answers, through OpenAI's client."""
+
+import concurrent.futures
+
+import openai
+import pytest
+from servers import ask, noise, serving, user
+from small_world import stepprune
+
+from stepprune_jax.inference import RunOptions, answer_text, generate, programs
+from stepprune_jax.pruning import make_method
+from stepprune_jax.serving.app import Front
+from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.local import Local
+from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.metrics import Metrics
+
+PLAIN = stepprune(draw=0.0)  # a row then has the same answer wherever it stands in a batch
+
+
+@pytest.fixture(scope="module")
+def client(llava_model):
+    metrics = Metrics()
+    reader = Reader(llava_model, "tiny", Defaults(policy=PLAIN), Limits(), engine=False)
+    local = Local(llava_model, metrics, batch_size=4, batch_seconds=5.0)
+    with (
+        serving(Front(reader, local, metrics, 64).app()) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
+    """Lengths of the answers differ; that of their program is a power of two."""
+    asked = [("red dog?", [noise(1)], 5), ("two", [], 8), ("no", [noise(2), noise(3)], 7)]
+    asked.append(("dog", [noise(4)], 6))
+    before = programs.num_compiled()
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda one: ask(client, *one), asked))
+    prompts, images, _ = zip(*asked, strict=True)
+    options, method = RunOptions(8, warm_up=False), make_method(policy=PLAIN)
+    expected = generate(llava_model, prompts, images, method, options=options)
+    assert programs.num_compiled() - before == 3  # choice, prefill, decoding
+    for (_, _, most), answer, own in zip(asked, found, expected, strict=True):
+        (choice,), usage, ids = answer.choices, answer.usage, own.token_ids[:most]
+        assert tuple(choice.token_ids) == ids
+        assert choice.message.content == answer_text(llava_model.tokenizer, ids)
+        counts = (usage.visual_tokens, usage.visual_tokens_kept, usage.completion_tokens)
+        assert counts == (own.visual_tokens, own.kept, len(ids))
+        stopped = ids[-1] in llava_model.config.eos_token_ids
+        assert choice.finish_reason == ("stop" if stopped else "length")
+
+
+def test_a_method_that_cuts_inside_and_a_seed(client):
+    how = {"pruner": "sparsevlm", "budget": 3, "temperature": 1.5}
+    images = [noise(1)]
+    found = [ask(client, "two", images, 4, seed=7, **how).choices[0].token_ids for _ in "ab"]
+    assert found[0] == found[1]
+    others = {tuple(ask(client, "two", images, 4, **how).choices[0].token_ids) for _ in "abc"}
+    assert len(others) > 1
+    chunks = [*ask(client, "two", images, 4, seed=7, stream=True, **how)]
+    assert [chunk.choices[0].token_ids[0] for chunk in chunks] == found[0]
+
+
+def test_the_models_and_an_unknown_one(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="model is 'gpt', expected 'tiny'"):
+        client.chat.completions.create(model="gpt", messages=[user("?")])

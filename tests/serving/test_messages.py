@@ -1,0 +1,183 @@
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from servers import data_url, noise, user
+from small_world import stepprune
+
+from stepprune_jax.inference import read_request
+from stepprune_jax.serving.errors import RequestError
+from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.messages import Defaults, Reader
+
+ASK = {"model": "tiny", "messages": [user("red dog?", noise(1))]}
+LIMITS = Limits(bytes=20_000, pixels=10_000, images=2)
+
+
+def reader(model, limits=LIMITS, engine=False, **defaults):
+    return Reader(model, "tiny", Defaults(**defaults), limits, engine=engine)
+
+
+@pytest.fixture(scope="module")
+def plain(llava_model):
+    return reader(llava_model, policy=stepprune())
+
+
+def read(reader, **changes):
+    return reader.read(json.dumps(ASK | changes).encode())
+
+
+def refused(reader, **changes):
+    with pytest.raises(RequestError) as caught:
+        read(reader, **changes)
+    assert "\n" not in caught.value.message
+    return caught.value.status, caught.value.field, caught.value.message
+
+
+def test_a_request_is_read_as_generate_reads_its_prompt(plain, llava_model):
+    first, second = noise(1), noise(2, (30, 20))
+    turns = [user("red dog?", first), {"role": "assistant", "content": "yes"}]
+    turns.append(user("and in this?", second))
+    found = read(plain, messages=turns, max_tokens=7, temperature=0.5, top_p=0.9, seed=3)
+    marked = ["red dog?", "yes", "<image>\nand in this?"]
+    marked[0] = "<image>\n" + marked[0]
+    expected = read_request(llava_model, [marked], [[first, second]])
+    assert found.request.ids == expected.ids
+    assert found.request.question_ids == expected.question_ids
+    np.testing.assert_array_equal(found.request.images.pixels, expected.images.pixels)
+    assert (found.options.max_tokens, found.sampling[:3], found.seeded) == (7, (3, 0.5, 0.9), True)
+    assert found.method.pruner.budget.kind == "own" and not found.stream
+
+
+def test_without_a_seed_draws_differ(plain):
+    keys = {read(plain, temperature=1).sampling.key for _ in range(4)}
+    assert len(keys) > 1 and not read(plain, temperature=1).seeded
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "budget"),
+    [
+        ({}, "stepprune", "own"),
+        ({"budget": 3}, "stepprune", "3"),
+        ({"budget": "1/3"}, "stepprune", "1/3"),
+        ({"pruner": "all"}, "all", "all"),
+        ({"pruner": "grid", "budget": 4}, "grid", "4"),
+        ({"pruner": None, "budget": None}, "stepprune", "own"),
+    ],
+)
+def test_a_request_may_prune_otherwise(plain, fields, name, budget):
+    pruner = read(plain, **fields).method.pruner
+    assert (pruner.name, str(pruner.budget)) == (name, budget)
+
+
+def test_methods_share_the_weights_of_the_policy(plain):
+    one, other = read(plain).method, read(plain, budget=3).method
+    assert one.params.weights is other.params.weights and read(plain).method is one
+
+
+TOO_LARGE = noise(3, (101, 100))
+BROKEN = data_url(noise(4))[:422]
+TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "field", "words"),
+    [
+        ({"messages": None}, 400, "messages", "messages is missing"),
+        ({"model": "other"}, 404, "model", "model is 'other', expected 'tiny'"),
+        ({"max_token": 3}, 400, "max_token", "Did you mean max_tokens?"),
+        ({"max_tokens": 0}, 400, "max_tokens", "max_tokens is 0, expected an integer from 1"),
+        ({"max_tokens": 10**9}, 400, "max_tokens", "max_tokens is 1000000000, expected"),
+        ({"temperature": -1}, 400, "temperature", "temperature is -1, expected a number >= 0"),
+        ({"temperature": "hot"}, 400, "temperature", "temperature is 'hot', expected a number"),
+        ({"top_p": 0}, 400, "top_p", "top_p is 0, expected a number in (0, 1]"),
+        ({"seed": 1 << 32}, 400, "seed", "seed is 4294967296, expected an integer"),
+        ({"n": 2}, 400, "n", "n is 2, expected 1"),
+        ({"stream": "yes"}, 400, "stream", "stream is 'yes', expected true or false"),
+        ({"stream_options": {"x": 1}}, 400, "stream_options", "expected only include_usage"),
+        ({"budget": "many"}, 400, "budget", "budget is 'many', expected a count such as 64"),
+        ({"budget": 400}, 400, "budget", "budget is 400, expected at most"),
+        ({"budget": 2, "mean_budget": 2}, 400, "budget", "expected one of them"),
+        ({"mean_budget": 2}, 400, "pruner", "calibrat"),
+        ({"pruner": "gird"}, 400, "pruner", "Did you mean grid?"),
+        ({"pruner": "autoselect", "budget": 3}, 400, "pruner", "needs a policy"),
+        ({"positions": "odd"}, 400, "positions", "positions is 'odd', expected"),
+        ({"messages": []}, 400, "messages", "messages is [], expected a list of messages"),
+        ({"messages": ["?"]}, 400, "messages", "messages[0] is '?', expected an object"),
+        ({"messages": [{"role": "system", "content": "?"}]}, 400, "messages", "own system prompt"),
+        ({"messages": [{"role": "user"}]}, 400, "messages", "messages[0].content is missing"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, "messages", "question is empty"),
+        ({"messages": [user("a <image>")]}, 400, "messages", "stands for an image"),
+        ({"messages": [user("\ud800")]}, 400, "messages", "not UTF-8"),
+        ({"messages": [user("red " * 3000)]}, 400, "messages", "expected at most 2048 together"),
+        ({"messages": [user("a" * 70_000)]}, 413, "messages", "above 65536 characters"),
+        ({"messages": [user("?", *[noise(1)] * 3)]}, 400, "messages", "one more than 2 images"),
+        ({"messages": [user("?", TOO_LARGE)]}, 413, "messages", "more than 10000 pixels"),
+        ({"messages": [user("?", BROKEN)]}, 400, "messages", "url is a damaged image"),
+        ({"messages": [user("?", TEXT)]}, 400, "messages", "not an intact image of PNG, JPEG"),
+        ({"messages": [user("?", "data:image/png;base64,%%")]}, 400, "messages", "not base64"),
+        ({"messages": [user("?", "https://x.org/1.png")]}, 400, "messages", "are not fetched"),
+        ({"messages": [user("?", "file:///etc/passwd")]}, 400, "messages", "are not fetched"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            400,
+            "messages",
+            "messages[0].content[0] is {'type': 'audio'}, expected a text",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_does_not_fit_is_refused_by_name(plain, changes, status, field, words):
+    found = refused(plain, **changes)
+    assert found[:2] == (status, field) and words in found[2], found
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b'{"n": NaN}', b"[" * 100_000])
+def test_a_body_that_is_no_json_object_is_refused(plain, body):
+    with pytest.raises(RequestError) as caught:
+        plain.read(body)
+    assert caught.value.status == 400
+
+
+def test_files_below_the_folder_alone(llava_model, tmp_path):
+    folder = tmp_path / "images"
+    (folder / "cats").mkdir(parents=True)
+    noise(1).save(folder / "cats" / "1.png")
+    noise(2).save(tmp_path / "2.png")
+    (folder / "out.png").symlink_to(tmp_path / "2.png")
+    (folder / "large.png").write_bytes(bytes(30_000))
+    allowed = reader(llava_model, Limits(20_000, 10_000, 2, folder))
+
+    def asked(name):
+        return {"messages": [user("red dog?", f"file://{name}")]}
+
+    expected = read(allowed).request.images.pixels
+    for name in ("cats/1.png", folder / "cats/1.png", "../images/cats/1.png"):
+        found = read(allowed, **asked(name)).request.images.pixels
+        np.testing.assert_array_equal(found, expected)
+    for name in ("../2.png", "out.png", tmp_path / "2.png", "cats", "3.png", "a\0b", "x" * 5000):
+        assert refused(allowed, **asked(name))[::2][0] == 400
+        assert "no file below the images' folder" in refused(allowed, **asked(name))[2]
+    assert refused(allowed, **asked("large.png"))[0] == 413
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked(llava_model):
+    file = io.BytesIO()
+    Image.new("1", (30_000, 12_000)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    allowed = reader(llava_model, Limits(pixels=10**12))
+    found = refused(allowed, messages=[user("?", url)])
+    assert found[0] == 413 and "pixels" in found[2]
+
+
+def test_an_engine_is_not_asked_for_what_it_cannot_do(llava_model):
+    front = reader(llava_model, engine=True, positions="compact")
+    status, field, words = refused(front, pruner="fastv", budget=3)
+    assert (status, field) == (400, "pruner") and "inside the language model" in words
+    status, field, words = refused(front, positions="original")
+    assert (status, field) == (400, "positions") and "expected 'compact'" in words
+    with pytest.raises(ValueError, match="positions is 'own', expected 'compact'"):
+        reader(llava_model, engine=True)

@@ -1,0 +1,153 @@
+"""Servers on this machine for tests: any application, a stand-in for an engine, and requests."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import threading
+import time
+
+import numpy as np
+import uvicorn
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from stepprune_jax.serving.app import Front
+from stepprune_jax.serving.engine import Engine
+from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.metrics import Metrics
+
+
+@contextlib.contextmanager
+def serving(app, port=0):
+    """Serves an application in a thread, and yields its address."""
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.005)
+    try:
+        (listening,) = server.servers[0].sockets
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def data_url(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def user(text, *images):
+    """A user's message; images are Pillow images or URLs."""
+    urls = [image if isinstance(image, str) else data_url(image) for image in images]
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [{"type": "text", "text": text}, *shown]}
+
+
+def noise(seed, size=(24, 24)):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
+
+
+class FakeEngine:
+    """What a front needs of vLLM, without a model: token ids count up from the row's length.
+
+    Attributes:
+        mode: "well", or how it misbehaves.
+        seen: the requests, with the embeddings as bytes.
+        running: answers that are being sent.
+        dropped: answers whose client went away.
+    """
+
+    def __init__(self, mode="well", tokens=4):
+        self.mode, self.tokens, self.seen, self.running, self.dropped = mode, tokens, [], 0, 0
+
+    def app(self):
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+            ]
+        )
+
+    async def _health(self, request):
+        return PlainTextResponse("", 200 if self.mode == "well" else 503)
+
+    async def _models(self, request):
+        return JSONResponse({"data": [{"id": "the engine's"}]})
+
+    async def _complete(self, request):
+        fields = await request.json()
+        fields["prompt_embeds"] = base64.b64decode(fields["prompt_embeds"])
+        self.seen.append(fields)
+        if self.mode == "refuses":
+            error = {"message": "the prompt is too long"}
+            return JSONResponse({"error": error}, 400)
+        if self.mode == "fails":
+            return JSONResponse({"error": {"message": "EngineCore died"}}, 500)
+        return StreamingResponse(self._events(fields["max_tokens"]))
+
+    async def _events(self, most):
+        self.running += 1
+        try:
+            for number in range(most):
+                last = number + 1 == most
+                choice = {"text": "?", "token_ids": [10 + number]}
+                choice["finish_reason"] = "length" if last else None
+                if self.mode == "slow" or (self.mode == "endless" and number):
+                    await asyncio.sleep(0.05 if self.mode == "endless" else 5)
+                if self.mode == "breaks" and number == 2:
+                    yield 'data: {"error": {"message": "EngineCore died"}}\n\n'
+                    return
+                if self.mode == "ends" and number == 2:
+                    return
+                yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            yield "data: [DONE]\n\n"
+        except (asyncio.CancelledError, ClientDisconnect):
+            self.dropped += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+@contextlib.contextmanager
+def front_before(engine, model, most=256, **defaults):
+    """Serves a model before an engine, and yields the address."""
+    metrics = Metrics()
+    defaults = Defaults(positions="compact", **defaults)
+    reader = Reader(model, "tiny", defaults, Limits(), engine=True)
+    with serving(Front(reader, Engine(model, engine, metrics), metrics, most).app()) as address:
+        yield address
+
+
+def ask(client, question, images, most, **fields):
+    """Asks through OpenAI's client; fields that it does not know are passed on."""
+    names = ("pruner", "budget", "mean_budget")
+    own = {name: fields.pop(name) for name in names if name in fields}
+    return client.chat.completions.create(
+        model="tiny",
+        messages=[user(question, *images)],
+        max_tokens=most,
+        extra_body={"return_token_ids": True} | own,
+        **fields,
+    )
+
+
+def until(condition, seconds=5):
+    """Waits until something holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)

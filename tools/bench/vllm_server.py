@@ -1,0 +1,73 @@
+"""vLLM as it is, on this machine's CPU, in the environment that `make test-serving` builds."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import httpx2
+
+PYTHON = Path(__file__).parents[2] / ".venv-serving" / "bin" / "python"
+_SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens on."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+class Vllm:
+    """A server of one model.
+
+    Attributes:
+        address: its address.
+        name: the model's name there.
+    """
+
+    def __init__(self, model: Path, log: Path, *flags: str, port: int | None = None):
+        """Starts it, with its output in a file; further flags are passed on."""
+        port = port or free_port()
+        self.address, self.name, self._log = f"http://127.0.0.1:{port}", str(model), Path(log)
+        command = [PYTHON, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
+        given = ["--model", model, "--host", "127.0.0.1", "--port", port, *flags]
+        with self._log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*map(str, (*command, *given, "--enable-prompt-embeds"))],
+                env=os.environ | _SETTINGS,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self, seconds: float = 300) -> "Vllm":
+        """Waits until it answers."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self._process.poll() is None:
+            with contextlib.suppress(httpx2.TransportError):
+                if httpx2.get(f"{self.address}/health").status_code == 200:
+                    return self
+            time.sleep(0.5)
+        self.kill()
+        raise RuntimeError(f"vLLM did not start:\n{self._log.read_text()[-3000:]}")
+
+    def kill(self) -> None:
+        """Kills it with all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def __enter__(self) -> "Vllm":
+        return self.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
