@@ -90,11 +90,9 @@ class PolicyConfig:
         min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
         temperature: tau of the pointer softmax, Eq. (6).
         draw: temperature, as a factor on tau, at which a token is drawn from the pointer's
-            distribution; 0 takes the most probable one, as printed. Training draws, too: it follows
-            a drawn history, and opens tokens by p_t of the logits with the noise of that draw
-            (Gumbel-softmax), so that the set it opens is one that is kept. Without noise it opens
-            the tokens with the largest marginals, of which the most probable sequence is a poor
-            sample.
+            distribution when tokens are selected; 0 takes the most probable one. Training opens the
+            tokens with the largest marginals, of which the most probable sequence is a poor sample.
+            The gate of training follows the most probable tokens whatever the temperature.
         group: tokens taken from one pointer distribution, best first; see `Limits`. 1 attends to
             the history before every token.
         stop: stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is

@@ -1,5 +1,6 @@
 """The training pathway: `gate` makes every token as noisy as the policy decides; Eq. (15)."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -74,10 +75,10 @@ def gate(
         least, most = jnp.minimum(config.min_tokens, longest), longest
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, b)
     limits, bias = Limits(min_tokens=least, max_tokens=most), stop_bias + log_price
-    # What is opened is a draw, as what is kept is one; see `PolicyConfig.draw`.
-    keys = jax.random.split(jax.random.fold_in(budget_key, 2), b)
-    episode = begin(params, config, inputs, limits, progress.text_gate, bias, decoder, keys)
-    trajectory = roll_out(params, config, episode, decoder, relaxed=True)
+    # The history is that of the best tokens, as printed.
+    best = dataclasses.replace(config, draw=0.0)
+    episode = begin(params, best, inputs, limits, progress.text_gate, bias, decoder)
+    trajectory = roll_out(params, best, episode, decoder)
     running = jnp.asarray(progress.running_count, jnp.float32)
     running = update_running_count(running, trajectory.count)
     k = soft_budget(config, trajectory, running, count)
@@ -170,7 +171,7 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
     `lm_loss`: the loss without its penalty. `k_mean`, `k_std`: hard count. `k_soft`: expected
     count. `k_cap`: share of rows stopped by T_max. `alpha_in`, `alpha_out`: mean gate inside and
     outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean entropy in nats
-    of p_t over alive steps, with the noise of its draws.
+    of the pointer over alive steps.
     """
     gated, t = aux.gated, aux.gated.trajectory
     count, real = gated.stopped.astype(jnp.float32), gated.real

@@ -120,22 +120,14 @@ def select(
 
 
 def roll_out(
-    params: Params,
-    config: PolicyConfig,
-    episode: Episode,
-    decoder: DecoderFns = POINTER,
-    relaxed: bool = False,
+    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Trajectory:
-    """Runs an episode with the estimator and the feedback that are asked for.
-
-    If `relaxed`, p_t is the relaxed draw of step t, a softmax whose mode is the token drawn, and
-    not the distribution that it was drawn from.
-    """
+    """Runs an episode with the estimator and the feedback that are asked for."""
     straight = config.estimator == "straight_through"
     if not straight and decoder.sequence is not None and decoder.feedback is None:
-        return select_parallel(params, config, episode, decoder, relaxed)
+        return select_parallel(params, config, episode, decoder)
     feedback = decoder.feedback or (straight_through if straight else hard_feedback)
-    return select_loop(params, config, episode, decoder, feedback, relaxed)
+    return select_loop(params, config, episode, decoder, feedback)
 
 
 def select_loop(
@@ -144,12 +136,11 @@ def select_loop(
     episode: Episode,
     decoder: DecoderFns = POINTER,
     feedback: Callable[..., Array] = straight_through,
-    relaxed: bool = False,
     rollout_fn: Callable[..., Any] = saved_rollout,
 ) -> Trajectory:
     """Runs an episode whose loop is differentiated step by step."""
     rollout = _loop(params, config, episode, decoder.step, feedback, rollout_fn)
-    return _read(config, episode, rollout.logits.swapaxes(0, 1), rollout.choice, relaxed)
+    return _read(config, episode, rollout.logits.swapaxes(0, 1), rollout.choice)
 
 
 def _loop(
@@ -169,28 +160,15 @@ def _loop(
     return cast(Rollout, rollout_fn(loop, operands, given))
 
 
-_noises = jax.vmap(gumbel, (None, None, 0, None, None))  # [t, b, n], those of several steps
-
-
-def _read(config: PolicyConfig, episode: Episode, logits, choice, relaxed: bool) -> Trajectory:
+def _read(config: PolicyConfig, episode: Episode, logits, choice) -> Trajectory:
     picked = pick_step(choice, episode.image_mask.shape[1])
-    noise = None
-    if relaxed and episode.key is not None:  # those that the loop drew by
-        step, n = jnp.arange(episode.steps), episode.image_mask.shape[1]
-        first = step - step % episode.group
-        noise = _noises(config, episode.key, first, n, logits.dtype).swapaxes(0, 1)
-    limits, bias = episode.limits, episode.stop_bias
     return read_trajectory(
-        config, logits, choice.T, picked, episode.image_mask, limits, bias, noise
+        config, logits, choice.T, picked, episode.image_mask, episode.limits, episode.stop_bias
     )
 
 
 def select_parallel(
-    params: Params,
-    config: PolicyConfig,
-    episode: Episode,
-    decoder: DecoderFns = POINTER,
-    relaxed: bool = False,
+    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Trajectory:
     """Runs an episode with `hard_feedback`, its gradient taken in one causal pass, not the loop.
 
@@ -204,7 +182,7 @@ def select_parallel(
     queries = jnp.concatenate([episode.query[:, None], later], axis=1)
     logits = decoder.sequence(params, config, episode.context, queries, episode.cache)
     logits = hold(config, logits, episode.group)
-    return _read(config, episode, logits, choice, relaxed)
+    return _read(config, episode, logits, choice)
 
 
 def _order(
@@ -301,7 +279,9 @@ def by_tables(
         noise = None
         if key is not None:  # of the whole block at once
             wide = layers.score_dtype(episode.slots.dtype)
-            noise = _noises(config, key, numbers * group, n, wide)
+            noise = jax.vmap(gumbel, (None, None, 0, None, None))(
+                config, key, numbers * group, n, wide
+            )
         walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
         choice, stop, best = jax.tree.map(lambda x: x.swapaxes(0, 1), read)
         choice = choice.reshape(-1, block)

@@ -74,12 +74,11 @@ def step_distribution(
     step: Int[Array, "*#b"],
     limits: RowLimits,
     stop_bias: Float[Array, "*#b"],
-    noise: Float[Array, "*b n"] | None = None,
 ) -> StepDistribution:
     """Computes pointer and stop probabilities of a step, Eqs. (6)-(7), in the dtype of `logits`.
 
     p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the remaining tokens; `PolicyConfig.stop`
-    says what p_t(stop) is. The noise of a draw is added to l_t, but for the stop.
+    says what p_t(stop) is.
     """
     image, stop, margin = stop_margin(config, logits, available, step, stop_bias)
     scaled = image / config.temperature
@@ -94,8 +93,7 @@ def step_distribution(
     stop_prob = jnp.where(may_not, 0.0, jnp.where(must, 1.0, jax.nn.sigmoid(score)))
     log_continue = jnp.where(may_not, 0.0, jnp.where(must, MASKED, jax.nn.log_sigmoid(-score)))
     open_slots = available & ~must[..., None]
-    pointed = scaled if noise is None else (image + noise) / config.temperature
-    log_prob = jax.nn.log_softmax(pointed, axis=-1) + log_continue[..., None]
+    log_prob = jax.nn.log_softmax(scaled, axis=-1) + log_continue[..., None]
     log_prob = jnp.where(open_slots, log_prob, MASKED)
     prob = jnp.where(open_slots, jnp.exp(log_prob), 0.0)
     return StepDistribution(log_prob, prob, stop_prob, log_continue, margin, decided)
@@ -109,14 +107,13 @@ def read_trajectory(
     image_mask: Bool[Array, "b n"],
     limits: RowLimits,
     stop_bias: Float[Array, "b"],
-    noise: Float[Array, "b t n"] | None = None,
 ) -> Trajectory:
     """Reads a whole rollout at once; `picked` is the first step at which a token is pointed at."""
     steps, n = logits.shape[1], image_mask.shape[1]
     step = jnp.arange(steps)[None]
     available = image_mask[:, None] & (picked[:, None] >= step[..., None])
     columns = RowLimits(limits.min_tokens[:, None], limits.max_tokens[:, None])
-    p = step_distribution(config, logits, available, step, columns, stop_bias[:, None], noise)
+    p = step_distribution(config, logits, available, step, columns, stop_bias[:, None])
     count = first_true(p.stop)
     kept = step < count[:, None]
     return Trajectory(

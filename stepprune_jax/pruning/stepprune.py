@@ -10,10 +10,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import POINTER, Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
+from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
-from stepprune_jax.policy.selection import begin, roll_out
 from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT, Budget
@@ -137,12 +136,9 @@ class StepPrune(TrainedMethod):
     def opened(
         self, weights: Weights, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """The soft scores of an episode as in training, and the mean entropy of its pointer."""
-        config = self.config
-        episode = begin(weights, config, inputs, Limits(budget=budget), 1.0, 0.0, POINTER)
-        relaxed = roll_out(weights, config, episode, relaxed=True)
-        entropy = pointer_entropy(roll_out(weights, config, episode))
-        return policy.trajectory_scores(config, relaxed), entropy
+        """The soft scores of an episode, and the mean entropy of its pointer."""
+        trajectory = policy.select(weights, self.config, inputs, Limits(budget=budget))
+        return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
 
     def counts(
         self, params: Trained, ranking: Ranking, exact: Int[ArrayLike, "r"]

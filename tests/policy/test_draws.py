@@ -108,23 +108,12 @@ def test_a_learned_stop_ends_drawn_histories(world):
     np.testing.assert_array_equal(picks.count, drawn.count)
 
 
-@pytest.mark.parametrize("estimator", ["parallel", "straight_through"])
-@pytest.mark.parametrize("group", [1, 3])
-def test_the_gate_opens_the_tokens_that_are_drawn(world, estimator, group):
+def test_the_gate_follows_the_best_tokens(world):
     config, params, inputs = world
-    config = dataclasses.replace(config, estimator=estimator, group=group, draw=2.0)
-    one, other = (gate(params, config, jax.random.key(n), inputs).trajectory for n in (0, 1))
-    assert (one.choice != other.choice).any()
-    for trajectory in (one, other):
-        mode, reached = trajectory.log_prob.argmax(-1), np.arange(6) < trajectory.count[:, None]
-        np.testing.assert_array_equal(mode[reached], trajectory.choice[reached])
+    gated = gate(params, config, jax.random.key(0), inputs)
     still = dataclasses.replace(config, draw=0.0)
-    best = gate(params, still, jax.random.key(0), inputs).trajectory
     most = rank(params, still, inputs, Limits(max_steps=6)).choice
-    np.testing.assert_array_equal(best.choice, most)
-    # The stop does not feel the noise.
-    first = (one.stop_prob[:, 0], best.stop_prob[:, 0])
-    np.testing.assert_allclose(*first, rtol=1e-5)
+    np.testing.assert_array_equal(gated.trajectory.choice, most)
 
 
 @pytest.mark.parametrize("key", [jnp.zeros(2, jnp.uint32), jax.random.split(jax.random.key(0))])

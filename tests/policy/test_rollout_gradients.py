@@ -170,9 +170,9 @@ def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, layers):
 def test_train_loss_has_the_gradient_of_the_plain_loop(rng, x64, monkeypatch, estimator):
     """Parallel is held against the plain loop with feedback cut, straight-through against it as is.
 
-    Both through the objective, budgets, text and draws included.
+    Both through the objective, budgets and text included.
     """
-    config = cases.small_config(estimator=estimator, encoder_layers=1, max_steps=4, draw=0.7)
+    config = cases.small_config(estimator=estimator, encoder_layers=1, max_steps=4)
     inputs = Inputs(rng.normal(size=(4, 6, 8)), rng.normal(size=(4, 2, 5)))
     x = dict(params=cases.random_weights(rng, config), stop_bias=np.float64(0.2))
     weigh = cases.weighted_sum(rng, inputs.image)
@@ -184,9 +184,8 @@ def test_train_loss_has_the_gradient_of_the_plain_loop(rng, x64, monkeypatch, es
     _, found = value_and_gradient(loss, x)
     feedback = straight_through if estimator == "straight_through" else hard_feedback
 
-    def plain(params, config, episode, decoder, relaxed):
-        how = (decoder, feedback, relaxed, plain_rollout)
-        return selection.select_loop(params, config, episode, *how)
+    def plain(params, config, episode, decoder):
+        return selection.select_loop(params, config, episode, decoder, feedback, plain_rollout)
 
     monkeypatch.setattr(objective, "roll_out", plain)
     # A new function, or the program compiled above would be found again.
