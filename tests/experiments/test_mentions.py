@@ -24,6 +24,9 @@ from experiments.shapes.world import scene_at
 from stepprune_jax.data.llava import Sample
 from stepprune_jax.testing import llava_encoder
 
+# The models are made and kept; these run when pretraining changes.
+pytestmark = pytest.mark.slow
+
 TURNS = ("Is the cup left of the cup?", "yes", "Where is the cup?", "here")
 ROWS = Mentions(
     np.array([0, 0, 0]),

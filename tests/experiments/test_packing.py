@@ -28,6 +28,9 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
 from stepprune_jax.testing import llava_encoder
 
+# The models are made and kept; these run when pretraining changes.
+pytestmark = pytest.mark.slow
+
 TURNS = (
     ("Red?", "yes", "What color is it?", "blue", "Which?", "the red one"),
     ("How many?", "two"),

@@ -39,6 +39,9 @@ from stepprune_jax.models.attention import attention_weights
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 
+# The models are made and kept; these run when pretraining changes.
+pytestmark = pytest.mark.slow
+
 CONFIG = str(Path(__file__).parents[2] / "experiments/configs/pretrain_shapes_qwen.py")
 TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
 GRIDS = np.array([[2, 2], [3, 3]])

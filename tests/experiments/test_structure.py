@@ -13,6 +13,9 @@ from experiments.pretrain.structure import (
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
 
+# The models are made and kept; these run when pretraining changes.
+pytestmark = pytest.mark.slow
+
 CONFIG = ClipConfig(128, 16, 3, 8, 48, 8)
 
 

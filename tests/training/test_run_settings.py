@@ -132,7 +132,9 @@ def test_ablations_of_the_paper_change_one_field():
             for name in (f"{base},{row}", f"{row},{base}"):
                 found = build(load_config(f"llava7b:{name}"))
                 assert found == dataclasses.replace(whole, **change) != whole
-    with pytest.raises(ValueError, match=r"is 'last,alive', expected literal, one of causal, last"):
+    with pytest.raises(
+        ValueError, match=r"is 'last,alive', expected literal, short, one of causal"
+    ):
         load_config("llava7b:last,alive")
 
 
