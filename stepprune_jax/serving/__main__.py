@@ -28,6 +28,9 @@ from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.user_input import check, local_path, user_input
 
 _NAME = "stepprune-serve"
+# Seconds that a connection may be idle: longer than a busy client takes to use it again, which
+# would otherwise find it closed as it sends.
+KEEP_ALIVE = 75
 _DTYPES = ("bfloat16", "float32", "float16")
 _logger = logging.getLogger("stepprune_jax.serving")  # also if run as __main__
 
@@ -128,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=10,
+        timeout_keep_alive=KEEP_ALIVE,
     )
 
 

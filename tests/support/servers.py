@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from stepprune_jax.serving.__main__ import KEEP_ALIVE
 from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.images import Limits
@@ -26,9 +27,8 @@ from stepprune_jax.serving.metrics import Metrics
 @contextlib.contextmanager
 def serving(app, port=0):
     """Serves an application in a thread, and yields its address."""
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=1
-    )
+    how = {"log_level": "error", "timeout_graceful_shutdown": 1, "timeout_keep_alive": KEEP_ALIVE}
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, **how)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
