@@ -97,7 +97,7 @@ def gather(
 
 
 _choose = jax.jit(choose)
-_gather = jax.jit(gather, static_argnames=("capacity", "order"))
+run_gather = jax.jit(gather, static_argnames=("capacity", "order"))
 
 
 def prune(
@@ -150,4 +150,4 @@ def prune(
     how = {"stop_bias": stop_bias, "decoder": decoder, "key": key}
     picks = _choose(params, config, inputs, limits, **how)
     bucket = choose_bucket(picks.count, bucket_ladder(steps))
-    return _gather(picks, inputs.image, bucket, order=order)
+    return run_gather(picks, inputs.image, bucket, order=order)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from stepprune_jax.policy import Inputs, Limits, Picks, Pruned, gather
-from stepprune_jax.pruning.trained import TrainedMethod, Weights, first_tokens
+from stepprune_jax.policy import Inputs, Limits, Pruned
+from stepprune_jax.policy.buckets import run_gather
+from stepprune_jax.pruning.trained import TrainedMethod, Weights, first_tokens, run_choose
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
 
@@ -99,11 +100,6 @@ def describe(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _choose(method: TrainedMethod, weights: Weights, inputs: Inputs, budget: int) -> Picks:
-    return method.choose(weights, inputs, Limits(budget=budget))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 3))
 def _opened(method: TrainedMethod, weights: Weights, inputs: Inputs, budget: int):
     return method.opened(weights, inputs, budget)
 
@@ -124,14 +120,18 @@ def measure(
         mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
         swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
     noise = jnp.where(real, jax.random.uniform(key, (b, n)), 2)
-    own = _choose(method, weights, inputs, budget)
+    limits = Limits(budget=budget)
+    own = run_choose(method, weights, inputs, limits)
     picks = {
         ALL: (first_tokens(jnp.argsort(~real, axis=1, stable=True), tokens), n),
         RANDOM: (first_tokens(jnp.argsort(noise, axis=1), own.count), budget),
         OWN: (own, budget),
-        OTHER: (_choose(method, weights, swapped, budget), budget),
+        OTHER: (run_choose(method, weights, swapped, limits), budget),
     }
-    kept = {name: gather(chosen, inputs.image, size) for name, (chosen, size) in picks.items()}
+    kept = {
+        name: run_gather(chosen, inputs.image, capacity=size)
+        for name, (chosen, size) in picks.items()
+    }
     empty = kept[OWN]
     kept[NONE] = Pruned(
         jnp.full_like(empty.index, -1),

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
-from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
 from stepprune_jax.policy.params import draw_params
 from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
@@ -185,14 +184,14 @@ class TrainedMethod(Ranker):
         key: Array | None = None,
     ) -> Pruned:
         """Chooses and gathers tokens, in a bucket chosen on the host; see `policy.prune`."""
-        picks = _choose(self, weights, inputs, limits, stop_bias, key)
+        picks = run_choose(self, weights, inputs, limits, stop_bias, key)
         bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))
-        return policy.gather(picks, inputs.image, bucket, order=order)
+        return run_gather(picks, inputs.image, bucket, order=order)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _choose(method: TrainedMethod, *given: Any) -> Picks:
-    """One program of `TrainedMethod.choose`, rather than one for each of its operations."""
+def run_choose(method: TrainedMethod, *given: Any) -> Picks:
+    """Runs `TrainedMethod.choose` as one program, rather than one for each of its operations."""
     return method.choose(*given)
 
 

@@ -89,14 +89,14 @@ def test_ladder_bounds_padding_and_ends_at_the_cap():
 
 def test_prune_compiles_once_for_selection_and_once_per_bucket(params, inputs, monkeypatch):
     monkeypatch.setattr(buckets, "bucket_ladder", lambda steps: (4, 8, 12))
-    before = buckets._choose._cache_size(), buckets._gather._cache_size()
+    before = buckets._choose._cache_size(), buckets.run_gather._cache_size()
     sizes = []
     for count in (1, 2, 3, 4, 5, 8, 9, 12):
         pruned = policy.prune(params, CONFIG, inputs, Limits(budget=count))
         sizes.append(pruned.tokens.shape[1])
         np.testing.assert_array_equal(pruned.count, [count] * B)
     assert sizes == [4, 4, 4, 4, 8, 8, 12, 12]
-    after = buckets._choose._cache_size(), buckets._gather._cache_size()
+    after = buckets._choose._cache_size(), buckets.run_gather._cache_size()
     assert (after[0] - before[0], after[1] - before[1]) == (1, 3)
 
 
