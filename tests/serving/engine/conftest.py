@@ -34,7 +34,9 @@ def wide_llava(tmp_path_factory):
         "image_token": "<image>",
     }
     (folder / "processor_config.json").write_text(json.dumps(processor))
-    return testing.tiny_llava(folder, text=_HEADS | {"num_key_value_heads": 2})
+    # Room for answers that take vLLM seconds, so that there is something to interrupt.
+    text = _HEADS | {"num_key_value_heads": 2, "max_position_embeddings": 2048}
+    return testing.tiny_llava(folder, text=text)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from stepprune_jax.checkpoints.load import load_vlm
 from tools.bench.serving import WAYS, load
 from tools.bench.vllm_server import Vllm, free_port
 
-MOST, LONG = 64, 180
+MOST, LONG = 64, 1500
 FLAGS = ("--dtype", "float32")
 
 
@@ -94,7 +94,7 @@ def test_vllm_stops_what_nobody_waits_for(model, wide_llava, start, stream):
         with concurrent.futures.ThreadPoolExecutor(16) as threads:
             list(threads.map(vanish, range(16)))
         until(lambda: running(engine) == 0, 20)
-        assert figure(engine, "generation_tokens_total") - before < 0.9 * 16 * LONG
+        assert figure(engine, "generation_tokens_total") - before < 16 * LONG / 2
 
 
 def test_ten_thousand_requests_at_once(model, wide_llava, start):
