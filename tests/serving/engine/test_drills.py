@@ -50,7 +50,7 @@ def test_an_engine_that_is_killed_and_started_again(model, wide_llava, tmp_path)
 
     def stream(number):
         try:
-            chunks = list(ask(client, "red dog?", [noise(number)], LONG, stream=True))
+            chunks = list(ask(client, "red dog?", [noise(number)], 180, stream=True))
             outcomes["whole" if chunks[-1].choices[0].finish_reason else "cut"] += 1
         except openai.APIError as error:
             outcomes[type(error).__name__] += 1
