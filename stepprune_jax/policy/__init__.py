@@ -28,6 +28,7 @@ from stepprune_jax.policy.params import (
     init_policy,
     partition_rules,
 )
+from stepprune_jax.policy.sampling import Draw, leave_one_out, sample
 from stepprune_jax.policy.scores import trajectory_scores
 from stepprune_jax.policy.selection import choose, rank, select
 from stepprune_jax.policy.soft_topk import soft_topk
@@ -35,6 +36,7 @@ from stepprune_jax.policy.soft_topk import soft_topk
 __all__ = [
     "POINTER",
     "DecoderFns",
+    "Draw",
     "FeatureStats",
     "Gated",
     "Inputs",
@@ -52,11 +54,13 @@ __all__ = [
     "gate",
     "gather",
     "init_policy",
+    "leave_one_out",
     "noise_gate",
     "partition_rules",
     "policy_metrics",
     "prune",
     "rank",
+    "sample",
     "select",
     "soft_topk",
     "train_loss",

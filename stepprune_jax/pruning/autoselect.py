@@ -17,10 +17,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Inputs, PolicyConfig, Progress
+from stepprune_jax.policy import Inputs, Limits, PolicyConfig, Progress
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
@@ -28,11 +28,12 @@ from stepprune_jax.policy.noise import gate_tokens, standardise
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
+from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
-from stepprune_jax.pruning.trained import TrainedMethod
+from stepprune_jax.pruning.trained import TrainedMethod, first_tokens
 
 Params = dict[str, Any]
 
@@ -281,6 +282,33 @@ class AutoSelect(TrainedMethod):
         loss = lm_loss_fn(gated.tokens).astype(score_dtype(gated.tokens.dtype))
         scalars = {"lm_loss": loss} | metrics(gated, inputs.real)
         return loss, (scalars, jnp.asarray(progress.running_count))
+
+    def sample(
+        self,
+        weights: Params,
+        inputs: Inputs,
+        limits: Limits,
+        keys: Key[Array, "g"],
+        progress: Progress,
+    ) -> tuple[Draw, Float[Array, "g b"]]:
+        """Draws from the Plackett-Luce distribution of the scores, at a temperature of 1."""
+        config, (b, n) = dataclasses.replace(self.config, draw=1.0), inputs.image.shape[:2]
+        found = scores(weights, config, inputs, progress.text_gate)
+        most = jnp.minimum(jnp.asarray(limits.max_tokens), jnp.sum(inputs.real, axis=1))
+
+        def one(key):
+            noisy = jax.lax.stop_gradient(drawn(config, found, jax.random.split(key, b)))
+            order = best_first(noisy)
+            ordered = jnp.take_along_axis(found, order, axis=1)
+            left = jax.lax.cumlogsumexp(ordered, axis=1, reverse=True)
+            kept = jnp.arange(n) < most[:, None]
+            log_prob = jnp.sum(jnp.where(kept, ordered - left, 0), axis=1)
+            return first_tokens(order, most), log_prob
+
+        picks, log_prob = jax.vmap(one)(keys)
+        share = jax.nn.softmax(found)
+        entropy = -jnp.mean(jnp.sum(share * jax.nn.log_softmax(found), axis=1))
+        return Draw(picks, log_prob, entropy), jnp.zeros_like(log_prob)
 
     def order(
         self, weights: Params, inputs: Inputs, steps: int, key: Array | None = None

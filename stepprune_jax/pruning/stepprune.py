@@ -4,16 +4,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
+from stepprune_jax.policy.budget import draw_log_prices
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
-from stepprune_jax.policy.trajectory import count_at_bias
+from stepprune_jax.policy.sampling import Draw
+from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
 from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.trained import TrainedMethod, Weights
@@ -64,6 +67,24 @@ class StepPrune(TrainedMethod):
         given = (weights, self.config, key, inputs, lm_loss_fn)
         loss, aux = policy.train_loss(*given, progress=progress, **options)
         return loss, (policy.policy_metrics(aux), aux.gated.running_count)
+
+    def sample(
+        self,
+        weights: Weights,
+        inputs: Inputs,
+        limits: Limits,
+        keys: Key[Array, "g"],
+        progress: Progress,
+    ) -> tuple[Draw, Float[Array, "g b"]]:
+        """As `policy.sample`, at a token price of each row's own; see `price_range`."""
+        price_key, size = jax.random.fold_in(keys[0], 1), jnp.sum(inputs.real, axis=1)
+        log_price = draw_log_prices(price_key, self.config, len(size))
+        how = {"text_gate": progress.text_gate, "stop_bias": log_price}
+        draw = policy.sample(weights, self.config, inputs, limits, keys, **how)
+        count, growth = draw.picks.count, self.config.price_growth
+        # The sum of all tokens' prices, of which the last one's is the largest.
+        last = jnp.exp(log_price + log_price_growth(self.config, count, size))
+        return draw, self.config.length_weight * last * count / (size * (growth + 1))
 
     def is_stop(self, path: str) -> bool:
         """The stop slot, and a hazard's layer."""

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
 from stepprune_jax.policy.params import draw_params
+from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 
@@ -85,6 +86,28 @@ class TrainedMethod(Ranker):
             The loss, and (scalars to be logged by name, among them "lm_loss"; the running mean of K
             for the next batch's `progress`).
         """
+
+    def sample(
+        self,
+        weights: Weights,
+        inputs: Inputs,
+        limits: Limits,
+        keys: Key[Array, "g"],
+        progress: Progress,
+    ) -> tuple[Draw, Float[Array, "g b"]]:
+        """Draws sets of tokens, and returns what each of them costs, for a policy gradient.
+
+        Args:
+            weights: the weights, in which the draws' log-probabilities are differentiable.
+            inputs: image and question.
+            limits: bounds on the counts of each row.
+            keys: a PRNG key for each draw, consumed.
+            progress: schedules of the training so far.
+
+        Raises:
+            ValueError: the method draws nothing.
+        """
+        raise ValueError(f"{self.name} draws no sets of tokens, expected a method that does")
 
     @abc.abstractmethod
     def order(

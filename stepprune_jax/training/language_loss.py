@@ -137,8 +137,12 @@ def row_losses(
     options: ForwardOptions,
     kept: Pruned,
     targets: Targets,
+    positions: str = "original",
 ) -> Float[Array, " b"]:
-    """Computes the cross-entropy of conversations with some of their visual tokens."""
+    """Computes the cross-entropy of conversations with some of their visual tokens.
+
+    Position ids are those of `vlm.assemble`.
+    """
     k = kept.tokens.shape[1]
     tokens = model.family.project(params, model, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)
@@ -148,6 +152,7 @@ def row_losses(
         targets.ids,
         targets.length,
         jax.tree.map(lambda part: part[:, None], visual),
+        positions,
         capacity=targets.ids.shape[1] - 1 + k,
     )
     sequence = sequence._replace(hidden=constrain_rows(options.mesh, sequence.hidden))

@@ -206,8 +206,22 @@ def _begin(loop: _Loop, about: dict[str, Any]) -> tuple[int, Saved, Stream]:
         distributed.say(f"Resuming after step {restored.step}")
         stream = loop.batches.stream(run.steps, restored.about["batches"])
         return restored.step, restored.saved, stream
-    fresh = fresh._replace(stats=_statistics(loop, fresh.stats))
+    if run.start:
+        fresh = _start(loop, fresh)
+    else:
+        fresh = fresh._replace(stats=_statistics(loop, fresh.stats))
     return 0, fresh, loop.batches.stream(run.steps)
+
+
+def _start(loop: _Loop, fresh: Saved) -> Saved:
+    """Replaces new weights and statistics by those of a policy file."""
+    with user_input():
+        policy, config = load_policy(loop.run.start), loop.setup.method.config
+        if policy.config != config:
+            raise ValueError(f"config.start: {loop.run.start} is of the configuration "
+                f"{policy.config}, expected {config}")
+    params, stats = replicate_like(loop.model.params, (policy.params, policy.stats))
+    return fresh._replace(state=fresh.state._replace(params=params), stats=stats)
 
 
 def _statistics(loop: _Loop, stats: FeatureStats) -> FeatureStats:

@@ -19,6 +19,7 @@ from stepprune_jax.pruning.trained import TrainedConfig
 from stepprune_jax.settings import Settings, choice, count, setting, share
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
+from stepprune_jax.training.policy_gradient import PolicyGradientSettings
 from stepprune_jax.training.step import Setup
 
 
@@ -88,6 +89,9 @@ class Run(EvaluationRun):
             the model, unless a `text_width` of 0 hides the question.
         autoselect: the one-shot scorer, for the method "autoselect"; likewise.
         optimizer: the optimiser.
+        policy_gradient: training on sampled sets instead of through the noise gate.
+        start: file or name of the policy to begin with, of the same configuration; empty to draw
+            new weights.
         accelerator: devices that a dry run plans for.
         validation: validation during training.
     """
@@ -109,6 +113,8 @@ class Run(EvaluationRun):
     policy: TrainedConfig = PolicyConfig()
     autoselect: TrainedConfig = AutoSelectConfig()
     optimizer: OptimizerSettings = OptimizerSettings()
+    policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
+    start: str = ""
     accelerator: AcceleratorSettings = setting(AcceleratorSettings(), free=True)
     validation: ValidationSettings = setting(ValidationSettings(), free=True)
 
@@ -178,4 +184,5 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
         optimizer=run.optimizer,
         text_gate_anneal=run.text_gate_anneal,
         forward=forward,
+        policy_gradient=run.policy_gradient,
     )

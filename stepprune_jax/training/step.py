@@ -15,13 +15,20 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
 from stepprune_jax.pruning import TrainedMethod
-from stepprune_jax.training.language_loss import ForwardOptions, Targets, lm_loss, map_rows
+from stepprune_jax.training.language_loss import (
+    ForwardOptions,
+    Targets,
+    lm_loss,
+    map_rows,
+    row_losses,
+)
 from stepprune_jax.training.optimizer import (
     OptimizerSettings,
     learning_rate,
     make_optimizer,
     mark_stop,
 )
+from stepprune_jax.training.policy_gradient import PolicyGradientSettings, policy_gradient_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Setup:
         optimizer: settings of the optimiser.
         text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0 for a constant 1.
         forward: how the frozen model is run.
+        policy_gradient: settings of the objective of sampled sets.
     """
 
     model: ModelConfig
@@ -43,6 +51,7 @@ class Setup:
     optimizer: OptimizerSettings
     text_gate_anneal: float
     forward: ForwardOptions
+    policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
 
 
 class Batch(NamedTuple):
@@ -132,9 +141,24 @@ def _update(
     """Performs update number `step`, from 0; returns the new state, and scalars of the old one."""
     inputs = selector_inputs(params, setup, batch)
 
-    def loss(tokens):
-        return lm_loss(params, setup.model, setup.forward, tokens, batch.targets)
+    frozen, sampled = (params, setup.model, setup.forward), setup.policy_gradient
 
+    def gated_loss(tokens):
+        return lm_loss(*frozen, tokens, batch.targets)
+
+    def set_losses(kept):
+        draws = sampled.samples
+        forward = setup.forward._replace(rows=setup.forward.rows * draws)
+        targets = jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), batch.targets)
+        count = jnp.maximum(1, jnp.sum(targets.supervised, axis=1))
+        losses = map_rows(
+            lambda rows: row_losses(*frozen, *rows, sampled.positions),
+            forward,
+            (kept, targets),
+        )
+        return losses / count
+
+    loss = set_losses if sampled.samples else gated_loss
     return learn(state, stats, inputs, loss, key, step, setup)
 
 
@@ -142,12 +166,15 @@ def learn(
     state: State,
     stats: FeatureStats,
     inputs: Inputs,
-    lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+    loss_fn: Callable[..., Array],
     key: Array,
     step: Int[Array, ""],
     setup: Setup,
 ) -> tuple[State, dict[str, Array]]:
-    """Performs the selector's part of an update: everything but the frozen model."""
+    """Performs the selector's part of an update: everything but the frozen model.
+
+    `loss_fn` is that of `TrainedMethod.train_loss` or of `policy_gradient_loss`.
+    """
     share = step / setup.steps
     opening = setup.text_gate_anneal
     text_gate = jnp.minimum(1.0, share / opening) if opening else jnp.ones(())
@@ -155,8 +182,11 @@ def learn(
 
     def loss(trained):
         draw_key = jax.random.fold_in(key, step)
-        given = (draw_key, inputs._replace(stats=stats), lm_loss_fn, progress)
-        value, aux = setup.method.train_loss(trained, *given)
+        given = (trained, draw_key, inputs._replace(stats=stats), loss_fn, progress)
+        if setup.policy_gradient.samples:
+            value, aux = policy_gradient_loss(setup.method, setup.policy_gradient, *given)
+        else:
+            value, aux = setup.method.train_loss(*given)
         return value, jax.lax.stop_gradient(aux)
 
     (value, (metrics, running_count)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)

@@ -1,0 +1,104 @@
+"""Sets drawn from a policy, with their probabilities: what a policy gradient needs."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Key
+
+from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, Picks, Trajectory
+from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.selection import begin, roll_out
+from stepprune_jax.policy.trajectory import first_true
+
+_LEAST = 1e-30  # of a probability whose logarithm is taken
+
+
+class Draw(NamedTuple):
+    """A set drawn for each row, of g draws where there is an axis g.
+
+    Attributes:
+        picks: the set.
+        log_prob: logarithm of the probability of its order and count, differentiable.
+        entropy: mean entropy of the distributions that its tokens were drawn from, in nats.
+    """
+
+    picks: Picks
+    log_prob: Float[Array, "*g b"]
+    entropy: Float[Array, "*g"]
+
+
+def sample(
+    params: Params,
+    config: PolicyConfig,
+    inputs: Inputs,
+    limits: Limits,
+    keys: Key[Array, "g"],
+    *,
+    text_gate: ArrayLike = 1.0,
+    stop_bias: ArrayLike = 0.0,
+    decoder: DecoderFns = POINTER,
+) -> Draw:
+    """Draws g sets for each row, tokens and stop alike, at a temperature of 1.
+
+    The stop is one more action: before each token from `min_tokens` on, the episode ends with its
+    probability. The inputs are encoded once for all draws.
+
+    Args:
+        params: policy weights.
+        config: policy configuration; `draw` is not read.
+        inputs: image and question.
+        limits: bounds on the counts. An exact budget leaves the stop no choice.
+        keys: a PRNG key for each draw, consumed.
+        text_gate: g_txt.
+        stop_bias: added to the stop logits, a number or one per row.
+        decoder: functions of the decoder.
+
+    Returns:
+        The draws; the probability of a set of given order is differentiable in `params`.
+
+    Raises:
+        ValueError: as `select`.
+    """
+    config = dataclasses.replace(config, draw=1.0)
+    b = inputs.image.shape[0]
+    started = begin(params, config, inputs, limits, text_gate, stop_bias, decoder)
+
+    def one(key):
+        order_key, stop_key = jax.random.split(key)
+        episode = started._replace(key=jax.random.split(order_key, b))
+        return read_draw(roll_out(params, config, episode, decoder), stop_key)
+
+    return jax.vmap(one)(keys)
+
+
+def read_draw(t: Trajectory, key: Array) -> Draw:
+    """Draws where an episode of drawn tokens ends; `key` is consumed."""
+    n, steps = t.prob.shape[-1], t.stop_prob.shape[1]
+    count = first_true(jax.random.uniform(key, t.stop_prob.shape) < t.stop_prob)
+    step = jnp.arange(steps)
+    kept = step < count[:, None]
+    action = jnp.where(kept, t.choice, n)
+    rows = jnp.arange(len(action))[:, None]
+    selected = jnp.zeros((len(action), n), bool).at[rows, action].set(True, mode="drop")
+    tokens = jnp.take_along_axis(t.log_prob, t.choice[..., None], axis=-1)[..., 0]
+    stop = jnp.log(jnp.maximum(t.stop_prob, _LEAST))
+    ends = step == count[:, None]  # nowhere in an episode that is as long as the loop
+    log_prob = jnp.sum(jnp.where(kept, tokens, 0) + jnp.where(ends, stop, 0), axis=1)
+    share = jnp.exp(t.log_prob - t.log_continue[..., None])
+    entropy = -jnp.sum(jnp.where(t.prob > 0, share * jnp.log(jnp.maximum(share, _LEAST)), 0), -1)
+    mean = jnp.sum(jnp.where(kept, entropy, 0)) / jnp.maximum(jnp.sum(kept), 1)
+    return Draw(Picks(action, count, selected), log_prob, mean)
+
+
+def leave_one_out(reward: Float[Array, "g b"]) -> Float[Array, "g b"]:
+    """Returns each draw's reward less the mean reward of the row's other draws.
+
+    With these as advantages, mean(advantage x log_prob) has the gradient of the mean reward
+    (Kool et al., 2019, https://openreview.net/forum?id=r1lgTGL5DE).
+    """
+    g = len(reward)
+    return (reward - jnp.mean(reward, axis=0)) * (g / (g - 1))

@@ -1,0 +1,105 @@
+"""The objective of sampled sets: the language model answers from the kept tokens alone.
+
+Several sets are drawn for each question, each is answered as it would be at inference, and sets
+with better answers than their question's others become more probable. No gate, no denoiser and no
+backward pass through the language model are involved.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from stepprune_jax.policy import Inputs, Limits, Progress, Pruned, gather
+from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
+from stepprune_jax.policy.sampling import leave_one_out
+from stepprune_jax.pruning import TrainedMethod
+from stepprune_jax.models.sequence import POSITIONS
+from stepprune_jax.settings import Settings, choice, count, setting, share
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyGradientSettings(Settings, group="policy_gradient"):
+    """The group `policy_gradient` of a configuration.
+
+    Attributes:
+        samples: sets drawn for each question; 0 for training through the noise gate.
+        longest: largest set, as a share of an image's tokens.
+        stops: share of the rows that end by the policy's stop, at a price of each token; the others
+            have an exact count, log-uniform up to `longest`.
+        positions: position ids of kept tokens, "original" or "compact".
+    """
+
+    samples: int = setting(0, "0, or an integer from 2", lambda value: value != 1 and value >= 0)
+    longest: float = setting(0.25, "a share in (0, 1]", lambda value: 0 < value <= 1)
+    stops: float = share(0.5)
+    positions: str = choice("original", POSITIONS)
+
+
+def policy_gradient_loss(
+    method: TrainedMethod,
+    settings: PolicyGradientSettings,
+    weights: Any,
+    key: Array,
+    inputs: Inputs,
+    answer_loss_fn: Callable[[Pruned], Float[Array, "r"]],
+    progress: Progress,
+) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
+    """Computes minus the mean of advantage times log-probability.
+
+    The reward of a set is the geometric mean probability of the answer's tokens, less the price of
+    the set where it ends by the stop.
+
+    Args:
+        method: the method that is trained.
+        settings: of the objective.
+        weights: its weights; differentiate with respect to these alone.
+        key: PRNG key; consumed.
+        inputs: image and question, never the answer.
+        answer_loss_fn: maps r = b g sets, those of a row together, to the mean loss of their
+            answers' tokens.
+        progress: schedules of the training so far.
+
+    Returns:
+        As `TrainedMethod.train_loss`.
+    """
+    draw_key, budget_key, own_key = jax.random.split(key, 3)
+    (b, n), g = inputs.image.shape[:2], settings.samples
+    size = jnp.sum(inputs.real, axis=1)
+    capacity = max(1, int(settings.longest * n))
+    longest = jnp.maximum(1, (settings.longest * size).astype(jnp.int32))
+    exact = draw_budgets(budget_key, size, longest, (RANDOM_BUDGET[0], settings.longest))
+    own = jax.random.uniform(own_key, (b,)) < (settings.stops if method.has_stop else 0.0)
+    limits = Limits(
+        min_tokens=jnp.where(own, jnp.minimum(method.least, longest), exact),
+        max_tokens=jnp.where(own, longest, exact),
+        max_steps=capacity,
+    )
+    keys = jax.random.split(draw_key, g)
+    draw, cost = method.sample(weights, inputs, limits, keys, progress)
+
+    def sets(picks):
+        return gather(picks, inputs.image, capacity)
+
+    kept = jax.vmap(sets, out_axes=1)(draw.picks)
+    rows = jax.tree.map(lambda x: x.reshape(b * g, *x.shape[2:]), kept)
+    loss = answer_loss_fn(rows).reshape(b, g).T
+    # The price of an exact count is that of the row's other draws, and changes no advantage.
+    advantage = leave_one_out(jnp.exp(-loss) - cost)
+    value = -jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
+    count = draw.picks.count.astype(jnp.float32)
+
+    def mean(x, where):
+        return jnp.sum(jnp.where(where, x, 0)) / jnp.maximum(1, jnp.sum(where) * g)
+
+    scalars = {
+        "lm_loss": jnp.mean(loss),
+        "reward": jnp.mean(jnp.exp(-loss)),
+        "spread": jnp.mean(jnp.std(jnp.exp(-loss), axis=0)),
+        "k_mean": mean(count, own),
+        "entropy": jnp.mean(draw.entropy),
+    }
+    return value, (scalars, jnp.asarray(progress.running_count))
