@@ -168,3 +168,28 @@ def row_losses(
     log_prob = jax.nn.log_softmax(decoder.logits(language, model.text, hidden), axis=-1)
     target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
     return -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)
+
+
+def answer_losses(
+    params: dict[str, Any],
+    model: ModelConfig,
+    options: ForwardOptions,
+    kept: Pruned,
+    targets: Targets,
+    positions: str = "original",
+) -> Float[Array, "b g"]:
+    """Computes the mean cross-entropy of each conversation's targets from g sets of its tokens.
+
+    The leaves of `kept` are [b, g, ...]. Without a backward pass, all sets of `options.rows`
+    conversations fit where a gated one does.
+    """
+    g = kept.count.shape[1]
+    count = jnp.maximum(1, jnp.sum(targets.supervised, axis=1, keepdims=True))
+
+    def part(rows):
+        sets, of = rows
+        sets = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sets)
+        of = jax.tree.map(lambda x: jnp.repeat(x, g, axis=0), of)
+        return row_losses(params, model, options, sets, of, positions).reshape(-1, g)
+
+    return map_rows(part, options, (kept, Targets(*targets))) / count

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from stepprune_jax.policy import Inputs, Limits, Progress, Pruned, gather
-from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
-from stepprune_jax.policy.sampling import leave_one_out
-from stepprune_jax.pruning import TrainedMethod
 from stepprune_jax.models.sequence import POSITIONS
-from stepprune_jax.settings import Settings, choice, count, setting, share
+from stepprune_jax.policy import Inputs, Limits, Progress, Pruned, gather, leave_one_out
+from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
+from stepprune_jax.pruning import TrainedMethod
+from stepprune_jax.settings import Settings, choice, setting, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ def policy_gradient_loss(
     weights: Any,
     key: Array,
     inputs: Inputs,
-    answer_loss_fn: Callable[[Pruned], Float[Array, "r"]],
+    answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
     progress: Progress,
 ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
     """Computes minus the mean of advantage times log-probability.
@@ -59,8 +58,8 @@ def policy_gradient_loss(
         weights: its weights; differentiate with respect to these alone.
         key: PRNG key; consumed.
         inputs: image and question, never the answer.
-        answer_loss_fn: maps r = b g sets, those of a row together, to the mean loss of their
-            answers' tokens.
+        answer_loss_fn: maps the sets of each row, [b, g, ...], to the mean loss of the answer's
+            tokens, [b, g].
         progress: schedules of the training so far.
 
     Returns:
@@ -85,10 +84,10 @@ def policy_gradient_loss(
         return gather(picks, inputs.image, capacity)
 
     kept = jax.vmap(sets, out_axes=1)(draw.picks)
-    rows = jax.tree.map(lambda x: x.reshape(b * g, *x.shape[2:]), kept)
-    loss = answer_loss_fn(rows).reshape(b, g).T
-    # The price of an exact count is that of the row's other draws, and changes no advantage.
-    advantage = leave_one_out(jnp.exp(-loss) - cost)
+    loss = answer_loss_fn(kept).T
+    reward = jnp.exp(-loss)
+    # The cost of an exact count is that of the row's other draws, and changes no advantage.
+    advantage = leave_one_out(reward - cost)
     value = -jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
     count = draw.picks.count.astype(jnp.float32)
 
@@ -97,8 +96,8 @@ def policy_gradient_loss(
 
     scalars = {
         "lm_loss": jnp.mean(loss),
-        "reward": jnp.mean(jnp.exp(-loss)),
-        "spread": jnp.mean(jnp.std(jnp.exp(-loss), axis=0)),
+        "reward": jnp.mean(reward),
+        "reward_std": jnp.mean(jnp.std(reward, axis=0)),
         "k_mean": mean(count, own),
         "entropy": jnp.mean(draw.entropy),
     }

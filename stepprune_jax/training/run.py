@@ -71,6 +71,7 @@ class _Loop(NamedTuple):
     batches: Batches
     validation: Validation | None
     questions: Sequence[Question]
+    start: Policy | None
     checkpoints: Checkpoints
     interrupt: Interrupt
 
@@ -113,6 +114,7 @@ def _train(
         data = distributed.main_first(lambda: training_source(run.data, workdir))
         questions = read_questions(run, setup, workdir)
         unanswered = read_calibration_questions(run, workdir)
+        start = _read_start(run, setup)
         identities = model_identity(source), file_identity(data.file)
         about = distributed.main_first(lambda: claim(workdir, run, *identities))
     about |= {"selector": config_metadata(setup.method.config)}
@@ -136,10 +138,21 @@ def _train(
                         validation = Validation(run, model, questions, workdir)
                 if _stopped(interrupt):
                     return
-                parts = (run, workdir, model, setup, batches, validation, unanswered)
+                parts = (run, workdir, model, setup, batches, validation, unanswered, start)
                 _loop(_Loop(*parts, checkpoints, interrupt), about, window)
         finally:
             checkpoints.close()
+
+
+def _read_start(run: Run, setup: step.Setup) -> Policy | None:
+    """Reads the policy that a run begins with; None for new weights."""
+    if not run.start:
+        return None
+    policy = load_policy(run.start)
+    fits = policy.method == run.method and policy.pruner.specs() == setup.method.specs()
+    expected = "a policy of the run's method, model and shape, with statistics of features"
+    run.require("start", fits and policy.stats is not None, expected)
+    return policy
 
 
 def _policy_is_there(workdir: Path, run: Run, about: dict[str, Any]) -> bool:
@@ -206,22 +219,13 @@ def _begin(loop: _Loop, about: dict[str, Any]) -> tuple[int, Saved, Stream]:
         distributed.say(f"Resuming after step {restored.step}")
         stream = loop.batches.stream(run.steps, restored.about["batches"])
         return restored.step, restored.saved, stream
-    if run.start:
-        fresh = _start(loop, fresh)
-    else:
+    if loop.start is None:
         fresh = fresh._replace(stats=_statistics(loop, fresh.stats))
+    else:
+        begun = loop.start.params, loop.start.stats
+        params, stats = replicate_like(model.params, begun)
+        fresh = fresh._replace(state=fresh.state._replace(params=params), stats=stats)
     return 0, fresh, loop.batches.stream(run.steps)
-
-
-def _start(loop: _Loop, fresh: Saved) -> Saved:
-    """Replaces new weights and statistics by those of a policy file."""
-    with user_input():
-        policy, config = load_policy(loop.run.start), loop.setup.method.config
-        if policy.config != config:
-            raise ValueError(f"config.start: {loop.run.start} is of the configuration "
-                f"{policy.config}, expected {config}")
-    params, stats = replicate_like(loop.model.params, (policy.params, policy.stats))
-    return fresh._replace(state=fresh.state._replace(params=params), stats=stats)
 
 
 def _statistics(loop: _Loop, stats: FeatureStats) -> FeatureStats:

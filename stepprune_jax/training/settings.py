@@ -172,6 +172,8 @@ def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
         rows == 0 or rows >= each or each % rows == 0,
         f"0 or a divisor of the {each} rows of each device",
     )
+    sampled, draws = run.policy_gradient, type(method).sample is not TrainedMethod.sample
+    sampled.require("samples", draws or not sampled.samples, f"0, as {run.method} draws no sets")
     forward = ForwardOptions(
         execution=run.model.execution,
         rows=rows * parts if rows < each else 0,

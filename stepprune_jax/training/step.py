@@ -18,9 +18,9 @@ from stepprune_jax.pruning import TrainedMethod
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
     Targets,
+    answer_losses,
     lm_loss,
     map_rows,
-    row_losses,
 )
 from stepprune_jax.training.optimizer import (
     OptimizerSettings,
@@ -147,16 +147,7 @@ def _update(
         return lm_loss(*frozen, tokens, batch.targets)
 
     def set_losses(kept):
-        draws = sampled.samples
-        forward = setup.forward._replace(rows=setup.forward.rows * draws)
-        targets = jax.tree.map(lambda x: jnp.repeat(x, draws, axis=0), batch.targets)
-        count = jnp.maximum(1, jnp.sum(targets.supervised, axis=1))
-        losses = map_rows(
-            lambda rows: row_losses(*frozen, *rows, sampled.positions),
-            forward,
-            (kept, targets),
-        )
-        return losses / count
+        return answer_losses(*frozen, kept, batch.targets, sampled.positions)
 
     loss = set_losses if sampled.samples else gated_loss
     return learn(state, stats, inputs, loss, key, step, setup)

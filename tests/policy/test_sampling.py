@@ -1,0 +1,106 @@
+"""Sets drawn for a policy gradient: their frequencies, and what their advantages teach."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import plain_config
+
+from stepprune_jax.policy import Inputs, Limits, Progress, leave_one_out, sample
+from stepprune_jax.pruning import AutoSelectConfig, Policy
+
+N, STEPS, DRAWS = 4, 3, 4096
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    rng = np.random.default_rng(0)
+    mask = np.array([[True] * N, [True, True, False, True]])
+    return Inputs(rng.standard_normal((2, N, 8)), rng.standard_normal((2, 3, 5)), mask)
+
+
+SHAPE = {"feature_width": 8, "text_width": 5, "num_heads": 2, "mlp_ratio": 2}
+SCORER = AutoSelectConfig(**SHAPE)
+HAZARD, ALIGNED, SOFTMAX = (
+    plain_config(**SHAPE, stop=stop, stop_bias=0.0, temperature=0.7)
+    for stop in ("hazard", "aligned", "softmax")
+)
+
+
+def randomised(config, seed=1):
+    policy = Policy.init(jax.random.key(seed), config, None)
+    rng = np.random.default_rng(seed)
+    noisy = jax.tree.map(lambda x: x + 0.5 * rng.standard_normal(x.shape), policy.params)
+    return policy.replace(params=jax.tree.map(jnp.float32, noisy))
+
+
+def drawn(policy, inputs, limits, draws=DRAWS):
+    keys = jax.random.split(jax.random.key(2), draws)
+    program = jax.jit(lambda p: policy.pruner.sample(p, inputs, limits, keys, Progress()))
+    return program(policy.params)[0]
+
+
+@pytest.mark.parametrize("config", [HAZARD, ALIGNED, SOFTMAX, SCORER])
+def test_each_outcome_is_as_frequent_as_its_probability_says(config, inputs):
+    policy = randomised(config)
+    stops = policy.has_stop
+    limits = Limits(min_tokens=1 if stops else STEPS, max_tokens=STEPS, max_steps=STEPS)
+    draw = drawn(policy, inputs, limits)
+    action, log_prob = np.asarray(draw.picks.action[..., :STEPS]), np.asarray(draw.log_prob)
+    for row, real in enumerate(inputs.image_mask):
+        found = {}
+        for outcome, probability in zip(
+            map(tuple, action[:, row]), np.exp(log_prob[:, row]), strict=True
+        ):
+            times, _ = found.get(outcome, (0, 0))
+            found[outcome] = times + 1, probability
+        counts = range(1 if stops else min(STEPS, real.sum()), min(STEPS, real.sum()) + 1)
+        possible = {
+            order + (N,) * (STEPS - count)
+            for count in counts
+            for order in itertools.permutations(np.flatnonzero(real), count)
+        }
+        assert {*found} <= possible
+        times, probability = np.array([*found.values()]).T
+        # What was never drawn is improbable: the probabilities of the others sum to almost 1.
+        assert 0.98 < probability.sum() < 1 + 1e-5
+        error = np.sqrt(probability * (1 - probability) / DRAWS)
+        assert (np.abs(times / DRAWS - probability) < 5 * error + 1e-3).all()
+
+
+@pytest.mark.parametrize("config", [HAZARD, SCORER])
+def test_advantages_give_the_gradient_of_the_mean_reward(config, inputs):
+    """Of tokens that are worth something each: against the sum over all outcomes."""
+    policy = randomised(config)
+    worth = jnp.array([0.1, 0.9, 0.4, 0.0])
+    limits = Limits(min_tokens=2, max_tokens=2, max_steps=2)
+    keys = jax.random.split(jax.random.key(3), DRAWS)
+    given = (inputs, limits, keys, Progress())
+
+    def estimate(params):
+        draw, _ = policy.pruner.sample(params, *given)
+        advantage = leave_one_out(draw.picks.selected @ worth)
+        return jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
+
+    def exact(params):
+        """Each outcome that was drawn once, weighted by its probability."""
+        draw, _ = policy.pruner.sample(params, *given)
+        action = draw.picks.action[..., :2]
+        same = jnp.all(action[:, None] == action[None], axis=-1)
+        first = jnp.argmax(same, axis=1) == jnp.arange(DRAWS)[:, None]
+        reward = draw.picks.selected @ worth
+        return jnp.mean(jnp.sum(jnp.where(first, jnp.exp(draw.log_prob) * reward, 0), axis=0))
+
+    ours, theirs = (
+        jnp.concatenate([x.ravel() for x in jax.tree.leaves(jax.jit(jax.grad(f))(policy.params))])
+        for f in (estimate, exact)
+    )
+    assert jnp.linalg.norm(ours - theirs) < 0.1 * jnp.linalg.norm(theirs)
+
+
+def test_an_advantage_is_the_distance_from_the_mean_of_the_others():
+    reward = jnp.array([[1.0, 0.5], [0.0, 0.5], [0.5, 0.5]])
+    expected = [[0.75, 0.0], [-0.75, 0.0], [0.0, 0.0]]
+    np.testing.assert_allclose(leave_one_out(reward), expected, atol=1e-7)
