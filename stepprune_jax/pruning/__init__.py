@@ -25,6 +25,7 @@ from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.method import Method, make_method, read_options
 from stepprune_jax.pruning.policy import Policy
+from stepprune_jax.pruning.policy_gradient import PolicyGradientSettings, policy_gradient_loss
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
@@ -56,6 +57,7 @@ __all__ = [
     "LayerPruner",
     "Method",
     "Policy",
+    "PolicyGradientSettings",
     "PruMerge",
     "PruMergePlus",
     "Pruner",
@@ -77,6 +79,7 @@ __all__ = [
     "VisionZip",
     "make_method",
     "method_of",
+    "policy_gradient_loss",
     "read_options",
     "trained_methods",
 ]

@@ -19,6 +19,7 @@ from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, Limits, Progr
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.pruning.calibration import Calibration, calibrate
 from stepprune_jax.pruning.diagnosis import Diagnosis, measure
+from stepprune_jax.pruning.policy_gradient import PolicyGradientSettings, policy_gradient_loss
 from stepprune_jax.pruning.registry import method_of
 from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
 
@@ -283,6 +284,44 @@ class Policy:
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         given = (self.params, key, inputs, lm_loss_fn, progress)
         return self.pruner.train_loss(*given, **keywords)
+
+    def policy_gradient_loss(
+        self,
+        key: Array,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
+        settings: PolicyGradientSettings = PolicyGradientSettings(samples=8),
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        progress: Progress = Progress(),
+    ) -> tuple[Float[Array, ""], Any]:
+        """Computes the objective of sampled sets with the policy's own statistics.
+
+        Nothing is differentiated but the policy, so any program can answer, also one without
+        gradients. Best as a second stage, after `train_loss`.
+
+        Args:
+            key: PRNG key; consumed.
+            image: image tokens X.
+            text: word embeddings of the question, never of the answer.
+            answer_loss_fn: maps sets of kept tokens, whose leaves are [b, g, ...], to the mean loss
+                of the answer's tokens with each.
+            settings: number and sizes of the sets; see `policy_gradient_loss`.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            progress: schedules of the training so far.
+
+        Returns:
+            As `train_loss`.
+
+        Raises:
+            ValueError: a method that draws no sets.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        given = (self.params, key, inputs, answer_loss_fn, progress)
+        return policy_gradient_loss(self.pruner, settings, *given)
 
     def diagnose(
         self,

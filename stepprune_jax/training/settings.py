@@ -14,12 +14,16 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruning import AutoSelectConfig, TrainedMethod, trained_methods
+from stepprune_jax.pruning import (
+    AutoSelectConfig,
+    PolicyGradientSettings,
+    TrainedMethod,
+    trained_methods,
+)
 from stepprune_jax.pruning.trained import TrainedConfig
 from stepprune_jax.settings import Settings, choice, count, setting, share
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
-from stepprune_jax.training.policy_gradient import PolicyGradientSettings
 from stepprune_jax.training.step import Setup
 
 

@@ -14,7 +14,7 @@ from stepprune_jax.models import decoder
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
-from stepprune_jax.pruning import TrainedMethod
+from stepprune_jax.pruning import PolicyGradientSettings, TrainedMethod, policy_gradient_loss
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
     Targets,
@@ -28,7 +28,6 @@ from stepprune_jax.training.optimizer import (
     make_optimizer,
     mark_stop,
 )
-from stepprune_jax.training.policy_gradient import PolicyGradientSettings, policy_gradient_loss
 
 
 @dataclasses.dataclass(frozen=True)

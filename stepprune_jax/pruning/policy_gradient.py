@@ -16,13 +16,13 @@ from jaxtyping import Array, Float
 from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.policy import Inputs, Limits, Progress, Pruned, gather, leave_one_out
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
-from stepprune_jax.pruning import TrainedMethod
+from stepprune_jax.pruning.trained import TrainedMethod
 from stepprune_jax.settings import Settings, choice, setting, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyGradientSettings(Settings, group="policy_gradient"):
-    """The group `policy_gradient` of a configuration.
+    """Training on sampled sets; the group `policy_gradient` of a configuration.
 
     Attributes:
         samples: sets drawn for each question; 0 for training through the noise gate.
