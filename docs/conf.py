@@ -138,7 +138,7 @@ def _from_docs(file, text):
 
 
 def read_source(app, docname, source):
-    """Shows pages that lie elsewhere, before a page's own contents; leads links to the repository."""
+    """Shows pages that lie elsewhere above a page's own contents; leads links to the repository."""
     for file in ELSEWHERE.get(docname, ()):
         app.env.note_dependency(str(ROOT / file))
     if docname in ELSEWHERE:

@@ -28,8 +28,8 @@ from stepprune_jax.benchmarks.answer_files import (
 )
 from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.data.json_files import write_json
+from stepprune_jax.evaluation.encode import image_grids
 from stepprune_jax.evaluation.generate_stage import generate_answers
-from stepprune_jax.evaluation.operations import count_operations, image_grids
 from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard
 from stepprune_jax.evaluation.settings import EvaluationRun, own_policy
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
@@ -118,9 +118,6 @@ def report_answers(
             if source is not None and questions:
                 images = [q.image for q in questions if q.image is not None]
                 grids = image_grids(source, images)
-                counted = count_operations(source, run.eval, questions, grids, whole, own)
-                for file, gflops in zip(whole, counted, strict=True):
-                    scores[file.path]["gflops"] = gflops
                 shown = shown._replace(grids=grids, first=_first_patch(source, grids))
                 asked = asked or next((q for q in questions if isinstance(q.image, Path)), None)
             answered.append(shown)
@@ -148,7 +145,7 @@ def _source(run: EvaluationRun) -> Source | None:
     try:
         return run.model.inspect()
     except (OSError, ValueError) as error:
-        print(f"no operations and no examples: {one_line(error)}")
+        print(f"no examples: {one_line(error)}")
     return None
 
 
@@ -159,7 +156,7 @@ def _questions(
     try:
         questions = run.questions(name)
     except (OSError, ValueError) as error:
-        print(f"no operations and no examples of {name}: {one_line(error)}")
+        print(f"no examples of {name}: {one_line(error)}")
         return []
     digest = questions_digest(questions)
     return questions if all(f.provenance.questions == digest for f in files) else []

@@ -103,12 +103,16 @@ class AnswerFile(NamedTuple):
 
 
 class AnswerLine(NamedTuple):
-    """An answer, how many tokens were kept, its time, and the tokens in order if drawn."""
+    """An answer, how many tokens were kept, its time, and the tokens in order if drawn.
+
+    `gflops` are the operations up to its first token; None without an image.
+    """
 
     text: str
     kept: int
     ms: float
     order: Sequence[int] | None = None
+    gflops: float | None = None
 
 
 # Types of the fields of a provenance.
@@ -253,13 +257,14 @@ def append(path: Path, lines: Iterable[JsonObject]) -> None:
 def answer_object(
     file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
 ) -> JsonObject:
-    """Builds a line with LLaVA's fields in LLaVA's order, then `kept`, `ms` and `order`."""
+    """Builds a line with LLaVA's fields in LLaVA's order, then those of an `AnswerLine`."""
     fields = dict(question.fields)
     head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
     value = {"question_id": question.question_id, **head, "prompt": question.prompt}
     value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
     value |= {"model_id": file.provenance.model, "metadata": {}}
     value |= {"kept": line.kept, "ms": round(line.ms, 3)}
+    value |= {} if line.gflops is None else {"gflops": line.gflops}
     return value | ({} if line.order is None else {"order": list(map(int, line.order))})
 
 

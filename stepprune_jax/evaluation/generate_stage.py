@@ -39,6 +39,7 @@ from stepprune_jax.evaluation.encode import (
     cut_prompts,
     encode_questions,
 )
+from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.evaluation.rows import Conditions, RankingKey, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
@@ -324,11 +325,17 @@ class _Answerer:
         if ranking is not None:
             ranking = jax.tree.map(lambda part: part[places], ranking)
         answers, lines = self._answer(row.method, seen, ranking), {}
+        grids = seen.images.grid[seen.prompts.image_of[:, 0]]
+        asked = np.stack([seen.prompts.length - 1, seen.prompts.num_words, answers.kept], axis=1)
         for at, number in enumerate(seen.prompts.number.tolist()):
+            made = (self._model.config, row.method.pruner, tuple(grids[at].tolist()))
+            flops = sum(first_token_flops(*made, *asked[at].tolist()).values())
             keep = number in self._samples and row.budget.kind != "all"
             order = answers.order[at] if keep else None
             taken = 1000 * float(seen.seconds + ranked + answers.seconds[at])
-            lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, order)
+            lines[number] = AnswerLine(
+                answers.texts[at], int(answers.kept[at]), taken, order, flops / 1e9
+            )
         return lines
 
     def _answer_plain(self, encoded: Encoded) -> dict[int, AnswerLine]:
