@@ -12,8 +12,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from stepprune_jax import command_line
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import (
@@ -22,9 +20,7 @@ from stepprune_jax.benchmarks.answer_files import (
     questions_digest,
     read_files,
 )
-from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.evaluation.encode import image_grids
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard
 from stepprune_jax.evaluation.settings import EvaluationRun
@@ -100,18 +96,13 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
             asked = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
             raise FileNotFoundError(f"{asked}: run the stage generate")
         scores = {f.path: score_file(f, run.root(n), run.seed) for n in names for f in files[n]}
-        source, answered = _source(run), []
+        answered = []
         for name in names:
             whole = [f for f in files[name] if _answered(f) >= f.provenance.asked]
             for path, hard in score_hard(whole, run.root(name)).items():
                 scores[path] |= hard
             questions = _questions(run, name, whole)
-            shown = Answered(BENCHMARKS[name], run.root(name), whole, questions)
-            if source is not None and questions:
-                images = [q.image for q in questions if q.image is not None]
-                grids = image_grids(source, images)
-                shown = shown._replace(grids=grids, first=_first_patch(source, grids))
-            answered.append(shown)
+            answered.append(Answered(BENCHMARKS[name], run.root(name), whole, questions))
         report.mkdir(parents=True, exist_ok=True)
         write_json(report / SCORES, [*scores.values()])
         table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
@@ -129,15 +120,6 @@ def _answered(file: AnswerFile) -> int:
     return file.path.read_bytes().count(b"\n")
 
 
-def _source(run: EvaluationRun) -> Source | None:
-    """Inspects the model's folder; scores need none."""
-    try:
-        return run.model.inspect()
-    except (OSError, ValueError) as error:
-        print(f"no examples: {one_line(error)}")
-    return None
-
-
 def _questions(
     run: EvaluationRun, name: str, files: Sequence[AnswerFile]
 ) -> list[BenchmarkQuestion]:
@@ -149,13 +131,6 @@ def _questions(
         return []
     digest = questions_digest(questions)
     return questions if all(f.provenance.questions == digest for f in files) else []
-
-
-def _first_patch(source: Source, grids: dict[Path | bytes, tuple[int, int]]) -> int:
-    """Returns the number of tokens in front of an image's patches."""
-    rows, columns = next(iter(grids.values()), (0, 0))
-    tokens = source.config.family.num_tokens(source.config, np.array([[rows, columns]]))
-    return int(tokens[0]) - rows * columns
 
 
 def command() -> None:

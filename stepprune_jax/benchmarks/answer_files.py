@@ -103,16 +103,16 @@ class AnswerFile(NamedTuple):
 
 
 class AnswerLine(NamedTuple):
-    """An answer, how many tokens were kept, its time, and the tokens in order if drawn.
+    """An answer, how many tokens were kept, its time, and what only some lines have.
 
-    `gflops` are the operations up to its first token; None without an image.
+    `gflops` are the operations up to the first token of an answer about an image; `order`, `grid`
+    and `visual_tokens` the kept tokens of one that may be drawn, and of how many they are.
     """
 
     text: str
     kept: int
     ms: float
-    order: Sequence[int] | None = None
-    gflops: float | None = None
+    fields: Mapping[str, object] = {}
 
 
 # Types of the fields of a provenance.
@@ -264,8 +264,7 @@ def answer_object(
     value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
     value |= {"model_id": file.provenance.model, "metadata": {}}
     value |= {"kept": line.kept, "ms": round(line.ms, 3)}
-    value |= {} if line.gflops is None else {"gflops": line.gflops}
-    return value | ({} if line.order is None else {"order": list(map(int, line.order))})
+    return value | line.fields
 
 
 def _bytes(value: JsonObject) -> bytes:

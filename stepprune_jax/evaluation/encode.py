@@ -14,7 +14,6 @@ from jaxtyping import Int
 from PIL import Image
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import Question
@@ -160,23 +159,6 @@ def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> R
 def open_bytes(data: bytes) -> Image.Image:
     """Opens an image that is stored with its question."""
     return open_image(Image.open(io.BytesIO(data)))
-
-
-def image_grids(
-    source: Source, images: Sequence[Path | bytes]
-) -> dict[Path | bytes, tuple[int, int]]:
-    """Measures images, some perhaps more than once, in rows and columns of visual tokens."""
-    config, family = source.config, source.config.family
-    settings = family.image_settings(source.vision_folder or source.folder)
-    grids: dict[Path | bytes, tuple[int, int]] = {}
-    for image in dict.fromkeys(images):
-        if grids and not config.sizes_vary:  # one stands for all
-            grids[image] = next(iter(grids.values()))
-            continue
-        opened = open_bytes(image) if isinstance(image, bytes) else open_image(image)
-        rows, columns = family.grids(config, family.preprocess(config, settings, [opened]))[0]
-        grids[image] = int(rows), int(columns)
-    return grids
 
 
 @contextlib.contextmanager
