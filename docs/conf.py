@@ -31,6 +31,7 @@ PACKAGES = (
 )
 # Pages of docs/ that stand for files outside of it.
 ELSEWHERE = {
+    "index": ("README.md",),
     "contributing": ("CONTRIBUTING.md", "CHANGELOG.md"),
     "results": ("experiments/RESULTS.md",),
 }
@@ -137,12 +138,13 @@ def _from_docs(file, text):
 
 
 def read_source(app, docname, source):
-    """Takes the place of pages that lie elsewhere; leads links to files to the repository."""
+    """Shows pages that lie elsewhere above a page's own contents; leads links to the repository."""
     for file in ELSEWHERE.get(docname, ()):
         app.env.note_dependency(str(ROOT / file))
     if docname in ELSEWHERE:
         texts = [_from_docs(file, (ROOT / file).read_text()) for file in ELSEWHERE[docname]]
-        source[0] = "\n".join(texts)
+        _, fence, contents = source[0].partition("```{toctree}")
+        source[0] = "\n".join([*texts, fence + contents])
     out = "../" * (docname.count("/") + 1)
     for page, files in ELSEWHERE.items():
         for file in files:

@@ -8,15 +8,9 @@ annotations into the report. The benchmark `folder` is the test split of `config
 flag.
 """
 
-import contextlib
-import os
-import shlex
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from stepprune_jax import command_line
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
@@ -26,12 +20,10 @@ from stepprune_jax.benchmarks.answer_files import (
     questions_digest,
     read_files,
 )
-from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.generate_stage import generate_answers
-from stepprune_jax.evaluation.operations import count_operations, image_grids
 from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard
-from stepprune_jax.evaluation.settings import EvaluationRun, own_policy
+from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import expect, local_path, one_line, user_input
@@ -64,7 +56,7 @@ def evaluate(
         if "convert" in stages:
             convert_answers(run, workdir)
         if "score" in stages:
-            report_answers(run, workdir, policy, command)
+            report_answers(run, workdir, command)
 
 
 def convert_answers(run: EvaluationRun, workdir: Path) -> None:
@@ -92,38 +84,25 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
             print(f"wrote {out}")
 
 
-def report_answers(
-    run: EvaluationRun, workdir: Path, policy: str | Path | None, command: str | None
-) -> None:
+def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> None:
     """Scores all answers, and writes scores.json, the table and the page to workdir/report."""
     # Imported here: only drawing needs these packages.
     from stepprune_jax.visualize.report import NAME, Answered, write_page
 
-    names, report, own = run.eval.benchmark_names, workdir / REPORT, None
-    with contextlib.suppress(OSError, ValueError):  # it may have been removed since
-        own = own_policy(workdir, policy)
+    names, report = run.eval.benchmark_names, workdir / REPORT
     with user_input():
         files = {name: read_files(workdir / ANSWERS / name) for name in names}
         if not any(files.values()):
             asked = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
             raise FileNotFoundError(f"{asked}: run the stage generate")
         scores = {f.path: score_file(f, run.root(n), run.seed) for n in names for f in files[n]}
-        source, answered, asked = _source(run), [], None
+        answered = []
         for name in names:
             whole = [f for f in files[name] if _answered(f) >= f.provenance.asked]
             for path, hard in score_hard(whole, run.root(name)).items():
                 scores[path] |= hard
             questions = _questions(run, name, whole)
-            shown = Answered(BENCHMARKS[name], run.root(name), whole, questions)
-            if source is not None and questions:
-                images = [q.image for q in questions if q.image is not None]
-                grids = image_grids(source, images)
-                counted = count_operations(source, run.eval, questions, grids, whole, own)
-                for file, gflops in zip(whole, counted, strict=True):
-                    scores[file.path]["gflops"] = gflops
-                shown = shown._replace(grids=grids, first=_first_patch(source, grids))
-                asked = asked or next((q for q in questions if isinstance(q.image, Path)), None)
-            answered.append(shown)
+            answered.append(Answered(BENCHMARKS[name], run.root(name), whole, questions))
         report.mkdir(parents=True, exist_ok=True)
         write_json(report / SCORES, [*scores.values()])
         table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
@@ -134,22 +113,11 @@ def report_answers(
         samples = run.eval.samples
         page = write_page(report / NAME, table, answered, samples=samples, command=command)
     print(f"report: {page}")
-    if own is not None and asked is not None:
-        print(f"Ask the policy yourself:\n  {_ask(run, own, asked)}")
 
 
 def _answered(file: AnswerFile) -> int:
     """Counts the complete lines."""
     return file.path.read_bytes().count(b"\n")
-
-
-def _source(run: EvaluationRun) -> Source | None:
-    """Inspects the model's folder; scores need none."""
-    try:
-        return run.model.inspect()
-    except (OSError, ValueError) as error:
-        print(f"no operations and no examples: {one_line(error)}")
-    return None
 
 
 def _questions(
@@ -159,29 +127,10 @@ def _questions(
     try:
         questions = run.questions(name)
     except (OSError, ValueError) as error:
-        print(f"no operations and no examples of {name}: {one_line(error)}")
+        print(f"no examples of {name}: {one_line(error)}")
         return []
     digest = questions_digest(questions)
     return questions if all(f.provenance.questions == digest for f in files) else []
-
-
-def _first_patch(source: Source, grids: dict[Path | bytes, tuple[int, int]]) -> int:
-    """Returns the number of tokens in front of an image's patches."""
-    rows, columns = next(iter(grids.values()), (0, 0))
-    tokens = source.config.family.num_tokens(source.config, np.array([[rows, columns]]))
-    return int(tokens[0]) - rows * columns
-
-
-def _ask(run: EvaluationRun, policy: Path, question: BenchmarkQuestion) -> str:
-    """Returns a command that asks the policy a question."""
-    # A link to the interpreter of an environment is not resolved.
-    here = Path(os.path.abspath(sys.executable)).is_relative_to(Path.cwd())
-    python = os.path.relpath(sys.executable) if here else "python"
-    script = command_line.program("")  # of an installed package
-    words = ["stepprune-generate"] if script else [python, "-m", "stepprune_jax.cli.generate"]
-    words += ["--model", run.model.folder, "--policy", str(policy)]
-    words += ["--image", os.path.relpath(question.image)]
-    return shlex.join([*words, "--prompt", question.text, "--overlay", "kept.png"])
 
 
 def command() -> None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from experiments.pretrain.conversations import Sample
 from stepprune_jax.data.encoding import ConversationEncoder, Encoded
-from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int
 
+from experiments.pretrain.conversations import Sample
 from experiments.pretrain.data import (
     Data,
     batch_indices,
@@ -40,7 +41,6 @@ from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
-from stepprune_jax.data.llava import Sample
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel import distributed

@@ -103,12 +103,16 @@ class AnswerFile(NamedTuple):
 
 
 class AnswerLine(NamedTuple):
-    """An answer, how many tokens were kept, its time, and the tokens in order if drawn."""
+    """An answer, how many tokens were kept, its time, and what only some lines have.
+
+    `gflops` are the operations up to the first token of an answer about an image; `order`, `grid`
+    and `visual_tokens` the kept tokens of one that may be drawn, and of how many they are.
+    """
 
     text: str
     kept: int
     ms: float
-    order: Sequence[int] | None = None
+    fields: Mapping[str, object] = {}
 
 
 # Types of the fields of a provenance.
@@ -253,14 +257,14 @@ def append(path: Path, lines: Iterable[JsonObject]) -> None:
 def answer_object(
     file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
 ) -> JsonObject:
-    """Builds a line with LLaVA's fields in LLaVA's order, then `kept`, `ms` and `order`."""
+    """Builds a line with LLaVA's fields in LLaVA's order, then those of an `AnswerLine`."""
     fields = dict(question.fields)
     head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
     value = {"question_id": question.question_id, **head, "prompt": question.prompt}
     value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
     value |= {"model_id": file.provenance.model, "metadata": {}}
     value |= {"kept": line.kept, "ms": round(line.ms, 3)}
-    return value | ({} if line.order is None else {"order": list(map(int, line.order))})
+    return value | line.fields
 
 
 def _bytes(value: JsonObject) -> bytes:

@@ -44,7 +44,7 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
     targets = family.weight_targets(vlm.abstract_params(config, layers=layers), config)
     _write_weights(folder, flat, targets, max_shard_bytes)
     dtype = jax.tree.leaves(model.params)[0].dtype
-    _write_json(folder / "config.json", family.hf_config(config, str(dtype)))
+    _write_json(folder / "config.json", config.to_hf(str(dtype)))
     ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
     generation = {**ids, "eos_token_id": list(config.eos_token_ids)}
     if model.repetition_penalty != 1:

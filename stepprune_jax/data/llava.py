@@ -17,7 +17,6 @@ from stepprune_jax.data.json_files import (
     field,
     identity,
     read_json_lines,
-    read_json_list,
     words,
 )
 from stepprune_jax.data.prompts import IMAGE_MARK
@@ -37,22 +36,6 @@ class Conversation(NamedTuple):
     id: str
     image: str | None
     turns: tuple[str, ...]
-
-
-class Sample(NamedTuple):
-    """One training conversation.
-
-    Attributes:
-        id: its id in the file, which need not be unique.
-        image: its image, or None.
-        turns: the turns, user first and then alternating, without image marks.
-        index: place in the file, from 0.
-    """
-
-    id: str
-    image: Path | None
-    turns: tuple[str, ...]
-    index: int
 
 
 class Question(NamedTuple):
@@ -86,25 +69,12 @@ class Scene(NamedTuple):
     alike: tuple[tuple[int, ...], ...] = ()
 
 
-def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]:
-    """Reads training conversations.
-
-    A first message of the assistant is dropped, as in LLaVA's own training, and so is a
-    conversation without further messages. The image belongs to the first question, wherever its
-    mark is.
-    """
-    samples = []
-    for index, entry in enumerate(read_json_list(file, "sample")):
-        where = f"{file}: sample {index}"
-        name, image, turns = parse_conversation(entry, index, where)
-        if turns:
-            path = None if image is None else existing_image(image_root, image, where)
-            samples.append(Sample(name, path, turns, index))
-    return samples
-
-
 def parse_conversation(entry: object, index: int, where: str) -> Conversation:
-    """Reads one entry of a training file, as `read_conversations` does."""
+    """Reads one entry of a training file.
+
+    A first message of the assistant is dropped, as in LLaVA's own training. The image belongs to
+    the first question, wherever its mark is.
+    """
     value = as_object(entry, where)
     name = identity(value, "id", where) if value.get("id") is not None else str(index)
     image = image_name(value, where) if value.get("image") is not None else None

@@ -33,7 +33,7 @@ class Source(NamedTuple):
     """A training file, and what to do about mistakes in it.
 
     Attributes:
-        file: JSON list for `read_conversations`.
+        file: JSON list of conversations.
         image_root: folder that images are relative to.
         index_folder: folder that caches token counts for the next run.
         split_turns: whether every question with its answer is a separate row; see `index.scan`.

@@ -39,6 +39,7 @@ from stepprune_jax.evaluation.encode import (
     cut_prompts,
     encode_questions,
 )
+from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.evaluation.rows import Conditions, RankingKey, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
@@ -266,9 +267,7 @@ class _Answerer:
             key = row.row.ranking
             self._steps[key] = max(longest, self._steps.get(key, 0))
         shown = [n for n, question in enumerate(task.questions) if question.image is not None]
-        most = len(shown)
-        if not task.benchmark.keep_order:  # samples are drawn on the common grid of all images
-            most = 0 if model.config.sizes_vary else min(settings.samples, len(shown))
+        most = len(shown) if task.benchmark.keep_order else min(settings.samples, len(shown))
         self._samples = {shown[number * len(shown) // most] for number in range(most)}
 
     def answer(self, numbers: Sequence[int], bar: tqdm) -> None:
@@ -324,11 +323,16 @@ class _Answerer:
         if ranking is not None:
             ranking = jax.tree.map(lambda part: part[places], ranking)
         answers, lines = self._answer(row.method, seen, ranking), {}
+        grids, sizes = seen.images.grid[seen.prompts.image_of[:, 0]].tolist(), seen.sizes.tolist()
+        asked = np.stack([seen.prompts.length - 1, seen.prompts.num_words, answers.kept], axis=1)
         for at, number in enumerate(seen.prompts.number.tolist()):
-            keep = number in self._samples and row.budget.kind != "all"
-            order = answers.order[at] if keep else None
+            made = (self._model.config, row.method.pruner, tuple(grids[at]), *asked[at].tolist())
+            fields = {"gflops": sum(first_token_flops(*made).values()) / 1e9}
+            if number in self._samples and row.budget.kind != "all":
+                order = answers.order[at].tolist()
+                fields |= {"order": order, "grid": grids[at], "visual_tokens": sizes[at]}
             taken = 1000 * float(seen.seconds + ranked + answers.seconds[at])
-            lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, order)
+            lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, fields)
         return lines
 
     def _answer_plain(self, encoded: Encoded) -> dict[int, AnswerLine]:

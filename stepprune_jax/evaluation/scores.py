@@ -32,10 +32,10 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
-    """Scores an answer file, and counts tokens and time; `gflops` is None here.
+    """Scores an answer file, and averages tokens, time and operations.
 
-    `mean_k`, `sd_k`, `min_k` and `max_k` are of the questions with an image. Without a headline,
-    `problem` is the reason. K and time are None if no answer has them.
+    `mean_k`, `sd_k`, `min_k`, `max_k` and `gflops` are of the questions with an image. Without a
+    headline, `problem` is the reason. Figures are None if no answer has them.
     """
     made, answers = file.provenance, _whole_lines(file)
     return {
@@ -51,7 +51,6 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
         "answered": len(answers),
         **_score(file, root, answers),
         **_measured(answers, BENCHMARKS[made.benchmark].text_only),
-        "gflops": None,
     }
 
 
@@ -99,21 +98,25 @@ def _whole_lines(file: AnswerFile) -> list[Answer]:
 
 
 def _measured(answers: Sequence[Answer], text_only: bool) -> dict[str, float | int | None]:
-    """Summarises K and time over the lines of a file."""
+    """Summarises K, time and operations over the lines of a file."""
     if not answers:
-        return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms"))
+        return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms", "gflops"))
     # Another program may have written the file.
     given = [answer.fields.get("kept") for answer in answers]
     kept = np.array([count if is_count(count, 0) else 0 for count in given])
     if text_only and kept.any():
         kept = kept[kept > 0]
-    times = [ms for ms in (answer.fields.get("ms") for answer in answers) if is_number(ms)]
+    times, flops = (
+        [value for value in (answer.fields.get(name) for answer in answers) if is_number(value)]
+        for name in ("ms", "gflops")
+    )
     return {
         "mean_k": float(kept.mean()),
         "sd_k": float(kept.std()),
         "min_k": int(kept.min()),
         "max_k": int(kept.max()),
         "ms": float(np.mean(times)) if times else None,
+        "gflops": float(f"{np.mean(flops):.4g}") if flops else None,
     }
 
 

@@ -147,7 +147,7 @@ def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Floa
     return functools.reduce(operator.add, parts).reshape(b, h, q, c)
 
 
-def fused_attend(
+def self_attend(
     query: Float[Array, "b h t c"],
     key: Float[Array, "b g t c"],
     value: Float[Array, "b g t c"],
@@ -155,12 +155,15 @@ def fused_attend(
     implementation: str,
     length: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h t c"]:
-    """Computes self-attention by `jax.nn.dot_product_attention`, "xla" or "cudnn", or "tokamax".
+    """Computes self-attention by one of `stack.ATTENTIONS`; by "matmul" if it is not causal.
 
     Tokamax has kernels for TPUs and GPUs, and chooses XLA where none of them fits. The causal mask
     is the only one: with padding at the right end, it alone hides it from valid tokens. Slots of a
     row from its `length` on are not attended to, and their results undefined.
     """
+    if implementation == "matmul":
+        mask = None if length is None else (jnp.arange(key.shape[2]) < length[:, None])[:, None]
+        return attend(query, [Segment(key, value, mask)])
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     if implementation == "tokamax":
         return _tokamax(query, key, value, causal, length).swapaxes(1, 2)

@@ -299,6 +299,10 @@ class ModelConfig(abc.ABC):
     def family(self) -> "Family":
         """The family."""
 
+    @abc.abstractmethod
+    def to_hf(self, dtype: str) -> Json:
+        """Describes a model as a ``config.json`` that `Family.read_config` reads."""
+
     @property
     @abc.abstractmethod
     def feature_width(self) -> int:

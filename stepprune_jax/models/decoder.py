@@ -21,13 +21,13 @@ from stepprune_jax.models.attention import (
     append_slots,
     attend,
     attention_weights,
-    fused_attend,
     merge_heads,
     resolve_taps,
+    self_attend,
     split_heads,
 )
 from stepprune_jax.models.config import LlamaConfig, require
-from stepprune_jax.models.layers import BlockOutput, Dense, RmsNorm, wide_product
+from stepprune_jax.models.layers import BlockOutput, Dense, GatedMlp, RmsNorm, wide_product
 from stepprune_jax.models.rotary import rotary, rotate
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import (
@@ -131,24 +131,9 @@ class LlamaAttention(nn.Module):
             own = Segment(key, value, context.mask)
             mixed = attend(query, [*context.past(cached), own])
         else:
-            mixed = fused_attend(query, key, value, causal=True, implementation=attention)
+            mixed = self_attend(query, key, value, True, attention)
         mixed = Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
-
-
-class LlamaMlp(nn.Module):
-    """Gated MLP."""
-
-    config: LlamaConfig
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "b s e"]) -> Float[Array, "b s e"]:
-        """Applies the MLP."""
-        width = self.config.intermediate_size
-        gate = Dense(width, use_bias=False, name="gate")(x)
-        up = Dense(width, use_bias=False, name="up")(x)
-        down = Dense(self.config.hidden_size, use_bias=False, name="down")
-        return down(jax.nn.silu(gate) * up)
 
 
 class LlamaBlock(nn.Module):
@@ -171,7 +156,7 @@ class LlamaBlock(nn.Module):
         )
         hidden = hidden + mixed.hidden
         mlp_input = RmsNorm(eps, name="norm2")(hidden)
-        hidden = hidden + LlamaMlp(self.config, name="mlp")(mlp_input)
+        hidden = hidden + GatedMlp(self.config.intermediate_size, False, name="mlp")(mlp_input)
         return mixed._replace(hidden=hidden, mlp_input=mlp_input)
 
 

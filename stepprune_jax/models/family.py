@@ -84,10 +84,6 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def hf_config(self, config: ModelConfig, dtype: str) -> Json:
-        """Describes a model as a ``config.json`` that `read_config` turns back into `config`."""
-
-    @abc.abstractmethod
     def canonical_name(self, name: str, of_vision_folder: bool = False) -> str | None:
         """Returns the canonical form of a weight's name; None for a weight to skip."""
 

@@ -103,6 +103,20 @@ class RmsNorm(nn.Module):
         return scale * normed.astype(x.dtype)
 
 
+class GatedMlp(nn.Module):
+    """Gated MLP of a hidden width, to the width of its input."""
+
+    width: int
+    use_bias: bool
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """Applies the MLP."""
+        gate = Dense(self.width, use_bias=self.use_bias, name="gate")(x)
+        up = Dense(self.width, use_bias=self.use_bias, name="up")(x)
+        return Dense(x.shape[-1], use_bias=self.use_bias, name="down")(jax.nn.silu(gate) * up)
+
+
 def activate(name: str, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
     """Applies "gelu" (exact, by the error function) or "quick_gelu" (x * sigmoid(1.702 x))."""
     if name == "gelu":

@@ -3,7 +3,7 @@
 import base64
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from textwrap import shorten
@@ -52,18 +52,12 @@ pre { background: #f5f7fa; padding: 12px; white-space: pre-wrap; overflow-wrap: 
 
 
 class Answered(NamedTuple):
-    """The complete answer files of one benchmark, and what is needed to draw examples of them.
-
-    `questions` and `grids` (rows and columns of patches, by image) are empty if unknown; `first` is
-    the index of an image's first patch.
-    """
+    """The complete answer files of one benchmark; `questions` are empty if unknown."""
 
     benchmark: Benchmark
     root: Path
     files: Sequence[AnswerFile]
     questions: Sequence[BenchmarkQuestion] = ()
-    grids: Mapping[Path | bytes, tuple[int, int]] = {}
-    first: int = 0
 
 
 def write_page(
@@ -277,8 +271,8 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
 def _overlays(shown: Answered, file: AnswerFile, samples: int) -> list[Overlay]:
     """Chooses examples evenly from those whose kept tokens are recorded, by ascending K."""
     questions = {question.key: question for question in shown.questions}
-    answers = [answer for answer in read_answers(file.path) if "order" in answer.fields]
-    if not samples or not shown.grids:
+    answers = [answer for answer in read_answers(file.path) if "grid" in answer.fields]
+    if not samples or not questions:
         return []
     chosen = [answers[at] for at in spread_over(len(answers), samples)]
     worth = None
@@ -287,14 +281,16 @@ def _overlays(shown: Answered, file: AnswerFile, samples: int) -> list[Overlay]:
     overlays = []
     for answer in sorted(chosen, key=lambda answer: answer.fields["kept"]):
         question = questions[answer.id, answer.prompt]
-        grid, image = shown.grids[question.image], question.image
+        grid, tokens = tuple(answer.fields["grid"]), answer.fields["visual_tokens"]
+        image = question.image
         grade = None if worth is None else worth(answer)
         overlays.append(
             Overlay(
                 image=Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image,
-                patches=square_patches(answer.fields["order"], grid, shown.first),
+                # Some models have a class token in front of the patches.
+                patches=square_patches(answer.fields["order"], grid, tokens - grid[0] * grid[1]),
                 title=f"K = {answer.fields['kept']}",
-                category=f"of {shown.first + grid[0] * grid[1]:,}",
+                category=f"of {tokens:,}",
                 text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
                 answer=shorten(answer.text, 28, placeholder="…"),
                 right=None if grade is None else grade >= 0.5,

@@ -60,7 +60,7 @@ def said(file):
 
 
 def test_lines_have_the_fields_of_llava_in_its_order(file):
-    value = answer_object(file, 1, ASKED[1], AnswerLine("A", 2, 0.12345, (5, 3)))
+    value = answer_object(file, 1, ASKED[1], AnswerLine("A", 2, 0.12345, {"order": [5, 3]}))
     assert list(value) == [
         *("question_id", "round_id", "prompt", "text", "options", "answer_id", "model_id"),
         *("metadata", "kept", "ms", "order"),

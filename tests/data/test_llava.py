@@ -2,12 +2,12 @@ import json
 
 import pytest
 
+from experiments.pretrain.conversations import read_conversations
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import (
     Question,
     Scene,
     read_answers,
-    read_conversations,
     read_questions,
     read_scenes,
 )

@@ -111,6 +111,10 @@ def test_a_folder_has_a_table_of_all_figures(folder):
         assert row["retention"] == round(100 * right / 6, 2) and row["ms"] > 0
     flops = {row["method"]: row["gflops"] for row in table if row["mode"] == "exact"}
     assert 0 < flops["random"] == flops["grid"] < flops["AutoSelect-like"] < flops["all tokens"]
+    said = (workdir / "answers/folder/all-tokens.jsonl").read_text().splitlines()
+    each = [json.loads(line)["gflops"] for line in said]
+    assert len({*each}) > 1  # longer questions take more
+    assert flops["all tokens"] == pytest.approx(sum(each) / len(each), rel=1e-3)
     lines = (workdir / "report" / "table.md").read_text().splitlines()
     assert lines[0] == (
         "| method | mode | pruning rate | accuracy | retention | hard | hard questions | mean k "
@@ -160,9 +164,7 @@ def test_what_is_not_known_any_more_is_left_open(folder):
         policy.write_bytes(trained)
         answers.write_text(said)
     assert found[0] == table[0] | {"ms": None}
-    for row, before in zip(found[1:], table[1:], strict=True):
-        of_the_run = row["method"].removesuffix(", own stop") == "StepPrune"
-        assert row == before | ({"gflops": None} if of_the_run else {})
+    assert found[1:] == table[1:]
 
 
 def test_several_benchmarks_have_the_paper_s_columns(public):
@@ -212,8 +214,7 @@ def test_scoring_alone_needs_no_model(public, monkeypatch, capsys):
     (workdir / "report" / "scores.json").unlink()
     monkeypatch.setattr(generate_stage, "load_model", None)
     run(config, workdir, stages=["score"])
-    assert read(workdir, "scores.json") == [score | {"gflops": None} for score in before]
-    assert "no operations and no examples: " in capsys.readouterr().out
+    assert read(workdir, "scores.json") == before
 
 
 def test_unfinished_answers_have_no_score(public, capsys):

@@ -4,7 +4,8 @@ import pytest
 from PIL import Image
 
 from experiments.datasets import easy_vqa
-from stepprune_jax.data.llava import read_answers, read_conversations, read_questions
+from experiments.pretrain.conversations import read_conversations
+from stepprune_jax.data.llava import read_answers, read_questions
 
 TRAIN = [
     [question, answer, number]

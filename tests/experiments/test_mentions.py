@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.pretrain.conversations import Sample
 from experiments.pretrain.mentions import (
     Mentions,
     PlacedMentions,
@@ -21,7 +22,6 @@ from experiments.pretrain.vocabulary import build_tokenizer
 from experiments.shapes import write_world
 from experiments.shapes.questions import FAMILIES
 from experiments.shapes.world import scene_at
-from stepprune_jax.data.llava import Sample
 from stepprune_jax.testing import llava_encoder
 
 # The models are made and kept; these run when pretraining changes.

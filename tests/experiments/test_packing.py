@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.pretrain.conversations import Sample
 from experiments.pretrain.images import Images
 from experiments.pretrain.language import (
     Exchanges,
@@ -22,7 +23,6 @@ from experiments.pretrain.language import (
 from experiments.pretrain.packing import pack
 from experiments.pretrain.small_llava import TEMPLATE
 from experiments.pretrain.vocabulary import build_tokenizer
-from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig

@@ -7,10 +7,11 @@ import pytest
 import shapes_oracle
 from PIL import Image
 
+from experiments.pretrain.conversations import read_conversations
 from experiments.shapes import FAMILIES, patch_labels, render, scene_at, world, write_world
 from experiments.shapes.__main__ import main
 from experiments.shapes.scene import BACKGROUNDS, COLORS
-from stepprune_jax.data.llava import read_answers, read_conversations, read_questions, read_scenes
+from stepprune_jax.data.llava import read_answers, read_questions, read_scenes
 
 SMALL = {"seed": 4, "train": 3, "validation": 2, "test": 2}
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from experiments.pretrain import small_qwen
+from experiments.pretrain.conversations import Sample
 from experiments.pretrain.data import batch_indices
 from experiments.pretrain.images import Images, of_tokens, real_tokens
 from experiments.pretrain.language import (
@@ -31,7 +32,6 @@ from experiments.shapes import write_world
 from stepprune_jax import configurations
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
-from stepprune_jax.data.llava import Sample
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models import vlm

@@ -9,8 +9,9 @@ from PIL import Image
 from sort_of_clevr_file import CODES, HALF, RGB, SIDE, Python2, draw, entry, place
 
 from experiments.datasets import sort_of_clevr
+from experiments.pretrain.conversations import read_conversations
 from stepprune_jax.data import check
-from stepprune_jax.data.llava import read_answers, read_conversations, read_questions
+from stepprune_jax.data.llava import read_answers, read_questions
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 # Subtype, colour, other colour, class; one in words.

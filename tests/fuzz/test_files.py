@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
+from experiments.pretrain.conversations import read_conversations
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
@@ -30,7 +31,7 @@ from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.data.images import LONGEST_SIDE, open_image
 from stepprune_jax.data.json_files import read_json_lines, read_json_list, read_json_object
-from stepprune_jax.data.llava import read_answers, read_conversations, read_questions
+from stepprune_jax.data.llava import read_answers, read_questions
 from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.evaluation.table import as_markdown, merge_scores
 from stepprune_jax.workdir.metrics import keep_until, read_rows

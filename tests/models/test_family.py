@@ -19,7 +19,7 @@ def test_a_folder_is_of_the_family_whose_configuration_it_has():
     ):
         assert find_family(fields, "here") is family is config.family is FAMILIES[family.name]
         assert family.read_config(fields, None) == config
-        assert family.read_config(family.hf_config(config, "float32"), None) == config
+        assert family.read_config(config.to_hf("float32"), None) == config
     original = {"model_type": "llava_llama", "mm_vision_tower": "clip"}
     assert find_family(original, "here").vision_folder(original) == "clip"
     assert LLAVA.vision_folder(raw) is None

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from tiny_run import ROOT, load_config
 
+from experiments.pretrain.conversations import read_conversations
 from stepprune_jax import testing
-from stepprune_jax.data.llava import read_conversations
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm

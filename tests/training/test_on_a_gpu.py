@@ -10,7 +10,7 @@ import pytest
 from tiny_run import make_run, metrics, open_tiny, write_data
 
 from stepprune_jax import load_vlm, policy, testing
-from stepprune_jax.models.attention import Segment, attend, fused_attend
+from stepprune_jax.models.attention import Segment, attend, self_attend
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.training import settings, step, train
 from stepprune_jax.workdir.metrics import MetricsLog
@@ -54,7 +54,7 @@ def test_every_attention_is_that_of_the_products(
         jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(query, key, value)
     )
     there = [jax.device_put(x, gpu) for x in inputs]
-    result = jax.jit(lambda q, k, v: fused_attend(q, k, v, causal, implementation))(*there)
+    result = jax.jit(lambda q, k, v: self_attend(q, k, v, causal, implementation))(*there)
     np.testing.assert_allclose(np.asarray(result, np.float32), expected, atol=tolerance)
     products = jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(*there)
     np.testing.assert_allclose(np.asarray(products, np.float32), expected, atol=tolerance)

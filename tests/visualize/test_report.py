@@ -54,15 +54,17 @@ def answered(tmp_path):
     image, text = tmp_path / "a.png", "Is <i>it</i> $x$?"
     questions = [BenchmarkQuestion(f"q{n}", text, text, image) for n in range(4)]
     file = row(tmp_path)
+    drawn = {"grid": [3, 3], "visual_tokens": 9}
     lines = [
         {"question_id": f"q{n}", "prompt": text, "text": "yes", "kept": n, "order": list(range(n))}
+        | drawn
         for n in range(4)
     ]
     write_lines(file.path, lines)
     truths = [{"question_id": f"q{n}", "answer": "yes"} for n in range(4)]
     write_lines(tmp_path / "test_answers.jsonl", truths)
     folder = BENCHMARKS["folder"]
-    return Answered(folder, tmp_path, [file], questions, {image: (3, 3)})
+    return Answered(folder, tmp_path, [file], questions)
 
 
 def page(tmp_path, answered, **options):
@@ -79,15 +81,15 @@ def test_the_page_is_one_file_in_which_names_are_texts(tmp_path, answered):
     assert text.count("<tr class=ours>") == 3 and "K of StepPrune, adaptive, 4 of 9" in text
 
 
-@pytest.mark.parametrize("missing", ["grids", "order", "samples", "files", "scores"])
+@pytest.mark.parametrize("missing", ["questions", "grid", "samples", "files", "scores"])
 def test_what_is_unknown_is_left_out(tmp_path, answered, missing):
     options, figures = {}, 2
-    if missing == "grids":  # no model, no overlays
-        answered = answered._replace(grids={}, questions=())
-    elif missing == "order":
+    if missing == "questions":
+        answered = answered._replace(questions=())
+    elif missing == "grid":
         path = answered.files[0].path
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        write_lines(path, [{k: v for k, v in line.items() if k != "order"} for line in lines])
+        write_lines(path, [{k: v for k, v in line.items() if k != "grid"} for line in lines])
     elif missing == "samples":
         options["samples"] = 0
     elif missing == "files":

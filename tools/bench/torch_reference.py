@@ -34,7 +34,7 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     import torch
     import transformers
 
-    fields = config.family.hf_config(config, str(language["norm"]["scale"].dtype))["text_config"]
+    fields = config.to_hf(str(language["norm"]["scale"].dtype))["text_config"]
     hf = transformers.LlamaConfig(**fields, attn_implementation="sdpa")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(hf)

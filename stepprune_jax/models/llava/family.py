@@ -85,9 +85,6 @@ class Llava(Family):
             return LlavaConfig.from_hf(raw)
         return LlavaConfig.from_original(raw, vision)
 
-    def hf_config(self, config: LlavaConfig, dtype: str) -> Json:
-        return config.to_hf(dtype)
-
     def canonical_name(self, name: str, of_vision_folder: bool = False) -> str | None:
         if not of_vision_folder:
             return renamed(name, weights.PREFIXES)

@@ -16,11 +16,10 @@ from jaxtyping import Array, Float
 from stepprune_jax.models.attention import (
     Segment,
     Tap,
-    attend,
     attention_weights,
-    fused_attend,
     merge_heads,
     resolve_taps,
+    self_attend,
     split_heads,
 )
 from stepprune_jax.models.layers import BlockOutput, Dense, LayerNorm, activate, product
@@ -51,10 +50,7 @@ class ClipAttention(nn.Module):
         query, key, value = (
             split_heads(Dense(width, name=name)(x), heads) for name in ("query", "key", "value")
         )
-        if attention == "matmul":
-            mixed = attend(query, [Segment(key, value, None)])
-        else:
-            mixed = fused_attend(query, key, value, causal=False, implementation=attention)
+        mixed = self_attend(query, key, value, False, attention)
         mixed = Dense(width, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
 

@@ -51,9 +51,6 @@ class Qwen25VL(Family):
     def read_config(self, raw: Json, vision: Json | None) -> QwenConfig:
         return QwenConfig.from_hf(raw)
 
-    def hf_config(self, config: QwenConfig, dtype: str) -> Json:
-        return config.to_hf(dtype)
-
     def canonical_name(self, name: str, of_vision_folder: bool = False) -> str:
         return renamed(name, weights.PREFIXES)
 

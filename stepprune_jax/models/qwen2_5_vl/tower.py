@@ -25,13 +25,20 @@ from stepprune_jax.models.attention import (
     Tap,
     attend,
     attention_weights,
-    fused_attend,
     map_queries,
     merge_heads,
     resolve_taps,
+    self_attend,
     split_heads,
 )
-from stepprune_jax.models.layers import BlockOutput, Dense, RmsNorm, activate, wide_product
+from stepprune_jax.models.layers import (
+    BlockOutput,
+    Dense,
+    GatedMlp,
+    RmsNorm,
+    activate,
+    wide_product,
+)
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
@@ -157,19 +164,6 @@ def _attend_in_windows(
     return jnp.moveaxis(mixed, 1, 2).reshape(i, h, blocks * length, c)[:, :, :m]
 
 
-def _attend_to_all(
-    query: Float[Array, "i h m c"],
-    key: Float[Array, "i h m c"],
-    value: Float[Array, "i h m c"],
-    context: Context,
-    attention: str,
-) -> Float[Array, "i h m c"]:
-    """Attends from each patch to its whole image."""
-    if attention != "matmul":
-        return fused_attend(query, key, value, False, attention, context.length)
-    return attend(query, [Segment(key, value, context.valid)])
-
-
 def received_attention(
     query: Float[Array, "i h m c"], key: Float[Array, "i h m c"], context: Context
 ) -> Float[Array, "i m"]:
@@ -208,7 +202,7 @@ class QwenVisionAttention(nn.Module):
         length = config.unit * config.window**2
 
         def to_all():
-            return _attend_to_all(query, key, value, context, attention)
+            return self_attend(query, key, value, False, attention, context.length)
 
         def in_windows():
             return _attend_in_windows(query, key, value, context.window, length)
@@ -219,19 +213,6 @@ class QwenVisionAttention(nn.Module):
             mixed = jax.lax.cond(full, to_all, in_windows)
         mixed = Dense(config.hidden_size, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)
-
-
-class QwenVisionMlp(nn.Module):
-    """Gated MLP with biases."""
-
-    config: QwenVisionConfig
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "i m d"]) -> Float[Array, "i m d"]:
-        """Applies the MLP."""
-        width = self.config.intermediate_size
-        gate, up = Dense(width, name="gate")(x), Dense(width, name="up")(x)
-        return Dense(self.config.hidden_size, name="down")(jax.nn.silu(gate) * up)
 
 
 class QwenVisionBlock(nn.Module):
@@ -252,7 +233,7 @@ class QwenVisionBlock(nn.Module):
             RmsNorm(_EPS, name="norm1")(hidden), context, full, attention
         )
         hidden = hidden + mixed.hidden
-        mlp = QwenVisionMlp(self.config, name="mlp")
+        mlp = GatedMlp(self.config.intermediate_size, True, name="mlp")
         return mixed._replace(hidden=hidden + mlp(RmsNorm(_EPS, name="norm2")(hidden)))
 
 
