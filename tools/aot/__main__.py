@@ -48,6 +48,7 @@ COLUMNS = (
 )
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
+SAMPLED = "configs/sampled.py"  # the second stage of either
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
 # Programs that an ablation of scores affects, and those that one of the selector affects; all
 # others are as in `configs/shapes.py`.
@@ -70,6 +71,7 @@ class Group(NamedTuple):
 
 SHORT = (
     Group(("h200", "v5e"), (SHAPES,), ("float32",)),
+    Group(("h200", "v5e"), (f"{SAMPLED}:shapes",), ("float32",), LEARNING),
     Group(("h200", "v5e"), (SHAPES,), ("bfloat16",), CRITICAL),
     Group(("a100", "a6000:2", "v5e:2x4", "v6e"), (SHAPES,), ("float32",), CRITICAL),
 )
@@ -83,6 +85,7 @@ FULL = (
         Group(TARGETS, (SHAPES,), ("float32",), CHOOSING, (change,))
         for change in ("method=autoselect", "policy.encoder_attention=causal")
     ),
+    Group(TARGETS, (f"{SAMPLED}:shapes", f"{SAMPLED}:llava7b"), ("mixed",), LEARNING),
     Group(TARGETS, (LLAVA,), ("mixed", "bfloat16")),
     Group(TARGETS, (f"{LLAVA}:literal",), ("mixed", "bfloat16"), (*CHOOSING, *PICKS)),
 )

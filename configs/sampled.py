@@ -1,0 +1,30 @@
+"""A second stage for a policy: sets of tokens are drawn, and those that are answered well preferred.
+
+    python train.py --config configs/shapes.py --workdir runs/shapes
+    python train.py --config configs/sampled.py:shapes --workdir runs/shapes_sampled
+    python train.py --config configs/sampled.py:llava7b --workdir runs/llava7b_sampled
+
+The argument names the configuration of the first stage, whose policy is expected in runs/NAME;
+`--config.start=FILE` names another. In the small world it helps, see experiments/RESULTS.md; it has
+not been tried at 7B.
+"""
+
+from stepprune_jax import configurations
+from stepprune_jax.training import Run
+
+
+def get_config(first: str = "shapes") -> Run:
+    """Returns the settings of the first stage with those of the second."""
+    run = configurations.load(first)
+    lr = 1e-3 * 64 / run.policy.policy_width  # best rates fall as 1 / width
+    return run.replace(
+        {
+            "start": f"runs/{first.partition(':')[0]}/policy.safetensors",
+            "steps": 400,
+            "policy.draw": 1.0,  # inference draws as training does
+            "policy_gradient.samples": 8,
+            "optimizer.lr": lr,
+            "optimizer.final_lr": lr / 10,
+            "optimizer.muon_lr": 0.0,
+        }
+    )
