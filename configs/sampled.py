@@ -1,4 +1,4 @@
-"""A second stage for a policy: sets of tokens are drawn, and those that are answered well preferred.
+"""A second stage for a policy: sets of tokens are drawn, those that are answered well preferred.
 
     python train.py --config configs/shapes.py --workdir runs/shapes
     python train.py --config configs/sampled.py:shapes --workdir runs/shapes_sampled

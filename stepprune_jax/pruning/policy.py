@@ -291,7 +291,7 @@ class Policy:
         image: Float[AnyArray, "b n d"],
         text: Float[AnyArray, "b l e"] | None,
         answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
-        settings: PolicyGradientSettings = PolicyGradientSettings(samples=8),
+        settings: PolicyGradientSettings | None = None,
         *,
         image_mask: Bool[AnyArray, "b n"] | None = None,
         text_mask: Bool[AnyArray, "b l"] | None = None,
@@ -308,7 +308,7 @@ class Policy:
             text: word embeddings of the question, never of the answer.
             answer_loss_fn: maps sets of kept tokens, whose leaves are [b, g, ...], to the mean loss
                 of the answer's tokens with each.
-            settings: number and sizes of the sets; see `policy_gradient_loss`.
+            settings: number and sizes of the sets; by default 8, as in `PolicyGradientSettings`.
             image_mask: True at real image tokens.
             text_mask: True at real words.
             progress: schedules of the training so far.
@@ -321,7 +321,9 @@ class Policy:
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         given = (self.params, key, inputs, answer_loss_fn, progress)
-        return policy_gradient_loss(self.pruner, settings, *given)
+        return policy_gradient_loss(
+            self.pruner, settings or PolicyGradientSettings(samples=8), *given
+        )
 
     def diagnose(
         self,

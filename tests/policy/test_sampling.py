@@ -1,5 +1,6 @@
 """Sets drawn for a policy gradient: their frequencies, and what their advantages teach."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from cases import plain_config
 
-from stepprune_jax.policy import Inputs, Limits, Progress, leave_one_out, sample
+from stepprune_jax.policy import Inputs, Limits, Progress, leave_one_out
 from stepprune_jax.pruning import AutoSelectConfig, Policy
 
 N, STEPS, DRAWS = 4, 3, 4096
@@ -104,3 +105,30 @@ def test_an_advantage_is_the_distance_from_the_mean_of_the_others():
     reward = jnp.array([[1.0, 0.5], [0.0, 0.5], [0.5, 0.5]])
     expected = [[0.75, 0.0], [-0.75, 0.0], [0.0, 0.0]]
     np.testing.assert_allclose(leave_one_out(reward), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize(("growth", "expected"), [(0, 0.15 * 3 / 4), (1, 0.15 * 7.5 * 3 / 8)])
+def test_a_set_costs_the_sum_of_its_tokens_prices(inputs, growth, expected):
+    """Three of four tokens; with growth 1, a token's price is lambda at .4 tokens, and linear."""
+    config = dataclasses.replace(HAZARD, length_weight=0.15, price_growth=growth)
+    limits, keys = Limits(budget=3, max_steps=3), jax.random.split(jax.random.key(0), 2)
+    draw, cost = randomised(config).pruner.sample(
+        randomised(config).params, inputs, limits, keys, Progress()
+    )
+    assert draw.picks.count[:, 0].tolist() == [3, 3]
+    np.testing.assert_allclose(cost[:, 0], expected, rtol=1e-6)
+
+
+def test_a_row_with_a_higher_price_stops_earlier(inputs):
+    limits, keys = Limits(min_tokens=0, max_tokens=3), jax.random.split(jax.random.key(0), 512)
+    config = dataclasses.replace(HAZARD, length_weight=0.15)
+    mean, log_price = {}, None
+    for spread in (0.0, 2.0):
+        policy = randomised(dataclasses.replace(config, price_range=spread))
+        draw, cost = jax.jit(policy.pruner.sample)(policy.params, inputs, limits, keys, Progress())
+        mean[spread] = jnp.mean(draw.picks.count, axis=0)
+        each = cost * jnp.array([4, 3]) / (0.15 * jnp.maximum(draw.picks.count, 1))
+        log_price = jnp.log(jnp.max(each, axis=0))
+        assert (jnp.abs(log_price) <= spread + 1e-5).all()
+    assert (jnp.abs(log_price) > 0.1).all()
+    np.testing.assert_array_equal(mean[2.0] < mean[0.0], log_price > 0)
