@@ -1,0 +1,149 @@
+"""Tells whether policies find the one record, or the two in a row, that a question needs.
+
+    python -m experiments.studies.records --tokens 32 --hops 1 --seeds 0 1 2
+
+An "image" is a bag of records: a key, a link, which is the key of another record, and a value. The
+question names a key. With one hop the answer is the value of its record, with two that of the
+record behind its link, so that both are needed. A frozen reader follows the links without error if
+it sees all. Printed is the share of questions whose records are all among two kept tokens, after
+training through the gate, and after as many updates of which the last 40 % are on sampled sets.
+"""
+
+import argparse
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import stepprune_jax as sp
+from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.pruning import AutoSelectConfig, PolicyGradientSettings
+
+HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32
+WIDTH = 3 * HALF
+SAMPLED = 0.4  # share of the updates
+
+
+class Batch(NamedTuple):
+    """Questions: tokens [b, n, d], embeddings [b, 1, e], answers [b], records needed [b, hops]."""
+
+    image: jax.Array
+    text: jax.Array
+    answer: jax.Array
+    needed: jax.Array
+
+
+def directions(seed: int, count: int) -> jax.Array:
+    """Returns random vectors of length sqrt(HALF)."""
+    x = jax.random.normal(jax.random.key(seed), (count, HALF))
+    return x * HALF**0.5 / jnp.linalg.norm(x, axis=1, keepdims=True)
+
+
+def world() -> dict[str, jax.Array]:
+    """Returns the embeddings of keys and values."""
+    return {"key": directions(0, KEYS), "value": directions(1, VALUES)}
+
+
+def draw(frozen: dict[str, jax.Array], key: jax.Array, rows: int, n: int, hops: int) -> Batch:
+    """Draws questions about bags of n records; links are a cycle in random order."""
+    keys = jax.random.split(key, 5)
+    names = jnp.argsort(jax.random.uniform(keys[0], (rows, KEYS)), axis=1)[:, :n]
+    cycle = jnp.argsort(jax.random.uniform(keys[1], (rows, n)), axis=1)
+    at = jnp.arange(rows)[:, None]
+    link = jnp.zeros((rows, n), int).at[at, cycle].set(jnp.roll(cycle, -1, axis=1))
+    value = jax.random.randint(keys[2], (rows, n), 0, VALUES)
+    first = jax.random.randint(keys[3], (rows, 1), 0, n)
+    needed = first if hops == 1 else jnp.concatenate([first, link[at, first]], axis=1)
+    parts = [frozen["key"][names], frozen["key"][names[at, link]], frozen["value"][value]]
+    tokens = jnp.concatenate(parts, axis=2)
+    image = 7 + 3 * (tokens + 0.1 * jax.random.normal(keys[4], tokens.shape))
+    return Batch(image, frozen["key"][names[at, first]], value[at[:, 0], needed[:, -1]], needed)
+
+
+def losses(frozen: dict[str, jax.Array], tokens, batch: Batch, valid: Any = True) -> jax.Array:
+    """Computes each row's cross-entropy of a reader that looks up key after key."""
+    key, link, value = jnp.split((tokens - 7) / 3, 3, axis=-1)
+    query = batch.text[:, 0]
+    for hop in range(batch.needed.shape[1]):
+        match = jnp.einsum("bnd,bd->bn", key, query) * (12 / HALF)
+        attention = jax.nn.softmax(jnp.where(valid, match, -1e9), axis=1)
+        query = jnp.einsum("bn,bnd->bd", attention, link)
+    read = jnp.einsum("bn,bnd->bd", attention, value)
+    logits = read @ frozen["value"].T * (8 / HALF)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.answer)
+
+
+def train(config: Any, seed: int, n: int, hops: int, updates: int, sampled: float) -> dict:
+    """Trains a policy; returns the shares of questions whose records are kept."""
+    frozen, first = world(), round(updates * (1 - sampled))
+    stats = sp.FeatureStats.start(WIDTH)
+    stats = sp.update_stats(stats, draw(frozen, jax.random.key(99), 256, n, hops).image)
+    policy = sp.Policy.init(jax.random.key(seed), config, stats)
+    settings = PolicyGradientSettings(samples=8)
+
+    def stage(policy, first, last, sampling):
+        count = last - first
+        rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, count // 20, count, 1e-4)
+        optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+
+        def loss(params, frozen, key, share):
+            data_key, draw_key = jax.random.split(key)
+            batch, now = draw(frozen, data_key, ROWS, n, hops), policy.replace(params=params)
+
+            def of_sets(kept):
+                one = jax.vmap(lambda s: losses(frozen, s.tokens, batch, s.valid), 1, 1)
+                return one(kept)
+
+            if sampling:
+                given = (draw_key, batch.image, batch.text, of_sets, settings)
+                return now.policy_gradient_loss(*given)
+            gated = lambda tokens: losses(frozen, tokens, batch).mean()  # noqa: E731
+            given = (draw_key, batch.image, batch.text, gated)
+            return now.train_loss(*given, progress=sp.Progress(share))
+
+        @jax.jit
+        def update(params, moments, frozen, number):
+            key = jax.random.fold_in(jax.random.key(seed + 1000), number)
+            grads, _ = jax.grad(loss, has_aux=True)(params, frozen, key, (number - first) / count)
+            step, moments = optimiser.update(grads, moments, params)
+            return optax.apply_updates(params, step), moments
+
+        params, moments = policy.params, optimiser.init(policy.params)
+        for number in range(first, last):
+            params, moments = update(params, moments, frozen, number)
+        return policy.replace(params=params)
+
+    policy = stage(policy, 0, first, False)
+    if first < updates:
+        policy = stage(policy, first, updates, True)
+    test = draw(frozen, jax.random.key(98), 1024, n, hops)
+    kept = np.asarray(policy.prune(test.image, test.text, budget=2).index)
+    there = (np.asarray(test.needed)[:, :, None] == kept[:, None]).any(-1)
+    return {"all": float(there.all(1).mean()), "first": float(there[:, 0].mean())}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32])
+    parser.add_argument("--hops", type=int, nargs="+", default=[1], choices=(1, 2))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--updates", type=int, default=1000)
+    flags = parser.parse_args(argv)
+    shape = {"feature_width": WIDTH, "text_width": HALF, "num_heads": 4, "draw": 1.0}
+    rows = {"stepprune": sp.PolicyConfig(**shape), "autoselect": AutoSelectConfig(**shape)}
+    for n in flags.tokens:
+        for hops in flags.hops:
+            for sampled in (0.0, SAMPLED):
+                for name, config in rows.items():
+                    for seed in flags.seeds:
+                        found = train(config, seed, n, hops, flags.updates, sampled)
+                        about = {"tokens": n, "hops": hops, "sampled": sampled, "seed": seed}
+                        print(json.dumps({"method": name} | about | found), flush=True)
+
+
+if __name__ == "__main__":
+    exit_with("experiments.studies.records", main)
