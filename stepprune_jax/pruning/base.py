@@ -166,7 +166,7 @@ class Pruner:
     after_projector: ClassVar[bool] = False
     # Whether it draws tokens at random, by an option `seed`.
     is_random: ClassVar[bool] = False
-    # The class of a policy's configuration, for a `TrainedMethod`.
+    # The class of a policy's configuration, for a pruner that is `Learned`.
     config_type: ClassVar[type | None] = None
     # Whether it has a learned stop, and so stop biases and mean budgets.
     has_stop: ClassVar[bool] = False

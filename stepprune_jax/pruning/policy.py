@@ -20,7 +20,7 @@ from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.pruning.calibration import Calibration, calibrate
 from stepprune_jax.pruning.diagnosis import Diagnosis, measure
 from stepprune_jax.pruning.registry import method_of
-from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+from stepprune_jax.pruning.trained import Learned, TrainedConfig, TrainedMethod
 
 CALIBRATE = "python -m stepprune_jax.calibrate"
 
@@ -61,9 +61,21 @@ class Policy:
         return cls(method_of(config).init(key), config, stats)
 
     @property
-    def pruner(self) -> TrainedMethod:
+    def pruner(self) -> Learned:
         """Its method, with its configuration."""
         return method_of(self.config)
+
+    @property
+    def ranker(self) -> TrainedMethod:
+        """Its method, if it prunes in front of a language model.
+
+        Raises:
+            ValueError: it prunes between the layers of one.
+        """
+        pruner = self.pruner
+        if not isinstance(pruner, TrainedMethod):
+            raise ValueError(f"{pruner.name} prunes inside a language model: use `make_method`")
+        return pruner
 
     @property
     def method(self) -> str:
@@ -136,7 +148,7 @@ class Policy:
         bias = self._bias(budget, mean_budget, stop_bias)
         masks = {name: arguments.pop(name, None) for name in ("image_mask", "text_mask")}
         inputs, limits = Inputs(image, text, **masks, stats=self.stats), _limits(budget, arguments)
-        return self.pruner.prune(self.params, inputs, limits, stop_bias=bias, **arguments)
+        return self.ranker.prune(self.params, inputs, limits, stop_bias=bias, **arguments)
 
     def select_fn(
         self,
@@ -193,7 +205,7 @@ class Policy:
             inputs = Inputs(image, text, image_mask, text_mask, policy.stats)
             stop = policy.stop_bias if own else bias
             given = (policy.params, inputs, limits, stop, key)
-            picks = policy.pruner.choose(*given, **arguments)
+            picks = policy.ranker.choose(*given, **arguments)
             return functions.gather(picks, image, capacity, order=order)
 
         return select
@@ -282,7 +294,7 @@ class Policy:
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         given = (self.params, key, inputs, lm_loss_fn, progress)
-        return self.pruner.train_loss(*given, **keywords)
+        return self.ranker.train_loss(*given, **keywords)
 
     def diagnose(
         self,
@@ -322,7 +334,7 @@ class Policy:
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         key = jax.random.key(0) if key is None else key
         return [
-            measure(self.pruner, self.params, inputs, loss_fn, budget, jax.random.fold_in(key, i))
+            measure(self.ranker, self.params, inputs, loss_fn, budget, jax.random.fold_in(key, i))
             for i, budget in enumerate(budgets)
         ]
 
@@ -359,7 +371,7 @@ class Policy:
             for m, _ in parts
         ]
         sizes = np.concatenate([np.full(rows, tokens) for _, (rows, tokens) in parts])
-        table = calibrate(np.concatenate(rows), sizes, self.pruner.least)
+        table = calibrate(np.concatenate(rows), sizes, self.ranker.least)
         return self.replace(calibration=table)
 
     def _bias(
@@ -384,5 +396,5 @@ def _limits(budget: Any, arguments: dict[str, Any]) -> Limits:
 @jax.jit
 def _margins(policy: Policy, inputs: Inputs, **options: Any) -> Float[Array, "b t"] | None:
     """Computes stop margins of rollouts that do not stop."""
-    method, n = policy.pruner, inputs.image.shape[1]
+    method, n = policy.ranker, inputs.image.shape[1]
     return method.order(policy.params, inputs, method.most(n), **options).margin
