@@ -106,7 +106,9 @@ class GlimpsePruneConfig:
         return self.attn_fuse_size + self.visual_cond_size
 
 
-def rms_norm(scale: Float[Array, "d"], x: Float[Array, "*b d"], eps: float) -> Float[Array, "*b d"]:
+def rms_norm(
+    scale: Float[Array, "d"], x: Float[Array, "*b d"], eps: float | int
+) -> Float[Array, "*b d"]:
     """Scales vectors to a mean square of 1, then by `scale`."""
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * scale
 
