@@ -24,7 +24,6 @@ from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Survivors, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import keep_best
-from stepprune_jax.pruning.schedule import are_layers
 from stepprune_jax.pruning.trained import Learned, Weights
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import check
@@ -234,17 +233,21 @@ class GlimpsePrune(Learned, LayerPruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects bad options, and weights that belong to another model."""
         super().check(config, num_tokens)
-        least, ratio, own = self.min_remain_num, self.max_remain_ratio, self.config
+        least, ratio = self.min_remain_num, self.max_remain_ratio
         self.require("min_remain_num", 0 <= least <= num_tokens, f"0 to {num_tokens}")
         self.require("max_remain_ratio", ratio is None or 0 < ratio <= 1, "a share in (0, 1]")
-        fits = (own.num_heads, own.vision_width) == (
-            config.text.num_heads,
-            config.vision.hidden_size,
-        )
-        depth, states = config.text.num_layers, sorted(own.selected_visual_layers)
-        fits &= are_layers((own.reduce_layer,), 0, depth - 2)
-        fits &= states[-1] <= config.vision.num_layers
-        check((fits, f"{self.name}: its weights belong to another model: they are for {own}"))
+        text, vision = config.text, config.vision
+        for name, most, exact in (
+            ("num_heads", text.num_heads, True),
+            ("vision_width", vision.hidden_size, True),
+            ("reduce_layer", text.num_layers - 2, False),
+            ("selected_visual_layers", vision.num_layers, False),
+        ):
+            value = getattr(self.config, name)
+            number = max(value) if isinstance(value, tuple) else value
+            said = f"{self.name}: {name} of its weights is {value}, which are not for this model"
+            expected = f"{'' if exact else 'at most '}{most}"
+            check((number == most or (number < most and not exact), f"{said}: expected {expected}"))
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the states of the tower that the predictor reads."""
