@@ -45,7 +45,10 @@ _FIXED_OF = {
     "qwen2_5_vl_gp": {"le_norm_type": "rmsnorm", "attn_fuse_global": True},
 }
 _PARTS = {
-    **{f"attn.{x}_proj": name for x, name in zip("qkvo", ("query", "key", "value", "out"))},
+    "attn.q_proj": "query",
+    "attn.k_proj": "key",
+    "attn.v_proj": "value",
+    "attn.o_proj": "out",
     **{f"mlp.{name}_proj": name for name in ("gate", "up", "down")},
 }
 

@@ -54,8 +54,8 @@ class Wanted(NamedTuple):
             "attention": float32 softmax weights of the queries at `query_index`, per head, [b, h,
             q, t], t being the cache's slots (if any) followed by the stage's s; without a cache
             also those of the block after the stage; "scores" their logits; "keys" [b, h_kv, s, c]
-            after rotary positions; "rotary" [2, b, s, c] cosine and sine of the angles, the same for every
-            layer.
+            after rotary positions; "rotary" [2, b, s, c] cosine and sine of the angles, the same
+            for every layer.
         query_index: [b, q] indices into s, for "attention" and "scores" taps.
     """
 

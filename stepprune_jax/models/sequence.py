@@ -107,7 +107,7 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
 def remaining(
     sequence: Sequence, keep: Bool[Array, "b s"], slots: int
 ) -> tuple[Int[Array, "b t"], Bool[Array, "b t"]]:
-    """Returns the slots of the kept tokens of each row, and which of the first `slots` they fill."""
+    """Returns the slots of each row's kept tokens, and which of the first `slots` they fill."""
     s = keep.shape[1]
     keep &= jnp.arange(s) < sequence.length[:, None]
     source = jnp.sort(jnp.where(keep, jnp.arange(s), s), axis=1)[:, :slots]

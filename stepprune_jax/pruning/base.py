@@ -276,21 +276,24 @@ class Pruner:
         """
         return ()
 
-    def layer_tokens(self, config: ModelConfig, num_tokens: int) -> list[int]:
+    def layer_tokens(
+        self, config: ModelConfig, num_tokens: int, kept: int | None = None
+    ) -> list[int]:
         """Counts the tokens of an image that enter each layer of the language model.
 
         Args:
             config: the model's configuration.
-            num_tokens: tokens of the image; with a learned stop, those kept.
+            num_tokens: tokens of the image.
+            kept: how many of them it has kept, if it decides; by default the most.
 
         Returns:
             A count for each layer, as `flops.llm_flops` takes them once the text is added.
         """
-        entering = self.entering(num_tokens)
-        entering = num_tokens if entering is None else entering
+        entering, most = self.entering(num_tokens), num_tokens if kept is None else kept
+        entering = most if entering is None else entering
         cuts, counts = self.cuts(config, num_tokens), [entering] * config.text.num_layers
         for cut, left in zip(cuts, self.survivors(config, entering), strict=True):
-            counts[cut.layer :] = [sum(left)] * (len(counts) - cut.layer)
+            counts[cut.layer :] = [sum(left) if kept is None else kept] * (len(counts) - cut.layer)
         return counts
 
 

@@ -20,7 +20,7 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy.layers import dense
-from stepprune_jax.policy.params import ParamSpec
+from stepprune_jax.policy.params import Init, ParamSpec
 from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Survivors, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import keep_best
@@ -73,21 +73,18 @@ class GlimpsePruneConfig:
     def __post_init__(self):
         widths = ("feature_width", "text_width", "num_heads", "vision_width", "attn_fuse_size")
         widths += ("visual_cond_size", "attn_fuse_num_heads")
-        rules = [(name, is_count(getattr(self, name)), "an integer from 1") for name in widths]
-        lists = ("le_layers", "selected_layers", "selected_visual_layers")
-        for name in lists:
+        for name in widths:
+            self._require(name, is_count(getattr(self, name)), "an integer from 1")
+        for name in ("le_layers", "selected_layers", "selected_visual_layers"):
             value = getattr(self, name)
             good = isinstance(value, tuple) and value and all(is_count(x, 0) for x in value)
             good = good and len({*value}) == len(value)
-            rules.append((name, good, "different numbers of layers"))
-        rules += [
-            ("reduce_layer", is_count(self.reduce_layer, 0), "the number of a layer"),
-            ("use_attention_logits", isinstance(self.use_attention_logits, bool), "a boolean"),
-            ("rms_norm_eps", is_number(self.rms_norm_eps), "a number"),
-            ("reduce_threshold", is_number(self.reduce_threshold), "a number"),
-        ]
-        for name, holds, expected in rules:
-            self._require(name, holds, expected)
+            self._require(name, good, "different numbers of layers")
+        self._require("reduce_layer", is_count(self.reduce_layer, 0), "the number of a layer")
+        known = isinstance(self.use_attention_logits, bool)
+        self._require("use_attention_logits", known, "a boolean")
+        for name in ("rms_norm_eps", "reduce_threshold"):
+            self._require(name, is_number(getattr(self, name)), "a number")
         last, heads = max(self.selected_layers), self.attn_fuse_num_heads
         self._require("le_layers", 0 in self.le_layers, "layer 0 among them")
         self._require("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
@@ -198,7 +195,7 @@ class GlimpsePrune(Learned, LayerPruner):
         config, e, d = self.config, self.config.text_width, self.config.attn_fuse_size
         wide, states = config.width, range(len(config.selected_visual_layers))
 
-        def vector(width, init="ones"):
+        def vector(width: int, init: Init = "ones"):
             return ParamSpec((width,), (None,), init)
 
         def layer(rows, columns, bias=True):

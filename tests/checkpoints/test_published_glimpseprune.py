@@ -114,8 +114,12 @@ def check(policy, tree):
             same(block[name]["kernel"], fuser[f"{theirs}.mlp.{name}_proj.weight"].T)
             same(block[name]["bias"], fuser[f"{theirs}.mlp.{name}_proj.bias"])
         same(block["norm2"], fuser[f"{theirs}.norm2.weight"])
-    count = sum(x.numel() for part in (fuser, tree["le_proj"], tree["le_norm"]) for x in part.values())
-    assert sum(x.size for x in jax.tree.leaves(params)) == count + tree["learnable_embeddings"].numel()
+    count = sum(
+        x.numel() for part in (fuser, tree["le_proj"], tree["le_norm"]) for x in part.values()
+    )
+    assert (
+        sum(x.size for x in jax.tree.leaves(params)) == count + tree["learnable_embeddings"].numel()
+    )
 
 
 def test_a_folder_its_file_and_our_own_format_are_read(tmp_path):

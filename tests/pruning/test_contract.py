@@ -251,9 +251,7 @@ def reference(model, name, result, row, tokens_of, batch=BATCH):
     if any(cut.forgets for cut in cuts):  # then the answer does not see it in earlier layers
         answer = np.arange(len(hidden))[:, None] > len(hidden) - STEPS
         seen = [np.where(answer, visible[-1], of_layer) for of_layer in seen]
-    logits = plain_logits(
-        model.params["language"], model.config.text, hidden, position, seen
-    )
+    logits = plain_logits(model.params["language"], model.config.text, hidden, position, seen)
     return logits[-STEPS:]
 
 
