@@ -222,11 +222,6 @@ class GlimpsePrune(Learned, LayerPruner):
             "out": layer(d, 1),
         }
 
-    def prepare(self, weights: Weights) -> Weights:
-        """Computes the vectors that are added, once."""
-        with jax.default_matmul_precision("highest"):
-            return weights | {"glimpse": glimpse_vectors(weights["glimpse"], self.config)}
-
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects bad options, and weights that belong to another model."""
         super().check(config, num_tokens)
@@ -274,7 +269,8 @@ class GlimpsePrune(Learned, LayerPruner):
 
     def probe(self, params: Trained) -> Float[Array, "layers e"]:
         """Returns the vectors added to the glimpse token."""
-        return params.weights["glimpse"]
+        with jax.default_matmul_precision("highest"):
+            return glimpse_vectors(params.weights["glimpse"], self.config)
 
     def drop(
         self,

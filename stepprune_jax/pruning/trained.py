@@ -48,7 +48,7 @@ class Learned(Pruner):
         return draw_params(key, self.specs(), jnp.promote_types(jnp.float32, dtype))
 
     def prepare(self, weights: Weights) -> Weights:
-        """Returns a policy's weights as programs read them; runs once."""
+        """Returns a policy's weights as programs of a `Method` read them; runs once."""
         return weights
 
 
