@@ -4,6 +4,7 @@ VisionSelector's are four tensors of a whole Qwen2.5-VL checkpoint, whose other 
 the model it was trained for. GlimpsePrune's are a file of their own beside a `config.json`.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,36 +22,19 @@ _NAMES = {
     for theirs, ours in (("q", "query"), ("k", "key"))
     for kind, name in (("weight", "kernel"), ("bias", "bias"))
 }
-# Fields of GlimpsePrune's configuration, by ours; and those that differ in no published file.
-_FIELDS = {
-    "text_width": "hidden_size",
-    "num_heads": "num_attention_heads",
-    **{
-        name: name
-        for name in (
-            *("le_layers", "selected_layers", "reduce_layer", "use_attention_logits"),
-            *("attn_fuse_size", "visual_cond_size", "attn_fuse_num_heads", "rms_norm_eps"),
-            "reduce_threshold",
-        )
-    },
-}
+# Fields of GlimpsePrune's configuration that are the same in all published files, by its kind.
 _FIXED = {
     "attn_fuse_type": "AttnFuserV1",
     "attn_fuse_hidden_act": "silu",
     "deep_supervision": False,
     "le_length": 1,
 }
-_FIXED_OF = {
-    "llava_llama_gp": {},
-    "qwen2_5_vl_gp": {"le_norm_type": "rmsnorm", "attn_fuse_global": True},
+_KINDS = {
+    "llava_llama_gp": _FIXED,
+    "qwen2_5_vl_gp": _FIXED | {"le_norm_type": "rmsnorm", "attn_fuse_global": True},
 }
-_PARTS = {
-    "attn.q_proj": "query",
-    "attn.k_proj": "key",
-    "attn.v_proj": "value",
-    "attn.o_proj": "out",
-    **{f"mlp.{name}_proj": name for name in ("gate", "up", "down")},
-}
+_PARTS = {f"attn.{name[0]}_proj": name for name in ("query", "key", "value", "out")}
+_PARTS |= {f"mlp.{name}_proj": name for name in ("gate", "up", "down")}
 
 
 def find_published(folder: Path) -> Path | None:
@@ -118,18 +102,19 @@ def _read_glimpseprune(path: Path) -> tuple[GlimpsePruneConfig, dict[str, np.nda
     entries, beside = torch_file.read_tensors(path), path.with_name(GLIMPSE_CONFIG)
     raw = read_json_object(beside)
     kind = raw.get("model_type")
-    expect(f"{beside}: model_type", kind, kind in _FIXED_OF, f"one of {', '.join(_FIXED_OF)}")
-    for name, only in (_FIXED | _FIXED_OF[kind]).items():
+    expect(f"{beside}: model_type", kind, kind in _KINDS, f"one of {', '.join(_KINDS)}")
+    for name, only in _KINDS[kind].items():
         expect(f"{beside}: {name}", raw.get(name), raw.get(name) == only, repr(only))
-    fields = {ours: raw.get(theirs) for ours, theirs in _FIELDS.items()}
-    states, is_qwen = raw.get("selected_visual_layers"), kind.startswith("qwen")
-    state = entries.get("attn_fuser.cond_in_projs.0.weight")
+    is_qwen, state = kind.startswith("qwen"), entries.get("attn_fuser.cond_in_projs.0.weight")
     width = state.shape[-1] if state is not None and state.shape else 1
+    fields = {x.name: raw.get(x.name) for x in dataclasses.fields(GlimpsePruneConfig)}
+    fields |= {"text_width": raw.get("hidden_size"), "vision_width": width}
+    fields["feature_width"] = fields["text_width"] if is_qwen else width
     with errors_named(beside):
         # LLaVA's are numbered by the blocks before a state, Qwen2.5-VL's by the one that it leaves.
-        states = [state + is_qwen for state in states]
-        fields |= {"selected_visual_layers": states, "vision_width": width}
-        fields["feature_width"] = fields["text_width"] if is_qwen else width
+        states = fields["selected_visual_layers"] = [
+            state + is_qwen for state in raw.get("selected_visual_layers")
+        ]
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         config = GlimpsePruneConfig(**fields)
     names = {

@@ -93,14 +93,9 @@ def start(
     halted: vlm.Halted | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill, with the pruner's cuts, and draws the first tokens."""
-    cuts, execution = make_cuts(learned, texts, plan), plan.execution
+    how = make_cuts(learned, texts, plan), False, plan.execution, halted
     # The last token is never read, so it needs no slot.
-    result = vlm.prefill(
-        *(params, config, sequence, plan.max_tokens - 1),
-        cuts=cuts,
-        execution=execution,
-        halted=halted,
-    )
+    result = vlm.prefill(params, config, sequence, plan.max_tokens - 1, *how)
     b = len(texts.length)
     zeros, penalised = jnp.zeros(b, jnp.int32), sampling.repetition_penalty is not None
     state = Decoding(

@@ -8,7 +8,7 @@ then forgotten, those of earlier layers, too. Its authors publish the weights.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import keep_best
 from stepprune_jax.pruning.trained import Learned, Weights
 from stepprune_jax.settings import is_count, is_number
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import expect
 
 _EPS = 1e-6  # of the predictor's norms
 _ROPE_BASE = 10000.0
@@ -40,7 +40,7 @@ class GlimpsePruneConfig:
     Attributes:
         feature_width: width of the image tokens.
         text_width: width of the language model.
-        num_heads: attention heads of the language model.
+        num_attention_heads: heads of the language model.
         vision_width: width of the tower's blocks.
         le_layers: layers before which a vector is added; the first is 0.
         selected_layers: layers whose attention the predictor reads.
@@ -57,7 +57,7 @@ class GlimpsePruneConfig:
 
     feature_width: int = 1024
     text_width: int = 4096
-    num_heads: int = 32
+    num_attention_heads: int = 32
     vision_width: int = 1024
     le_layers: tuple[int, ...] = tuple(range(32))
     selected_layers: tuple[int, ...] = (21,)
@@ -71,30 +71,28 @@ class GlimpsePruneConfig:
     reduce_threshold: float | int = 0.5
 
     def __post_init__(self):
-        widths = ("feature_width", "text_width", "num_heads", "vision_width", "attn_fuse_size")
-        widths += ("visual_cond_size", "attn_fuse_num_heads")
-        for name in widths:
-            self._require(name, is_count(getattr(self, name)), "an integer from 1")
-        for name in ("le_layers", "selected_layers", "selected_visual_layers"):
-            value = getattr(self, name)
-            good = isinstance(value, tuple) and value and all(is_count(x, 0) for x in value)
-            good = good and len({*value}) == len(value)
-            self._require(name, good, "different numbers of layers")
-        self._require("reduce_layer", is_count(self.reduce_layer, 0), "the number of a layer")
-        known = isinstance(self.use_attention_logits, bool)
-        self._require("use_attention_logits", known, "a boolean")
-        for name in ("rms_norm_eps", "reduce_threshold"):
-            self._require(name, is_number(getattr(self, name)), "a number")
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            good = {
+                bool: isinstance(value, bool),
+                int: is_count(value, 0 if field.name == "reduce_layer" else 1),
+                float: is_number(value),
+                tuple: isinstance(value, tuple) and value and all(is_count(x, 0) for x in value),
+            }[kind]
+            good = good and (kind is not tuple or len({*value}) == len(value))
+            expected = (
+                "different numbers of layers" if kind is tuple else f"a valid {kind.__name__}"
+            )
+            self._expect(field.name, bool(good), expected)
         last, heads = max(self.selected_layers), self.attn_fuse_num_heads
-        self._require("le_layers", 0 in self.le_layers, "layer 0 among them")
-        self._require("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
+        self._expect("le_layers", 0 in self.le_layers, "layer 0 among them")
+        self._expect("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
         # Halves of channels turn by row and by column, pairs of them together.
         even = self.attn_fuse_size % heads == 0 and self.width % (4 * heads) == 0
-        self._require("attn_fuse_num_heads", even, f"a divisor of {self.width} / 4 channels")
+        self._expect("attn_fuse_num_heads", even, f"a divisor of {self.width} / 4 channels")
 
-    def _require(self, name: str, holds: Any, expected: str) -> None:
-        value = getattr(self, name)
-        check((bool(holds), f"GlimpsePruneConfig.{name} is {value!r}, expected {expected}"))
+    def _expect(self, name: str, fits: bool, expected: str) -> None:
+        expect(f"GlimpsePruneConfig.{name}", getattr(self, name), fits, expected)
 
     @property
     def width(self) -> int:
@@ -202,21 +200,14 @@ class GlimpsePrune(Learned, LayerPruner):
             kernel = {"kernel": ParamSpec((rows, columns), (None, None), "fan_in")}
             return kernel | ({"bias": vector(columns, "zeros")} if bias else {})
 
-        block = {
-            "norm1": vector(d),
-            "query": layer(wide, wide, bias=False),
-            "key": layer(wide, wide, bias=False),
-            "value": layer(d, d, bias=False),
-            "out": layer(d, d, bias=False),
-            "norm2": vector(d),
-            "gate": layer(d, 2 * d),
-            "up": layer(d, 2 * d),
-            "down": layer(2 * d, d),
-        }
+        block = {name: vector(d) for name in ("norm1", "norm2")}
+        block |= {name: layer(wide, wide, bias=False) for name in ("query", "key")}
+        block |= {name: layer(d, d, bias=False) for name in ("value", "out")}
+        block |= {"gate": layer(d, 2 * d), "up": layer(d, 2 * d), "down": layer(2 * d, d)}
         embeddings = ParamSpec((len(config.le_layers), 1, e), (None,) * 3, "token")
         return {
             "glimpse": layer(e, e) | {"embeddings": embeddings, "scale": vector(e)},
-            "attention_in": layer(len(config.selected_layers) * config.num_heads, d),
+            "attention_in": layer(len(config.selected_layers) * config.num_attention_heads, d),
             **{f"state_{i}": layer(config.vision_width, config.visual_cond_size) for i in states},
             **{f"block_{i}": block for i in states},
             "out": layer(d, 1),
@@ -228,18 +219,15 @@ class GlimpsePrune(Learned, LayerPruner):
         least, ratio = self.min_remain_num, self.max_remain_ratio
         self.require("min_remain_num", 0 <= least <= num_tokens, f"0 to {num_tokens}")
         self.require("max_remain_ratio", ratio is None or 0 < ratio <= 1, "a share in (0, 1]")
-        text, vision = config.text, config.vision
-        for name, most, exact in (
-            ("num_heads", text.num_heads, True),
-            ("vision_width", vision.hidden_size, True),
-            ("reduce_layer", text.num_layers - 2, False),
-            ("selected_visual_layers", vision.num_layers, False),
+        own, text, vision = self.config, config.text, config.vision
+        for name, fits in (
+            ("num_attention_heads", own.num_attention_heads == text.num_heads),
+            ("vision_width", own.vision_width == vision.hidden_size),
+            ("reduce_layer", own.reduce_layer < text.num_layers - 1),
+            ("selected_visual_layers", max(own.selected_visual_layers) <= vision.num_layers),
         ):
-            value = getattr(self.config, name)
-            number = max(value) if isinstance(value, tuple) else value
-            said = f"{self.name}: {name} of its weights is {value}, which are not for this model"
-            expected = f"{'' if exact else 'at most '}{most}"
-            check((number == most or (number < most and not exact), f"{said}: expected {expected}"))
+            said = f"{self.name}: {name} of its weights"
+            expect(said, getattr(own, name), fits, "one of this model's")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the states of the tower that the predictor reads."""

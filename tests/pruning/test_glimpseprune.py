@@ -270,12 +270,12 @@ def test_it_does_not_prune_in_front_of_a_model(model):
         ({"min_remain_num": 10}, "min_remain_num is 10, expected 0 to 9"),
         ({"max_remain_ratio": 0.0}, r"max_remain_ratio is 0.0, expected a share in \(0, 1\]"),
         *(
-            ({"config": dataclasses.replace(CONFIG, **{name: value})}, f"{name} .*{said}$")
-            for name, value, said in (
-                ("num_heads", 2, ": expected 4"),
-                ("vision_width", 8, ": expected 32"),
-                ("reduce_layer", 2, "at most 1"),
-                ("selected_visual_layers", (1, 9), "at most 3"),
+            ({"config": dataclasses.replace(CONFIG, **{name: value})}, f"{name} of its weights is")
+            for name, value in (
+                ("num_attention_heads", 2),
+                ("vision_width", 8),
+                ("reduce_layer", 2),
+                ("selected_visual_layers", (1, 9)),
             )
         ),
     ],
