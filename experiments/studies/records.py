@@ -67,7 +67,7 @@ def losses(frozen: dict[str, jax.Array], tokens, batch: Batch, valid: Any = True
     """Computes each row's cross-entropy of a reader that looks up key after key."""
     key, link, value = jnp.split((tokens - 7) / 3, 3, axis=-1)
     query = batch.text[:, 0]
-    for hop in range(batch.needed.shape[1]):
+    for _ in range(batch.needed.shape[1]):
         match = jnp.einsum("bnd,bd->bn", key, query) * (12 / HALF)
         attention = jax.nn.softmax(jnp.where(valid, match, -1e9), axis=1)
         query = jnp.einsum("bn,bnd->bd", attention, link)

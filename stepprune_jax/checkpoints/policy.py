@@ -15,6 +15,8 @@ import numpy as np
 
 from stepprune_jax.checkpoints import hub, safetensors
 from stepprune_jax.checkpoints.published import (
+    GLIMPSE_CONFIG,
+    GLIMPSE_FILE,
     download_published,
     find_published,
     is_published,
@@ -25,7 +27,7 @@ from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import Policy, TrainedConfig, method_of, trained_methods
+from stepprune_jax.pruning import Policy, TrainedConfig, learned_methods, method_of
 from stepprune_jax.pruning.calibration import read_calibration
 from stepprune_jax.settings import is_number
 from stepprune_jax.user_input import check, errors_named, expect
@@ -86,7 +88,9 @@ def save_policy(
 
 
 def load_policy(path: str | Path) -> Policy:
-    """Reads a policy written by `save_policy`, or published by VisionSelector's authors, strictly.
+    """Reads a policy written by `save_policy`, or one that a method's authors publish, strictly.
+
+    The latter are VisionSelector's checkpoints, and GlimpsePrune's new modules.
 
     Args:
         path: the file, the name of a shipped policy, or "owner/name", as in `policy_file`.
@@ -100,7 +104,7 @@ def load_policy(path: str | Path) -> Policy:
             fields or bad values, or weights that do not fit it, all listed in one message.
     """
     path = policy_file(path)
-    if path.name == safetensors.INDEX_NAME:
+    if path.name in (safetensors.INDEX_NAME, GLIMPSE_FILE):
         return _load_published(path)
     entries, metadata = safetensors.read_contents(path)
     if is_published(entries):
@@ -131,7 +135,7 @@ def load_policy(path: str | Path) -> Policy:
 
 
 def _load_published(path: Path) -> Policy:
-    """Reads VisionSelector's scorer from a checkpoint's file, or by its index."""
+    """Reads a selector's weights from its authors' file, or by the index of a checkpoint."""
     config, arrays = read_published(path)
     wanted = _wanted(config, has_stats=False)
     _check_tensors(f"in {path}", config, wanted, arrays)
@@ -160,7 +164,8 @@ def policy_file(path: str | Path) -> Path:
         raise ValueError(f"{file} is a folder, expected a policy file written by save_policy")
     missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
     source = hub.find_repository(path, missing, anyone=True)
-    folder = hub.download(source, (POLICY_FILE, safetensors.INDEX_NAME))
+    files = (POLICY_FILE, safetensors.INDEX_NAME, GLIMPSE_FILE, GLIMPSE_CONFIG)
+    folder = hub.download(source, files)
     file = folder / POLICY_FILE
     found = file if file.is_file() else download_published(source, folder)
     if found is None:
@@ -230,7 +235,7 @@ def _check_tensors(
 
 def read_config(path: Path, metadata: Mapping[str, str]) -> TrainedConfig:
     """Reads the configuration of a policy from metadata as written by `config_metadata`."""
-    method, known = metadata.get("method"), trained_methods()
+    method, known = metadata.get("method"), learned_methods()
     expect(f"{path}: the method of its policy", method, method in known, f"one of {(*known,)}")
     kind = known[method].config_type
     with errors_named(path):

@@ -103,7 +103,7 @@ def read_rows(
         if kind is not None:
             given = {
                 "feature_width": config.feature_width,
-                "text_width": config.text.hidden_size if PRUNERS[pruner].reads_text else 0,
+                "text_width": config.text.hidden_size if kind.text_width else 0,
                 "dtype": dtype,
                 "decoder_layers": decoder_layers,
                 "price_growth": _PRICE_GROWTH,

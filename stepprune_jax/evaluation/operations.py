@@ -15,12 +15,12 @@ def first_token_flops(
 ) -> dict[str, float | int]:
     """Counts the operations of one prompt with one image, up to the first token, by part.
 
-    `words` of the `text` tokens are the user's. `kept` counts for a learned stop; other budgets
-    follow from the pruner. `choice` is 0 for methods without training.
+    `words` of the `text` tokens are the user's. `kept` counts where the method decides; other
+    budgets follow from the pruner. `choice` is 0 for methods without training.
     """
     n = int(config.family.num_tokens(config, np.array([grid]))[0])
     stops = not pruner.budget.is_exact
-    visual = pruner.layer_tokens(config, kept if stops else n)
+    visual = pruner.layer_tokens(config, n, kept if stops else None)
     projected = n if pruner.after_projector else visual[0]
     vision = vision_flops(config, [grid])
     choice = 0

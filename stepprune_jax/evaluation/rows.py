@@ -88,15 +88,17 @@ def plan_rows(
     for name, policy in policies.items():
         made = {"policy": policy, "options": given.get(policy.method)}
         rows += [TableRow(name, b, make_method(None, b, **made), name) for b in budgets]
-        if name not in biases:
+        decides = not policy.has_stop and "own" in policy.pruner.budgets
+        if name not in biases and not decides:
             continue
-        for asked, exact in zip(settings.budgets, budgets, strict=True):
+        for asked, exact in zip(settings.budgets, budgets, strict=True) if policy.has_stop else ():
             budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
             method = make_method(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, method, name))
         if name in settings.own_stops:
             own = Budget("own")
-            method = make_method(None, own, policy=policy, stop_bias=0.0)
+            made = {"options": given.get(policy.method)} if decides else {"stop_bias": 0.0}
+            method = make_method(None, own, policy=policy, **made)
             rows.append(TableRow(own_stop(name), own, method, name))
     return [row for row in rows if settings.wants(row.policy or row.label)]
 
@@ -168,7 +170,7 @@ class Conditions:
         }
         if row.policy is not None:
             made["policy"] = self.digests[row.policy]
-        pruner = row.method.pruner
+        pruner, exact = row.method.pruner, row.budget.is_exact
         hidden = ("budget", "config")
         for field in dataclasses.fields(pruner):
             if field.name not in hidden:
@@ -187,7 +189,7 @@ class Conditions:
             mode=row.mode,
             budget=row.count(self.num_tokens),
             num_tokens=self.num_tokens,
-            stop_bias=None if row.budget.is_exact else float(row.method.params.stop_bias),
+            stop_bias=float(row.method.params.stop_bias) if pruner.has_stop and not exact else None,
             # The last part of the folder or hub id; the hub's own folders are hashes.
             model=local_path(self.source.origins[0]).resolve().name,
             made=made,

@@ -12,6 +12,7 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.stack import Execution
+from stepprune_jax.models.vlm import Halted
 from stepprune_jax.pruning import Kept, LayerCut, Pruner, Trained
 
 
@@ -141,7 +142,7 @@ class Batch(NamedTuple):
 
     plan: Plan
     learned: Trained | tuple[()]  # trained parameters, if that program reads them
-    tokens: Kept | Pairs  # the kept tokens, or what the program chooses them from
+    tokens: Kept | Pairs | Halted  # the kept tokens, what to choose them from, or rows at a cut
     texts: Texts
     visual_tokens: Int[np.ndarray, "b"]  # of each row before pruning
     kept: Int[np.ndarray, "b"]  # of these after the last cut

@@ -65,6 +65,23 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     )
 
 
+def make_cuts(learned: PyTree, texts: Texts, plan: Plan) -> list[vlm.Cut]:
+    """Builds the cuts of a plan, with the functions of its pruner."""
+    rows = {"last": 1, "text": plan.text}
+
+    def drop(cut, count):
+        return lambda rows, taps: plan.pruner.drop(learned, cut, rows, taps, count)
+
+    compact = plan.positions == "compact"
+    return [
+        vlm.Cut(
+            *(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], compact),
+            *(cut.forgets, plan.pruner.probe(learned)),
+        )
+        for cut, slots, count in zip(plan.cuts, plan.slots[1:], texts.counts, strict=True)
+    ]
+
+
 def start(
     params: Params,
     config: ModelConfig,
@@ -73,22 +90,12 @@ def start(
     texts: Texts,
     sampling: Sampling,
     plan: Plan,
+    halted: vlm.Halted | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill, with the pruner's cuts, and draws the first tokens."""
-    rows = {"last": 1, "text": plan.text}
-
-    def drop(cut, count):
-        return lambda rows, taps: plan.pruner.drop(learned, cut, rows, taps, count)
-
-    compact = plan.positions == "compact"
-    cuts = [
-        vlm.Cut(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], compact)
-        for cut, slots, count in zip(plan.cuts, plan.slots[1:], texts.counts, strict=True)
-    ]
+    how = make_cuts(learned, texts, plan), False, plan.execution, halted
     # The last token is never read, so it needs no slot.
-    result = vlm.prefill(
-        params, config, sequence, plan.max_tokens - 1, cuts=cuts, execution=plan.execution
-    )
+    result = vlm.prefill(params, config, sequence, plan.max_tokens - 1, *how)
     b = len(texts.length)
     zeros, penalised = jnp.zeros(b, jnp.int32), sampling.repetition_penalty is not None
     state = Decoding(

@@ -214,7 +214,19 @@ def prepare(
     # Unused parameters would still distinguish programs, so they are left out.
     learned = method.params if plan.pruner is not None else ()
     before = np.where(rows.shown, size[rows.slot], 0).sum(1)
-    return Batch(plan, learned, tokens, place_rows(plan.mesh, texts), before, left[-1].sum(1))
+    batch = Batch(plan, learned, tokens, place_rows(plan.mesh, texts), before, left[-1].sum(1))
+    return batch if not cuts or pruner.budget.is_exact else _halt(model, batch, limit)
+
+
+def _halt(model: VLM, batch: Batch, limit: int) -> Batch:
+    """Runs a batch to a cut whose counts depend on its tokens, and reads them back."""
+    plan = dataclasses.replace(batch.plan, max_tokens=1)
+    given = (batch.learned, batch.tokens, batch.texts)
+    halted, count = programs.run_halt(model.params, model.config, *given, plan=plan)
+    remain, visual = fetch(count).T
+    slots = min(_bucket(int(remain.max()), ladder(limit)), plan.slots[0])
+    plan = dataclasses.replace(batch.plan, slots=(plan.slots[0], slots))
+    return batch._replace(plan=plan, tokens=halted, kept=visual)
 
 
 def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.ndarray, "b"]]:

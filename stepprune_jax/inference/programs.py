@@ -1,7 +1,8 @@
 """From pixels to the first token, as pure functions and as the few programs that run them.
 
 A batch whose counts are known on the host runs as one program, `begin`; one whose pruner stops by
-itself as two, `choose` and `begin`, with its counts read back between them. Shared work has its
+itself as two, `choose` and `begin`, with its counts read back between them; one whose pruner counts
+at a cut as three, with `halt` before `begin`. Shared work has its
 own programs: the tower once per image (`encode`), and a ranking once for all budgets (`rank`).
 Weights are arguments of every program.
 """
@@ -10,7 +11,7 @@ from collections.abc import Sequence as Ordered
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from stepprune_jax.inference import decoding
 from stepprune_jax.inference.base import Decoding, Pairs, Plan, Texts, Trace
@@ -92,18 +93,41 @@ def place(params: Params, config: ModelConfig, kept: Kept, texts: Texts, *, plan
     index, at, tokens, valid = (part[:, : capacity + 1] for part in parts)
     tokens = tokens if plan.projected else config.family.project(params, config, tokens)
     index, at, tokens, valid = (part[texts.pair] for part in (index, at, tokens, valid))
-    visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid)
+    note = None if kept.note is None else kept.note[:, : capacity + 1][texts.pair]
+    visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid, note)
     sequence = vlm.assemble(
         params, config, texts.ids, texts.length, visual, plan.positions, capacity
     )
     return constrain_rows(plan.mesh, sequence)
 
 
+def halt(
+    params: Params,
+    config: ModelConfig,
+    learned: PyTree,
+    kept: Kept,
+    texts: Texts,
+    *,
+    plan: Plan,
+) -> tuple[vlm.Halted, Int[Array, "b 2"]]:
+    """Runs the language model to a pruner's cut, whose choice sets the number of tokens.
+
+    Returns the rows, and how many of their tokens remain: in all, and of the images.
+    """
+    sequence = place(params, config, kept, texts, plan=plan)
+    (cut,) = decoding.make_cuts(learned, texts, plan)
+    halted = vlm.halt(params, config, sequence, cut, execution=plan.execution)
+    remain = halted.keep & sequence.rows.valid
+    visual = remain & (sequence.image >= 0)
+    count = jnp.stack([remain.sum(1), visual.sum(1)], axis=1)
+    return constrain_rows(plan.mesh, (halted, count))
+
+
 def begin(
     params: Params,
     config: ModelConfig,
     learned: PyTree,
-    tokens: Kept | Pairs,
+    tokens: Kept | Pairs | vlm.Halted,
     texts: Texts,
     sampling: Sampling,
     *,
@@ -113,6 +137,9 @@ def begin(
 
     Tokens that have not been kept before are chosen here, by `choose`.
     """
+    if isinstance(tokens, vlm.Halted):
+        given = (learned, tokens.sequence, texts, sampling, plan, tokens)
+        return decoding.start(params, config, *given)
     kept = tokens
     if isinstance(tokens, Pairs):
         kept = choose(params, config, learned, tokens, plan=plan)
@@ -129,11 +156,13 @@ run_see = jit_for_weights(see, ("config", "plan"))
 run_choose = jit_for_weights(choose, ("config", "plan"))
 run_rank = jit_for_weights(rank, ("config", "plan", "steps"))
 run_place = jit_for_weights(place, ("config", "plan"))
+run_halt = jit_for_weights(halt, ("config", "plan"))
 run_begin = jit_for_weights(begin, ("config", "plan"))
 run_take = jax.jit(take_first, static_argnames="capacity")
 
 
 def num_compiled() -> int:
     """Counts these programs and those of decoding compiled so far in this process."""
-    programs = (run_encode, run_choose, run_rank, run_place, run_begin, decoding.run_decode)
+    programs = (run_encode, run_choose, run_rank, run_place, run_halt, run_begin)
+    programs += (decoding.run_decode,)
     return run_take._cache_size() + sum(program.num_compiled() for program in programs)

@@ -46,7 +46,7 @@ class Segment(NamedTuple):
     """Keys and values that may be attended to where the mask is True; None for all."""
 
     key: Float[Array, "b g t c"]
-    value: Float[Array, "b g t c"]
+    value: Float[Array, "b g t w"]
     mask: Bool[Array, "#b #q t"] | None
 
 
@@ -73,8 +73,17 @@ def attention_weights(
 ) -> Float[Array, "b h q t"]:
     """Computes float32 softmax attention weights over the concatenated keys of all segments.
 
-    Grouped queries are folded into the query axis, so that keys are never repeated. A query that
-    may attend to nothing gets equal weights rather than NaN.
+    A query that may attend to nothing gets equal weights rather than NaN.
+    """
+    return jax.nn.softmax(attention_scores(query, segments), axis=-1)
+
+
+def attention_scores(
+    query: Float[Array, "b h q c"], segments: Sequence[Segment]
+) -> Float[Array, "b h q t"]:
+    """Computes the float32 logits of `attention_weights`: the lowest number where masked.
+
+    Grouped queries are folded into the query axis, so that keys are never repeated.
     """
     b, h, q, c = query.shape
     groups = segments[0].key.shape[1]
@@ -87,11 +96,10 @@ def attention_weights(
             # The lowest finite number: with -inf an empty row would give NaN.
             score = jnp.where(segment.mask[:, None], score, jnp.finfo(jnp.float32).min)
         scores.append(score)
-    scores = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
-    return jax.nn.softmax(scores, axis=-1)
+    return scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
 
 
-def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q c"]:
+def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:
     """Attends from queries to one or several segments of keys; many are processed in parts."""
     by_query = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]
 
@@ -102,7 +110,7 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
 
     masks = (cast(Array, s.mask) for s, each in zip(segments, by_query, strict=True) if each)
     parts = jnp.moveaxis(map_queries(part, query, *masks), 0, 2)
-    return parts.reshape(*query.shape[:2], -1, query.shape[3])[:, :, : query.shape[2]]
+    return parts.reshape(*query.shape[:2], -1, parts.shape[-1])[:, :, : query.shape[2]]
 
 
 def map_queries(
@@ -133,9 +141,9 @@ def map_queries(
     return jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
 
 
-def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q c"]:
+def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:
     """Attends from all queries at once."""
-    b, h, q, c = query.shape
+    b, h, q, _ = query.shape
     weights = attention_weights(query, segments).astype(segments[0].value.dtype)
     parts, start = [], 0
     for _, value, _ in segments:
@@ -144,7 +152,7 @@ def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Floa
         part = part.reshape(b, groups, h // groups * q, length)
         parts.append(_batched_matmul(part, value, (3, 2), value.dtype))
         start += length
-    return functools.reduce(operator.add, parts).reshape(b, h, q, c)
+    return functools.reduce(operator.add, parts).reshape(b, h, q, -1)
 
 
 def self_attend(

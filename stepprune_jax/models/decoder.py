@@ -20,7 +20,7 @@ from stepprune_jax.models.attention import (
     Tap,
     append_slots,
     attend,
-    attention_weights,
+    attention_scores,
     merge_heads,
     resolve_taps,
     self_attend,
@@ -40,7 +40,8 @@ from stepprune_jax.models.stack import (
 )
 from stepprune_jax.user_input import check
 
-TAP_KINDS = ("hidden", "normed", "attention", "keys", "mlp_input", "rotary")
+TAP_KINDS = ("hidden", "normed", "attention", "scores", "keys", "mlp_input", "rotary")
+_BY_QUERY = ("attention", "scores")
 
 
 class Wanted(NamedTuple):
@@ -52,9 +53,10 @@ class Wanted(NamedTuple):
             the same after the model's final norm; "mlp_input" [b, s, e] input of the block's MLP;
             "attention": float32 softmax weights of the queries at `query_index`, per head, [b, h,
             q, t], t being the cache's slots (if any) followed by the stage's s; without a cache
-            also those of the block after the stage; "keys" [b, h_kv, s, c] after rotary positions;
-            "rotary" [2, b, s, c] cosine and sine of the angles, the same for every layer.
-        query_index: [b, q] indices into s, for "attention" taps.
+            also those of the block after the stage; "scores" their logits; "keys" [b, h_kv, s, c]
+            after rotary positions; "rotary" [2, b, s, c] cosine and sine of the angles, the same
+            for every layer.
+        query_index: [b, q] indices into s, for "attention" and "scores" taps.
     """
 
     capacity: int | None = None
@@ -239,11 +241,11 @@ def _attention_rows(
     cached: tuple[Array, Array] | None,
     query_index: Int[Array, "b q"],
 ) -> Float[Array, "b h q t"]:
-    """Computes softmax weights of a block's queries at some slots."""
+    """Computes the attention logits of a block's queries at some slots."""
     query = jnp.take_along_axis(output.query, query_index[:, None, :, None], axis=2)
     mask = jnp.take_along_axis(context.mask, query_index[..., None], axis=1)
     own = Segment(output.key, output.value, mask)
-    return attention_weights(query, [*context.past(cached), own])
+    return attention_scores(query, [*context.past(cached), own])
 
 
 def _attention_before(
@@ -293,8 +295,8 @@ def run_layers(
     check((rows.segment is None or plain, "segments need plain attention and no cache"))
     named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
-        beyond = kind in STATES or (kind == "attention" and cache is None)
-        queries = kind != "attention" or wanted.query_index is not None
+        beyond = kind in STATES or (kind in _BY_QUERY and cache is None)
+        queries = kind not in _BY_QUERY or wanted.query_index is not None
         require(
             f"tap {name}",
             (first <= at < last + beyond, f"outside the stage {span}"),
@@ -311,6 +313,9 @@ def run_layers(
         return None if cache is None else take_layer((cache.key, cache.value), index - first)
 
     def layer(hidden, index):
+        if rows.probe is not None:
+            at = jnp.arange(b), rows.valid.sum(1) - 1
+            hidden = hidden.at[at].add(rows.probe[index].astype(hidden.dtype))
         weights = {"params": take_layer(params["layers"], index)}
         output = block.apply(weights, hidden, context, cached_at(index), execution.attention)
         return cast(BlockOutput, output)
@@ -325,7 +330,7 @@ def run_layers(
         return (output.hidden, new), output
 
     cuts = [at for kind, at in named.values() if kind in STATES]
-    of_block = ("attention", "keys", "mlp_input")
+    of_block = (*_BY_QUERY, "keys", "mlp_input")
     watched = [at for kind, at in named.values() if kind in of_block and at < last]
     (hidden, new), outputs, carries = run_stack(
         body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
@@ -349,7 +354,8 @@ def run_layers(
                 output, cached = _attention_before(params, config, hidden, context, last), None
             else:
                 output, cached = outputs[at], cached_at(at)
-            tapped[name] = _attention_rows(output, context, cached, wanted.query_index)
+            found = _attention_rows(output, context, cached, wanted.query_index)
+            tapped[name] = found if kind == "scores" else jax.nn.softmax(found, axis=-1)
     if new is not None:
         new = _extend(cache, new, rows, hidden)
     return Stage(hidden, new, tapped)

@@ -21,12 +21,14 @@ class Rows(NamedTuple):
             and for the fused kernels, which apply the causal mask only.
         segment: [b, s] packs several continuations of one prefix into a row: tokens see segment 0
             and their own. Needs attention "matmul" and no cache.
+        probe: [layers, e] vectors added to the last token of each row, one before each layer.
     """
 
     hidden: Float[Array, "b s e"]
     position: Int[Array, "b *p s"]
     valid: Bool[Array, "b s"]
     segment: Int[Array, "b s"] | None = None
+    probe: Float[Array, "layers e"] | None = None
 
 
 POSITIONS = ("original", "compact")
@@ -44,7 +46,8 @@ class Sequence(NamedTuple):
         image: [b, s] int32 number of a token's image in its row; -1 for text and padding.
         index: [b, s] int32 index of a visual token in its image; -1 for merged ones, text and
             padding.
-        note: [b, s] per-token values recorded at a cut for later cuts; None if there are none.
+        note: [b, s, ...] per-token values for cuts, which visual tokens bring along or an earlier
+            cut records; None if there are none.
         grid: [b, j, 2] int32 rows and columns of each unpruned image; None without images.
     """
 
@@ -80,11 +83,8 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
 
     Position ids are unchanged. Padding is never kept.
     """
-    b, s = keep.shape
-    keep &= jnp.arange(s) < sequence.length[:, None]
-    source = jnp.sort(jnp.where(keep, jnp.arange(s), s), axis=1)[:, :slots]
-    filled = source < s
-    source = jnp.minimum(source, s - 1)
+    b = keep.shape[0]
+    source, filled = remaining(sequence, keep, slots)
 
     def taken(part: Array, axis: int, padding: int) -> Array:
         shape = [1] * part.ndim
@@ -101,6 +101,31 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
         taken(sequence.index, 1, -1),
         None if sequence.note is None else taken(sequence.note, 1, 0),
         sequence.grid,
+    )
+
+
+def remaining(
+    sequence: Sequence, keep: Bool[Array, "b s"], slots: int
+) -> tuple[Int[Array, "b t"], Bool[Array, "b t"]]:
+    """Returns the slots of each row's kept tokens, and which of the first `slots` they fill."""
+    s = keep.shape[1]
+    keep &= jnp.arange(s) < sequence.length[:, None]
+    source = jnp.sort(jnp.where(keep, jnp.arange(s), s), axis=1)[:, :slots]
+    return jnp.minimum(source, s - 1), source < s
+
+
+def with_probe(sequence: Sequence, probe: Float[Array, "layers e"]) -> Rows:
+    """Appends a token to each row, at the next position, that is the sum of a probe's vectors."""
+    slots = jnp.arange(sequence.hidden.shape[1] + 1)
+    last = slots == sequence.length[:, None]
+    padded = [((0, 0), (0, 1), (0, 0)), ((0, 0), (0, 0), (0, 1))]
+    hidden, position = map(jnp.pad, (sequence.hidden, sequence.position), padded)
+    following = sequence.next_position[:, None, None]
+    return Rows(
+        jnp.where(last[..., None], 0, hidden),
+        jnp.where(last[:, None], following, position),
+        slots <= sequence.length[:, None],
+        probe=probe,
     )
 
 

@@ -28,7 +28,9 @@ from stepprune_jax.models.sequence import (
     Sequence,
     compress,
     last_slots,
+    remaining,
     renumber,
+    with_probe,
 )
 from stepprune_jax.models.stack import Execution, Params, lay_out
 from stepprune_jax.user_input import expect
@@ -44,6 +46,7 @@ class Visual(NamedTuple):
             tokens.
         place: [b, j, k] int32 index of the image token whose position ids each one has.
         grid: [b, j, 2] int32 rows and columns of each unpruned image.
+        note: [b, j, k, w] values of each token for cuts; None if there are none.
     """
 
     tokens: Float[Array, "b j k e"]
@@ -51,6 +54,7 @@ class Visual(NamedTuple):
     index: Int[Array, "b j k"]
     place: Int[Array, "b j k"]
     grid: Int[Array, "b j 2"]
+    note: Float[Array, "b j k w"] | None = None
 
 
 class Cut(NamedTuple):
@@ -64,6 +68,10 @@ class Cut(NamedTuple):
         taps: intermediates of the stage before it that the choice depends on; see `Wanted`.
         rows: number of queries of "attention" taps: the last tokens of each row, at `last_slots`.
         renumber: whether remaining tokens get the position ids 0, 1, 2, ...
+        forgets: whether the cache of the stage before it loses the dropped tokens, too.
+        probe: [layers, e] vectors of a token behind each row, which only the stage before it has:
+            one is added to its residual stream before each layer. The query of "attention" and
+            "scores" taps is then its own.
     """
 
     layer: int
@@ -72,6 +80,22 @@ class Cut(NamedTuple):
     taps: tuple[Tap, ...] = ()
     rows: int = 1
     renumber: bool = False
+    forgets: bool = False
+    probe: Float[Array, "layers e"] | None = None
+
+
+class Halted(NamedTuple):
+    """Rows at a cut, before their tokens are dropped.
+
+    Attributes:
+        sequence: the rows.
+        keep: [b, s] True = token that remains.
+        cache: keys and values of the stage before the cut.
+    """
+
+    sequence: Sequence
+    keep: Bool[Array, "b s"]
+    cache: Cache
 
 
 class Prefill(NamedTuple):
@@ -230,6 +254,10 @@ def assemble(
         part = jnp.concatenate([no_image, part.reshape(b, j * k)], axis=1)
         return jnp.where(filled, jnp.take_along_axis(part, source, axis=1), -1)
 
+    note = visual.note
+    if note is not None:
+        note = jnp.pad(note.reshape(b, j * k, -1), ((0, 0), (l, 0), (0, 0)))
+        note = jnp.take_along_axis(note, source[..., None], axis=1)
     # A truncated row continues after its last remaining token.
     following = jnp.where(total > s, position.max((1, 2)) + 1, following)
     return Sequence(
@@ -239,8 +267,49 @@ def assemble(
         next_position=following.astype(jnp.int32),
         image=at_slots(image),
         index=at_slots(visual.index),
+        note=note,
         grid=visual.grid,
     )
+
+
+def halt(
+    params: Params,
+    config: ModelConfig,
+    sequence: Sequence,
+    cut: Cut,
+    first: int = 0,
+    room: int = 0,
+    execution: Execution = Execution(),
+) -> Halted:
+    """Runs the language model from layer `first` to a cut, with `room` in the cache for new tokens.
+
+    A cache that forgets has none before it is compressed.
+    """
+    rows, queries = sequence.rows, last_slots(sequence, cut.rows)
+    if cut.probe is not None:
+        rows, queries = with_probe(sequence, cut.probe), sequence.length[:, None]
+    wanted = Wanted(rows.hidden.shape[1] + room * (not cut.forgets), cut.taps, queries)
+    stage = decoder.run_layers(
+        params["language"], config.text, rows, (first, cut.layer), None, wanted, execution
+    )
+    assert stage.cache is not None  # requested through `Wanted`
+    following = {"length": sequence.length, "next_position": sequence.next_position}
+    hidden = stage.hidden[:, : sequence.hidden.shape[1]]
+    sequence, keep = cut.drop(sequence._replace(hidden=hidden), stage.taps)
+    return Halted(sequence, keep, stage.cache._replace(**following))
+
+
+def _forget(halted: Halted, slots: int, room: int) -> Cache:
+    """Returns a cache of the kept tokens alone, with `room` for new ones."""
+    source, filled = remaining(halted.sequence, halted.keep, slots)
+
+    def left(part: Array) -> Array:
+        part = jnp.take_along_axis(part, source[:, None, :, None][None], axis=3)
+        return jnp.pad(part, [(0, room if axis == 3 else 0) for axis in range(5)])
+
+    key, value, *_ = halted.cache
+    length = filled.sum(1, dtype=jnp.int32)
+    return halted.cache._replace(key=left(key), value=left(value), length=length)
 
 
 def prefill(
@@ -251,6 +320,7 @@ def prefill(
     cuts: Ordered[Cut] = (),
     all_logits: bool = False,
     execution: Execution = Execution(),
+    halted: Halted | None = None,
 ) -> Prefill:
     """Runs the language model over a sequence and fills a cache.
 
@@ -264,6 +334,7 @@ def prefill(
             stage between them has its own length and its own cache.
         all_logits: whether to return logits of all slots, as losses need, not only the last.
         execution: how the layers are run.
+        halted: result of `halt` for the first of the cuts, if it has been reached before.
 
     Returns:
         A `Prefill`.
@@ -274,22 +345,21 @@ def prefill(
     caches, after, first = [], [], 0
     language, text = params["language"], config.text
 
-    def run(sequence, span, taps=(), query_index=None):
-        wanted = Wanted(sequence.hidden.shape[1] + max_new_tokens, taps, query_index)
-        stage = decoder.run_layers(language, text, sequence.rows, span, None, wanted, execution)
-        assert stage.cache is not None  # requested through `Wanted`
-        caches.append(stage.cache._replace(next_position=sequence.next_position))
-        return sequence._replace(hidden=stage.hidden), stage.taps
-
     for cut in cuts:
-        queries = last_slots(sequence, cut.rows)
-        sequence, keep = cut.drop(*run(sequence, (first, cut.layer), cut.taps, queries))
-        sequence = compress(sequence, keep, cut.slots)
+        if halted is None:
+            halted = halt(params, config, sequence, cut, first, max_new_tokens, execution)
+        forgetting = (halted, cut.slots, max_new_tokens)
+        caches.append(_forget(*forgetting) if cut.forgets else halted.cache)
+        sequence = compress(halted.sequence, halted.keep, cut.slots)
         sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)
-        first = cut.layer
-    sequence, _ = run(sequence, (first, text.num_layers))
-    hidden = sequence.hidden
+        first, halted = cut.layer, None
+    wanted = Wanted(sequence.hidden.shape[1] + max_new_tokens)
+    span = first, text.num_layers
+    stage = decoder.run_layers(language, text, sequence.rows, span, None, wanted, execution)
+    assert stage.cache is not None  # requested through `Wanted`
+    caches.append(stage.cache._replace(next_position=sequence.next_position))
+    hidden = stage.hidden
     if not all_logits:
         last = jnp.maximum(sequence.length - 1, 0)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]

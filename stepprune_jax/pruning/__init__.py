@@ -21,6 +21,7 @@ from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
 from stepprune_jax.pruning.fastv import FastV
+from stepprune_jax.pruning.glimpseprune import GlimpsePrune, GlimpsePruneConfig
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.method import Method, make_method, read_options
@@ -29,11 +30,11 @@ from stepprune_jax.pruning.policy_gradient import PolicyGradientSettings, policy
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
 from stepprune_jax.pruning.random import Random
-from stepprune_jax.pruning.registry import PRUNERS, method_of, trained_methods
+from stepprune_jax.pruning.registry import PRUNERS, learned_methods, method_of, trained_methods
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
-from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+from stepprune_jax.pruning.trained import Learned, TrainedConfig, TrainedMethod
 from stepprune_jax.pruning.visionselector import VisionSelector, VisionSelectorConfig
 from stepprune_jax.pruning.visionzip import VisionZip
 
@@ -50,11 +51,14 @@ __all__ = [
     "DivPrune",
     "Downsample",
     "FastV",
+    "GlimpsePrune",
+    "GlimpsePruneConfig",
     "Grid",
     "HoloV",
     "Kept",
     "LayerCut",
     "LayerPruner",
+    "Learned",
     "Method",
     "Policy",
     "PolicyGradientSettings",
@@ -77,6 +81,7 @@ __all__ = [
     "VisionSelector",
     "VisionSelectorConfig",
     "VisionZip",
+    "learned_methods",
     "make_method",
     "method_of",
     "policy_gradient_loss",

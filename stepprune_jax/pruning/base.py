@@ -63,6 +63,7 @@ class Kept(NamedTuple):
         count: [r] int32 their number.
         order: [r, t] int32 the indices in order of choice, -1 in the padding; None for a method
             that chooses a set.
+        note: [r, k, w] values of each token for `LayerPruner.drop`; None if it needs none.
     """
 
     index: Int[Array, "r k"]
@@ -71,6 +72,7 @@ class Kept(NamedTuple):
     valid: Bool[Array, "r k"]
     count: Int[Array, "r"]
     order: Int[Array, "r t"] | None = None
+    note: Float[Array, "r k w"] | None = None
 
 
 class Ranking(NamedTuple):
@@ -111,13 +113,16 @@ class LayerCut(NamedTuple):
         layer: number of layers before it, at least 1.
         taps: intermediates of the language model that the choice depends on: of the layers since
             the previous cut, and the attention of the layer after it.
-        rows: queries of "attention" taps: "last", that of the prompt's last token, or "text", as
-            many last tokens as the longest text has, which are `models.sequence.last_slots`.
+        rows: queries of "attention" and "scores" taps: "last", that of the prompt's last token or
+            of the `probe` behind it, or "text", as many last tokens as the longest text has, which
+            are `models.sequence.last_slots`.
+        forgets: whether the caches of the layers before it lose the dropped tokens, too.
     """
 
     layer: int
     taps: tuple[Tap, ...] = ()
     rows: str = "last"
+    forgets: bool = False
 
 
 class Survivors(NamedTuple):
@@ -161,7 +166,7 @@ class Pruner:
     after_projector: ClassVar[bool] = False
     # Whether it draws tokens at random, by an option `seed`.
     is_random: ClassVar[bool] = False
-    # The class of a policy's configuration, for a `TrainedMethod`.
+    # The class of a policy's configuration, for a pruner that is `Learned`.
     config_type: ClassVar[type | None] = None
     # Whether it has a learned stop, and so stop biases and mean budgets.
     has_stop: ClassVar[bool] = False
@@ -271,21 +276,24 @@ class Pruner:
         """
         return ()
 
-    def layer_tokens(self, config: ModelConfig, num_tokens: int) -> list[int]:
+    def layer_tokens(
+        self, config: ModelConfig, num_tokens: int, kept: int | None = None
+    ) -> list[int]:
         """Counts the tokens of an image that enter each layer of the language model.
 
         Args:
             config: the model's configuration.
-            num_tokens: tokens of the image; with a learned stop, those kept.
+            num_tokens: tokens of the image.
+            kept: how many of them it has kept, if it decides; by default the most.
 
         Returns:
             A count for each layer, as `flops.llm_flops` takes them once the text is added.
         """
-        entering = self.entering(num_tokens)
-        entering = num_tokens if entering is None else entering
+        entering, most = self.entering(num_tokens), num_tokens if kept is None else kept
+        entering = most if entering is None else entering
         cuts, counts = self.cuts(config, num_tokens), [entering] * config.text.num_layers
         for cut, left in zip(cuts, self.survivors(config, entering), strict=True):
-            counts[cut.layer :] = [sum(left)] * (len(counts) - cut.layer)
+            counts[cut.layer :] = [sum(left) if kept is None else kept] * (len(counts) - cut.layer)
         return counts
 
 
@@ -350,6 +358,10 @@ class LayerPruner(Pruner, abc.ABC):
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the budget, after a single cut."""
         return (Survivors(self.budget.exact_count(num_tokens)),)
+
+    def probe(self, params: Params) -> Float[Array, "layers e"] | None:
+        """Returns vectors of a token behind each prompt before a cut; see `models.vlm.Cut`."""
+        return None
 
     def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
         """Scores all slots at a cut; the best of each image remain, unless `drop` is overridden.

@@ -21,7 +21,7 @@ from stepprune_jax.pruning.calibration import Calibration, calibrate
 from stepprune_jax.pruning.diagnosis import Diagnosis, measure
 from stepprune_jax.pruning.policy_gradient import PolicyGradientSettings, policy_gradient_loss
 from stepprune_jax.pruning.registry import method_of
-from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+from stepprune_jax.pruning.trained import Learned, TrainedConfig, TrainedMethod
 
 CALIBRATE = "python -m stepprune_jax.calibrate"
 
@@ -62,9 +62,21 @@ class Policy:
         return cls(method_of(config).init(key), config, stats)
 
     @property
-    def pruner(self) -> TrainedMethod:
+    def pruner(self) -> Learned:
         """Its method, with its configuration."""
         return method_of(self.config)
+
+    @property
+    def ranker(self) -> TrainedMethod:
+        """Its method, if it prunes in front of a language model.
+
+        Raises:
+            ValueError: it prunes between the layers of one.
+        """
+        pruner = self.pruner
+        if not isinstance(pruner, TrainedMethod):
+            raise ValueError(f"{pruner.name} prunes inside a language model: use `make_method`")
+        return pruner
 
     @property
     def method(self) -> str:
@@ -137,7 +149,7 @@ class Policy:
         bias = self._bias(budget, mean_budget, stop_bias)
         masks = {name: arguments.pop(name, None) for name in ("image_mask", "text_mask")}
         inputs, limits = Inputs(image, text, **masks, stats=self.stats), _limits(budget, arguments)
-        return self.pruner.prune(self.params, inputs, limits, stop_bias=bias, **arguments)
+        return self.ranker.prune(self.params, inputs, limits, stop_bias=bias, **arguments)
 
     def select_fn(
         self,
@@ -194,7 +206,7 @@ class Policy:
             inputs = Inputs(image, text, image_mask, text_mask, policy.stats)
             stop = policy.stop_bias if own else bias
             given = (policy.params, inputs, limits, stop, key)
-            picks = policy.pruner.choose(*given, **arguments)
+            picks = policy.ranker.choose(*given, **arguments)
             return functions.gather(picks, image, capacity, order=order)
 
         return select
@@ -283,7 +295,7 @@ class Policy:
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         given = (self.params, key, inputs, lm_loss_fn, progress)
-        return self.pruner.train_loss(*given, **keywords)
+        return self.ranker.train_loss(*given, **keywords)
 
     def policy_gradient_loss(
         self,
@@ -320,10 +332,9 @@ class Policy:
             ValueError: a method that draws no sets.
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        settings = settings or PolicyGradientSettings(samples=8)
         given = (self.params, key, inputs, answer_loss_fn, progress)
-        return policy_gradient_loss(
-            self.pruner, settings or PolicyGradientSettings(samples=8), *given
-        )
+        return policy_gradient_loss(self.ranker, settings, *given)
 
     def diagnose(
         self,
@@ -363,7 +374,7 @@ class Policy:
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         key = jax.random.key(0) if key is None else key
         return [
-            measure(self.pruner, self.params, inputs, loss_fn, budget, jax.random.fold_in(key, i))
+            measure(self.ranker, self.params, inputs, loss_fn, budget, jax.random.fold_in(key, i))
             for i, budget in enumerate(budgets)
         ]
 
@@ -400,7 +411,7 @@ class Policy:
             for m, _ in parts
         ]
         sizes = np.concatenate([np.full(rows, tokens) for _, (rows, tokens) in parts])
-        table = calibrate(np.concatenate(rows), sizes, self.pruner.least)
+        table = calibrate(np.concatenate(rows), sizes, self.ranker.least)
         return self.replace(calibration=table)
 
     def _bias(
@@ -425,5 +436,5 @@ def _limits(budget: Any, arguments: dict[str, Any]) -> Limits:
 @jax.jit
 def _margins(policy: Policy, inputs: Inputs, **options: Any) -> Float[Array, "b t"] | None:
     """Computes stop margins of rollouts that do not stop."""
-    method, n = policy.pruner, inputs.image.shape[1]
+    method, n = policy.ranker, inputs.image.shape[1]
     return method.order(policy.params, inputs, method.most(n), **options).margin

@@ -11,6 +11,7 @@ from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
 from stepprune_jax.pruning.fastv import FastV
+from stepprune_jax.pruning.glimpseprune import GlimpsePrune
 from stepprune_jax.pruning.grid import Grid
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
@@ -19,7 +20,7 @@ from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.stepprune import StepPrune
 from stepprune_jax.pruning.topv import TopV
-from stepprune_jax.pruning.trained import TrainedConfig, TrainedMethod
+from stepprune_jax.pruning.trained import Learned, TrainedConfig, TrainedMethod
 from stepprune_jax.pruning.visionselector import VisionSelector
 from stepprune_jax.pruning.visionzip import VisionZip
 
@@ -46,6 +47,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         CDPruner,
         AutoSelect,
         VisionSelector,
+        GlimpsePrune,
         StepPrune,
     )
 }
@@ -56,8 +58,13 @@ def trained_methods() -> dict[str, type[TrainedMethod]]:
     return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, TrainedMethod)}
 
 
-def method_of(config: TrainedConfig) -> TrainedMethod:
-    """Returns the trained method that a configuration belongs to."""
-    kinds = trained_methods().values()
+def learned_methods() -> dict[str, type[Learned]]:
+    """Returns those of `PRUNERS` that have weights."""
+    return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, Learned)}
+
+
+def method_of(config: TrainedConfig) -> Learned:
+    """Returns the method with weights that a configuration belongs to."""
+    kinds = learned_methods().values()
     kind: Any = next(kind for kind in kinds if kind.config_type is type(config))
     return kind(config=config)

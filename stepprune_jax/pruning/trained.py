@@ -1,4 +1,4 @@
-"""The interface of trained methods: all that training, checkpoints and selection ask of one."""
+"""The interfaces of methods with weights: what checkpoints, training and selection ask of one."""
 
 import abc
 import dataclasses
@@ -15,7 +15,7 @@ from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, 
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
 from stepprune_jax.policy.params import draw_params
 from stepprune_jax.policy.sampling import Draw
-from stepprune_jax.pruning.base import Ranker, Ranking, Trained, View
+from stepprune_jax.pruning.base import Pruner, Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 
 Weights = dict[str, Any]
@@ -34,15 +34,33 @@ class TrainedConfig(Protocol):
     text_width: int
 
 
-class TrainedMethod(Ranker):
-    """A pruner whose order of tokens is learned.
+class Learned(Pruner):
+    """A pruner with weights, which has a field `config` of its `config_type`."""
+
+    config: Any  # a `TrainedConfig`
+
+    @abc.abstractmethod
+    def specs(self) -> Weights:
+        """Returns the table of the weights, a nested dict of `ParamSpec`."""
+
+    def init(self, key: Array) -> Weights:
+        """Draws the weights of float32, or float64 if `config.dtype` says so; consumes `key`."""
+        dtype = getattr(self.config, "dtype", None) or jnp.float32
+        return draw_params(key, self.specs(), jnp.promote_types(jnp.float32, dtype))
+
+    def prepare(self, weights: Weights) -> Weights:
+        """Returns a policy's weights as programs of a `Method` read them; runs once."""
+        return weights
+
+
+class TrainedMethod(Learned, Ranker):
+    """A pruner whose order of tokens is learned, and can be trained here.
 
     A subclass has a field `config` of its `config_type`, implements `specs`, `train_loss` and
     `order`, and is listed in `PRUNERS`. The weights are arguments: `Policy` has them with all that
     belongs to them.
     """
 
-    config: Any  # a `TrainedConfig`
     seed: int = 0  # of the draws, if its configuration draws tokens
     draw: float | None = None  # their temperature, instead of the configuration's
 
@@ -54,15 +72,6 @@ class TrainedMethod(Ranker):
     def __post_init__(self):
         if self.draw is not None:
             object.__setattr__(self, "config", dataclasses.replace(self.config, draw=self.draw))
-
-    @abc.abstractmethod
-    def specs(self) -> Weights:
-        """Returns the table of the weights to be trained, a nested dict of `ParamSpec`."""
-
-    def init(self, key: Array) -> Weights:
-        """Draws the weights of float32, or float64 if `config.dtype` says so; consumes `key`."""
-        dtype = getattr(self.config, "dtype", None) or jnp.float32
-        return draw_params(key, self.specs(), jnp.promote_types(jnp.float32, dtype))
 
     @abc.abstractmethod
     def train_loss(
@@ -159,10 +168,6 @@ class TrainedMethod(Ranker):
     def pointer_steps(self, count: int) -> int | None:
         """Returns the steps in which its decoder chooses `count` tokens; None without a decoder."""
         return None
-
-    def prepare(self, weights: Weights) -> Weights:
-        """Returns a policy's weights as programs of `rank` and `select` read them; runs once."""
-        return weights
 
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
         """Orders the tokens of a view."""

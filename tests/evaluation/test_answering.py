@@ -1,5 +1,8 @@
 """Rows of the table, question by question: what they keep and answer is what `generate` does."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +22,7 @@ from stepprune_jax.inference.sets import Batching, answer_all, rank_all
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import Budget, make_method
+from stepprune_jax.pruning import Budget, GlimpsePruneConfig, Policy, make_method
 from stepprune_jax.pruning.method import NO_PRUNING
 
 N, STEPS = 9, 4
@@ -129,6 +132,33 @@ def test_a_ranking_of_projected_tokens_is_answered_as_by_generate(model, test, t
     by_hand = ask(model, test_split, method)
     assert answers.texts == [a.text for a in by_hand]
     assert [list(order) for order in answers.order] == [list(*a.kept_indices) for a in by_hand]
+
+
+def test_a_method_that_decides_between_layers_has_a_row_of_its_own(model, test_split):
+    config = GlimpsePruneConfig(
+        *(32, 48, 4, 32),
+        le_layers=(0, 1),
+        selected_layers=(0,),
+        reduce_layer=0,
+        selected_visual_layers=(2, 1),
+        use_attention_logits=True,
+        attn_fuse_size=16,
+        visual_cond_size=16,
+    )
+    policy = Policy.init(jax.random.key(1), config, None)
+    settings = dataclasses.replace(SETTINGS, own_stops=("found",))
+    rows = plan_rows(settings, model.config, {"found": policy}, {}, 0, untrained=False)
+    names = [(row.label, row.mode, row.count(N)) for row in rows]
+    exact = [("found", "exact", 4), ("found", "exact", 2)]
+    assert names == [*exact, ("found, own stop", "adaptive", None)]
+    taps = policy.pruner.taps(model.config)
+    encoded = encode_questions(model, test_split.questions, batch_size=4, taps=taps)
+    for row in rows[1:]:
+        answers, alone = answer(model, row.method, encoded), ask(model, test_split, row.method)
+        assert answers.texts == [a.text for a in alone]
+        assert answers.kept.tolist() == [a.kept for a in alone]
+        assert [list(order) for order in answers.order] == [list(*a.kept_indices) for a in alone]
+    assert answers.kept.std() > 0
 
 
 def test_orders_do_not_depend_on_the_batch_or_the_number_of_steps(model, test):

@@ -5,7 +5,14 @@ from small_world import one_shot, stepprune
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning import Budget, FastV, HoloV, make_method
+from stepprune_jax.pruning import (
+    Budget,
+    FastV,
+    GlimpsePrune,
+    GlimpsePruneConfig,
+    HoloV,
+    make_method,
+)
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.testing import tiny_hf_config
 
@@ -52,3 +59,12 @@ def test_what_is_dropped_later_has_cost_until_then():
     assert found["projector"] == VISION["projector"]
     assert found["prefill"] == prefill([20 + N] + [24] * (layers - 1))
     assert parts(HoloV(Budget("count", 4)), 4)["projector"] == VISION["projector"]
+
+
+def test_what_a_method_drops_later_by_itself_is_what_it_has_kept():
+    config = GlimpsePruneConfig(selected_layers=(0,), reduce_layer=0)
+    layers = CONFIG.text.num_layers
+    for budget in (Budget("own"), Budget("count", 4)):
+        found = parts(GlimpsePrune(budget, config=config), 4)
+        assert found["prefill"] == prefill([20 + N] + [24] * (layers - 1))
+        assert found["projector"] == VISION["projector"]

@@ -169,14 +169,17 @@ def encode(params, config, pixels, taps=(), execution=Execution()):
 
 
 def by_hand(pair, theirs):
-    """What each patch of the last block receives, and its keys, image by image."""
-    attention, given = pair.torch.model.visual.blocks[-1].attn, []
+    """What each patch of the last block receives, its keys, and its result, image by image."""
+    last, given = pair.torch.model.visual.blocks[-1], []
+    attention, left = last.attn, []
     hook = attention.register_forward_pre_hook(
         lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True
     )
+    hidden = last.register_forward_hook(lambda _, args, output: left.append(output))
     grid = theirs["image_grid_thw"]
     pair.torch.model.visual(theirs["pixel_values"], grid_thw=grid)
     hook.remove()
+    hidden.remove()
     (x,), more = given[0]
     query, key, _ = attention.qkv(x).reshape(len(x), 3, 2, 16).unbind(1)
     query, key = reference.apply_rotary_pos_emb_vision(query, key, *more["position_embeddings"])
@@ -185,9 +188,8 @@ def by_hand(pair, theirs):
     for count in (grid.prod(1)).tolist():
         q, k = (part[first : first + count].transpose(0, 1) for part in (query, key))
         weights = torch.softmax(q @ k.transpose(1, 2) / 4, dim=2)
-        merged = [
-            part.reshape(count // 4, 4, -1).mean(1) for part in (weights.mean((0, 1)), k.mean(0))
-        ]
+        parts = weights.mean((0, 1)), k.mean(0), left[0][first : first + count]
+        merged = [part.reshape(count // 4, 4, -1).mean(1) for part in parts]
         raster = order[first // 4 : (first + count) // 4] - first // 4
         found.append([part[torch.argsort(raster)] for part in merged])
         first += count
@@ -196,14 +198,15 @@ def by_hand(pair, theirs):
 
 def test_tower_merger_and_taps_equal_the_reference(pair, seen):
     theirs, ours, features = seen
-    config, taps = pair.model.config, (Tap("received", -1), Tap("keys", 2))
+    config, taps = pair.model.config, (Tap("received", -1), Tap("keys", 2), Tap("hidden", 3))
     tokens, tapped = encode(pair.model.params, config, ours, taps)
     expected = by_hand(pair, theirs)
     for number, part in enumerate(features):
         assert_close(tokens[number, : len(part)], part)
-        received, keys = expected[number]
+        received, keys, hidden = expected[number]
         assert_close(tapped["received.-1"][number, : len(part)], received[:, 0])
         assert_close(tapped["keys.2"][number, : len(part)], keys)
+        assert_close(tapped["hidden.3"][number, : len(part)], hidden)
         assert not tapped["received.-1"][number, len(part) :].any()
     with pytest.raises(
         ValueError, match=r"received\.1 belongs to a block that attends within windows"

@@ -16,10 +16,11 @@ from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import (
     PRUNERS,
     Budget,
+    GlimpsePruneConfig,
     Policy,
     VisionSelectorConfig,
+    learned_methods,
     make_method,
-    trained_methods,
 )
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
 from stepprune_jax.pruning.visionzip import VisionZip, merge_received
@@ -165,10 +166,18 @@ def image(height, width):
 
 
 def learned(name):
-    """A random policy of a trained method; None for the others."""
+    """A random policy of a method with weights; None for the others."""
     widths = {"feature_width": 48, "text_width": 48, "width": 8, "num_heads": 2, "mlp_ratio": 1}
-    if name not in trained_methods():
+    if name not in learned_methods():
         return None
+    if name == "glimpseprune":
+        config = GlimpsePruneConfig(
+            *(48, 48, 4, 32, (0, 1), (1,), 1, (3, 1)),
+            use_attention_logits=True,
+            attn_fuse_size=16,
+            visual_cond_size=16,
+        )
+        return Policy.init(jax.random.key(0), config, None)
     if name == "visionselector":
         return Policy.init(jax.random.key(0), VisionSelectorConfig(48), None)
     config = PRUNERS[name].config_type(**widths, encoder_layers=1)

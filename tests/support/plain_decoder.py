@@ -34,19 +34,26 @@ def plain_logits(params, config, hidden, position, seen):
         config: its shape.
         hidden: [s, e] embeddings.
         position: [s] position ids.
-        seen: for each layer [s] True = may be attended to by itself and by what follows it.
+        seen: for each layer [s] True = may be attended to by itself and by what follows it, or
+            [s, s] by query.
     """
     hidden, position = np.asarray(hidden, np.float64), np.asarray(position)
     for number, visible in enumerate(seen):
-        layer = jax.tree.map(lambda x, n=number: np.asarray(x[n], np.float64), params["layers"])
-        normed = _norm(hidden, layer["norm1"], config)
-        hidden = hidden + _attention(layer["attention"], config, normed, position, visible)
-        normed, mlp = _norm(hidden, layer["norm2"], config), layer["mlp"]
-        gate = normed @ mlp["gate"]["kernel"]
-        gate = gate / (1 + np.exp(-gate)) * (normed @ mlp["up"]["kernel"])
-        hidden = hidden + gate @ mlp["down"]["kernel"]
+        hidden, _ = plain_layer(params, config, number, hidden, position, visible)
     final = jax.tree.map(lambda x: np.asarray(x, np.float64), params["norm"])
     return _norm(hidden, final, config) @ np.asarray(params["head"]["kernel"], np.float64)
+
+
+def plain_layer(params, config, number, hidden, position, visible):
+    """Residual stream [s, e] after a layer, and its attention logits [h, s, s] before any mask."""
+    layer = jax.tree.map(lambda x: np.asarray(x[number], np.float64), params["layers"])
+    normed = _norm(hidden, layer["norm1"], config)
+    mixed, scores = _attention(layer["attention"], config, normed, position, visible)
+    hidden = hidden + mixed
+    normed, mlp = _norm(hidden, layer["norm2"], config), layer["mlp"]
+    gate = normed @ mlp["gate"]["kernel"]
+    gate = gate / (1 + np.exp(-gate)) * (normed @ mlp["up"]["kernel"])
+    return hidden + gate @ mlp["down"]["kernel"], scores
 
 
 def _norm(x, weights, config):
@@ -73,7 +80,7 @@ def _attention(weights, config, x, position, visible):
     scores = query @ key.swapaxes(1, 2) / np.sqrt(c)
     allowed = np.tril(np.ones((s, s), bool)) & visible
     # A hidden token's own result does not matter; it sees itself, so that it is finite.
-    scores = np.where(allowed | np.eye(s, dtype=bool), scores, -np.inf)
-    share = np.exp(scores - scores.max(-1, keepdims=True))
+    masked = np.where(allowed | np.eye(s, dtype=bool), scores, -np.inf)
+    share = np.exp(masked - masked.max(-1, keepdims=True))
     mixed = share / share.sum(-1, keepdims=True) @ np.repeat(value, group, axis=0)
-    return mixed.swapaxes(0, 1).reshape(s, -1) @ weights["out"]["kernel"]
+    return mixed.swapaxes(0, 1).reshape(s, -1) @ weights["out"]["kernel"], scores

@@ -51,7 +51,7 @@ from stepprune_jax.models.stack import (
     take_layer,
 )
 
-TAP_KINDS = ("received", "keys")
+TAP_KINDS = ("received", "keys", "hidden")
 _EPS = 1e-6
 _ROPE_BASE = 10000.0
 
@@ -301,7 +301,7 @@ def encode(
     Taps by merged patch, in raster order: "received" [i, n] float32, the attention received in a
     block that attends to the whole image, averaged over heads, the image's patches and those of the
     merged one; "keys" [i, n, c] float32, the mean over heads and the patches of the merged one,
-    after rotary positions.
+    after rotary positions; "hidden" [i, n, d], the mean over these patches.
     """
     vision, unit = params["vision"], config.unit
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
@@ -322,12 +322,13 @@ def encode(
 
     merged = jnp.reshape(cast(Array, pixels.values), (i, m // unit, unit * values))
     hidden = _embed(vision, config, _taken(merged, layout.raster).reshape(i, m, values))
-    watched = [at for _, at in named.values()]
-    hidden, outputs, _ = run_stack(
+    watched = [at for kind, at in named.values() if kind != "hidden"]
+    hidden, outputs, states = run_stack(
         checkpoint_layer(body, remat=False),
         hidden,
         (0, config.num_layers),
         watched,
+        [at for kind, at in named.values() if kind == "hidden"],
         apart=is_apart(vision["layers"]),
     )
     tokens = cast(Array, Merger(config).apply({"params": params["merger"]}, hidden))
@@ -335,6 +336,8 @@ def encode(
     for name, (kind, at) in named.items():
         if kind == "received":
             found = received_attention(outputs[at].query, outputs[at].key, context)[..., None]
+        elif kind == "hidden":
+            found = states[at]
         else:
             found = outputs[at].key.astype(jnp.float32).mean(1)
         found = _taken(found.reshape(i, m // unit, unit, -1).mean(2), layout.slot)

@@ -1,0 +1,110 @@
+"""Files of torch.save beside torch, and files that are not."""
+
+import collections
+import io
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from stepprune_jax.checkpoints.safetensors import read_tensor
+from stepprune_jax.checkpoints.torch_file import read_tensors
+
+
+def test_tensors_of_every_kind_equal_those_of_torch(tmp_path):
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    tree = {str(kind): torch.randn(3, 4).to(kind) for kind in kinds}
+    tree["module"] = torch.nn.Linear(2, 3).state_dict()  # which has attributes of its own
+    whole = torch.randn(6, 2)
+    tree |= {"part": whole[2:5], "empty": torch.zeros(0, 3), "number": torch.tensor(2.5)}
+    tree["parameter"] = torch.nn.Parameter(whole).data
+    torch.save(tree, tmp_path / "x.pt")
+    found = read_tensors(tmp_path / "x.pt")
+    module = {f"module.{name}": leaf for name, leaf in tree.pop("module").items()}
+    flat = tree | module
+    assert found.keys() == flat.keys()
+    for name, tensor in flat.items():
+        ours = read_tensor(found[name])
+        assert ours.shape == tuple(tensor.shape) and ours.dtype.itemsize == tensor.itemsize
+        np.testing.assert_array_equal(np.float64(ours), tensor.double().numpy(), err_msg=name)
+
+
+class Command:
+    def __reduce__(self):
+        return os.system, ("exit 3",)
+
+
+def archive(tree=None, compression=zipfile.ZIP_STORED, **members):
+    """A file as torch writes it, of any pickle and members."""
+    raw = io.BytesIO()
+    with zipfile.ZipFile(raw, "w", compression) as file:
+        if tree is not None:
+            file.writestr("x/data.pkl", pickle.dumps(tree, protocol=2))
+        for name, value in members.items():
+            file.writestr(f"x/{name}", value)
+    return raw.getvalue()
+
+
+def saved(tree, **how):
+    raw = io.BytesIO()
+    torch.save(tree, raw, **how)
+    return raw.getvalue()
+
+
+def compressed(raw):
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as before, zipfile.ZipFile(packed, "w", 8) as after:
+        for name in before.namelist():
+            after.writestr(name, before.read(name))
+    return packed.getvalue()
+
+
+VALUES = {"a": torch.arange(1000.0)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no archive", "is not a file of tensors.*zip"),
+        (archive(), "data.pkl"),
+        (archive(Command()), "names 'posix.system', which is not loaded"),
+        (archive({"a": Command()}), "names 'posix.system'"),
+        (archive({"a": [1]}), "'a' is a list"),
+        (archive(3), "'' is a int"),
+        (archive(collections.OrderedDict(a=torch.Size([2]))), "names 'torch.Size'"),
+        (archive({}, byteorder=b"big"), "big-endian"),
+        (saved({"a": torch.arange(3)}), "names 'torch.LongStorage'"),
+        (saved({"a": torch.zeros(2, 3).T}), r"shape \(3, 2\) is not one piece"),
+        (saved({"a": torch.nn.Linear(1, 1)}), "names 'torch.nn.modules.linear.Linear'"),
+        (saved(VALUES, _use_new_zipfile_serialization=False), "is not a file of tensors"),
+        (saved(VALUES)[:-2000], "is not a file of tensors"),
+        (compressed(saved(VALUES)), "a tensor is compressed"),
+    ],
+)
+def test_anything_else_is_refused(tmp_path, content, message):
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_tensors(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_storage_lies_within_the_file(tmp_path):
+    """Its claimed size, and the place of a tensor in it, are checked."""
+    path, raw = tmp_path / "x.pt", saved({"a": torch.zeros(5)})
+    for number in (b"M\x00\x02", b"K\x06"):  # 512 and 6 in place of 5, in the pickle
+        with zipfile.ZipFile(io.BytesIO(raw)) as file:
+            members = {name.partition("/")[2]: file.read(name) for name in file.namelist()}
+        pickled = members.pop("data.pkl")
+        assert pickled.count(b"K\x05") == 2  # the storage's numbers, and the tensor's
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w") as file:
+            file.writestr("x/data.pkl", pickled.replace(b"K\x05", number))
+            for name, value in members.items():
+                file.writestr(f"x/{name}", value)
+        path.write_bytes(packed.getvalue())
+        with pytest.raises(ValueError, match="it has not all of its tensor 0"):
+            read_tensors(path)

@@ -1,0 +1,304 @@
+"""GlimpsePrune beside a plain reference in float64: a token more in each row, loops, no masks."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+from plain_decoder import loop_assemble, plain_layer
+from views import llava, rows
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, read_request
+from stepprune_jax.pruning import (
+    Budget,
+    GlimpsePrune,
+    GlimpsePruneConfig,
+    Policy,
+    Survivors,
+    make_method,
+)
+from stepprune_jax.pruning.glimpseprune import attention_map, glimpse_vectors, predict
+
+CONFIG = GlimpsePruneConfig(
+    *(32, 48, 4, 32),
+    le_layers=(0, 1, 2),
+    selected_layers=(0, 1),
+    reduce_layer=1,
+    selected_visual_layers=(3, 1),
+    attn_fuse_size=8,
+    visual_cond_size=16,
+    attn_fuse_num_heads=2,
+)
+SIDE = 4  # of each image
+
+
+def test_vectors_are_mapped_and_scaled_for_their_layers():
+    # (3, 3 + 1) and (2, 0 + 1) have mean squares 12.5 and 2.5; no layer after the cut has a vector.
+    layers = {"le_layers": (0, 2, 4), "selected_layers": (2,), "reduce_layer": 3}
+    config = dataclasses.replace(CONFIG, text_width=2, rms_norm_eps=0, **layers)
+    weights = {
+        "embeddings": jnp.array([[[3.0, 3]], [[2, 0]], [[9, 9]]]),
+        "kernel": jnp.eye(2),
+        "bias": jnp.array([0.0, 1]),
+        "scale": jnp.array([1.0, 2]),
+    }
+    expected = np.array([[3, 8], [0, 0], [2, 2], [0, 0]]) / np.sqrt([[12.5], [1], [2.5], [1]])
+    np.testing.assert_allclose(glimpse_vectors(weights, config), expected, rtol=1e-6)
+
+
+def test_attention_is_logits_or_logarithms_of_weights():
+    scores = {"scores.0": jnp.log(jnp.array([[[[1.0, 2, 5]], [[3, 3, 2]]]]))}
+    config = dataclasses.replace(CONFIG, selected_layers=(0,))
+    shares = np.array([[1, 3], [2, 3]]) / 8  # of the visual tokens; the last slot is the token's
+    np.testing.assert_allclose(attention_map(config, scores, 2)[0], np.log(shares), rtol=1e-6)
+    config = dataclasses.replace(config, use_attention_logits=True)
+    np.testing.assert_allclose(attention_map(config, scores, 2)[0], np.log(8 * shares), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [3, 1]),  # of the second image none exceeds the threshold
+        ({"min_remain_num": 0}, [3, 0]),
+        ({"reduce_threshold": 0.7}, [2, 1]),  # their probabilities are .73, .62 and .88
+        ({"max_remain_ratio": 0.5}, [2, 1]),  # 2.5 and 1 at most
+        ({"max_remain_ratio": 0.1}, [1, 1]),  # none, but one remains
+        ({"min_remain_num": 4}, [4, 2]),
+    ],
+)
+def test_a_threshold_decides_between_bounds(options, expected):
+    image = jnp.array([[0, 0, 0, 0, 0, -1, 1, 1, -1]])
+    logits = jnp.array([[1.0, -1, 0.5, 2, -3, 9, -1, -2, 9]])
+    pruner = GlimpsePrune(Budget("own"), config=CONFIG, **options)
+    assert pruner._above(logits, image, 2).tolist() == [expected]
+
+
+def test_a_share_is_rounded_down_as_the_authors_program_does():
+    assert 0.29 * 100 < 29  # in float32 it is 29
+    pruner = GlimpsePrune(Budget("own"), config=CONFIG, max_remain_ratio=0.29)
+    assert pruner.survivors(llava(), 100) == (Survivors(28),)
+
+
+def plain(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def norm(scale, x, eps=1e-6):
+    return np.array([row / math.sqrt((row**2).mean() + eps) for row in x]) * scale
+
+
+def linear(layer, x):
+    return x @ layer["kernel"] + layer.get("bias", 0)
+
+
+def turned(x, number):
+    """Queries or keys of one head [n, w]: half of the pairs turn by the row, half by the column."""
+    quarter = x.shape[1] // 4
+    speeds = 10000.0 ** (-np.arange(quarter) / quarter)
+    row, column = divmod(number, SIDE)
+    turn = np.exp(1j * np.concatenate([row[:, None] * speeds, column[:, None] * speeds], axis=1))
+    pairs = (x[:, : 2 * quarter] + 1j * x[:, 2 * quarter :]) * turn
+    return np.concatenate([pairs.real, pairs.imag], axis=1)
+
+
+def judged(weights, attention, states):
+    """Logits [n] of an image's tokens, from [n, a] and the states [n, c] that each block reads."""
+    weights, number = plain(weights), np.arange(len(attention))
+    x = linear(weights["attention_in"], attention)
+    for at, state in enumerate(states):
+        block = weights[f"block_{at}"]
+        normed = norm(block["norm1"], x)
+        seen = np.concatenate([normed, state], axis=1)
+        heads = []
+        for parts in zip(
+            np.split(linear(block["query"], seen), 2, axis=1),
+            np.split(linear(block["key"], seen), 2, axis=1),
+            np.split(linear(block["value"], normed), 2, axis=1),
+            strict=True,
+        ):
+            query, key = (turned(part, number) for part in parts[:2])
+            share = np.exp(query @ key.T / math.sqrt(query.shape[1]))
+            heads.append(share / share.sum(1, keepdims=True) @ parts[2])
+        x = x + linear(block["out"], np.concatenate(heads, axis=1))
+        normed = norm(block["norm2"], x)
+        gate = linear(block["gate"], normed)
+        x = x + linear(block["down"], gate / (1 + np.exp(-gate)) * linear(block["up"], normed))
+    return linear(weights["out"], x)[:, 0]
+
+
+def drawn(seed=3):
+    """Weights of which biases and norms matter, too."""
+    policy = Policy.init(jax.random.key(seed), CONFIG, None)
+    leaves, tree = jax.tree.flatten(policy.params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    moved = [
+        leaf + 0.3 * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys, strict=True)
+    ]
+    return policy.replace(params=tree.unflatten(moved))
+
+
+def test_the_predictor_judges_each_image_by_itself():
+    random, n = np.random.default_rng(0), SIDE * SIDE
+    image = [[-1, *[0] * n, -1, *[1] * n, -1, -1], [-1, -1, *[0] * 7, *[-1] * (2 * n - 5)]]
+    index = np.array([[0, *range(n), 0, *range(n), 0, 0], [0, 0, *range(7), *[0] * (2 * n - 5)]])
+    attention = random.standard_normal((2, 2 * n + 4, 8), np.float32)
+    note = random.standard_normal((2, 2 * n + 4, 2 * 16), np.float32)
+    grid = jnp.full((2, 2, 2), SIDE)
+    attention[1, 9:] = np.finfo(np.float32).min  # as it is in the padding
+    sequence = rows(image, index=index, length=[2 * n + 4, 9], grid=grid)
+    sequence = sequence._replace(note=jnp.asarray(note))
+    weights = drawn().params
+    logits = jax.jit(predict, static_argnums=1)(weights, CONFIG, sequence, jnp.asarray(attention))
+    assert np.isfinite(logits).all()
+    for row, (first, count) in [(0, (1, n)), (0, (n + 2, n)), (1, (2, 7))]:
+        own = slice(first, first + count)
+        states = np.split(np.float64(note[row, own]), 2, axis=1)
+        expected = judged(weights, np.float64(attention[row, own]), states)
+        np.testing.assert_allclose(logits[row, own], expected, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    changes = {"text": {"num_hidden_layers": 3}, "vision": {"image_size": 32}}
+    folder = testing.tiny_llava(tmp_path_factory.mktemp("model"), **changes)
+    return load_vlm(folder, dtype=jnp.float32, progress=False)
+
+
+@functools.cache
+def image(seed):
+    noise = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
+    return Image.fromarray(noise)
+
+
+PROMPTS = ["is the red dog in a chat or no", "What?", "two"]
+SHOWN = [[image(0)], [image(1), image(2)], []]
+
+
+def reference(model, policy, request, row):
+    """Logits [images, n] of the images of a prompt, by running the glimpse token with it."""
+    taps = policy.pruner.taps(model.config)
+    images = pipeline.encode(model, request.images, taps)
+    tokens = np.asarray(model.config.family.project(model.params, model.config, images.features))
+    table = np.asarray(model.params["language"]["embed"]["embedding"])
+    shown, n = request.image_of[row], tokens.shape[1]
+    laid, following = loop_assemble(request.ids[row], [range(n)] * len(shown), n, "original")
+    hidden = [table[w] if at < 0 else tokens[shown[at], i] for w, at, i, _ in laid]
+    hidden = np.float64([*hidden, np.zeros(48)])
+    position = np.array([*(place for *_, place in laid), following])
+    glimpse, scores = plain(policy.params["glimpse"]), []
+    vectors = norm(
+        glimpse["scale"], linear(glimpse, glimpse["embeddings"][:, 0]), CONFIG.rms_norm_eps
+    )
+    language, text = model.params["language"], model.config.text
+    for layer in range(CONFIG.reduce_layer + 1):
+        hidden[-1] += vectors[layer]
+        given = (language, text, layer, hidden, position, np.ones(len(hidden), bool))
+        hidden, logits = plain_layer(*given)
+        own = logits[:, -1]
+        scores.append(own - np.log(np.exp(own).sum(1, keepdims=True)))
+    attention = np.concatenate(scores).T
+    found = []
+    for at, number in enumerate(shown):
+        states = [
+            linear(plain(policy.params[f"state_{i}"]), np.float64(images.taps[tap][number, 1:]))
+            for i, tap in enumerate(taps)
+        ]
+        slots = [slot for slot, (_, own, _, _) in enumerate(laid) if own == at]
+        found.append(judged(policy.params, attention[slots], states))
+    return np.array(found)
+
+
+def answered(model, policy, budget=None, **options):
+    method, begun = make_method("glimpseprune", budget, policy=policy, options=options), []
+    answers = generate(
+        *(model, PROMPTS, SHOWN, method),
+        sampling=Sampling(stop_ids=()),
+        options=RunOptions(3, warm_up=False),
+        trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
+    )
+    return answers, begun[0]
+
+
+def test_tokens_above_the_threshold_or_the_best_ones_remain(model):
+    policy = drawn()
+    request = read_request(model, PROMPTS, SHOWN)
+    logits = [reference(model, policy, request, row) for row in (0, 1)]
+    # Between two probabilities, so that the images keep different numbers.
+    ordered = np.sort(np.concatenate(logits).ravel())
+    middle = (ordered[29] + ordered[30]) / 2
+    assert ordered[30] - ordered[29] > 1e-3
+    threshold = 1 / (1 + math.exp(-middle))
+    for options, budget in [({"reduce_threshold": threshold}, None), ({}, 5)]:
+        answers, begun = answered(model, policy, budget, **options)
+        remaining = []
+        for row in (0, 1):
+            least = [middle if budget is None else np.sort(found)[-6] for found in logits[row]]
+            kept = [np.flatnonzero(x > most) for x, most in zip(logits[row], least, strict=True)]
+            assert [list(x) for x in answers[row].kept_indices] == [x.tolist() for x in kept]
+            remaining.append(sum(map(len, kept)))
+        remaining.append(0)
+        assert budget or len({len(x) for answer in answers for x in answer.kept_indices}) == 3
+        assert [answer.kept for answer in answers] == begun.kept.tolist() == remaining
+        # The first layers forget, too.
+        text = [len(ids) - len(shown) for ids, shown in zip(request.ids, SHOWN, strict=True)]
+        for cache in begun.state.cache:
+            assert cache.length.tolist() == np.add(text, remaining).tolist()
+
+
+def test_what_remains_sets_the_length_of_the_rows(model):
+    kept = [answered(model, drawn(), max_remain_ratio=ratio)[1] for ratio in (0.01, 1)]
+    assert kept[0].kept.tolist() == [1, 2, 0]
+    shapes = [[cache.key.shape[3] for cache in begun.state.cache] for begun in kept]
+    assert shapes[0][0] == shapes[0][1] < kept[0].trace.stages[0].index.shape[1]
+
+
+def test_it_does_not_prune_in_front_of_a_model(model):
+    policy = drawn()
+    with pytest.raises(ValueError, match="glimpseprune prunes inside a language model"):
+        policy.prune(np.zeros((1, 4, 32), np.float32), budget=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_remain_num": 10}, "min_remain_num is 10, expected 0 to 9"),
+        ({"max_remain_ratio": 0.0}, r"max_remain_ratio is 0.0, expected a share in \(0, 1\]"),
+        *(
+            ({"config": dataclasses.replace(CONFIG, **{name: value})}, f"{name} of its weights is")
+            for name, value in (
+                ("num_attention_heads", 2),
+                ("vision_width", 8),
+                ("reduce_layer", 2),
+                ("selected_visual_layers", (1, 9)),
+            )
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    pruner = GlimpsePrune(Budget("own"), **{"config": CONFIG} | options)
+    with pytest.raises(ValueError, match=message):
+        pruner.check(llava(3), 9)
+    GlimpsePrune(Budget("own"), config=CONFIG).check(llava(3), 9)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("le_layers", (1, 2)),
+        ("le_layers", (0, 0)),
+        ("selected_layers", ()),
+        ("reduce_layer", 0),
+        ("attn_fuse_num_heads", 3),
+        ("visual_cond_size", 0),
+        ("reduce_threshold", math.nan),
+    ],
+)
+def test_fields_of_the_configuration_are_checked(field, value):
+    with pytest.raises(ValueError, match=f"GlimpsePruneConfig.{field} is"):
+        dataclasses.replace(CONFIG, **{field: value})
