@@ -278,14 +278,8 @@ def write_tensors(
     folder: str | Path, tensors: dict[str, np.ndarray], max_shard_bytes: int = 1 << 30
 ) -> None:
     """Writes tensors to an existing folder: one safetensors file, or shards with an index."""
-    folder = Path(folder)
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    shards = safetensors.plan_shards(sizes, max_shard_bytes)
-    for file, members in shards:
-        specs = {name: (tensors[name].dtype, tensors[name].shape) for name in members}
-        safetensors.write_file(folder / file, specs, (tensors[name] for name in members))
-    if len(shards) > 1:
-        safetensors.write_index(folder, shards, sum(sizes.values()))
+    specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    safetensors.write_shards(Path(folder), specs, tensors.__getitem__, max_shard_bytes)
 
 
 def _write_folder(
