@@ -19,8 +19,7 @@ class LlmCost(NamedTuple):
     """Multiply-accumulates of one row's pass through the language model.
 
     `attention` counts every pair of tokens, `masked` those of them that the causal mask discards:
-    half of the pairs of new tokens, as usually counted. `head` is that of the requested logits,
-    `mean_tokens` the new tokens entering a layer, averaged over layers.
+    half of them, as usually counted. `head` is that of the requested logits.
     """
 
     projections: int
@@ -28,7 +27,6 @@ class LlmCost(NamedTuple):
     masked: int
     mlp: int
     head: int
-    mean_tokens: float
 
     @property
     def layer_macs(self) -> int:
@@ -97,41 +95,31 @@ def policy_flops(
 
 
 def llm_flops(
-    config: LlamaConfig,
-    prompt_tokens: int | Sequence[int],
-    cached_tokens: int | Sequence[int] = 0,
-    num_logits: int = 1,
+    config: LlamaConfig, prompt_tokens: int | Sequence[int], num_logits: int = 1
 ) -> LlmCost:
-    """Counts the operations of one row's prefill or decoding step.
+    """Counts the operations of one row's prefill.
 
     A layer that n tokens enter takes 4 n e^2 + 2 n^2 e + 3 n e f multiply-accumulates (with width
     e and MLP width f; with grouped key heads 2 n e^2 (1 + h_kv / h) in place of 4 n e^2), as in
     FastV (https://arxiv.org/abs/2403.06764) and SparseVLM (https://arxiv.org/abs/2410.04417).
 
-    Tokens are counts, or one for each layer where a method prunes inside the model; new tokens
-    attend to `cached_tokens`, as in a decoding step, which has one new token.
+    Tokens are a count, or one for each layer where a method prunes inside the model.
     """
-    tokens = _per_layer("prompt_tokens", prompt_tokens, config.num_layers)
-    cached = _per_layer("cached_tokens", cached_tokens, config.num_layers)
+    same = isinstance(prompt_tokens, int)
+    tokens = [prompt_tokens] * config.num_layers if same else list(prompt_tokens)
+    fits = len(tokens) == config.num_layers and min(tokens) >= 0
+    expected = f"a count or one for each of {config.num_layers} layers"
+    expect("prompt_tokens", prompt_tokens, fits, expected)
     inner = config.num_heads * config.head_dim
     grouped = config.num_kv_heads * config.head_dim
-    attention = sum(2 * n * (n + past) * inner for n, past in zip(tokens, cached, strict=True))
+    pairs = sum(n * n for n in tokens) * inner
     return LlmCost(
         projections=sum(tokens) * config.hidden_size * 2 * (inner + grouped),
-        attention=attention,
-        masked=sum(n * n for n in tokens) * inner,
+        attention=2 * pairs,
+        masked=pairs,
         mlp=sum(tokens) * 3 * config.hidden_size * config.intermediate_size,
         head=num_logits * config.hidden_size * config.vocab_size,
-        mean_tokens=sum(tokens) / config.num_layers,
     )
-
-
-def _per_layer(name: str, count: int | Sequence[int], num_layers: int) -> list[int]:
-    """Returns one count for each layer."""
-    counts = [count] * num_layers if isinstance(count, int) else list(count)
-    fits = len(counts) == num_layers and min(counts) >= 0
-    expect(name, count, fits, f"a count or one for each of {num_layers} layers")
-    return counts
 
 
 def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[str, int]:

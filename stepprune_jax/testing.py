@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -15,9 +14,6 @@ from stepprune_jax.models.llava import LLAVA, LlavaConfig
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.qwen2_5_vl import QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
-from stepprune_jax.models.weights import renamed
-
-Layout = Literal["hf", "hf_new", "original"]
 
 # Words of the vicuna_v1 prompt and small talk; each word and each prefix of it becomes a piece.
 _WORDS = (
@@ -25,29 +21,6 @@ _WORDS = (
     "▁gives ▁helpful , ▁detailed ▁pol ite ▁answers ▁to ▁the ' s ▁questions ▁US ER : ▁ASS IST ANT "
     "▁What ▁is ▁in ▁this ▁picture ? ▁red ▁dog ▁two ▁yes ▁no"
 )
-# The published weight names in other dialects.
-_NEW_NAMES = (
-    ("language_model.lm_head.", "lm_head."),
-    ("language_model.model.", "model.language_model."),
-    ("vision_tower.vision_model.", "model.vision_tower."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-)
-_ORIGINAL_NAMES = (
-    ("language_model.lm_head.", "lm_head."),
-    ("language_model.model.", "model."),
-    ("multi_modal_projector.linear_1.", "model.mm_projector.0."),
-    ("multi_modal_projector.linear_2.", "model.mm_projector.2."),
-)
-_NEW_QWEN_NAMES = (("model.", "model.language_model."), ("visual.", "model.visual."))
-_ORIGINAL_FIELDS = {
-    "architectures": ["LlavaLlamaForCausalLM"],
-    "model_type": "llava_llama",
-    "mm_vision_tower": "clip",
-    "mm_projector_type": "mlp2x_gelu",
-    "mm_vision_select_layer": -2,
-    "mm_vision_select_feature": "patch",
-    "image_aspect_ratio": "pad",
-}
 _QWEN_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -167,7 +140,6 @@ def tiny_qwen_config(tokenizer: Tokenizer, **changes: object) -> Json:
 
 def tiny_llava(
     folder: str | Path,
-    layout: Layout = "hf",
     *,
     vision: Json | None = None,
     text: Json | None = None,
@@ -179,8 +151,6 @@ def tiny_llava(
 
     Args:
         folder: folder to write; created if needed.
-        layout: "hf" with the published names, "hf_new" with the names of newer `transformers`,
-            "original" for LLaVA-v1.5 with a CLIP folder ``clip`` inside.
         vision: fields to change in the vision config.
         text: fields to change in the text config.
         dtype: dtype of the tensors in the files.
@@ -190,8 +160,7 @@ def tiny_llava(
     Returns:
         The folder.
     """
-    folder = Path(folder)
-    tokenizer = tiny_tokenizer(image_token=layout != "original")
+    tokenizer = tiny_tokenizer()
     raw = tiny_hf_config(len(tokenizer), vision, text)
     side = raw["vision_config"]["image_size"]
     processor = {
@@ -200,23 +169,12 @@ def tiny_llava(
         "crop_size": {"height": side, "width": side},
     }
     tensors = random_tensors(LlavaConfig.from_hf(raw), dtype, seed)
-    if layout == "original":
-        tower = {name: tensors.pop(name) for name in list(tensors) if LLAVA.is_vision_name(name)}
-        tower = {name.removeprefix("vision_tower."): tensor for name, tensor in tower.items()}
-        clip = {"model_type": "clip", "vision_config": raw["vision_config"]}
-        _write_folder(folder / "clip", clip, processor, tower)
-        raw, processor = {**raw["text_config"], **_ORIGINAL_FIELDS}, None
-    names = {"hf": (), "hf_new": _NEW_NAMES, "original": _ORIGINAL_NAMES}[layout]
-    tensors = {renamed(name, names): tensor for name, tensor in tensors.items()}
-    _write_folder(folder, raw, processor, tensors, max_shard_bytes)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _write_folder(folder, raw, processor, tensors, tokenizer, max_shard_bytes)
 
 
 def tiny_qwen(
     folder: str | Path,
     *,
-    new_names: bool = False,
     min_pixels: int = 256,
     max_pixels: int = 2304,
     dtype: DTypeLike = np.float32,
@@ -228,7 +186,6 @@ def tiny_qwen(
 
     Args:
         folder: folder to write; created if needed.
-        new_names: whether weights have the names of newer `transformers`.
         min_pixels: smallest area of a resized image; a token is 64 pixels.
         max_pixels: largest area of a resized image.
         dtype: dtype of the tensors in the files.
@@ -239,7 +196,7 @@ def tiny_qwen(
     Returns:
         The folder.
     """
-    folder, tokenizer = Path(folder), qwen_tokenizer()
+    tokenizer = qwen_tokenizer()
     raw = tiny_qwen_config(tokenizer, **changes)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -250,11 +207,7 @@ def tiny_qwen(
         "merge_size": 2,
     }
     tensors = random_tensors(QwenConfig.from_hf(raw), dtype, seed)
-    names = _NEW_QWEN_NAMES if new_names else ()
-    tensors = {renamed(name, names): tensor for name, tensor in tensors.items()}
-    _write_folder(folder, raw, processor, tensors, max_shard_bytes)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _write_folder(folder, raw, processor, tensors, tokenizer, max_shard_bytes)
 
 
 def random_tensors(
@@ -278,26 +231,22 @@ def write_tensors(
     folder: str | Path, tensors: dict[str, np.ndarray], max_shard_bytes: int = 1 << 30
 ) -> None:
     """Writes tensors to an existing folder: one safetensors file, or shards with an index."""
-    folder = Path(folder)
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    shards = safetensors.plan_shards(sizes, max_shard_bytes)
-    for file, members in shards:
-        specs = {name: (tensors[name].dtype, tensors[name].shape) for name in members}
-        safetensors.write_file(folder / file, specs, (tensors[name] for name in members))
-    if len(shards) > 1:
-        safetensors.write_index(folder, shards, sum(sizes.values()))
+    specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    safetensors.write_shards(Path(folder), specs, tensors.__getitem__, max_shard_bytes)
 
 
 def _write_folder(
-    folder: Path,
+    folder: str | Path,
     config: Json,
-    processor: Json | None,
+    processor: Json,
     tensors: dict[str, np.ndarray],
-    max_shard_bytes: int = 1 << 30,
-) -> None:
+    tokenizer: Tokenizer,
+    max_shard_bytes: int,
+) -> Path:
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {"config.json": config, "preprocessor_config.json": processor}
-    for name, value in files.items():
-        if value is not None:
-            (folder / name).write_text(json.dumps(value, indent=2) + "\n")
+    for name, value in (("config.json", config), ("preprocessor_config.json", processor)):
+        (folder / name).write_text(json.dumps(value, indent=2) + "\n")
     write_tensors(folder, tensors, max_shard_bytes)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from experiments.pretrain.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from experiments.pretrain.conversations import Sample, read_conversations
 from experiments.pretrain.images import Images
 from experiments.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
 from experiments.pretrain.settings import Pretraining
-from stepprune_jax.data.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels, stack_images
 

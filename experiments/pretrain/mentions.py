@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from experiments.pretrain.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.tower import linear_head
-from stepprune_jax.data.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 
 MENTIONS_FILE = "train_mentions.npz"
 _FIELDS = {"sample": 1, "exchange": 1, "word": 1, "number": 1, "value": 2}

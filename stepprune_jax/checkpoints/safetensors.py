@@ -9,7 +9,7 @@ bfloat16 without torch, a slice of a tensor without the rest of it, and reads in
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -315,6 +315,24 @@ def plan_shards(
         (f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(group))
         for i, group in enumerate(groups, start=1)
     ]
+
+
+def write_shards(
+    folder: Path,
+    specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    tensor: Callable[[str], np.ndarray],
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors to files as in `plan_shards`, with an index if there are several.
+
+    `tensor` returns a tensor by its name, with the dtype and shape of `specs`.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in specs.items()}
+    shards = plan_shards(sizes, max_shard_bytes)
+    for file, names in shards:
+        write_file(folder / file, {name: specs[name] for name in names}, map(tensor, names))
+    if len(shards) > 1:
+        write_index(folder, shards, sum(sizes.values()))
 
 
 def write_index(folder: str | Path, shards: list[tuple[str, tuple[str, ...]]], total: int) -> None:

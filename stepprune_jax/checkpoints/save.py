@@ -1,8 +1,7 @@
 """Saving of parameters in the Hugging Face layout, one tensor in host memory at a time."""
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -77,29 +76,22 @@ def _write_weights(
     targets: list[Target],
     max_shard_bytes: int,
 ) -> None:
-    """Writes the shards, and the index if there is more than one."""
+    """Writes the weights under their names in the files."""
     sources: dict[str, tuple[Target, int]] = {}
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for target in targets:
         for layer, name in enumerate(target.names):
             sources[name] = (target, layer)
             specs[name] = (np.dtype(flat[target.path].dtype), target.tensor_shape)
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in specs.items()}
-    shards = safetensors.plan_shards(sizes, max_shard_bytes)
 
-    def tensors(members: tuple[str, ...]) -> Iterator[np.ndarray]:
-        for name in members:
-            target, layer = sources[name]
-            tensor = file_tensor(target, flat[target.path], layer)
-            # Only a completed vocabulary has more rows than the weights.
-            more = target.tensor_shape[0] - len(tensor)
-            yield np.concatenate([tensor, np.repeat(tensor[:1], more, axis=0)]) if more else tensor
+    def read(name: str) -> np.ndarray:
+        target, layer = sources[name]
+        tensor = file_tensor(target, flat[target.path], layer)
+        # Only a completed vocabulary has more rows than the weights.
+        more = target.tensor_shape[0] - len(tensor)
+        return np.concatenate([tensor, np.repeat(tensor[:1], more, axis=0)]) if more else tensor
 
-    for file, members in shards:
-        chosen = {name: specs[name] for name in members}
-        safetensors.write_file(folder / file, chosen, tensors(members))
-    if len(shards) > 1:
-        safetensors.write_index(folder, shards, sum(sizes.values()))
+    safetensors.write_shards(folder, specs, read, max_shard_bytes)
 
 
 def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndarray:

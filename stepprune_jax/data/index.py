@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
-from stepprune_jax.data.array_files import INTEGERS, read_arrays
 from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_array import JsonEntries, scan_json_list
@@ -144,9 +143,10 @@ def save_index(index: Index, path: Path) -> None:
 def load_index(path: Path) -> Index | None:
     """Reads an index; None if it is absent or damaged, and has to be rebuilt."""
     try:
-        found = read_arrays(path, lambda name: INTEGERS)
-        arrays = {name: found[name] for name in Index._fields}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
+            arrays = {name: found[name] for name in Index._fields}
         names = tuple(json.loads(arrays.pop("names").tobytes()))
-        return Index(names=names, **arrays)
-    except (OSError, ValueError, KeyError):
+    except Exception:  # a damaged file may raise any kind
         return None
+    known = all(array.dtype.kind in "iu" for array in arrays.values())
+    return Index(names=names, **arrays) if known else None

@@ -6,6 +6,7 @@ the next row begins. An interrupted run resumes with the unanswered questions.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import sys
@@ -198,18 +199,7 @@ class Task:
             mininterval=0.2 if sys.stderr.isatty() else 10,
         ) as bar:
             for numbers in chunks:
-                failure = None
-                try:
-                    answerer.answer(numbers, bar)
-                except Exception as error:  # the others wait below and must be told
-                    failure = error
-                failed = distributed.any_process(failure is not None)
-                if failure is not None:
-                    raise failure
-                if failed:
-                    raise ValueError(
-                        "another process of this run failed; its message gives the reason"
-                    )
+                distributed.together(functools.partial(answerer.answer, numbers, bar))
 
         def merge() -> None:
             if distributed.is_main():

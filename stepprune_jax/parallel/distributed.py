@@ -113,20 +113,22 @@ def main_first(function: Callable[[], T]) -> T:
     Meant for functions that write files which the other processes read afterwards. If the main one
     fails, the others raise a ValueError.
     """
-    if jax.process_count() == 1:
-        return function()
+    result = together(lambda: function() if is_main() else None)
+    return result if is_main() else function()
+
+
+def together(function: Callable[[], T]) -> T:
+    """Calls a function in every process; if it fails in one, the others raise a ValueError."""
     result, failure = None, None
-    if is_main():
-        try:
-            result = function()
-        except Exception as error:  # the others wait below and must be told
-            failure = error
+    try:
+        result = function()
+    except Exception as error:  # the others wait below and must be told
+        failure = error
     failed = any_process(failure is not None)
     if failure is not None:
         raise failure
-    if failed:
-        raise ValueError("process 0 of this run failed; its message gives the reason")
-    return result if is_main() else function()
+    check((not failed, "another process of this run failed; its message gives the reason"))
+    return result
 
 
 def require_same(digest: str, what: str) -> None:

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import pytest
 import torch
@@ -28,11 +29,9 @@ def _ours(params, config, ids, length, pixels):
     return sequence.length, vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
 
 
-@pytest.mark.parametrize("layout", ["hf", "hf_new", "original"])
-def test_logits_equal_the_reference_whatever_the_layout(tmp_path, layout):
-    model = load_vlm(
-        testing.tiny_llava(tmp_path / "source", layout), dtype=jnp.float32, progress=False
-    )
+@pytest.mark.parametrize("write", [testing.tiny_llava, layouts.new_llava, layouts.original_llava])
+def test_logits_equal_the_reference_whatever_the_layout(tmp_path, write):
+    model = load_vlm(write(tmp_path / "source"), dtype=jnp.float32, progress=False)
     random = np.random.default_rng(1)
     paths = [tmp_path / "wide.png", tmp_path / "tall.jpg"]
     for path, shape in zip(paths, [(20, 50, 3), (64, 30, 3)], strict=True):

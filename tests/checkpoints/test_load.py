@@ -2,6 +2,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import layouts
 import ml_dtypes
 import numpy as np
 import pytest
@@ -72,18 +73,18 @@ def test_weights_arrive_where_the_tree_says(llava_model):
 
 
 def test_every_dialect_gives_the_same_parameters(tmp_path, llava_folder):
-    new = testing.tiny_llava(tmp_path / "new", "hf_new", max_shard_bytes=40_000)
+    new = layouts.new_llava(tmp_path / "new", max_shard_bytes=40_000)
     assert len(list(new.glob("*.safetensors"))) > 3
     _assert_same(_load(new), _load(llava_folder))
     # The original's vocabulary has no image token, so its files are made to the same size here.
-    original = testing.tiny_llava(tmp_path / "original", "original", text={"vocab_size": 448})
+    original = layouts.original_llava(tmp_path / "original", text={"vocab_size": 448})
     plain = testing.tiny_llava(tmp_path / "again", text={"vocab_size": 448})
     _assert_same(_load(original), _load(plain))
     assert inspect_folder(original).config.image_token_id is None
 
 
 def test_a_tower_inside_the_original_files_is_preferred_to_the_clip_folder(tmp_path):
-    folder = testing.tiny_llava(tmp_path, "original")
+    folder = layouts.original_llava(tmp_path)
     tower = safetensors.read_folder(folder / "clip")
     kept = {name: safetensors.read_tensor(entry) + 1 for name, entry in tower.items()}
 
@@ -98,7 +99,7 @@ def test_a_tower_inside_the_original_files_is_preferred_to_the_clip_folder(tmp_p
 
 
 def test_the_clip_folder_may_hold_a_whole_clip_and_lie_elsewhere(tmp_path):
-    folder = testing.tiny_llava(tmp_path / "model", "original")
+    folder = layouts.original_llava(tmp_path / "model")
     before = _load(folder)
 
     def add_text_half(tensors):
@@ -225,7 +226,7 @@ def test_load_vlm_brings_tokenizer_and_image_settings(tmp_path, capsys):
     assert model.tokenizer("▁").input_ids[0] == model.config.bos_token_id == 1
     assert model.folder == folder
     assert "loading a: 100%" in capsys.readouterr().err
-    original = testing.tiny_llava(tmp_path / "b", "original")
+    original = layouts.original_llava(tmp_path / "b")
     assert load.load_vlm(original, progress=False).image_settings == model.image_settings
     assert capsys.readouterr().err == ""
 

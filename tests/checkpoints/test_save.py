@@ -3,6 +3,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_sharded_and_split_bfloat16_weights_survive_a_round_trip(tmp_path, layer
 
 
 def test_an_original_model_gains_an_image_token_that_greedy_never_picks(tmp_path):
-    source = testing.tiny_llava(tmp_path / "source", "original")
+    source = layouts.original_llava(tmp_path / "source")
     model = load_vlm(source, dtype=jnp.float32, progress=False)
     assert model.config.image_token_id is None
     assert len(model.tokenizer) == model.config.text.vocab_size
@@ -71,7 +72,7 @@ def test_an_original_model_gains_an_image_token_that_greedy_never_picks(tmp_path
 
 
 def test_an_unused_row_of_the_vocabulary_becomes_the_image_token(tmp_path):
-    source = testing.tiny_llava(tmp_path / "source", "original", text={"vocab_size": 448})
+    source = layouts.original_llava(tmp_path / "source", text={"vocab_size": 448})
     model = load_vlm(source, dtype=jnp.float32, progress=False)
     save_vlm(model, tmp_path / "saved")
     saved = load_vlm(tmp_path / "saved", dtype=jnp.float32, progress=False)

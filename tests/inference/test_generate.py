@@ -2,6 +2,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import pytest
 from generation_reference import (
@@ -356,7 +357,7 @@ def test_a_mesh_gives_the_same_tokens(model, policy, preset, rows):
 
 
 def test_bfloat16_and_original_folders_answer(tmp_path, policy):
-    model = load_vlm(testing.tiny_llava(tmp_path / "m", "original"), progress=False)
+    model = load_vlm(layouts.original_llava(tmp_path / "m"), progress=False)
     blind = PolicyConfig(feature_width=32, text_width=0, width=16, num_heads=2, mlp_ratio=2)
     blind = Policy(init_policy(jax.random.key(0), blind), blind, None)
     for own, budget in ((policy, None), (blind, 2)):

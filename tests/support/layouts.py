@@ -1,0 +1,79 @@
+"""Tiny checkpoints in other layouts than those of `stepprune_jax.testing`."""
+
+import json
+from pathlib import Path
+
+from stepprune_jax import testing
+from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.models.llava import LLAVA
+from stepprune_jax.models.weights import renamed
+
+# The published weight names in other dialects.
+_NEW_NAMES = (
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model.language_model."),
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+_ORIGINAL_NAMES = (
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.model.", "model."),
+    ("multi_modal_projector.linear_1.", "model.mm_projector.0."),
+    ("multi_modal_projector.linear_2.", "model.mm_projector.2."),
+)
+_NEW_QWEN_NAMES = (("model.", "model.language_model."), ("visual.", "model.visual."))
+_ORIGINAL_FIELDS = {
+    "architectures": ["LlavaLlamaForCausalLM"],
+    "model_type": "llava_llama",
+    "mm_vision_tower": "clip",
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_vision_select_layer": -2,
+    "mm_vision_select_feature": "patch",
+    "image_aspect_ratio": "pad",
+}
+
+
+def rename(folder, names, max_shard_bytes=1 << 30):
+    """Renames the weights of a folder; without names, takes them out of it."""
+    entries = safetensors.read_folder(folder)
+    tensors = {renamed(x, names): safetensors.read_tensor(e) for x, e in entries.items()}
+    for path in Path(folder).glob("*.safetensors*"):
+        path.unlink()
+    if names:
+        testing.write_tensors(folder, tensors, max_shard_bytes)
+    return tensors
+
+
+def new_llava(folder, max_shard_bytes=1 << 30, **options):
+    """A LLaVA with the names of newer `transformers`."""
+    testing.tiny_llava(folder, **options)
+    rename(folder, _NEW_NAMES, max_shard_bytes)
+    return Path(folder)
+
+
+def new_qwen(folder, **options):
+    """A Qwen2.5-VL with the names of newer `transformers`, in shards."""
+    testing.tiny_qwen(folder, **options)
+    rename(folder, _NEW_QWEN_NAMES, 100_000)
+    return Path(folder)
+
+
+def original_llava(folder, text=None, **options):
+    """LLaVA-v1.5 as its authors published it, with a CLIP folder ``clip`` inside."""
+    folder, tokenizer = Path(folder), testing.tiny_tokenizer(image_token=False)
+    clip = folder / "clip"
+    testing.tiny_llava(folder, text={"vocab_size": len(tokenizer), **(text or {})}, **options)
+    tensors = rename(folder, ())
+    clip.mkdir()
+    tower = {name: tensors.pop(name) for name in list(tensors) if LLAVA.is_vision_name(name)}
+    testing.write_tensors(
+        clip, {name.removeprefix("vision_tower."): tensor for name, tensor in tower.items()}
+    )
+    testing.write_tensors(folder, {renamed(x, _ORIGINAL_NAMES): y for x, y in tensors.items()})
+    raw = json.loads((folder / "config.json").read_text())
+    about = {"model_type": "clip", "vision_config": raw["vision_config"]}
+    (clip / "config.json").write_text(json.dumps(about))
+    (folder / "config.json").write_text(json.dumps({**raw["text_config"], **_ORIGINAL_FIELDS}))
+    (folder / "preprocessor_config.json").rename(clip / "preprocessor_config.json")
+    tokenizer.save_pretrained(folder)
+    return folder
