@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_world import one_shot, stepprune, tiny_model, write_split
+from small_world import one_shot, stepprune, write_split
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.evaluation.calibrate import stop_biases, stop_margins
@@ -24,11 +24,6 @@ from stepprune_jax.pruning.method import NO_PRUNING
 
 N, STEPS = 9, 4
 SETTINGS = EvalSettings(budgets=(4, 2), batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

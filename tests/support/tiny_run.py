@@ -15,6 +15,7 @@ from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training.batches import open_batches
 from stepprune_jax.training.optimizer import OptimizerSettings
+from stepprune_jax.workdir.metrics import MetricsLog
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
@@ -96,6 +97,19 @@ def metrics(workdir):
     """Lines of a run without what depends on the machine."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(x).items() if k != "images_per_s"} for x in lines]
+
+
+def at_line(monkeypatch, number, act):
+    """Calls `act` once, after so many lines were written from now on."""
+    write, lines = MetricsLog.write, []
+
+    def spy(log, step, scalars):
+        write(log, step, scalars)
+        lines.append(step)
+        if len(lines) == number:
+            act()
+
+    monkeypatch.setattr(MetricsLog, "write", spy)
 
 
 def looks(workdir):

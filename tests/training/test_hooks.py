@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_run import ASKED, looks, make_run, metrics, write_data, write_questions
+from tiny_run import ASKED, looks, make_run, metrics, write_data
 from visual import visual_of
 
-from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method, testing
+from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.models import vlm
 from stepprune_jax.pruning import AutoSelectConfig
@@ -21,13 +21,6 @@ from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 from stepprune_jax.training.settings import make_setup
 from stepprune_jax.training.validation import Selection, Validation, read_questions
 from stepprune_jax.workdir.checkpoints import Checkpoints
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    write_questions(write_data(folder / "data"))
-    return testing.tiny_llava(folder / "model"), folder / "data"
 
 
 @pytest.fixture(scope="module")
