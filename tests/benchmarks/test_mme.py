@@ -89,6 +89,7 @@ def test_a_wrong_answer_costs_its_question_and_its_image(tmp_path):
         }
     assert (result.parts["perception"], result.parts["cognition"]) == (1925.0, 725.0)
     assert result.headline == 2650.0
+    assert result.parts["questions"] == result.parts["answered"] == 56
 
 
 def test_pairs_are_found_by_image_unless_asked(tmp_path):
