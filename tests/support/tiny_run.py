@@ -33,12 +33,12 @@ def load_config(name):
     return configurations.load(f"{path}:{reading}")
 
 
-def write_data(folder, count=6, side=24, entries=()):
+def write_data(folder, count=6, entries=()):
     random = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True)
     samples = []
     for i in range(count):
-        pixels = random.integers(0, 256, (side, side, 3), np.uint8)
+        pixels = random.integers(0, 256, (24, 24, 3), np.uint8)
         Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
         turns = []
         for j in range(2):
@@ -87,10 +87,10 @@ def optimizer_settings(**changes):
     return OptimizerSettings(**fields | {"b1": 0.9, "b2": 0.999, "muon_lr": 0.0} | changes)
 
 
-def open_tiny(run, workdir, say=lambda text: None):
+def open_tiny(run, workdir):
     data = training_source(run.data, workdir)
     model = inspect_folder(run.model.folder)
-    return open_batches(run, data, file_identity(data.file), model, say=say)
+    return open_batches(run, data, file_identity(data.file), model, say=lambda text: None)
 
 
 def metrics(workdir):
