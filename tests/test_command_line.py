@@ -179,7 +179,6 @@ def read(arguments, kind=Run):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--config.stepz=1"], "config.stepz is not a field. Did you mean steps?"),
         (["--config.steps=many"], "config.steps is 'many', expected an integer from 1"),
         (["--config=absent.py"], "no configuration file absent.py, and no configuration of that"),
         (["--config=shape"], "Did you mean shapes? The names are llava13b, "),

@@ -152,17 +152,17 @@ def test_traced_operations_by_hand():
     assert count(jax.grad(loss)) == 3 * 5 * once
 
 
-def selection(pruner, features, config, size=9):
-    """FLOPs of choosing among size tokens of a 3 by 3 image, traced with arrays of ones."""
+def selection(pruner, features, config):
+    """FLOPs of choosing among the tokens of a 3 by 3 image, traced with arrays of ones."""
     taps = [jnp.ones((1, *features[tap.kind])) for tap in pruner.taps(config)]
-    tokens, text = (jnp.ones((1, length, features["tokens"])) for length in (size, 1))
+    tokens, text = (jnp.ones((1, length, features["tokens"])) for length in (9, 1))
     seen = view(tokens, *taps, count=4, grid=[[3, 3]], text=text)
     return traced_flops(jax.make_jaxpr(lambda seen: pruner.select((), seen, 4))(seen))
 
 
-def dropping(pruner, features, config, slots=16):
+def dropping(pruner, features, config):
     """FLOPs of choosing what stays behind a cut, of one row with an image of 9 tokens."""
-    (cut,) = pruner.cuts(config, 9)
+    (cut,), slots = pruner.cuts(config, 9), 16
     image = jnp.where((jnp.arange(slots) >= 2) & (jnp.arange(slots) < 11), 0, -1)[None]
     seen = rows(image, jnp.ones((1, slots, 6)), grid=jnp.full((1, 1, 2), 3))
     taps = {f"{tap.kind}.{tap.layer}": jnp.ones((1, *features[tap.kind])) for tap in cut.taps}

@@ -56,7 +56,7 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
             _write_json(folder / name, value)
 
 
-def _check_shapes(flat: Mapping[str, Array], abstract: Params) -> None:
+def _check_shapes(flat: Mapping[str, Array | np.ndarray], abstract: Params) -> None:
     """Checks all parameters against the config, in one error."""
     expected = weights.flatten(abstract)
     wrong = [f"{path} is absent" for path in expected if path not in flat]
@@ -72,7 +72,7 @@ def _check_shapes(flat: Mapping[str, Array], abstract: Params) -> None:
 
 def _write_weights(
     folder: Path,
-    flat: Mapping[str, Array],
+    flat: Mapping[str, Array | np.ndarray],
     targets: list[Target],
     max_shard_bytes: int,
 ) -> None:

@@ -11,10 +11,10 @@ from stepprune_jax.models import weights
 from stepprune_jax.models.stack import Params
 
 
-def random_weights(abstract: Params, seed: int = 0) -> Params:
+def random_weights(abstract: Params) -> Params:
     """Draws weights in their own dtype and on their own devices, leaf by leaf."""
     flat = weights.flatten(abstract)
-    keys = jax.random.split(jax.random.key(seed), len(flat))
+    keys = jax.random.split(jax.random.key(0), len(flat))
     drawn = {
         path: _program(path.rpartition("/")[2], leaf.shape, leaf.dtype, leaf.sharding)(key)
         for key, (path, leaf) in zip(keys, flat.items(), strict=True)

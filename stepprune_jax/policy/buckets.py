@@ -25,13 +25,13 @@ from stepprune_jax.policy.rollout import read_limits
 from stepprune_jax.policy.selection import choose
 
 
-def bucket_ladder(max_tokens: int, smallest: int = 16) -> tuple[int, ...]:
+def bucket_ladder(max_tokens: int) -> tuple[int, ...]:
     """Returns bucket sizes up to `max_tokens`, each at most 1.5 times the one before.
 
     16, 24, 32, 48, 64, 96, 128, 192, ...: programs compiled once per bucket serve every count, and
     padding adds at most half as many entries again.
     """
-    sizes, power = [], smallest
+    sizes, power = [], 16
     while power < max_tokens:
         sizes += [power, power * 3 // 2]
         power *= 2

@@ -74,18 +74,6 @@ def test_tabs_and_line_ends_are_taken_out():
     assert on_one_line("   no") == "   no"
 
 
-def test_all_right_is_two_hundred_a_task(tmp_path):
-    result = scored(tmp_path, layout(tmp_path))
-    assert (result.headline, result.parts["perception"], result.parts["cognition"]) == (
-        2800.0,
-        2000.0,
-        800.0,
-    )
-    assert result.parts["by_position"] == {"perception": 2000.0, "cognition": 800.0}
-    assert result.parts["questions"] == result.parts["answered"] == 56
-    assert len(result.warnings) == 1  # another size
-
-
 def test_a_wrong_answer_costs_its_question_and_its_image(tmp_path):
     rows = layout(tmp_path)
     rows[0]["text"] = "No"
@@ -101,6 +89,7 @@ def test_a_wrong_answer_costs_its_question_and_its_image(tmp_path):
         }
     assert (result.parts["perception"], result.parts["cognition"]) == (1925.0, 725.0)
     assert result.headline == 2650.0
+    assert result.parts["questions"] == result.parts["answered"] == 56
 
 
 def test_pairs_are_found_by_image_unless_asked(tmp_path):

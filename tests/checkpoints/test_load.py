@@ -10,7 +10,6 @@ import pytest
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import load, safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.parallel import sharding
 
@@ -33,43 +32,6 @@ def _assert_same(left, right):
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), left, right
     )
-
-
-def test_weights_arrive_where_the_tree_says(llava_model):
-    params, config = llava_model.params, llava_model.config
-    files = testing.random_tensors(config)
-    tower, llama = "vision_tower.vision_model.", "language_model.model."
-    expected = {
-        "vision/class_embedding": files[tower + "embeddings.class_embedding"],
-        "vision/layers/norm2/bias": np.stack(
-            [files[f"{tower}encoder.layers.{i}.layer_norm2.bias"] for i in range(3)]
-        ),
-        "vision/layers/mlp/up/kernel": np.stack(
-            [files[f"{tower}encoder.layers.{i}.mlp.fc1.weight"].T for i in range(3)]
-        ),
-        "projector/down/kernel": files["multi_modal_projector.linear_2.weight"].T,
-        "language/embed/embedding": files[llama + "embed_tokens.weight"],
-        "language/layers/attention/key/kernel": np.stack(
-            [files[f"{llama}layers.{i}.self_attn.k_proj.weight"].T for i in range(2)]
-        ),
-        "language/layers/norm2/scale": np.stack(
-            [files[f"{llama}layers.{i}.post_attention_layernorm.weight"] for i in range(2)]
-        ),
-        "language/head/kernel": files["language_model.lm_head.weight"].T,
-    }
-    flat = weights.flatten(params)
-    for path, value in expected.items():
-        np.testing.assert_array_equal(np.asarray(flat[path]), value, err_msg=path)
-    # Row, column, channel: the first three rows of the kernel are the corner pixel's channels.
-    patches = files[tower + "embeddings.patch_embedding.weight"]
-    np.testing.assert_array_equal(
-        np.asarray(flat["vision/patch_embedding/kernel"][:6]),
-        np.concatenate([patches[:, :, 0, 0].T, patches[:, :, 0, 1].T]),
-    )
-    abstract = weights.flatten(vlm.abstract_params(config, jnp.float32))
-    assert {p: (x.shape, x.dtype) for p, x in flat.items()} == {
-        p: (x.shape, x.dtype) for p, x in abstract.items()
-    }
 
 
 def test_every_dialect_gives_the_same_parameters(tmp_path, llava_folder):

@@ -15,11 +15,6 @@ from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.testing import llava_encoder
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return testing.tiny_tokenizer()
-
-
 def supervised(encoded):
     return [label for label in encoded.labels if label != IGNORE]
 

@@ -3,7 +3,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepprune_jax import testing
 from stepprune_jax.data.prompts import (
     IMAGE_TOKEN,
     pad_batch,
@@ -16,11 +15,6 @@ SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
     "helpful, detailed, and polite answers to the user's questions."
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return testing.tiny_tokenizer()
 
 
 def test_one_open_exchange_reads_as_the_reference():

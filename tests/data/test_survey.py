@@ -18,11 +18,6 @@ LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
 TURNS = ("is this a dog ?", "no", "two ?", "yes")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return testing.tiny_tokenizer()
-
-
 def sample(*said, image="a.png"):
     said = said or ("<image>\nis this a dog ?", "no")
     roles = ("human", "gpt")

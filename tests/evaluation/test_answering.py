@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_world import one_shot, stepprune, tiny_model, write_split
+from small_world import one_shot, stepprune, write_split
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.evaluation.calibrate import stop_biases, stop_margins
@@ -27,11 +27,6 @@ from stepprune_jax.pruning.method import NO_PRUNING
 
 N, STEPS = 9, 4
 SETTINGS = EvalSettings(budgets=(4, 2), batch_size=4)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -232,28 +227,6 @@ def test_few_programs_serve_all_rows(model, test_split):
         assert one.texts == other.texts
         np.testing.assert_array_equal(one.kept, other.kept)
         assert list(map(len, one.order)) == one.kept.tolist()
-
-
-def test_each_image_goes_through_the_tower_once(model, test, test_split):
-    assert test.images.features.shape == (5, N, 32)
-    image_of = test.prompts.image_of[:, 0]
-    np.testing.assert_array_equal(image_of, np.repeat(np.arange(5), 3))
-    mixed = [test_split.questions[i] for i in (14, 0, 7, 1)]
-    encoded = encode_questions(model, mixed, batch_size=2)
-    assert not encoded.images.taps
-    assert encoded.prompts.image_of[:, 0].tolist() == [0, 1, 2, 1]
-    for row, other in enumerate((14, 0, 7, 1)):
-        length = test.prompts.length[other]
-        assert encoded.prompts.length[row] == length
-        np.testing.assert_array_equal(
-            encoded.prompts.ids[row, :length], test.prompts.ids[other, :length]
-        )
-        np.testing.assert_allclose(
-            encoded.images.features[encoded.prompts.image_of[row, 0]],
-            test.images.features[image_of[other]],
-            rtol=1e-4,
-            atol=1e-5,
-        )
 
 
 def test_prompts_beyond_the_context_are_refused(test):

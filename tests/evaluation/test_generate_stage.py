@@ -10,7 +10,7 @@ from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from small_world import changed, one_shot, small_run, stepprune, tiny_model, write_split
+from small_world import changed, one_shot, small_run, stepprune, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.checkpoints.policy import save_policy
@@ -39,11 +39,6 @@ def root(tmp_path_factory):
     write_split(root, "test", 3, 0)
     write_split(root, "validation", 4, 1)
     return root
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

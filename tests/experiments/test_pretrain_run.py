@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 import torch
 import transformers
 
@@ -21,7 +22,6 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models.llava import LLAVA
-from stepprune_jax.workdir.metrics import MetricsLog
 
 
 def make_run(**changes):
@@ -63,27 +63,7 @@ def whole(data, tmp_path_factory):
 
 
 def metrics(workdir):
-    """Lines of both stages without what depends on the machine."""
-    return {
-        stage: [
-            {k: v for k, v in json.loads(line).items() if k != "images_per_s"}
-            for line in (workdir / stage / "metrics.jsonl").read_text().splitlines()
-        ]
-        for stage in ("tower", "language", "noise")
-    }
-
-
-def at_line(monkeypatch, number, act):
-    """Calls `act` after the line of this number, over both stages, was written."""
-    write, calls = MetricsLog.write, []
-
-    def spy(log, step, scalars):
-        write(log, step, scalars)
-        calls.append(step)
-        if len(calls) == number:
-            act()
-
-    monkeypatch.setattr(MetricsLog, "write", spy)
+    return [tiny_run.metrics(workdir / stage) for stage in ("tower", "language", "noise")]
 
 
 def test_the_steps_show_whole_and_thinned_images():
@@ -100,7 +80,7 @@ def test_the_steps_show_whole_and_thinned_images():
 def test_a_stopped_run_resumes_bit_for_bit(data, whole, tmp_path, monkeypatch, capsys):
     for line, stage in ((1, "tower"), (2, "language"), (4, "noise")):
         with monkeypatch.context() as patched:
-            at_line(patched, line, lambda: os.kill(os.getpid(), signal.SIGINT))
+            tiny_run.at_line(patched, line, lambda: os.kill(os.getpid(), signal.SIGINT))
             assert pretrain(make_run(), tmp_path, data) is None
         assert f"Stopped in {stage}" in capsys.readouterr().out
         assert not (tmp_path / "model").exists()
@@ -120,7 +100,7 @@ def test_a_run_that_dies_closes_its_files_and_resumes(data, whole, tmp_path, mon
     (tmp_path / "model.partial").mkdir()  # as one leaves that died while it saved
     (tmp_path / "model.partial" / "model.safetensors").write_bytes(b"half")
     with monkeypatch.context() as patched:
-        at_line(patched, 6, die)
+        tiny_run.at_line(patched, 6, die)
         with pytest.raises(MemoryError):
             pretrain(make_run(), tmp_path, data)
     gc.collect()  # a file left open would warn here

@@ -101,22 +101,6 @@ def test_a_mean_budget_is_a_bias_of_the_calibration(files, capsys):
     assert capsys.readouterr().err.count("warning: at a mean of 3.99 tokens the count of") == 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("fastv", "--budget", 3, "--pruner_options", "layer=1", "average=False"),
-        ("pyramiddrop", "--pruner_options", "layer_list=[1]", "image_token_ratio_list=[.4]"),
-        ("autoselect", "--policy", "{}/scorer", "--budget", "1/3"),
-        ("cls", "--budget", "33.3%"),
-    ],
-    ids=lambda options: options[0],
-)
-def test_options_of_pruners_and_forms_of_budgets(files, capsys, options):
-    options = [str(option).format(files) for option in options]
-    found = as_json(files, capsys, "--prompt", "two?", "--pruner", *options)
-    assert (found["visual_tokens"], found["kept"]) == (9, 3)
-
-
 def test_sampling_is_repeatable_from_the_command_line(files, capsys):
     asked = ("--prompt", "two?", "--temperature", 1.5, "--top_p", 0.95)
     texts = [as_json(files, capsys, *asked, "--seed", n)["token_ids"] for n in (1, 1, 2)]

@@ -16,10 +16,10 @@ from stepprune_jax.inference.sampling import penalise
 PROB = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
 
 
-def draws(logits, temperature, top_p, count=20_000, seed=0):
+def draws(logits, temperature, top_p, count=20_000):
     """How often each token was drawn."""
     tokens = jax.jit(sample)(
-        jax.random.key(seed), jnp.broadcast_to(logits, (count, len(logits))), temperature, top_p
+        jax.random.key(0), jnp.broadcast_to(logits, (count, len(logits))), temperature, top_p
     )
     return np.bincount(np.asarray(tokens), minlength=len(logits))
 

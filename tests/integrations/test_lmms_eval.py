@@ -52,10 +52,10 @@ def pictures_of(document):
     return [] if document["image"] is None else [document["image"]]
 
 
-def request(number, text, settings, kind="generate_until", visuals=pictures_of):
+def request(number, text, settings, visuals=pictures_of):
     about = {"task": "shapes", "doc_id": number, "repeats": 1}
     arguments = (text, settings, visuals, number, "shapes", "test")
-    return Instance(request_type=kind, arguments=arguments, idx=0, metadata=about)
+    return Instance(request_type="generate_until", arguments=arguments, idx=0, metadata=about)
 
 
 def test_lmms_eval_finds_the_class():

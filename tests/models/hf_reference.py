@@ -100,7 +100,7 @@ def vision_tree(weights, prefix, num_layers):
     }
 
 
-def language_tree(weights, prefix, num_layers, head="lm_head.weight"):
+def language_tree(weights, prefix, num_layers):
     def dense(name):
         at = prefix + "layers.{}." + name + ".weight"
         return {"kernel": stack(weights, at, num_layers, np.transpose)}
@@ -123,8 +123,8 @@ def language_tree(weights, prefix, num_layers, head="lm_head.weight"):
             "mlp": {name: dense(f"mlp.{name}_proj") for name in ("gate", "up", "down")},
         },
     }
-    if head in weights:
-        tree["head"] = {"kernel": weights[head].T}
+    if "lm_head.weight" in weights:
+        tree["head"] = {"kernel": weights["lm_head.weight"].T}
     return tree
 
 
@@ -149,16 +149,16 @@ def llama_pair(seed=0, **changes):
     return model, LlamaConfig.from_hf(fields), jax.device_put(tree)
 
 
-def llava_pair(seed=0, text=None, vision=None, **changes):
+def llava_pair(**changes):
     """(torch model, our config, our weights) of a tiny LLaVA."""
     fields = {
-        "vision_config": {**VISION, **(vision or {})},
-        "text_config": {**TEXT, **(text or {})},
+        "vision_config": VISION,
+        "text_config": TEXT,
         "image_token_index": IMAGE_ID,
         **changes,
     }
     config = transformers.LlavaConfig(**fields, attn_implementation="eager")
-    model = randomise(transformers.LlavaForConditionalGeneration(config), seed)
+    model = randomise(transformers.LlavaForConditionalGeneration(config))
     model.set_attn_implementation("eager")
     weights = arrays(model)
     vision_prefix = "model.vision_tower."

@@ -41,28 +41,26 @@ class Batch(NamedTuple):
     visual: vlm.Visual
 
 
-def batch(rows=(0, 1, 2, 3, 4), bucket=8, extra=0, width=64, noise=0.0):
-    """Pads the chosen rows to a bucket of visual slots and `extra` more ids; padding is junk."""
-    rows = list(rows)
-    l, j = max(len(ROWS[row]) for row in rows) + extra, 2
-    ids = np.full((len(rows), l), 42)
-    valid = np.zeros((len(rows), j, bucket), bool)
-    index = np.full((len(rows), j, bucket), 11)
-    visual = noise * np.asarray(normal(99, len(rows), j, bucket, width))
-    for i, row in enumerate(rows):
-        ids[i, : len(ROWS[row])] = ROWS[row]
+def batch(noise=0.0):
+    """Pads the rows to eight visual slots of each of two images; padding is junk."""
+    slots = (len(ROWS), 2, 8)
+    ids = np.full((len(ROWS), max(map(len, ROWS))), 42)
+    valid, index = np.zeros(slots, bool), np.full(slots, 11)
+    visual = noise * np.asarray(normal(99, *slots, 64))
+    for row, words in enumerate(ROWS):
+        ids[row, : len(words)] = words
         for image, kept in enumerate(KEPT[row]):
-            valid[i, image, : len(kept)] = True
-            index[i, image, : len(kept)] = kept
-            visual[i, image, : len(kept)] = np.asarray(image_tokens(row, image, width))[kept]
-    lengths = jnp.array([len(ROWS[row]) for row in rows], jnp.int32)
+            valid[row, image, : len(kept)] = True
+            index[row, image, : len(kept)] = kept
+            visual[row, image, : len(kept)] = np.asarray(image_tokens(row, image))[kept]
+    lengths = jnp.array(list(map(len, ROWS)), jnp.int32)
     tokens, valid, index = map(jnp.asarray, (visual, valid, index))
     return Batch(jnp.asarray(ids), lengths, visual_of(CONFIG, tokens, index, valid))
 
 
-def image_tokens(row, image, width=64):
+def image_tokens(row, image):
     """All projected tokens of an image."""
-    return normal(100 + 10 * row + image, NUM_PATCHES, width)
+    return normal(100 + 10 * row + image, NUM_PATCHES, 64)
 
 
 def by_hand(model, row, positions, answer=()):

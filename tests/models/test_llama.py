@@ -21,8 +21,8 @@ from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Execution
 
 
-def inputs(b=2, s=11, seed=0):
-    ids = jax.random.randint(jax.random.key(seed), (b, s), 0, 90)
+def inputs(b=2, s=11):
+    ids = jax.random.randint(jax.random.key(0), (b, s), 0, 90)
     position = jnp.broadcast_to(jnp.arange(s), (b, s))
     return ids, position, jnp.ones((b, s), bool)
 

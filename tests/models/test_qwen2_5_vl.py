@@ -232,7 +232,7 @@ ROWS = (
 )
 
 
-def assembled(pair, features, grid, positions="original"):
+def assembled(pair, features, grid):
     """`ROWS` with all tokens of their images."""
     ids, length = pad_batch([row for row, _ in ROWS])
     shown = np.full((len(ROWS), 3), -1)
@@ -243,8 +243,8 @@ def assembled(pair, features, grid, positions="original"):
     visual = vlm.Visual(
         features[shown], index < counts[..., None], index, index, jnp.asarray(grid)[shown]
     )
-    place = jax.jit(vlm.assemble, static_argnames=("config", "positions", "capacity"))
-    return place(pair.model.params, pair.model.config, ids, length, visual, positions, capacity=128)
+    place = jax.jit(vlm.assemble, static_argnames=("config", "capacity"))
+    return place(pair.model.params, pair.model.config, ids, length, visual, capacity=128)
 
 
 def expanded(pair, row, grid):

@@ -44,14 +44,6 @@ def test_segments_are_what_separate_runs_are(params):
             np.testing.assert_allclose(packed[number, at], alone[0], atol=1e-5)
 
 
-def test_one_segment_is_no_segment(params):
-    hidden, position, _ = (array[None] for array in row(3))
-    valid = jnp.ones(position.shape, bool)
-    plain = run(params, hidden, position, valid).hidden
-    for segment in (jnp.zeros_like(position), jnp.ones_like(position)):
-        np.testing.assert_array_equal(run(params, hidden, position, valid, segment).hidden, plain)
-
-
 def test_a_segment_does_not_feel_its_siblings(params):
     hidden, position, segment = (array[None] for array in row(4))
     sibling = segment == 2

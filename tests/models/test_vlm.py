@@ -1,8 +1,5 @@
 """Rows of text and kept tokens, their caches, and tokens dropped between layers."""
 
-import functools
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +13,6 @@ from plain_decoder import loop_assemble
 from visual import visual_of
 
 from stepprune_jax.models import decoder, vlm
-from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.sequence import POSITIONS, Rows, Sequence, compress, last_slots, renumber
 
 S = vlm.IMAGE_TOKEN
@@ -126,63 +121,6 @@ def test_several_tokens_may_be_appended_at_once(llava):
 # Visual tokens dropped between layers.
 
 
-def kept_slots(number, sequence):
-    """Which slots are left at a cut: at the first images lose odd tokens, then those above 6."""
-    gone = sequence.index % 2 == 1 if number == 0 else sequence.index > 6
-    return ~((sequence.image >= 0) & gone)
-
-
-def drop(number, sequence, taps):
-    """Drops by index, having checked that the taps belong to the rows before the cut."""
-    s = sequence.hidden.shape[1]
-    rows = taps["attention.0" if number == 0 else "attention.2"]
-    assert rows.shape[2:] == ((1, s) if number == 0 else (5, s))
-    return sequence, kept_slots(number, sequence)
-
-
-CUTS = (
-    vlm.Cut(1, 20, functools.partial(drop, 0), (Tap("attention", 0), Tap("keys", 0))),
-    vlm.Cut(3, 13, functools.partial(drop, 1), (Tap("attention", 2),), 5),
-)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 3))
-def prefill_with_cuts(params, config, sequence, cuts=CUTS):
-    return vlm.prefill(params, config, sequence, 3, cuts)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def masked_logits(params, config, sequence):
-    """Logits of each row's last kept slot when dropped tokens are hidden, not removed."""
-    rows, edges = sequence.rows, (0, *(cut.layer for cut in CUTS), 4)
-    language = params["language"]
-    for number, span in enumerate(itertools.pairwise(edges)):
-        for earlier in range(number):
-            rows = rows._replace(valid=rows.valid & kept_slots(earlier, sequence))
-        stage = decoder.run_layers(language, config.text, rows, span)
-        rows = rows._replace(hidden=stage.hidden)
-    last = jnp.where(rows.valid, jnp.arange(rows.valid.shape[1]), 0).max(1)
-    hidden = jnp.take_along_axis(rows.hidden, last[:, None, None], axis=1)[:, 0]
-    return decoder.logits(language, config.text, hidden)
-
-
-def append(params, sequence, tokens):
-    """The rows with a token [b] behind their last one, in rows that are one slot longer."""
-    b, p = tokens.shape[0], sequence.position.shape[1]
-    row, at, following = jnp.arange(b), sequence.length, sequence.next_position
-    longer = [(0, 0), (0, 1)]
-    hidden = jnp.pad(sequence.hidden, [*longer, (0, 0)])
-    position = jnp.pad(sequence.position, [(0, 0), *longer])
-    return sequence._replace(
-        hidden=hidden.at[row, at].set(decoder.embed(params["language"], tokens)),
-        position=position.at[row, :, at].set(jnp.broadcast_to(following[:, None], (b, p))),
-        length=at + 1,
-        next_position=following + 1,
-        image=jnp.pad(sequence.image, longer, constant_values=-1),
-        index=jnp.pad(sequence.index, longer, constant_values=-1),
-    )
-
-
 def test_compressed_rows_by_hand():
     hidden = jnp.arange(10.0).reshape(2, 5, 1)
     position = jnp.stack([jnp.arange(5), 10 + jnp.arange(5)])[:, None].astype(jnp.int32)
@@ -206,71 +144,3 @@ def test_compressed_rows_by_hand():
     np.testing.assert_array_equal(anew.next_position, [3, 2])
     np.testing.assert_array_equal(last_slots(short, 3), [[0, 1, 2], [0, 0, 1]])
     np.testing.assert_array_equal(compress(sequence, keep, 2).length, [2, 2])
-
-
-def test_dropping_equals_masking_and_greedy_decoding_a_recomputation(llava):
-    _, config, params = llava
-    sequence = prefix(params, config)
-    logits, cache, after = prefill_with_cuts(params, config, sequence)
-    kept = jnp.arange(sequence.hidden.shape[1]) < sequence.length[:, None]
-    slots = (sequence.hidden.shape[1], 20, 13)
-    for number, stage in enumerate(cache):
-        kept = kept & kept_slots(number - 1, sequence) if number else kept
-        assert stage.key.shape[3] == slots[number] + 3
-        np.testing.assert_array_equal(stage.length, kept.sum(1))
-        np.testing.assert_array_equal(stage.next_position, sequence.next_position)
-    # What is left keeps its place in the image and its position ids.
-    for row in range(5):
-        left = np.flatnonzero(kept[row])
-        for name in ("position", "image", "index"):
-            whole, short = getattr(sequence, name)[row], getattr(after[1], name)[row]
-            np.testing.assert_array_equal(short[..., : len(left)], whole[..., left])
-    for _ in range(3):
-        assert_close(logits, masked_logits(params, config, sequence))
-        token = jnp.argmax(logits, axis=-1)
-        logits, cache = decode_step(params, config, token, cache)
-        sequence = append(params, sequence, token)
-
-
-def test_a_drop_may_keep_all_or_merge(llava):
-    _, config, params = llava
-    sequence = prefix(params, config)
-    s = sequence.hidden.shape[1]
-    plain = prefill(params, config, sequence, 3).logits
-
-    def keep_all(sequence, taps):
-        assert not taps
-        return sequence, jnp.ones(sequence.image.shape, bool)
-
-    def merge(sequence, taps):
-        """Doubles the first visual token, and drops the second image."""
-        del taps
-        first = (sequence.image == 0) & (sequence.index >= 0)
-        first &= jnp.cumsum(first, axis=1) == 1
-        hidden = jnp.where(first[..., None], 2 * sequence.hidden, sequence.hidden)
-        index = jnp.where(first, -1, sequence.index)
-        return sequence._replace(hidden=hidden, index=index), sequence.image != 1
-
-    same = prefill_with_cuts(params, config, sequence, (vlm.Cut(2, s, keep_all),))
-    assert_close(same.logits, plain, 1e-6)
-    merged = prefill_with_cuts(params, config, sequence, (vlm.Cut(2, s, merge),))
-    # Row 3 has no image, row 4 none that is kept.
-    changed = jnp.abs(merged.logits - plain).max(1) > 1e-3
-    np.testing.assert_array_equal(changed, [True, True, True, False, False])
-    assert not (merged.cuts[0].image == 1).any()
-    anew = prefill_with_cuts(params, config, sequence, (vlm.Cut(2, s, merge, renumber=True),))
-    np.testing.assert_array_equal(anew.cuts[0].position, renumber(merged.cuts[0]).position)
-
-
-def test_a_stage_tells_what_the_layer_behind_it_would_attend_to(llava):
-    _, config, params = llava
-    sequence = prefix(params, config)
-    wanted = Wanted(taps=(Tap("attention", 2),), query_index=last_slots(sequence, 2))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def attention(last):
-        rows, language = sequence.rows, params["language"]
-        stage = decoder.run_layers(language, config.text, rows, (0, last), wanted=wanted)
-        return stage.taps["attention.2"]
-
-    np.testing.assert_allclose(attention(2), attention(3), atol=1e-6)

@@ -9,7 +9,6 @@ from views import llava, rows
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.pruning import Budget, FastV, LayerCut, Method, Survivors
-from stepprune_jax.pruning.ordering import keep_best
 
 HEADS = [
     [0.04, 0.1, 0.3, 0.04, 0.22, 0.1, 0.1, 0.1],
@@ -26,14 +25,6 @@ def test_the_last_tokens_mean_attention_decides():
     taps, image = {"attention.1": jnp.asarray(HEADS)[None, :, None]}, [[-1, *[0] * 5, -1, -1]]
     _, keep = fastv.drop((), cut, rows(image), taps, jnp.array([[2]]))
     np.testing.assert_array_equal(np.flatnonzero(keep[0]), [0, 2, 4, 6, 7])
-
-
-def test_ties_go_to_the_earlier_token_and_images_do_not_compete():
-    image = jnp.array([[-1, 0, 0, 0, -1, 1, 1, 1, -1, -1]] * 2)
-    scores = jnp.array([[9, 1, 2, 2, 9, 5, 5, 5, 0, 0], [0, 3, 1, 2, 0, 1, 2, 3, 9, 9]], float)
-    keep = keep_best(scores, image, jnp.array([[1, 2], [2, 0]]))
-    np.testing.assert_array_equal(keep[0], [1, 0, 1, 0, 1, 1, 1, 0, 1, 1])
-    np.testing.assert_array_equal(keep[1], [1, 1, 0, 1, 1, 0, 0, 0, 1, 1])
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,11 @@ def test_a_merge_worked_by_hand():
     np.testing.assert_allclose(tokens[0], expected, rtol=1e-6)
 
 
-def seen(random, r, n, count, width=5):
+def seen(random, r, n, count):
     """A view of random images, and what `plain` wants of each of them."""
     keys = random.standard_normal((r, 2, n + 1, 3)).astype(np.float32)
     query = (2 * random.standard_normal((r, 2, 3))).astype(np.float32)
-    tokens = random.standard_normal((r, n, width)).astype(np.float32)
+    tokens = random.standard_normal((r, n, 5)).astype(np.float32)
     scores = np.einsum("rhc,rhmc->rm", query, keys) / np.sqrt(6)
     attention = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
     rows = (attention[:, 1:], keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, 6), tokens)

@@ -33,13 +33,6 @@ def test_smaller_images_draw_as_sets_of_their_own_size():
     np.testing.assert_array_equal(mixed[1], order(0, [40])[0])
 
 
-def test_orders_are_uniform_permutations():
-    orders = order(1, np.arange(9000))
-    np.testing.assert_array_equal(np.sort(orders, axis=1), np.tile(np.arange(N), (9000, 1)))
-    assert abs(np.bincount(orders[:, 0], minlength=N) - 1000).max() < 150
-    assert (order(1, np.arange(50)) != order(2, np.arange(50))).any()
-
-
 @pytest.mark.parametrize("number", [2**31 - 1, 65_537])
 def test_counters_of_large_sets_do_not_wrap(number):
     """Row i of images of n tokens draws at the counters from i n on, in two words of 32 bits.

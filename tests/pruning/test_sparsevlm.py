@@ -153,15 +153,6 @@ def test_two_densest_tokens_that_tie_are_both_centres_unless_there_is_noise():
     assert sorted(centre.tolist())[0] in (0, 1) and sorted(centre.tolist())[1] not in (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("dropped", "expected"),
-    [(0, (0, 0)), (1, (1, 1)), (30, (10, 2)), (276, (83, 9)), (510, (154, 16))],
-)
-def test_how_much_is_recycled(dropped, expected):
-    assert num_clusters(dropped) == expected
-    np.testing.assert_array_equal(num_clusters(jnp.int32(dropped)), expected)
-
-
 def plain_recycled(score, x, slots, count):
     """One image in float64 loops: slots that are kept, the clusters, and their centres' slots."""
     best = sorted(slots, key=lambda i: (-score[i], i))

@@ -32,7 +32,7 @@ WIDTHS = {
 STATS = FeatureStats(0.1 * jnp.ones(32), 2 * jnp.ones(32), jnp.float32(9))
 
 
-def write_split(folder, name, pictures, seed, scenes=True):
+def write_split(folder, name, pictures, seed):
     """Questions about random pictures, three each; the answers are still to be written."""
     random = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,11 @@ def write_split(folder, name, pictures, seed, scenes=True):
     write_lines(
         folder / f"{name}_answers.jsonl", [{"question_id": i, "answer": "dog"} for i in ids]
     )
-    if scenes:
-        known = [
-            {"question_id": i, "complexity": n % 4, "relevant": list(range(n % 3))}
-            for n, i in enumerate(ids)
-        ]
-        write_lines(folder / f"{name}_scenes.jsonl", known)
+    known = [
+        {"question_id": i, "complexity": n % 4, "relevant": list(range(n % 3))}
+        for n, i in enumerate(ids)
+    ]
+    write_lines(folder / f"{name}_scenes.jsonl", known)
     return questions
 
 

@@ -15,6 +15,7 @@ from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training.batches import open_batches
 from stepprune_jax.training.optimizer import OptimizerSettings
+from stepprune_jax.workdir.metrics import MetricsLog
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
@@ -32,12 +33,12 @@ def load_config(name):
     return configurations.load(f"{path}:{reading}")
 
 
-def write_data(folder, count=6, side=24, entries=()):
+def write_data(folder, count=6, entries=()):
     random = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True)
     samples = []
     for i in range(count):
-        pixels = random.integers(0, 256, (side, side, 3), np.uint8)
+        pixels = random.integers(0, 256, (24, 24, 3), np.uint8)
         Image.fromarray(pixels).save(folder / "images" / f"{i}.png")
         turns = []
         for j in range(2):
@@ -86,16 +87,29 @@ def optimizer_settings(**changes):
     return OptimizerSettings(**fields | {"b1": 0.9, "b2": 0.999, "muon_lr": 0.0} | changes)
 
 
-def open_tiny(run, workdir, say=lambda text: None):
+def open_tiny(run, workdir):
     data = training_source(run.data, workdir)
     model = inspect_folder(run.model.folder)
-    return open_batches(run, data, file_identity(data.file), model, say=say)
+    return open_batches(run, data, file_identity(data.file), model, say=lambda text: None)
 
 
 def metrics(workdir):
     """Lines of a run without what depends on the machine."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(x).items() if k != "images_per_s"} for x in lines]
+
+
+def at_line(monkeypatch, number, act):
+    """Calls `act` once, after so many lines were written from now on."""
+    write, lines = MetricsLog.write, []
+
+    def spy(log, step, scalars):
+        write(log, step, scalars)
+        lines.append(step)
+        if len(lines) == number:
+            act()
+
+    monkeypatch.setattr(MetricsLog, "write", spy)
 
 
 def looks(workdir):

@@ -114,7 +114,7 @@ def main(folder, steps, kills, seed):
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support"), str(HERE.parents[1])]
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support"), str(HERE.parents[1])]
     import conftest
 
     os.environ["XLA_FLAGS"] = " ".join(conftest.FLAGS[1:])

@@ -12,7 +12,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 def main(devices, model, data, workdir, changes):
-    sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "support"), str(HERE.parents[1])]
+    sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support"), str(HERE.parents[1])]
     import conftest
 
     options = ("--xla_force_host_platform_device_count=" + devices, *conftest.FLAGS[1:])

@@ -5,19 +5,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_run import ASKED, make_run, write_data, write_questions
+from tiny_run import ASKED, make_run, write_data
 
-from stepprune_jax import calibrate, load_policy, save_policy, testing
+from stepprune_jax import calibrate, load_policy, save_policy
 from stepprune_jax.training import train
 from stepprune_jax.training.validation import read_calibration_questions
 
 AUTOSELECT = str(Path(__file__).parents[2] / "experiments/policies/autoselect.safetensors")
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("calibration")
-    return testing.tiny_llava(folder / "model"), write_questions(write_data(folder / "data"))
 
 
 @pytest.mark.slow

@@ -2,21 +2,14 @@
 
 import jax
 import pytest
-from tiny_run import make_run, write_data
+from tiny_run import make_run
 
-from stepprune_jax import testing
 from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.training import plan
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.plan import Plan, dry_run
 from stepprune_jax.user_input import is_user_error
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
 
 
 def quick_run(world, **changes):

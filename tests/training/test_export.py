@@ -7,20 +7,14 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_run import make_run, write_data
+from tiny_run import make_run
 
-from stepprune_jax import export, load_policy, testing
+from stepprune_jax import export, load_policy
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.cli.generate import main as generate
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_policies
 from stepprune_jax.training import train
 from stepprune_jax.workdir.checkpoints import Checkpoints
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
 
 
 @pytest.fixture(scope="module")

@@ -9,25 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_run import ASKED, looks, make_run, metrics, write_data, write_questions
+from tiny_run import ASKED, looks, make_run, metrics, write_data
 from visual import visual_of
 
-from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method, testing
+from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.models import vlm
 from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training import train
-from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 from stepprune_jax.training.settings import make_setup
 from stepprune_jax.training.validation import Selection, Validation, read_questions
 from stepprune_jax.workdir.checkpoints import Checkpoints
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    write_questions(write_data(folder / "data"))
-    return testing.tiny_llava(folder / "model"), folder / "data"
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +96,6 @@ def test_counts_and_answers_are_those_of_generate(world, watched, validation, mo
     right = [text.upper() if number < 3 else "?" for number, text in enumerate(answered.texts)]
     monkeypatch.setattr(look, "_split", look._split._replace(answers=right))
     assert look(6, policy)["accuracy"] == 60
-
-
-def test_with_all_tokens_the_loss_is_that_of_training(validation):
-    model, look = validation
-    everything = np.broadcast_to(np.arange(9, dtype=np.int32), (5, 9))
-    found = look.losses(Selection(everything, np.full(5, 9, np.int32)))
-    split = look._encoded
-    tokens = jnp.asarray(split.images.features[split.prompts.image_of[:, 0]])
-    targets = jax.tree.map(jnp.asarray, look._targets)
-    expected = jax.jit(lambda p, t: lm_loss(p, model.config, ForwardOptions(), t, targets))(
-        model.params, tokens
-    )
-    np.testing.assert_allclose(found.sum() / targets.supervised.sum(), expected, rtol=1e-5)
 
 
 def test_the_loss_sees_the_kept_tokens_alone_at_their_places(validation):

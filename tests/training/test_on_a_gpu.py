@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_run, metrics, open_tiny, write_data
+from tiny_run import at_line, make_run, metrics, open_tiny
 
-from stepprune_jax import load_vlm, policy, testing
+from stepprune_jax import load_vlm, policy
 from stepprune_jax.models.attention import Segment, attend, self_attend
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.training import settings, step, train
-from stepprune_jax.workdir.metrics import MetricsLog
 
 pytestmark = pytest.mark.gpu
 
@@ -30,12 +29,6 @@ def gpu():
 @pytest.fixture(scope="module")
 def cpu():
     return jax.devices("cpu")[0]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -101,15 +94,7 @@ def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
 def test_a_run_goes_on_bit_for_bit_on_the_same_card(world, tmp_path, monkeypatch, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(make_run(*world), whole)
-    write = MetricsLog.write
-
-    def stop_once(log, done, scalars):
-        write(log, done, scalars)
-        if done == 3:
-            monkeypatch.setattr(MetricsLog, "write", write)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(MetricsLog, "write", stop_once)
+    at_line(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_run(*world), parts)
     assert "Stopped after step 4 of 6" in capsys.readouterr().out
     train(make_run(*world), parts)

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from processes import free_port, outputs
 from quick import quick_or_slow
-from tiny_run import looks, make_run, metrics, write_data, write_questions
+from tiny_run import at_line, looks, make_run, metrics, write_data
 
 from stepprune_jax import load_policy, testing
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.training import train
-from stepprune_jax.workdir.metrics import MetricsLog
 
 # Questions in between; no number that is learned depends on them.
 WATCHED = {"validation.every": 3, "validation.overlays": 1}
@@ -26,29 +25,10 @@ SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    return testing.tiny_llava(folder / "model"), write_questions(write_data(folder / "data"))
-
-
-@pytest.fixture(scope="module")
 def whole(world, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("whole")
     train(make_run(*world, **WATCHED), workdir)
     return workdir
-
-
-def at_step(monkeypatch, step, act):
-    """Calls `act` once, after the line of a step was written."""
-    write, calls = MetricsLog.write, []
-
-    def spy(log, done, scalars):
-        write(log, done, scalars)
-        if done == step and not calls:
-            calls.append(done)
-            act()
-
-    monkeypatch.setattr(MetricsLog, "write", spy)
 
 
 def test_a_run_logs_and_leaves_a_policy(whole):
@@ -75,7 +55,7 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(
     world, whole, tmp_path, monkeypatch, capsys, number
 ):
     before = signal.getsignal(number)
-    at_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
+    at_line(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
     train(make_run(*world), tmp_path)
     assert "Stopped after step 3 of 6" in capsys.readouterr().out
     assert signal.getsignal(number) == before
@@ -94,7 +74,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
     def die():
         raise MemoryError
 
-    at_step(monkeypatch, 5, die)
+    at_line(monkeypatch, 5, die)
     with pytest.raises(MemoryError):
         train(make_run(*world), tmp_path)
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
@@ -107,7 +87,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     world, whole, tmp_path, monkeypatch, capsys
 ):
-    at_step(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_line(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_run(*world), tmp_path)
     for path in (tmp_path / "checkpoints" / "5").glob("arrays/**/d/*"):
         path.write_bytes(path.read_bytes()[:-9])
@@ -120,7 +100,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 @pytest.mark.slow
 def test_a_run_resumes_on_other_devices(world, whole, tmp_path, monkeypatch, capsys):
-    at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_line(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_run(*world), tmp_path)
     train(make_run(*world, mesh="data=4,fsdp=2"), tmp_path)
     assert "Resuming after step 4" in capsys.readouterr().out

@@ -8,19 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_run, metrics, write_data
+from tiny_run import make_run, metrics
 
-from stepprune_jax import testing
 from stepprune_jax.training import run, train
 from stepprune_jax.training.failures import memory_advice
 from stepprune_jax.user_input import is_user_error
 from stepprune_jax.workdir.lock import LOCK_FILE, locked
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
 
 
 def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_path, monkeypatch):
