@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Key
 from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, Picks, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.selection import begin, roll_out
 from stepprune_jax.policy.trajectory import first_true
 
@@ -88,10 +89,8 @@ def read_draw(t: Trajectory, key: Array) -> Draw:
     stop = jnp.log(jnp.maximum(t.stop_prob, _LEAST))
     ends = step == count[:, None]  # nowhere in an episode that is as long as the loop
     log_prob = jnp.sum(jnp.where(kept, tokens, 0) + jnp.where(ends, stop, 0), axis=1)
-    share = jnp.exp(t.log_prob - t.log_continue[..., None])
-    entropy = -jnp.sum(jnp.where(t.prob > 0, share * jnp.log(jnp.maximum(share, _LEAST)), 0), -1)
-    mean = jnp.sum(jnp.where(kept, entropy, 0)) / jnp.maximum(jnp.sum(kept), 1)
-    return Draw(Picks(action, count, selected), log_prob, mean)
+    entropy = pointer_entropy(t._replace(alive=kept))
+    return Draw(Picks(action, count, selected), log_prob, entropy)
 
 
 def leave_one_out(reward: Float[Array, "g b"]) -> Float[Array, "g b"]:

@@ -294,7 +294,8 @@ class AutoSelect(TrainedMethod):
         """Draws from the Plackett-Luce distribution of the scores, at a temperature of 1."""
         config, (b, n) = dataclasses.replace(self.config, draw=1.0), inputs.image.shape[:2]
         found = scores(weights, config, inputs, progress.text_gate)
-        most = jnp.minimum(jnp.asarray(limits.max_tokens), jnp.sum(inputs.real, axis=1))
+        most = limits.max_tokens if limits.budget is None else limits.budget
+        most = jnp.minimum(n if most is None else most, jnp.sum(inputs.real, axis=1))
 
         def one(key):
             noisy = jax.lax.stop_gradient(drawn(config, found, jax.random.split(key, b)))

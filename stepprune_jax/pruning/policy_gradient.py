@@ -69,8 +69,9 @@ def policy_gradient_loss(
     (b, n), g = inputs.image.shape[:2], settings.samples
     size = jnp.sum(inputs.real, axis=1)
     capacity = max(1, int(settings.longest * n))
-    longest = jnp.maximum(1, (settings.longest * size).astype(jnp.int32))
-    exact = draw_budgets(budget_key, size, longest, (RANDOM_BUDGET[0], settings.longest))
+    longest = jnp.clip((settings.longest * size).astype(jnp.int32), 1, capacity)
+    shares = min(RANDOM_BUDGET[0], settings.longest), settings.longest
+    exact = draw_budgets(budget_key, size, longest, shares)
     own = jax.random.uniform(own_key, (b,)) < (settings.stops if method.has_stop else 0.0)
     limits = Limits(
         min_tokens=jnp.where(own, jnp.minimum(method.least, longest), exact),
