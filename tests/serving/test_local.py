@@ -37,10 +37,12 @@ def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
     before = programs.num_compiled()
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda one: ask(client, *one), asked))
+    compiled = programs.num_compiled()
     prompts, images, _ = zip(*asked, strict=True)
     options, method = RunOptions(8, warm_up=False), make_method(policy=PLAIN)
     expected = generate(llava_model, prompts, images, method, options=options)
-    assert programs.num_compiled() - before == 3  # choice, prefill, decoding
+    # Choice, prefill and decoding, or fewer if an earlier test had the same; generate's are these.
+    assert compiled - before <= 3 and programs.num_compiled() == compiled
     for (_, _, most), answer, own in zip(asked, found, expected, strict=True):
         (choice,), usage, ids = answer.choices, answer.usage, own.token_ids[:most]
         assert tuple(choice.token_ids) == ids
