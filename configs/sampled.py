@@ -5,8 +5,8 @@
     python train.py --config configs/sampled.py:llava7b --workdir runs/llava7b_sampled
 
 The argument names the configuration of the first stage, whose policy is expected in runs/NAME;
-`--config.start=FILE` names another. In the small world it helps, see experiments/RESULTS.md; it has
-not been tried at 7B.
+`--config.start=FILE` names another. In the small world it gains about what a longer first stage
+does, without gradients of the model, see experiments/RESULTS.md; it has not been tried at 7B.
 """
 
 from stepprune_jax import configurations
