@@ -2,9 +2,8 @@
 
 A batch whose counts are known on the host runs as one program, `begin`; one whose pruner stops by
 itself as two, `choose` and `begin`, with its counts read back between them; one whose pruner counts
-at a cut as three, with `halt` before `begin`. Shared work has its
-own programs: the tower once per image (`encode`), and a ranking once for all budgets (`rank`).
-Weights are arguments of every program.
+at a cut as `choose`, `halt` and `begin`. Shared work has its own programs: the tower once per image
+(`encode`), and a ranking once for all budgets (`rank`). Weights are arguments of every program.
 """
 
 from collections.abc import Sequence as Ordered

@@ -12,7 +12,7 @@ from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, Picks,
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.objective import pointer_entropy
-from stepprune_jax.policy.selection import begin, roll_out
+from stepprune_jax.policy.selection import begin, first_picks, roll_out
 from stepprune_jax.policy.trajectory import first_true
 
 _LEAST = 1e-30  # of a probability whose logarithm is taken
@@ -24,7 +24,8 @@ class Draw(NamedTuple):
     Attributes:
         picks: the set.
         log_prob: logarithm of the probability of its order and count, differentiable.
-        entropy: mean entropy of the distributions that its tokens were drawn from, in nats.
+        entropy: mean entropy of the distributions that its tokens were drawn from, in nats; one
+            number where that is the same for all draws.
     """
 
     picks: Picks
@@ -78,19 +79,15 @@ def sample(
 
 def read_draw(t: Trajectory, key: Array) -> Draw:
     """Draws where an episode of drawn tokens ends; `key` is consumed."""
-    n, steps = t.prob.shape[-1], t.stop_prob.shape[1]
     count = first_true(jax.random.uniform(key, t.stop_prob.shape) < t.stop_prob)
-    step = jnp.arange(steps)
+    step = jnp.arange(t.stop_prob.shape[1])
     kept = step < count[:, None]
-    action = jnp.where(kept, t.choice, n)
-    rows = jnp.arange(len(action))[:, None]
-    selected = jnp.zeros((len(action), n), bool).at[rows, action].set(True, mode="drop")
     tokens = jnp.take_along_axis(t.log_prob, t.choice[..., None], axis=-1)[..., 0]
     stop = jnp.log(jnp.maximum(t.stop_prob, _LEAST))
     ends = step == count[:, None]  # nowhere in an episode that is as long as the loop
     log_prob = jnp.sum(jnp.where(kept, tokens, 0) + jnp.where(ends, stop, 0), axis=1)
     entropy = pointer_entropy(t._replace(alive=kept))
-    return Draw(Picks(action, count, selected), log_prob, entropy)
+    return Draw(first_picks(t.choice, count, t.prob.shape[-1]), log_prob, entropy)
 
 
 def leave_one_out(reward: Float[Array, "g b"]) -> Float[Array, "g b"]:

@@ -352,9 +352,15 @@ def pick(
         jnp.ones((rows, b), bool),
     )
     *_, choice, stop = jax.lax.while_loop(running, body, carry)
-    count = first_true(stop.T)
-    action = jnp.where(jnp.arange(steps) < count[:, None], choice[:steps].T, n)
-    kept = jnp.zeros((b, n), bool).at[jnp.arange(b)[:, None], action].set(True, mode="drop")
+    return first_picks(choice[:steps].T, first_true(stop.T), n)
+
+
+def first_picks(order: Int[Array, "b t"], count: Int[Array, "b"], num_tokens: int) -> Picks:
+    """Picks the first `count` tokens of each row's order."""
+    b, steps = order.shape
+    action = jnp.where(jnp.arange(steps) < count[:, None], order, num_tokens)
+    kept = jnp.zeros((b, num_tokens), bool)
+    kept = kept.at[jnp.arange(b)[:, None], action].set(True, mode="drop")
     return Picks(action, count, kept)
 
 

@@ -30,10 +30,11 @@ from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
 from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.scores import cosine_anneal
+from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
-from stepprune_jax.pruning.trained import TrainedMethod, first_tokens
+from stepprune_jax.pruning.trained import TrainedMethod
 
 Params = dict[str, Any]
 
@@ -201,6 +202,12 @@ def metrics(gated: Gated, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""
     }
 
 
+def entropy(scores: Float[Array, "b n"]) -> Float[Array, ""]:
+    """Returns the mean entropy of the scores' softmax, in nats."""
+    log_prob = jax.nn.log_softmax(scores, axis=-1)
+    return -jnp.mean(jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1))
+
+
 def best_first(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
     """Orders tokens by score, best first, ties by position; the first k are the choice."""
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
@@ -304,12 +311,10 @@ class AutoSelect(TrainedMethod):
             left = jax.lax.cumlogsumexp(ordered, axis=1, reverse=True)
             kept = jnp.arange(n) < most[:, None]
             log_prob = jnp.sum(jnp.where(kept, ordered - left, 0), axis=1)
-            return first_tokens(order, most), log_prob
+            return first_picks(order, most, n), log_prob
 
         picks, log_prob = jax.vmap(one)(keys)
-        share = jax.nn.softmax(found)
-        entropy = -jnp.mean(jnp.sum(share * jax.nn.log_softmax(found), axis=1))
-        return Draw(picks, log_prob, entropy), jnp.zeros_like(log_prob)
+        return Draw(picks, log_prob, entropy(found)), jnp.zeros_like(log_prob)
 
     def order(
         self, weights: Params, inputs: Inputs, steps: int, key: Array | None = None
@@ -332,7 +337,4 @@ class AutoSelect(TrainedMethod):
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
         """The scores with the noise of a draw, and the mean entropy of their softmax."""
         found = scores(weights, self.config, inputs)
-        log_prob = jax.nn.log_softmax(found, axis=-1)
-        return drawn(self.config, found, None), -jnp.mean(
-            jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1)
-        )
+        return drawn(self.config, found, None), entropy(found)

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.policy import Inputs, Limits, Pruned
 from stepprune_jax.policy.buckets import run_gather
-from stepprune_jax.pruning.trained import TrainedMethod, Weights, first_tokens, run_choose
+from stepprune_jax.policy.selection import first_picks
+from stepprune_jax.pruning.trained import TrainedMethod, Weights, run_choose
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
 
@@ -123,8 +124,8 @@ def measure(
     limits = Limits(budget=budget)
     own = run_choose(method, weights, inputs, limits)
     picks = {
-        ALL: (first_tokens(jnp.argsort(~real, axis=1, stable=True), tokens), n),
-        RANDOM: (first_tokens(jnp.argsort(noise, axis=1), own.count), budget),
+        ALL: (first_picks(jnp.argsort(~real, axis=1, stable=True), tokens, n), n),
+        RANDOM: (first_picks(jnp.argsort(noise, axis=1), own.count, n), budget),
         OWN: (own, budget),
         OTHER: (run_choose(method, weights, swapped, limits), budget),
     }
@@ -152,6 +153,6 @@ def measure(
         if right is not None:
             accuracy[name] = float(np.mean(right))
     scores, entropy = _opened(method, weights, inputs, budget)
-    widest = first_tokens(jnp.argsort(-scores, axis=1, stable=True), own.count)
+    widest = first_picks(jnp.argsort(-scores, axis=1, stable=True), own.count, n)
     shared = jnp.sum(widest.selected & own.selected, axis=1) / jnp.maximum(own.count, 1)
     return describe(budget, loss, float(entropy), float(jnp.mean(shared)), accuracy)

@@ -307,7 +307,6 @@ class Policy:
         *,
         image_mask: Bool[AnyArray, "b n"] | None = None,
         text_mask: Bool[AnyArray, "b l"] | None = None,
-        progress: Progress = Progress(),
     ) -> tuple[Float[Array, ""], Any]:
         """Computes the objective of sampled sets with the policy's own statistics.
 
@@ -323,7 +322,6 @@ class Policy:
             settings: number and sizes of the sets; by default 8, as in `PolicyGradientSettings`.
             image_mask: True at real image tokens.
             text_mask: True at real words.
-            progress: schedules of the training so far.
 
         Returns:
             As `train_loss`.
@@ -333,7 +331,7 @@ class Policy:
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         settings = settings or PolicyGradientSettings(samples=8)
-        given = (self.params, key, inputs, answer_loss_fn, progress)
+        given = (self.params, key, inputs, answer_loss_fn, Progress())
         return policy_gradient_loss(self.ranker, settings, *given)
 
     def diagnose(

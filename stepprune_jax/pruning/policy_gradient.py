@@ -29,7 +29,7 @@ class PolicyGradientSettings(Settings, group="policy_gradient"):
         longest: largest set, as a share of an image's tokens.
         stops: share of the rows that end by the policy's stop, at a price of each token; the others
             have an exact count, log-uniform up to `longest`.
-        positions: position ids of kept tokens, "original" or "compact".
+        positions: position ids of kept tokens in `train.py`, "original" or "compact".
     """
 
     samples: int = setting(0, "0, or an integer from 2", lambda value: value != 1 and value >= 0)

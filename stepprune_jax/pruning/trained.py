@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
 from stepprune_jax.policy.params import draw_params
 from stepprune_jax.policy.sampling import Draw
+from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Pruner, Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 
@@ -113,6 +114,9 @@ class TrainedMethod(Learned, Ranker):
             keys: a PRNG key for each draw, consumed.
             progress: schedules of the training so far.
 
+        Returns:
+            The draws, and the price of each of their sets.
+
         Raises:
             ValueError: the method draws nothing.
         """
@@ -199,7 +203,7 @@ class TrainedMethod(Learned, Ranker):
         b, n = inputs.image.shape[:2]
         budget = jnp.broadcast_to(jnp.asarray(limits.budget, jnp.int32), (b,))
         count = jnp.minimum(budget, jnp.sum(inputs.real, axis=1))
-        return first_tokens(self.order(weights, inputs, n, key).order, count)
+        return first_picks(self.order(weights, inputs, n, key).order, count, n)
 
     def prune(
         self,
@@ -221,11 +225,3 @@ class TrainedMethod(Learned, Ranker):
 def run_choose(method: TrainedMethod, *given: Any) -> Picks:
     """Runs `TrainedMethod.choose` as one program, rather than one for each of its operations."""
     return method.choose(*given)
-
-
-def first_tokens(order: Int[Array, "b n"], count: Int[Array, "b"]) -> Picks:
-    """Picks the first `count` tokens of each row's order."""
-    b, n = order.shape
-    action = jnp.where(jnp.arange(n) < count[:, None], order, n)
-    kept = jnp.zeros((b, n), bool).at[jnp.arange(b)[:, None], action].set(True, mode="drop")
-    return Picks(action, count, kept)
