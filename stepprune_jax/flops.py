@@ -63,6 +63,8 @@ def policy_flops(
     length = text_length if config.text_width else 0
     s = n + length
     encoder = _matmuls(length, (config.text_width, d))
+    if length and config.first_query == "question":
+        encoder += _matmuls(length, (d, 1), (1, d)) + _matmuls(1, (d, d))
     if d != config.feature_width:
         encoder += _matmuls(n, (config.feature_width, d))
     for block in range(config.encoder_layers):

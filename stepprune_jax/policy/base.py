@@ -110,8 +110,9 @@ class DecoderFns:
 
     Attributes:
         init: `(params, config, memory [b, m, d], memory_mask [b, m], steps) -> (query, context,
-            cache)`: the first query [b, d], what is computed once from the memory, and an empty
-            cache of floating arrays.
+            cache)`: the first query [b, d], to which the question may be added
+            (`PolicyConfig.first_query`), what is computed once from the memory, and an empty cache
+            of floating arrays.
         step: `(params, config, context, query, cache, step) -> (logits [b, m], cache)`: unmasked
             logits of one step, the stop's last. It is append-only: step t reads no row of the cache
             after t and writes row t alone, so that it can be recomputed from the final cache.

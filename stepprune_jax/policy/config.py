@@ -30,6 +30,7 @@ def is_number(value: Any) -> bool:
 _CHOICES = {
     "encoder_attention": ("bidirectional", "causal"),
     "text_gate": ("attention", "printed"),
+    "first_query": ("question", "learned"),
     "stop": ("aligned", "softmax", "hazard"),
     "estimator": ("straight_through", "parallel"),
     "aggregation": ("discounted", "alive", "uniform", "last"),
@@ -85,6 +86,9 @@ class PolicyConfig:
         text_gate: where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
             `"printed"` scales the embeddings as in Eq. (3), where the next pre-norm divides the
             gate out again.
+        first_query: what the first step asks: `"learned"` is the start token alone, as printed;
+            `"question"` adds a projection of the question's pooled words to it, so that a token is
+            compared with the question by one product.
         max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)). An image of fewer
             tokens has as many steps as tokens.
         min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
@@ -139,6 +143,7 @@ class PolicyConfig:
     decoder_layers: int = 1
     encoder_attention: str = "bidirectional"
     text_gate: str = "attention"
+    first_query: str = "question"
     max_steps: int | None = None
     min_tokens: int = 1
     temperature: Number = 1.0
@@ -193,6 +198,7 @@ class PolicyConfig:
         printed: dict[str, Any] = dict(
             decoder_layers=2,
             text_gate="printed",
+            first_query="learned",
             min_tokens=0,
             draw=0.0,
             stop="softmax",

@@ -1,5 +1,6 @@
 """Cross-modal encoder (Eq. 3) and the decoder memory with its stop slot (Eq. 4)."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -31,11 +32,13 @@ def _block(
     return x + layers.mlp(params["mlp"], layers.layer_norm(params["norm2"], x))
 
 
-def _project_text(params: Params, config: PolicyConfig, text, text_gate):
-    """Returns LN(W_p E), times g_txt where the gate is read as printed."""
-    projection = params["encoder"]["text_projection"]
-    text = layers.layer_norm(projection["norm"], layers.dense(projection, text))
-    return text * text_gate.astype(text.dtype) if config.text_gate == "printed" else text
+def _first_query(params: Params, text, words, gate) -> Float[Array, "b d"]:
+    """Pools the words of LN(W_p E) by a softmax of one learned score each, and projects them."""
+    weights, wide = params["encoder"]["question"], layers.score_dtype(text.dtype)
+    score = jnp.einsum("bld,d->bl", text.astype(wide), weights["pool"].astype(wide))
+    share = jax.nn.softmax(jnp.where(words, score, layers.MASKED), axis=1) * words
+    pooled = jnp.einsum("bl,bld->bd", share.astype(text.dtype), text)
+    return layers.dense(weights, pooled) * gate.astype(text.dtype)
 
 
 def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, "b 1 #s s"]:
@@ -79,6 +82,16 @@ def encode(
     Raises:
         ValueError: features or embeddings of another width, or masks of another shape.
     """
+    return encode_and_ask(params, config, inputs, text_gate)[0]
+
+
+def encode_and_ask(
+    params: Params, config: PolicyConfig, inputs: Inputs, text_gate: ArrayLike = 1.0
+) -> tuple[Float[Array, "b n d"], Float[Array, "b d"] | None]:
+    """Returns H of `encode`, and what the question adds to the start token, if anything.
+
+    The latter is scaled by g_txt; see `PolicyConfig.first_query`.
+    """
     if not config.text_width:
         inputs = inputs._replace(text=None, text_mask=None)
     _check(config, inputs)
@@ -88,12 +101,18 @@ def encode(
     if config.policy_width != config.feature_width:
         x = layers.dense(params["encoder"]["image_projection"], x)
     text, words, bias = inputs.text, jnp.zeros((image.shape[0], 0), bool), None
+    asked = None
     if text is not None and text.shape[1]:
         words = inputs.text_mask
         words = jnp.ones(text.shape[:2], bool) if words is None else jnp.asarray(words)
         gate = jnp.asarray(text_gate, layers.score_dtype(x.dtype))
         text = jnp.where(words[..., None], text, 0).astype(dtype)
-        text = _project_text(params, config, text, gate)
+        projection = params["encoder"]["text_projection"]
+        text = layers.layer_norm(projection["norm"], layers.dense(projection, text))
+        if config.first_query == "question":
+            asked = _first_query(params, text, words, gate)
+        if config.text_gate == "printed":
+            text = text * gate.astype(dtype)
         # Not a concatenation, for the same reason as in the decoder.
         x = jnp.pad(x, ((0, 0), (0, text.shape[1]), (0, 0))).at[:, n:].set(text)
         if config.text_gate == "attention":
@@ -111,7 +130,7 @@ def encode(
             rows=n if last else x.shape[1],
             bias=bias,
         )
-    return jnp.where(real[..., None], x, 0)
+    return jnp.where(real[..., None], x, 0), asked
 
 
 def memory(params: Params, encoded: Float[Array, "b n d"]) -> Float[Array, "b m d"]:

@@ -66,6 +66,9 @@ def _encoder_specs(config: PolicyConfig, d: int, hidden: int):
     if config.text_width:
         projection = _kernel(config.text_width, d, (None, "embed"))
         blocks["text_projection"] = projection | {"norm": _norm(d)}
+        if config.first_query == "question":
+            pool = ParamSpec((d,), (None,), "zeros")  # a mean at first
+            blocks["question"] = _kernel(d, d, (None, "embed")) | {"pool": pool}
     return blocks
 
 

@@ -27,7 +27,7 @@ from stepprune_jax.policy.decoder import (
     pointer_init,
     pointer_step,
 )
-from stepprune_jax.policy.encoder import encode, memory
+from stepprune_jax.policy.encoder import encode_and_ask, memory
 from stepprune_jax.policy.rollout import (
     Episode,
     Given,
@@ -76,9 +76,10 @@ def begin(
     key: Array | None = None,
 ) -> Episode:
     """Encodes the inputs and prepares an episode over them."""
-    slots = memory(params, encode(params, config, inputs, text_gate))
+    encoded, asked = encode_and_ask(params, config, inputs, text_gate)
     how = (inputs.image_mask, limits, stop_bias, decoder, key)
-    return start_episode(params, config, slots, *how)
+    episode = start_episode(params, config, memory(params, encoded), *how)
+    return episode if asked is None else episode._replace(query=episode.query + asked)
 
 
 def select(

@@ -105,6 +105,7 @@ class AutoSelectConfig:
             num_heads=self.num_heads,
             mlp_ratio=self.mlp_ratio,
             encoder_layers=self.encoder_layers,
+            first_query="learned",  # it asks none
             draw=self.draw,
             dtype=self.dtype,
         )

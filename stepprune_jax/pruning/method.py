@@ -13,7 +13,7 @@ from stepprune_jax.pruning.base import Pruner, Trained
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.policy import Policy
 from stepprune_jax.pruning.registry import PRUNERS
-from stepprune_jax.user_input import nearest
+from stepprune_jax.user_input import check, expect, nearest
 
 
 class Method(NamedTuple):
@@ -60,32 +60,30 @@ def make_method(
     """
     if not isinstance(policy, Policy | None):
         raise TypeError(f"policy is {policy!r}, expected a Policy, such as load_policy returns")
-    own = None if policy is None else policy.method
-    if name is None and own is None and budget is not None:
-        needs = "a budget (--budget) needs a pruner (--pruner) or a policy (--policy)"
-        raise ValueError(f"{needs}; {_WHICH}")
+    own, options = None if policy is None else policy.method, options or {}
+    needs = f"a budget (--budget) needs a pruner (--pruner) or a policy (--policy); {_WHICH}"
+    check((name is not None or own is not None or budget is None, needs))
     name = name or own or "all"
-    if name not in PRUNERS:
-        hint = nearest(name, PRUNERS)
-        raise ValueError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}.{hint}")
+    unknown = f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}."
+    check((name in PRUNERS, unknown + nearest(name, PRUNERS)))
     kind = PRUNERS[name]
-    if kind.config_type is not None and policy is None:
-        raise ValueError(f"the pruner {name!r} is trained: it needs a policy (--policy)")
-    if own not in (None, name):
-        raise ValueError(f"the policy belongs to {own!r}, not to {name!r}")
-    options = options or {}
     if budget is None and "own" in kind.budgets:
         budget = Budget("own")
-    elif budget is None and kind.budgets != ("all",) and not {*kind.schedules} & {*options}:
-        # All tokens only if requested.
-        raise ValueError(f"the pruner {name!r} needs a budget (--budget); {_WHICH}")
+    # All tokens only if requested.
+    counted = budget is not None or kind.budgets == ("all",) or {*kind.schedules} & {*options}
+    untrained = kind.config_type is None or policy is not None
+    check(
+        (untrained, f"the pruner {name!r} is trained: it needs a policy (--policy)"),
+        (own in (None, name), f"the policy belongs to {own!r}, not to {name!r}"),
+        (bool(counted), f"the pruner {name!r} needs a budget (--budget); {_WHICH}"),
+    )
     budget = budget if isinstance(budget, Budget) else Budget.parse(budget)
     kind.require_kind(budget)
     fields = _read_fields(kind, options)
-    if stop_bias is not None and not (policy and kind.has_stop):
-        raise ValueError("a stop bias (--stop_bias) needs a policy (--policy) that stops")
-    if stop_bias is not None and not _is_number(stop_bias):
-        raise ValueError(f"stop_bias is {stop_bias!r}, expected a finite number (--stop_bias)")
+    if stop_bias is not None:
+        stops = policy is not None and kind.has_stop
+        check((stops, "a stop bias (--stop_bias) needs a policy (--policy) that stops"))
+        expect("stop_bias", stop_bias, _is_number(stop_bias), "a finite number (--stop_bias)")
     if policy is None:
         return Method(kind(budget=budget, **fields))
     bias = policy.stop_bias if stop_bias is None else stop_bias
@@ -111,8 +109,8 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
     options = {}
     for text in texts:
         key, _, value = text.partition("=")
-        if not key or "=" not in text or key in options:
-            raise ValueError(f"{where}: {text!r}, expected KEY=VALUE, such as layer=3, once")
+        once = bool(key) and "=" in text and key not in options
+        check((once, f"{where}: {text!r}, expected KEY=VALUE, such as layer=3, once"))
         options[key] = value
     return options
 
@@ -123,9 +121,8 @@ def _read_fields(kind: type[Pruner], options: Mapping[str, Any]) -> dict[str, An
     known = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in ("budget", "config")}
     values = {}
     for name, value in options.items():
-        if name not in known:
-            names = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"{kind.name} has no option {name!r}; its options: {names}")
+        names = ", ".join(sorted(known)) or "none"
+        check((name in known, f"{kind.name} has no option {name!r}; its options: {names}"))
         if isinstance(value, str) and known[name] is not str:
             with contextlib.suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(value)

@@ -22,6 +22,7 @@ from stepprune_jax.pruning.diagnosis import Diagnosis, measure
 from stepprune_jax.pruning.policy_gradient import PolicyGradientSettings, policy_gradient_loss
 from stepprune_jax.pruning.registry import method_of
 from stepprune_jax.pruning.trained import Learned, TrainedConfig, TrainedMethod
+from stepprune_jax.user_input import check
 
 CALIBRATE = "python -m stepprune_jax.calibrate"
 
@@ -108,8 +109,7 @@ class Policy:
         Warns:
             UserWarning: as `Calibration.bias_at`.
         """
-        if not self.has_stop:
-            raise ValueError(f"{self.method} has no learned stop, and so no mean budget")
+        check((self.has_stop, f"{self.method} has no learned stop, and so no mean budget"))
         if self.calibration is None:
             raise ValueError(
                 "the policy has no calibration, which a mean budget (--mean_budget) needs: create "
@@ -394,15 +394,13 @@ class Policy:
         Raises:
             ValueError: it has no stop, or there are no batches.
         """
-        if not self.has_stop:
-            raise ValueError(f"{self.method} has no learned stop to calibrate")
+        check((self.has_stop, f"{self.method} has no learned stop to calibrate"))
         options = {} if decoder is None else {"decoder": decoder}
         parts = [
             (_margins(self, Inputs(image, text, stats=self.stats), **options), jnp.shape(image)[:2])
             for image, text in batches
         ]
-        if not parts:
-            raise ValueError("batches is empty, expected at least one")
+        check((bool(parts), "batches is empty, expected at least one"))
         steps = max(margin.shape[1] for margin, _ in parts)
         rows = [
             np.pad(np.asarray(m), ((0, 0), (0, steps - m.shape[1])), constant_values=np.inf)
@@ -418,8 +416,7 @@ class Policy:
         """Returns the requested stop bias."""
         given = {"budget": budget, "mean_budget": mean_budget, "stop_bias": stop_bias}
         named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} are given, expected one of them")
+        check((len(named) < 2, f"{' and '.join(named)} are given, expected one of them"))
         if mean_budget is not None:
             return self.bias_at(mean_budget)
         return self.stop_bias if stop_bias is None else stop_bias

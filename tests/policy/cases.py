@@ -50,9 +50,12 @@ def random_weights(rng, config, scale=0.5):
     return jax.tree.map(draw, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
-def episode(params, config, memory, *, mask=None, stop_bias=0.0, decoder=POINTER, **limits):
-    """An episode over a memory, rather than over inputs."""
-    return start_episode(params, config, memory, mask, Limits(**limits), stop_bias, decoder)
+def episode(
+    params, config, memory, *, mask=None, stop_bias=0.0, decoder=POINTER, asked=0.0, **limits
+):
+    """An episode over a memory, rather than over inputs; `asked` is added to the first query."""
+    run = start_episode(params, config, memory, mask, Limits(**limits), stop_bias, decoder)
+    return run._replace(query=run.query + asked)
 
 
 def select(params, config, memory, *, decoder=POINTER, loop=None, **given):

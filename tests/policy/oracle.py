@@ -105,6 +105,18 @@ def encode_row(weights, config, image, text, image_mask, text_mask, gate):
     return encoded
 
 
+def first_query_row(weights, config, text, text_mask, gate):
+    """What the question adds to the start token."""
+    words = [] if text is None else [text[j] for j in range(len(text)) if text_mask[j]]
+    if config.first_query == "learned" or not words:
+        return np.zeros(config.policy_width)
+    question, projection = weights["encoder"]["question"], weights["encoder"]["text_projection"]
+    words = [layer_norm(projection["norm"], dense(projection, word)) for word in words]
+    shares = softmax([float(word @ question["pool"]) for word in words])
+    pooled = sum(share * word for share, word in zip(shares, words, strict=True))
+    return gate * dense(question, pooled)
+
+
 def memory_row(weights, encoded):
     return np.concatenate([encoded, weights["stop"][None]])
 
@@ -202,6 +214,7 @@ def select_row(
     min_tokens,
     max_tokens,
     stop_bias,
+    asked=0.0,
     logits_fn=pointer_logits,
 ):
     """The selection loop of one row."""
@@ -224,7 +237,7 @@ def select_row(
         np.zeros(n, bool),
         np.zeros(steps, bool),
     )
-    queries, alive, count = [weights["decoder"]["start"]], True, 0
+    queries, alive, count = [weights["decoder"]["start"] + asked], True, 0
     for t in range(steps):
         row.alive[t] = alive
         if not left:

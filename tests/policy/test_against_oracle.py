@@ -11,8 +11,8 @@ import oracle
 import pytest
 from quick import quick_or_slow
 
-from stepprune_jax.policy import Inputs, encode, trajectory_scores
-from stepprune_jax.policy.encoder import memory
+from stepprune_jax.policy import Inputs, trajectory_scores
+from stepprune_jax.policy.encoder import encode_and_ask, memory
 
 CASES = 20  # Per group; ten groups.
 KINDS = ("plain", "ties", "stop at once", "never stop", "empty row")
@@ -104,13 +104,15 @@ def run_package(config, steps, exact, case):
     """(H, select, select_parallel, pick, scores); the memory's padding is NaN on the way."""
     params, image_mask = case["params"], case["image_mask"]
     inputs = Inputs(case["image"], case["text"], image_mask, case["text_mask"])
-    encoded = encode(params, config, inputs, case["gate"])[:, case["twins"]]
+    encoded, asked = encode_and_ask(params, config, inputs, case["gate"])
+    encoded = encoded[:, case["twins"]]
     slots = memory(params, jnp.where(image_mask[..., None], encoded, jnp.nan))
     bounds = dict(min_tokens=case["least"], max_tokens=case["most"])
     arguments = dict(
         mask=image_mask,
         max_steps=steps,
         stop_bias=case["stop_bias"],
+        asked=0.0 if asked is None else asked,
         **(dict(budget=case["least"]) if exact else bounds),
     )
     trajectory = cases.select(params, config, slots, **arguments)
@@ -140,6 +142,7 @@ def run_oracle(config, steps, case, row):
         min_tokens=case["least"][row],
         max_tokens=case["most"][row],
         stop_bias=case["stop_bias"][row],
+        asked=oracle.first_query_row(case["params"], config, text, text_mask, case["gate"]),
     )
     return encoded, trajectory
 
