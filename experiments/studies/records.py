@@ -7,7 +7,7 @@ question names a key. With one hop the answer is the value of its record, with t
 record behind its link, so that both are needed. A frozen reader follows the links without error if
 it sees all. Printed is the share of questions whose records are all among two kept tokens, after
 training through the gate, or, with `--sampled`, with a share of the updates on sampled sets, the
-last ones. Both methods take their best tokens, in training and after it, which is better here.
+last ones. All take their best tokens, in training and after it, which is better here.
 """
 
 import argparse
@@ -139,7 +139,9 @@ def main(argv: list[str] | None = None) -> None:
     shape = {"feature_width": WIDTH, "text_width": HALF, "num_heads": 4, "draw": 0.0}
     rows = {
         "stepprune": sp.PolicyConfig(**shape),
-        "stepprune, learned first query": sp.PolicyConfig(**shape, first_query="learned"),
+        "one distribution": sp.PolicyConfig(**shape, group=max(flags.tokens)),  # no history
+        "learned first query": sp.PolicyConfig(**shape, first_query="learned"),
+        "small budgets at once": sp.PolicyConfig(**shape, budget_anneal=0.0),
         "autoselect": AutoSelectConfig(**shape),
     }
     for n, hops in itertools.product(flags.tokens, flags.hops):

@@ -1,7 +1,5 @@
 """Token budgets: limits of a training batch, k of SoftTopK, and the price of a token."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -12,8 +10,8 @@ from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.trajectory import count_at_bias
 
-# Range of random budgets as fractions of N.
-RANDOM_BUDGET = (0.02, 0.5)
+# Range of random budgets as fractions of N, and where its lower end starts if it is annealed.
+RANDOM_BUDGET, FIRST_BUDGET = (0.02, 0.5), 0.3
 # Share of the budget, counted from its end, whose decisions are probed, and the factor on their
 # gradient.
 PROBE_WINDOW, PROBE_WEIGHT = 0.25, 10.0
@@ -22,14 +20,29 @@ PROBE_WINDOW, PROBE_WEIGHT = 0.25, 10.0
 GAIN_BOUND = 10.0
 
 
+def budget_range(
+    shares: tuple[float, float], anneal: float | int, progress: ArrayLike
+) -> tuple[ArrayLike, float]:
+    """Returns the range of random budgets at a share `progress` of training.
+
+    Its lower end falls from `FIRST_BUDGET` over a share `anneal` of training, by equal factors.
+    """
+    low, high = shares
+    if not anneal:
+        return shares
+    first = min(max(low, FIRST_BUDGET), high)
+    left = 1 - jnp.clip(jnp.asarray(progress, jnp.float32) / anneal, 0, 1)
+    return low * (first / low) ** left, high
+
+
 def draw_budgets(
     key: Array,
     num_tokens: Int[Array, "b"],
     steps: Int[Array, "b"] | int,
-    shares: tuple[float, float] = RANDOM_BUDGET,
+    shares: tuple[ArrayLike, ArrayLike],
 ) -> Int[Array, "b"]:
     """Draws an exact budget per row, log-uniform over `shares` of its tokens, at most `steps`."""
-    low, high = map(math.log, shares)
+    low, high = map(jnp.log, shares)
     share = jnp.exp(jax.random.uniform(key, num_tokens.shape, minval=low, maxval=high))
     return jnp.clip(jnp.round(share * num_tokens).astype(jnp.int32), 1, steps)
 

@@ -57,7 +57,11 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (_TEMPERATURES, lambda x: is_number(x) and x > 0, "a positive number"),
     (_AMOUNTS, lambda x: is_number(x) and x >= 0, "a number >= 0"),
-    (("polarisation_share",), lambda x: is_number(x) and 0 <= x <= 1, "a share from 0 to 1"),
+    (
+        ("polarisation_share", "budget_anneal"),
+        lambda x: is_number(x) and 0 <= x <= 1,
+        "a share from 0 to 1",
+    ),
     (("decay",), lambda x: is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
     (("stop_bias",), is_number, "a finite number"),
 )
@@ -121,6 +125,9 @@ class PolicyConfig:
         batch_budget: `"own"` trains rows at their own count. With `"probe"` every row has a random
             budget, and the stop learns from its last decisions whether continuing was worth the
             price (`differentiable_count`).
+        budget_anneal: share of training over which the smallest random budget falls from 30 to 2 %
+            of the tokens; 0 for none. With few tokens at first, nothing is learned where several
+            are needed together.
         gate: `"vp"` is Eq. (13); `"scale"` is an ablation.
         length_weight: lambda of Eq. (15).
         price_range: rows that stop by themselves are trained at a price of their own, lambda e^u
@@ -160,6 +167,7 @@ class PolicyConfig:
     polarisation_share: Number = 0.9
     soft_budget: str = "straight_through"
     batch_budget: str = "probe"
+    budget_anneal: Number = 0.7
     gate: str = "vp"
     length_weight: Number = 0.15
     price_range: Number = 2.0
@@ -209,6 +217,7 @@ class PolicyConfig:
             polarisation_share=0.0,
             soft_budget="batch_mean",
             batch_budget="own",
+            budget_anneal=0.0,
             length_weight=0.01,
             price_range=0.0,
             price_growth=0.0,

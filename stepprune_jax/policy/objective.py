@@ -20,6 +20,8 @@ from stepprune_jax.policy.base import (
     Trajectory,
 )
 from stepprune_jax.policy.budget import (
+    RANDOM_BUDGET,
+    budget_range,
     differentiable_count,
     draw_budgets,
     draw_log_prices,
@@ -70,7 +72,8 @@ def gate(
     steps, count = config.steps(n), jnp.sum(inputs.real, axis=1)
     longest = jnp.maximum(1, count // 2) if config.max_steps is None else steps
     if config.batch_budget == "probe":
-        least = most = draw_budgets(budget_key, count, longest)
+        shares = budget_range(RANDOM_BUDGET, config.budget_anneal, progress.share)
+        least = most = draw_budgets(budget_key, count, longest, shares)
     else:
         least, most = jnp.minimum(config.min_tokens, longest), longest
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, b)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, PolicyConfig, Progress
-from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
+from stepprune_jax.policy.budget import RANDOM_BUDGET, budget_range, draw_budgets
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens, standardise
@@ -57,6 +57,8 @@ class AutoSelectConfig:
         draw: temperature at which tokens are drawn from the softmax of the scores, in training and
             for inference alike; 0 takes the best.
         random_budget: range of budgets as fractions of N, drawn log-uniformly for each row.
+        budget_anneal: share of training over which the lower end of that range falls from 30 %; 0
+            for none.
         dtype: compute dtype of encoder and denoiser; `None` takes that of the features, but at
             least float32. Scores are at least float32 in any case.
     """
@@ -72,6 +74,7 @@ class AutoSelectConfig:
     temperature_steps: float | int = 0.9
     draw: float | int = 1.0
     random_budget: tuple[float | int, float | int] = RANDOM_BUDGET
+    budget_anneal: float | int = 0.7
     dtype: str | None = None
 
     def __post_init__(self):
@@ -105,6 +108,7 @@ class AutoSelectConfig:
             num_heads=self.num_heads,
             mlp_ratio=self.mlp_ratio,
             encoder_layers=self.encoder_layers,
+            budget_anneal=self.budget_anneal,
             first_query="learned",  # it asks none
             draw=self.draw,
             dtype=self.dtype,
@@ -174,7 +178,8 @@ def gate(
     budget_key, noise_key = jax.random.split(key)
     keys = jax.random.split(jax.random.fold_in(budget_key, 2), inputs.image.shape[0])
     found = drawn(config, scores(params, config, inputs, progress.text_gate), keys)
-    budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, config.random_budget)
+    shares = budget_range(config.random_budget, config.budget_anneal, progress.share)
+    budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, shares)
     tau = temperature(config, progress.share)
     alpha = policy.soft_topk(found, budget, tau, where=inputs.image_mask)
     tokens = gate_tokens(params, config.shape, noise_key, inputs, alpha)

@@ -136,6 +136,16 @@ def test_budgets_are_log_uniform_and_at_most_t_max():
     np.testing.assert_array_equal(capped, 50)
 
 
+def test_the_smallest_budget_falls_by_equal_factors():
+    """From .3 to .03 in half of the training; within a range that is narrower, from its end."""
+    for progress, expected in ((0, 0.3), (0.25, 0.3 / 10**0.5), (0.5, 0.03), (1, 0.03)):
+        low, high = budget.budget_range((0.03, 0.5), 0.5, progress)
+        np.testing.assert_allclose((low, high), (expected, 0.5), rtol=1e-5)
+    assert budget.budget_range((0.03, 0.5), 0, 0) == (0.03, 0.5)
+    for shares, expected in (((0.4, 0.5), 0.4), ((0.01, 0.1), 0.1)):
+        np.testing.assert_allclose(budget.budget_range(shares, 0.5, 0)[0], expected, rtol=1e-5)
+
+
 def test_prices_are_log_uniform():
     config = cases.plain_config(feature_width=16, text_width=0, num_heads=4, price_range=2.0)
     drawn = np.asarray(budget.draw_log_prices(jax.random.key(0), config, 500))

@@ -22,6 +22,7 @@ CONFIG = AutoSelectConfig(
     temperature_end=0.1,
     temperature_steps=0.5,
     random_budget=(0.2, 0.6),
+    budget_anneal=0.0,
     draw=0.0,
 )
 B, N, L = 3, 10, 4
