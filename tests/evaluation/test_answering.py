@@ -118,7 +118,7 @@ def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, marg
     assert adaptive.kept.tolist() == [a.kept for a in alone]
     assert adaptive.texts == [a.text for a in alone]
     assert list(map(len, adaptive.order)) == adaptive.kept.tolist()
-    assert 1 < adaptive.kept.mean() < 3 and adaptive.kept.std() > 0
+    assert 1 < adaptive.kept.mean() < 4 and adaptive.kept.std() > 0
 
 
 def test_a_ranking_of_projected_tokens_is_answered_as_by_generate(model, test, test_split):

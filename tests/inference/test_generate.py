@@ -76,7 +76,7 @@ def policy():
     widths = {"feature_width": 32, "text_width": 48, "width": 16}
     config = PolicyConfig(**widths, num_heads=2, mlp_ratio=2, decoder_layers=2)
     # Sharp pointers: counts differ between rows.
-    params = jax.tree.map(lambda leaf: 3 * leaf, init_policy(jax.random.key(1), config))
+    params = jax.tree.map(lambda leaf: 3 * leaf, init_policy(jax.random.key(2), config))
     return Policy(params, config, FeatureStats.start(32), 0.5)
 
 
