@@ -1,5 +1,10 @@
 r"""Tells whether a decoder can follow a path when it is shown the path: experiments/RESULTS.md.
 
+    python -m experiments.shapes --out data/pretrain_shapes_hard --train 12000 --validation 0 \
+        --test 0 --seed 1000 --emphasis 2 --patches --level 2
+    python -m experiments.pretrain --config experiments/configs/pretrain_shapes_hard.py \
+        --config.tower.steps=560 --config.language.steps=2 --config.language.whole_steps=1 \
+        --config.noise.steps=2
     python -m experiments.shapes --out data/paths --level 2 --train 0 --validation 3000 --test 200
     python -m experiments.studies.imitation --config experiments/configs/shapes_hard.py \
         --steps 1000 --set data.folder=data/paths --json imitation.json
