@@ -160,7 +160,7 @@ def read_question(params, config, queries, inputs: Inputs) -> Float[Array, "b t 
 
 def learners(config: PolicyConfig) -> dict[str, Learner]:
     """Returns the architectures that are compared."""
-    config = dataclasses.replace(config, first_query="learned")  # as when this was measured
+    config = dataclasses.replace(config, first_query="learned")  # only the memory is read
     d, e = config.policy_width, config.text_width
 
     def dense(rows: int, columns: int):

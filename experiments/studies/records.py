@@ -117,9 +117,9 @@ def train(config: Any, seed: int, n: int, hops: int, updates: int, sampled: floa
             params, moments = update(params, moments, frozen, number)
         return policy.replace(params=params)
 
-    policy = stage(policy, 0, first, False)
-    if first < updates:
-        policy = stage(policy, first, updates, True)
+    for begin, end, sampling in ((0, first, False), (first, updates, True)):
+        if begin < end:
+            policy = stage(policy, begin, end, sampling)
     test = draw(frozen, jax.random.key(98), 1024, n, hops)
     kept = np.asarray(policy.prune(test.image, test.text, budget=2).index)
     there = (np.asarray(test.needed)[:, :, None] == kept[:, None]).any(-1)
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--hops", type=int, nargs="+", default=[1], choices=(1, 2))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--sampled", type=float, default=0.0)
+    parser.add_argument("--sampled", type=float, default=0.0, help="share of the updates")
     parser.add_argument("--methods", nargs="+", help="some of the rows alone")
     flags = parser.parse_args(argv)
     shape = {"feature_width": WIDTH, "text_width": HALF, "num_heads": 4, "draw": 0.0}
@@ -147,7 +147,8 @@ def main(argv: list[str] | None = None) -> None:
     for n, hops in itertools.product(flags.tokens, flags.hops):
         for name, seed in itertools.product(flags.methods or rows, flags.seeds):
             found = train(rows[name], seed, n, hops, flags.updates, flags.sampled)
-            about = {"tokens": n, "hops": hops, "sampled": flags.sampled, "seed": seed}
+            about = {"tokens": n, "hops": hops, "updates": flags.updates, "seed": seed}
+            about |= {"sampled": flags.sampled}
             print(json.dumps({"method": name} | about | found), flush=True)
 
 

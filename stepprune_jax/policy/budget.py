@@ -23,9 +23,10 @@ GAIN_BOUND = 10.0
 def budget_range(
     shares: tuple[float, float], anneal: float | int, progress: ArrayLike
 ) -> tuple[ArrayLike, float]:
-    """Returns the range of random budgets at a share `progress` of training.
+    """Returns the range of random budgets, as fractions of N, at a share `progress` of training.
 
     Its lower end falls from `FIRST_BUDGET` over a share `anneal` of training, by equal factors.
+    With `anneal` 0 the range is `shares` throughout.
     """
     low, high = shares
     if not anneal:

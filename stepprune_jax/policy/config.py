@@ -125,9 +125,9 @@ class PolicyConfig:
         batch_budget: `"own"` trains rows at their own count. With `"probe"` every row has a random
             budget, and the stop learns from its last decisions whether continuing was worth the
             price (`differentiable_count`).
-        budget_anneal: share of training over which the smallest random budget falls from 30 to 2 %
-            of the tokens; 0 for none. With few tokens at first, nothing is learned where several
-            are needed together.
+        budget_anneal: share of training over which the smallest random budget, of a `"probe"`,
+            falls from 30 to 2 % of the tokens; 0 for none. With few tokens at first, nothing is
+            learned where several are needed together.
         gate: `"vp"` is Eq. (13); `"scale"` is an ablation.
         length_weight: lambda of Eq. (15).
         price_range: rows that stop by themselves are trained at a price of their own, lambda e^u

@@ -64,16 +64,17 @@ def make_method(
     needs = f"a budget (--budget) needs a pruner (--pruner) or a policy (--policy); {_WHICH}"
     check((name is not None or own is not None or budget is None, needs))
     name = name or own or "all"
-    unknown = f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}."
-    check((name in PRUNERS, unknown + nearest(name, PRUNERS)))
+    if name not in PRUNERS:
+        hint = nearest(name, PRUNERS)
+        raise ValueError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}.{hint}")
     kind = PRUNERS[name]
     if budget is None and "own" in kind.budgets:
         budget = Budget("own")
     # All tokens only if requested.
     counted = budget is not None or kind.budgets == ("all",) or {*kind.schedules} & {*options}
-    untrained = kind.config_type is None or policy is not None
+    has_weights = kind.config_type is None or policy is not None
     check(
-        (untrained, f"the pruner {name!r} is trained: it needs a policy (--policy)"),
+        (has_weights, f"the pruner {name!r} is trained: it needs a policy (--policy)"),
         (own in (None, name), f"the policy belongs to {own!r}, not to {name!r}"),
         (bool(counted), f"the pruner {name!r} needs a budget (--budget); {_WHICH}"),
     )
@@ -121,8 +122,9 @@ def _read_fields(kind: type[Pruner], options: Mapping[str, Any]) -> dict[str, An
     known = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in ("budget", "config")}
     values = {}
     for name, value in options.items():
-        names = ", ".join(sorted(known)) or "none"
-        check((name in known, f"{kind.name} has no option {name!r}; its options: {names}"))
+        if name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"{kind.name} has no option {name!r}; its options: {names}")
         if isinstance(value, str) and known[name] is not str:
             with contextlib.suppress(ValueError, SyntaxError):
                 value = ast.literal_eval(value)

@@ -51,7 +51,7 @@ def test(model, test_split):
 def margins(model, folder):
     """Stop margins of the policy on the validation split."""
     questions = read_split(folder, "validation").questions
-    return stop_margins(model, stepprune(), questions, Execution(), 4)
+    return stop_margins(model, stepprune(3), questions, Execution(), 4)
 
 
 def ask(model, split, method=NO_PRUNING):
@@ -100,13 +100,13 @@ def test_a_question_takes_as_long_in_a_batch_that_is_not_full(model, test, monke
     monkeypatch.setattr(sets, "timed", lambda run, *_: (run(), 6.0))
     few = test.take(np.arange(5))
     assert answer(model, NO_PRUNING, few).seconds.tolist() == [6.0 / 4] * 5
-    method = place_method(model, make_method(policy=stepprune()))
+    method = place_method(model, make_method(policy=stepprune(3)))
     _, seconds = rank_all(model, method, few.prompts, few.images, steps=STEPS, batch_size=4)
     assert seconds == 6.0 / 4
 
 
 def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, margins):
-    policy = stepprune()
+    policy = stepprune(3)
     ranking = rank(model, make_method(policy=policy), test, STEPS)
     exact = answer(model, make_method(None, 3, policy=policy), test, ranking)
     by_hand = ask(model, test_split, make_method(None, 3, policy=policy))
@@ -118,7 +118,7 @@ def test_a_policy_keeps_and_answers_as_by_generate(model, test, test_split, marg
     assert adaptive.kept.tolist() == [a.kept for a in alone]
     assert adaptive.texts == [a.text for a in alone]
     assert list(map(len, adaptive.order)) == adaptive.kept.tolist()
-    assert 1 < adaptive.kept.mean() < 4 and adaptive.kept.std() > 0
+    assert 1 < adaptive.kept.mean() < 3 and adaptive.kept.std() > 0
 
 
 def test_a_ranking_of_projected_tokens_is_answered_as_by_generate(model, test, test_split):
@@ -157,7 +157,7 @@ def test_a_method_that_decides_between_layers_has_a_row_of_its_own(model, test_s
 
 
 def test_orders_do_not_depend_on_the_batch_or_the_number_of_steps(model, test):
-    method = make_method(policy=stepprune())
+    method = make_method(policy=stepprune(3))
     ranking = rank(model, method, test, STEPS)
     other = rank(model, method, test, 2, batch_size=15)
     np.testing.assert_array_equal(ranking.order[:, :2], other.order)
@@ -173,7 +173,7 @@ def planned(model, policies, adaptive=("StepPrune", "StepPrune literal")):
 
 
 def test_rows_come_in_the_order_of_the_table(model):
-    policies = {"StepPrune": stepprune(), "AutoSelect-like": one_shot()}
+    policies = {"StepPrune": stepprune(3), "AutoSelect-like": one_shot()}
     rows = planned(model, policies)
     names = [(row.label, row.mode, row.count(N)) for row in rows]
     assert names[0] == ("all tokens", "exact", 9)
@@ -198,7 +198,7 @@ def test_rows_come_in_the_order_of_the_table(model):
 
 
 def test_few_programs_serve_all_rows(model, test_split):
-    policies = {"StepPrune": stepprune(), "StepPrune literal": stepprune(5, min_tokens=0)}
+    policies = {"StepPrune": stepprune(3), "StepPrune literal": stepprune(5, min_tokens=0)}
     rows = [row for row in planned(model, policies) if row.ranking or row.label == "all tokens"]
     taps = [tap for row in rows for tap in row.method.pruner.taps(model.config)]
     encoded = encode_questions(model, test_split.questions, batch_size=4, taps=taps)
@@ -242,7 +242,7 @@ def test_a_mesh_gives_the_same_orders_and_answers(model, test, test_split):
     there = load_vlm(model.folder, mesh, jnp.float32, progress=False)
     encoded = encode_questions(there, test_split.questions, batch_size=4)
     np.testing.assert_allclose(encoded.images.features, test.images.features, rtol=1e-4, atol=1e-5)
-    method = make_method(None, 2, policy=stepprune())
+    method = make_method(None, 2, policy=stepprune(3))
     rankings = [rank(m, method, some, 2) for m, some in ((model, test), (there, encoded))]
     np.testing.assert_array_equal(rankings[0].order, rankings[1].order)
     assert (

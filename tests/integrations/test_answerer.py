@@ -104,7 +104,7 @@ def test_several_images_are_answered_as_by_generate(llava_folder, policy):
     settings = Settings(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
     answerer, (first, _, second, _), done = load_answerer(settings), images(), []
     both = first + second
-    # The first, as a draw depends on a question's number.
+    # A draw depends on the number of its question, which is 0 for one that is asked alone.
     asked = [
         Wanted("red", first, 2),
         Wanted("<image> two dog", both, 2),
