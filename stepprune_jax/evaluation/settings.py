@@ -19,7 +19,14 @@ from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Policy, read_options
+from stepprune_jax.pruning import (
+    POSITIONS,
+    PRUNERS,
+    Budget,
+    Policy,
+    learned_methods,
+    read_options,
+)
 from stepprune_jax.settings import Settings, choice, count, setting
 from stepprune_jax.user_input import local_path
 
@@ -64,7 +71,8 @@ class EvalSettings(Settings, group="eval"):
             left out, unless `methods` names it.
         adaptive: rows whose learned stop is also evaluated, at a bias that meets each budget on
             average.
-        own_stops: rows of `adaptive` that are also evaluated without a bias.
+        own_stops: rows of `adaptive` that are also evaluated without a bias, and rows of methods
+            that count by a threshold.
         validation_questions: maximum number of questions that biases are calibrated on; 0 for all.
         remarks: what a reader of the report has to know about its rows.
     """
@@ -94,7 +102,7 @@ class EvalSettings(Settings, group="eval"):
         lambda value: all(isinstance(file, str) for file in value.values()),
     )
     adaptive: tuple[str, ...] = (DEFAULT, "StepPrune literal")
-    own_stops: tuple[str, ...] = (DEFAULT,)
+    own_stops: tuple[str, ...] = (DEFAULT, "GlimpsePrune")
     validation_questions: int = count(1000, least=0)
     remarks: tuple[str, ...] = ()
 
@@ -142,7 +150,13 @@ class EvalSettings(Settings, group="eval"):
     def labels(self) -> list[str]:
         """Labels of the rows, in the order of tables."""
         untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-        return [*untrained, *self.rows, DEFAULT]
+        own = [label for label in self.learned if label not in self.rows]
+        return [*untrained, *self.rows, *own]
+
+    @property
+    def learned(self) -> list[str]:
+        """Labels of methods with weights, of which one is the run's."""
+        return [kind.label for kind in learned_methods().values()]
 
 
 def _listed(text: str) -> list[str]:
@@ -206,20 +220,31 @@ def read_policies(
 ) -> dict[str, Policy]:
     """Loads the policies of the rows to answer by name, in the order of the table.
 
-    A further row whose file is missing is left out with a message, unless `methods` names it; the
-    run's own row has to be there, unless `methods` is for other rows.
+    A further row whose file is missing is left out with a message, unless `methods` names it. The
+    row of the run's policy is named by its method, and takes the place of a further row of that
+    name. It has to be there, unless `methods` is for other rows.
     """
-    policies = {}
-    for name in [name for name in (*settings.rows, DEFAULT) if settings.wants(name)]:
+    policies, own = {}, None
+    wanted = [label for label in settings.learned if settings.wants(label)]
+    needed = any(label not in settings.rows for label in wanted)
+    if wanted:
         try:
-            own = name == DEFAULT
-            path = own_policy(workdir, policy) if own else find_policy(settings.rows[name])
+            own = load_policy(own_policy(workdir, policy))
+        except FileNotFoundError:
+            if needed:
+                raise
+    label = own and own.pruner.label
+    for name in [name for name in settings.rows if settings.wants(name) and name != label]:
+        try:
+            policies[name] = load_policy(find_policy(settings.rows[name]))
         except FileNotFoundError as error:
-            if own or settings.names(name):
+            if settings.names(name):
                 raise FileNotFoundError(f"row {name!r}: {error}") from error
             distributed.say(f"no row {name!r}: {error}")
-            continue
-        policies[name] = load_policy(path)
+    if label in wanted:
+        policies[label] = own
+    elif needed:
+        settings.require("methods", False, f"{label}, which the run's policy is")
     return policies
 
 

@@ -22,7 +22,7 @@ from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
 from stepprune_jax.evaluation.cells import Cell
-from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP
+from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP, own_stop, without_own_stop
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
 from stepprune_jax.visualize import style
@@ -121,13 +121,18 @@ def _figure(png: bytes | None, caption: str) -> str:
 
 
 def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
-    """Finds the default policy at the middle budget; exact if it does not stop by itself."""
-    for mode in ("adaptive", "exact"):
-        mine = [f for f in files if (f.provenance.method, f.provenance.mode) == (DEFAULT, mode)]
-        mine.sort(key=lambda file: -file.provenance.budget)
-        if mine:
-            return mine[len(mine) // 2]
-    return next((f for f in files if f.provenance.method == OWN_STOP), None)
+    """Finds the run's policy at the middle budget; exact if it does not stop by itself."""
+    trained = [f.provenance.method for f in files if "policy" in f.provenance.made]
+    for method in (DEFAULT, *map(without_own_stop, trained[-1:])):
+        for mode in ("adaptive", "exact"):
+            mine = [f for f in files if (f.provenance.method, f.provenance.mode) == (method, mode)]
+            mine.sort(key=lambda file: -file.provenance.budget)
+            if mine:
+                return mine[len(mine) // 2]
+        for file in files:
+            if file.provenance.method == own_stop(method):
+                return file
+    return None
 
 
 def _png(figure: Figure) -> bytes:

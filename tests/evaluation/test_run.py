@@ -288,4 +288,4 @@ def test_mistakes_are_found_before_the_model_is_loaded(world, tmp_path, monkeypa
         run(config, tmp_path)
     save_policy(one_shot(), own)
     with pytest.raises(ValueError, match=r"adaptive is .*, expected rows with a learned stop"):
-        run(config, tmp_path)
+        run(changed(config, methods="autoselect", adaptive=("AutoSelect-like",)), tmp_path)

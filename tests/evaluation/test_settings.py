@@ -3,6 +3,7 @@ from small_world import ROOT, small_run
 
 from stepprune_jax import load_policy
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluation.rows import plan_rows
 from stepprune_jax.evaluation.settings import read_policies
 
@@ -49,7 +50,25 @@ def test_a_missing_policy_is_an_error_only_where_it_was_asked_for(tmp_path, caps
     assert "no row 'mine': no policy file at nowhere" in capsys.readouterr().out
     assert not policies(methods="grid", rows={"mine": "nowhere"})
     for asked in ({}, {"methods": "stepprune"}, {"policy": "nowhere"}):
-        with pytest.raises(FileNotFoundError, match="row 'StepPrune'"):
+        with pytest.raises(FileNotFoundError, match=r"--policy|no policy file at nowhere"):
             policies(**asked)
     with pytest.raises(FileNotFoundError, match="row 'mine': no policy file at nowhere"):
         policies(methods="mine", rows={"mine": "nowhere"})
+
+
+def test_the_row_of_the_run_has_the_name_of_its_method(tmp_path):
+    scorer = load_policy(ROOT / "experiments/policies/autoselect.safetensors")
+    save_policy(scorer, tmp_path / "policy.safetensors")
+
+    def policies(policy=None, **fields):
+        return read_policies(small_run("model", "data", **fields).eval, tmp_path, policy)
+
+    rows = {"AutoSelect-like": "nowhere", "mine": "shapes"}
+    assert [*policies()] == [*policies(methods="all,autoselect")] == ["AutoSelect-like"]
+    assert [*policies(rows=rows)] == ["mine", "AutoSelect-like"]  # it takes the other's place
+    assert [*policies("shapes", rows={"mine": "shapes"})] == ["mine", "StepPrune"]
+    assert [*policies(methods="stepprune,autoselect")] == ["AutoSelect-like"]
+    with pytest.raises(
+        ValueError, match=r"config.eval.methods is 'stepprune', expected AutoSelect"
+    ):
+        policies(methods="stepprune")

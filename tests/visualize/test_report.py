@@ -123,3 +123,8 @@ def test_the_default_policy_is_shown_at_its_middle_budget(tmp_path):
     own = row(tmp_path, "adaptive", None)
     own = own._replace(provenance=own.provenance._replace(method="StepPrune, own stop"))
     assert default_file([own]) is own and default_file([]) is None
+    scorer = [f._replace(provenance=f.provenance._replace(method="scorer")) for f in files[:3]]
+    assert default_file(scorer) is None  # of a method without weights
+    made = [f._replace(provenance=f.provenance._replace(made={"policy": "x"})) for f in scorer]
+    assert default_file(made).provenance[3:6] == ("scorer", "exact", 4)
+    assert default_file([*made, *files]).provenance[3:6] == ("StepPrune", "adaptive", 4)
