@@ -4,12 +4,13 @@
     python train.py --config configs/sampled.py:shapes --workdir runs/shapes_sampled
     python train.py --config configs/sampled.py:llava7b --workdir runs/llava7b_sampled
 
-The argument names the configuration of the first stage, whose policy is expected in runs/NAME;
-`--config.start=FILE` names another. In the small world it gains about what a longer first stage
+The argument names the configuration of the first stage, whose policy is expected in its workdir,
+such as runs/llava7b-short for `llava7b:short`; `--config.start=FILE` names another. In the small world it gains about what a longer first stage
 does, without gradients of the model, see experiments/RESULTS.md; it has not been tried at 7B.
 """
 
 from stepprune_jax import configurations
+from stepprune_jax.command_line import default_workdir
 from stepprune_jax.training import Run
 
 
@@ -19,7 +20,7 @@ def get_config(first: str = "shapes") -> Run:
     lr = 1e-3 * 64 / run.policy.policy_width  # best rates fall as 1 / width
     return run.replace(
         {
-            "start": f"runs/{first.partition(':')[0]}/policy.safetensors",
+            "start": f"{default_workdir(first)}/policy.safetensors",
             "steps": 400,
             "policy.draw": 1.0,  # inference draws as training does
             "policy_gradient.samples": 8,

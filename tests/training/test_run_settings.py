@@ -117,7 +117,8 @@ def test_shipped_configurations_build_what_they_say():
     assert wide == PolicyConfig(draw=1.0, **(shape | {"width": 128, "length_weight": 0.08}))
     for first in ("shapes", "llava7b:short"):
         run, before = load_config(f"sampled:{first}"), load_config(first)
-        assert run.policy_gradient.samples == 8 and run.start.startswith("runs/")
+        assert run.policy_gradient.samples == 8
+        assert run.start == f"runs/{first.replace(':', '-')}/policy.safetensors"
         assert build(run) == dataclasses.replace(build(before), draw=1.0)
         assert (run.model, run.data, run.mesh) == (before.model, before.data, before.mesh)
     for name in ("shapes", "llava7b", "qwen25vl_3b"):
