@@ -30,8 +30,8 @@ def get_config(reading: str = "") -> training.Run:
                 "StepPrune literal": "experiments/policies/literal.safetensors",
             },
             remarks=(
-                "StepPrune is the one training run of this folder. AutoSelect-like, a one-shot "
-                "scorer with the same gate, and StepPrune literal are one earlier run each.",
+                "Each trained row is one run: that of this folder, and earlier ones of AutoSelect-"
+                "like, a one-shot scorer with the same gate, and StepPrune literal.",
                 "Runs of one recipe differ as much as these methods do, so that no order of the "
                 "trained rows is shown here: experiments/RESULTS.md has several runs of each.",
             ),
