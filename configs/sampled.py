@@ -5,8 +5,9 @@
     python train.py --config configs/sampled.py:llava7b --workdir runs/llava7b_sampled
 
 The argument names the configuration of the first stage, whose policy is expected in its workdir,
-such as runs/llava7b-short for `llava7b:short`; `--config.start=FILE` names another. In the small world it gains about what a longer first stage
-does, without gradients of the model, see experiments/RESULTS.md; it has not been tried at 7B.
+such as runs/llava7b-short for `llava7b:short`; `--config.start=FILE` names another. In the small
+world it repairs weak runs and gains at all budgets, without gradients of the model, see
+experiments/RESULTS.md; it has not been tried at 7B.
 """
 
 from stepprune_jax import configurations
