@@ -290,9 +290,7 @@ def test_the_programs_end_with_one_line(tmp_path):
     assert ended.stdout.split() == ["2"] * 3
     train, pretrain, evaluate = ended.stderr.splitlines()
     assert train == "train.py: error: config.steps is 0, expected an integer from 1, below 2**31"
-    assert evaluate.startswith(
-        f"eval.py: error: row 'StepPrune': {tmp_path}/policy.safetensors does not"
-    )
+    assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not")
     assert pretrain == f"experiments.pretrain: error: no file at {tmp_path}/train.json"
 
 

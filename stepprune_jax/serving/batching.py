@@ -150,7 +150,8 @@ class Batcher:
             except Exception as error:
                 _logger.exception("the worker failed")
                 end = error
-            for job in batch:
-                job.put(end)
+            # Before the ends: who has an answer finds its batch counted.
             self._metrics.observe("batch_rows", len(batch))
             self._metrics.observe("batch_seconds", time.perf_counter() - begin)
+            for job in batch:
+                job.put(end)
