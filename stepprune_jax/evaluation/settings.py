@@ -233,7 +233,7 @@ def read_policies(
         except FileNotFoundError:
             if needed:
                 raise
-    label = own and own.pruner.label
+    label = None if own is None else own.pruner.label
     for name in [name for name in settings.rows if settings.wants(name) and name != label]:
         try:
             policies[name] = load_policy(find_policy(settings.rows[name]))
@@ -244,7 +244,7 @@ def read_policies(
     if label in wanted:
         policies[label] = own
     elif needed:
-        settings.require("methods", False, f"{label}, which the run's policy is")
+        settings.require("methods", False, f"{label} among them, the row of the run's policy")
     return policies
 
 

@@ -129,9 +129,9 @@ def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
             mine.sort(key=lambda file: -file.provenance.budget)
             if mine:
                 return mine[len(mine) // 2]
-        for file in files:
-            if file.provenance.method == own_stop(method):
-                return file
+        alone = [f for f in files if f.provenance.method == own_stop(method)]
+        if alone:
+            return alone[0]
     return None
 
 
