@@ -4,10 +4,10 @@ r"""The small LLaVA of the second level of the shapes world, from scratch: 256 v
         --test 0 --seed 1000 --emphasis 2 --patches --level 2
     python -m experiments.pretrain --config experiments/configs/pretrain_shapes_hard.py
 
-The result is runs/pretrain_shapes_hard/model. A question of three steps passes from shape to shape
-through the layers of the language model, which is therefore deep and narrow: each step takes two of
-them, one to read where the last led and one to look there. What is not said here is as in the
-defaults of the settings.
+The result, runs/pretrain_shapes_hard/model, is kept as experiments/models/shapes_hard. A question
+of three steps passes from shape to shape through the layers of the language model, which is
+therefore deep and narrow: each step takes two of them, one to read where the last led and one to
+look there. What is not said here is as in the defaults of the settings.
 """
 
 from experiments.pretrain.settings import Pretraining
@@ -33,7 +33,7 @@ def get_config() -> Pretraining:
             "language.lr": 1.5e-3,
             "language.muon_lr": 0.015,
             "language.kept": (2, 4, 8, 16, 32, 64),
-            "noise.steps": 800,
+            "noise.steps": 400,
             "noise.thinned_share": 0.25,
             "noise.lr": 5e-4,
             "noise.muon_lr": 0.005,

@@ -6,7 +6,8 @@ r"""StepPrune on the second level of the shapes world, where the order of choice
     python -m experiments.studies.sequence --config experiments/configs/shapes_hard.py \
         --workdir runs/shapes_hard
 
-The frozen model is that of `experiments/configs/pretrain_shapes_hard.py`, which is trained first.
+The frozen model is that of `experiments/configs/pretrain_shapes_hard.py`, about three hours on two
+cores.
 `experiments/configs/shapes_hard.py:literal` follows the paper to the letter.
 """
 
@@ -19,7 +20,7 @@ def get_config(reading: str = "") -> Run:
     run = configurations.load(f"shapes:{reading}")
     return run.replace(
         {
-            "model.folder": "runs/pretrain_shapes_hard/model",
+            "model.folder": "experiments/models/shapes_hard",
             "data.folder": "data/shapes_hard",
             "steps": 400,  # an update takes four to five times as long as on the first level
             "eval.budgets": (64, 32, 16, 8, 4),
