@@ -24,6 +24,7 @@ from jaxtyping import Array
 
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import ModelConfig, Tokenizer
 from stepprune_jax.models.family import Processor
@@ -99,8 +100,9 @@ def load_vlm(
 
     LLaVA-1.5 is read both in the Hugging Face layout and in the original one (with its separate
     CLIP folder), Qwen2.5-VL with the names of its published files and with those of newer
-    `transformers`; all from safetensors files. Configuration, tokenizer and every tensor's name
-    and shape are checked before the first weight is read.
+    `transformers`; all from safetensors files, or from pickles that hold tensors alone, without
+    running any code they name. Configuration, tokenizer and every tensor's name and shape are
+    checked before the first weight is read.
 
     Args:
         folder_or_hub_id: a folder, a Hugging Face hub id, or the name of a shipped model: "shapes"
@@ -231,10 +233,10 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
             problems["stored twice"].append(f"{entries[name].name} and {entry.name}")
         entries[name] = entry
 
-    for name, entry in safetensors.read_folder(source.folder).items():
+    for name, entry in read_folder(source.folder).items():
         add(family.canonical_name(name), entry)
     if source.vision_folder and not any(map(family.is_vision_name, entries)):
-        for name, entry in safetensors.read_folder(source.vision_folder).items():
+        for name, entry in read_folder(source.vision_folder).items():
             canonical = family.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)

@@ -10,13 +10,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from stepprune_jax.data.json_files import as_object, file_named, parse_json, read_json_object
+from stepprune_jax.data.json_files import as_object, file_named, parse_json
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import check
 
@@ -109,66 +109,6 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
             f"{', '.join(DTYPES)}: {str(info)[:200]}"
         )
     return entry
-
-
-def read_folder(folder: str | Path, prefix: str = "") -> dict[str, TensorEntry]:
-    """Reads the tables of contents of a folder's weights: one file, or shards with an index.
-
-    With a prefix, only shards that hold a name that starts with it are read, and have to exist.
-    """
-    folder = Path(folder)
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        if not (folder / SINGLE_NAME).is_file():
-            raise FileNotFoundError(_no_weights(folder))
-        return read_header(folder / SINGLE_NAME)
-    weight_map = read_weight_map(index, prefix)
-    files = sorted(set(weight_map.values()))
-    stored = [entry for file in files for entry in read_header(folder / file).values()]
-    entries = {entry.name: entry for entry in stored}
-    wrong = {e.name for e in stored if weight_map.get(e.name, e.path.name) != e.path.name}
-    wrong |= {e.name for e in stored if entries[e.name] is not e}  # in two shards
-    wrong |= weight_map.keys() - entries.keys()
-    named = min(wrong, default="")
-    check((not wrong, f"{index}: weight_map does not have the one place of {named!r}"))
-    return entries
-
-
-def read_weight_map(index: Path, prefix: str = "", stored: bool = True) -> dict[str, str]:
-    """Reads the file of each tensor from an index of safetensors or pickle shards.
-
-    Only of names that start with the prefix; the files have to exist if they are `stored`.
-    """
-    weight_map = as_object(read_json_object(index).get("weight_map"), f"{index}: weight_map")
-    weight_map = {name: file for name, file in weight_map.items() if name.startswith(prefix)}
-    files = sorted({str(file) for file in weight_map.values()})
-    # A link in the folder may lead elsewhere, as in the hub's own folders.
-    named = files or prefix
-    if not named or any(name in ("", ".", "..") or PurePath(name).name != name for name in files):
-        raise ValueError(f"{index}: weight_map should name files in the same folder, got {files}")
-    missing = [file for file in files if not (index.parent / file).is_file()]
-    if missing and stored:
-        raise FileNotFoundError(
-            f"{index} names {len(missing)} shard(s) that are not in {index.parent}: "
-            + ", ".join(missing)
-        )
-    return weight_map
-
-
-def _no_weights(folder: Path) -> str:
-    """Returns the reason why a folder has no readable weights, and a remedy."""
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-    if pickles:
-        return (
-            f"{folder} holds pickled weights ({', '.join(pickles[:4])}), which are never unpickled "
-            "here because a pickle can run any code. Convert them once (needs torch): "
-            f"python -m stepprune_jax.checkpoints.convert {folder} NEW_FOLDER"
-        )
-    return (
-        f"{folder} has no weights: expected {SINGLE_NAME}, or {INDEX_NAME} with its shards. "
-        "If they exist elsewhere only as .bin or .pt files, download them and run "
-        "python -m stepprune_jax.checkpoints.convert SRC DST (needs torch)"
-    )
 
 
 def read_tensor(

@@ -10,6 +10,7 @@ import pytest
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import load, safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.parallel import sharding
 
@@ -22,7 +23,7 @@ def _load(folder, mesh=None, dtype=jnp.float32, **options):
 
 def _rewrite(folder, change):
     """Changes the tensors of a folder with one weight file."""
-    entries = safetensors.read_folder(folder)
+    entries = read_folder(folder)
     tensors = {name: safetensors.read_tensor(entry) for name, entry in entries.items()}
     change(tensors)
     testing.write_tensors(folder, tensors)
@@ -47,7 +48,7 @@ def test_every_dialect_gives_the_same_parameters(tmp_path, llava_folder):
 
 def test_a_tower_inside_the_original_files_is_preferred_to_the_clip_folder(tmp_path):
     folder = layouts.original_llava(tmp_path)
-    tower = safetensors.read_folder(folder / "clip")
+    tower = read_folder(folder / "clip")
     kept = {name: safetensors.read_tensor(entry) + 1 for name, entry in tower.items()}
 
     def add_tower(tensors):
@@ -114,7 +115,7 @@ def test_sharded_weights_equal_those_of_one_device(tmp_path, sizes, block_bytes)
 
 def test_each_byte_is_read_once_and_only_by_who_needs_it(tmp_path, monkeypatch):
     folder = testing.tiny_llava(tmp_path, **EVEN)
-    total = sum(entry.nbytes for entry in safetensors.read_folder(folder).values())
+    total = sum(entry.nbytes for entry in read_folder(folder).values())
     reads = []
 
     def recorded(entry, index=None, dtype=None):

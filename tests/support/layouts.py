@@ -5,6 +5,7 @@ from pathlib import Path
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.weights import renamed
 
@@ -35,7 +36,7 @@ _ORIGINAL_FIELDS = {
 
 def rename(folder, names, max_shard_bytes=1 << 30):
     """Renames the weights of a folder; without names, takes them out of it."""
-    entries = safetensors.read_folder(folder)
+    entries = read_folder(folder)
     tensors = {renamed(x, names): safetensors.read_tensor(e) for x, e in entries.items()}
     for path in Path(folder).glob("*.safetensors*"):
         path.unlink()
