@@ -9,7 +9,7 @@ bfloat16 without torch, a slice of a tensor without the rest of it, and reads in
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,8 +196,8 @@ def write_file(
     specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     tensors: Iterable[np.ndarray],
     metadata: Mapping[str, str] | None = None,
-) -> int:
-    """Writes one safetensors file atomically, and returns its bytes of tensor data.
+) -> None:
+    """Writes one safetensors file atomically.
 
     The tensors are taken one at a time, and have the dtypes and shapes of `specs`, in its order.
     """
@@ -223,7 +223,6 @@ def write_file(
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return end
 
 
 def make_empty(folder: Path) -> None:
@@ -232,51 +231,3 @@ def make_empty(folder: Path) -> None:
     if present:
         raise FileExistsError(f"{folder} already holds {present[0]}; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def plan_shards(
-    sizes: Mapping[str, int], max_shard_bytes: int
-) -> list[tuple[str, tuple[str, ...]]]:
-    """Splits tensors over files, in order, each below a size unless one tensor alone exceeds it.
-
-    Returns the name of each file with the names of its tensors.
-    """
-    groups: list[list[str]] = [[]]
-    total = 0
-    for name, size in sizes.items():
-        if groups[-1] and total + size > max_shard_bytes:
-            groups.append([])
-            total = 0
-        groups[-1].append(name)
-        total += size
-    if len(groups) == 1:
-        return [(SINGLE_NAME, tuple(groups[0]))]
-    return [
-        (f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(group))
-        for i, group in enumerate(groups, start=1)
-    ]
-
-
-def write_shards(
-    folder: Path,
-    specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    tensor: Callable[[str], np.ndarray],
-    max_shard_bytes: int,
-) -> None:
-    """Writes tensors to files as in `plan_shards`, with an index if there are several.
-
-    `tensor` returns a tensor by its name, with the dtype and shape of `specs`.
-    """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in specs.items()}
-    shards = plan_shards(sizes, max_shard_bytes)
-    for file, names in shards:
-        write_file(folder / file, {name: specs[name] for name in names}, map(tensor, names))
-    if len(shards) > 1:
-        write_index(folder, shards, sum(sizes.values()))
-
-
-def write_index(folder: str | Path, shards: list[tuple[str, tuple[str, ...]]], total: int) -> None:
-    """Writes the shard index next to the shards."""
-    weight_map = {name: file for file, names in shards for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (Path(folder) / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -162,10 +162,3 @@ def test_a_failed_write_leaves_no_file(tmp_path):
     with pytest.raises(ValueError):
         ours.write_file(tmp_path / "x.safetensors", specs, [])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_shards_stay_below_the_size_where_they_can():
-    sizes = {"a": 4, "b": 4, "c": 10, "d": 1}
-    assert ours.plan_shards(sizes, 100) == [("model.safetensors", ("a", "b", "c", "d"))]
-    assert [members for _, members in ours.plan_shards(sizes, 8)] == [("a", "b"), ("c",), ("d",)]
-    assert ours.plan_shards(sizes, 8)[1][0] == "model-00002-of-00003.safetensors"
