@@ -88,25 +88,12 @@ def test_values_are_rounded_to_the_wanted_dtype(tmp_path, stored):
     _assert_same(half, jax.tree.map(lambda x: x.astype(jnp.bfloat16), exact))
 
 
-@pytest.mark.parametrize("block_bytes", [999, 4096])
-def test_filling_on_the_device_block_by_block_changes_nothing(tmp_path, block_bytes):
-    vision = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
-    text = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 440}
-    folder = testing.tiny_llava(tmp_path, vision=vision, text=text)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        got = _load(folder, None, dtype, block_bytes=block_bytes)
-        _assert_same(got, _load(folder, None, dtype))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "block_bytes"),
-    [({"tensor": 2}, 4000), ({"data": 2, "fsdp": 2, "tensor": 2}, load.BLOCK_BYTES)],
-)
-def test_sharded_weights_equal_those_of_one_device(tmp_path, sizes, block_bytes):
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_sharded_weights_equal_those_of_one_device(tmp_path, sizes):
     folder = testing.tiny_llava(tmp_path, **EVEN)
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = sharding.build_mesh(sizes, devices)
-    params = _load(folder, mesh, block_bytes=block_bytes)
+    params = _load(folder, mesh)
     _assert_same(params, _load(folder))
     wanted = sharding.shardings(params, LLAVA.SHARDING_RULES, mesh)
     jax.tree.map(
