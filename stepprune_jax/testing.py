@@ -144,7 +144,6 @@ def tiny_llava(
     vision: Json | None = None,
     text: Json | None = None,
     dtype: DTypeLike = np.float32,
-    max_shard_bytes: int = 1 << 30,
     seed: int = 0,
 ) -> Path:
     """Writes a tiny LLaVA with random weights as a checkpoint folder.
@@ -154,7 +153,6 @@ def tiny_llava(
         vision: fields to change in the vision config.
         text: fields to change in the text config.
         dtype: dtype of the tensors in the files.
-        max_shard_bytes: above this many bytes the weights are split over several files.
         seed: seed of the weights.
 
     Returns:
@@ -169,7 +167,7 @@ def tiny_llava(
         "crop_size": {"height": side, "width": side},
     }
     tensors = random_tensors(LlavaConfig.from_hf(raw), dtype, seed)
-    return _write_folder(folder, raw, processor, tensors, tokenizer, max_shard_bytes)
+    return _write_folder(folder, raw, processor, tensors, tokenizer)
 
 
 def tiny_qwen(
@@ -178,7 +176,6 @@ def tiny_qwen(
     min_pixels: int = 256,
     max_pixels: int = 2304,
     dtype: DTypeLike = np.float32,
-    max_shard_bytes: int = 1 << 30,
     seed: int = 0,
     **changes: object,
 ) -> Path:
@@ -189,7 +186,6 @@ def tiny_qwen(
         min_pixels: smallest area of a resized image; a token is 64 pixels.
         max_pixels: largest area of a resized image.
         dtype: dtype of the tensors in the files.
-        max_shard_bytes: above this many bytes the weights are split over several files.
         seed: seed of the weights.
         **changes: fields to change in the config.
 
@@ -207,7 +203,7 @@ def tiny_qwen(
         "merge_size": 2,
     }
     tensors = random_tensors(QwenConfig.from_hf(raw), dtype, seed)
-    return _write_folder(folder, raw, processor, tensors, tokenizer, max_shard_bytes)
+    return _write_folder(folder, raw, processor, tensors, tokenizer)
 
 
 def random_tensors(
@@ -227,12 +223,10 @@ def random_tensors(
     return tensors
 
 
-def write_tensors(
-    folder: str | Path, tensors: dict[str, np.ndarray], max_shard_bytes: int = 1 << 30
-) -> None:
-    """Writes tensors to an existing folder: one safetensors file, or shards with an index."""
+def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray]) -> None:
+    """Writes tensors to the safetensors file of an existing folder."""
     specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    safetensors.write_shards(Path(folder), specs, tensors.__getitem__, max_shard_bytes)
+    safetensors.write_file(Path(folder) / safetensors.SINGLE_NAME, specs, tensors.values())
 
 
 def _write_folder(
@@ -241,12 +235,11 @@ def _write_folder(
     processor: Json,
     tensors: dict[str, np.ndarray],
     tokenizer: Tokenizer,
-    max_shard_bytes: int,
 ) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in (("config.json", config), ("preprocessor_config.json", processor)):
         (folder / name).write_text(json.dumps(value, indent=2) + "\n")
-    write_tensors(folder, tensors, max_shard_bytes)
+    write_tensors(folder, tensors)
     tokenizer.save_pretrained(folder)
     return folder

@@ -12,10 +12,11 @@ from stepprune_jax.models.config import Json, ModelConfig, Tokenizer, number, re
 from stepprune_jax.models.families import find_family
 from stepprune_jax.user_input import errors_named, local_path
 
-# Files fetched from the hub, in two steps: the small files reveal a wrong repository. Pickles are
-# omitted, as they are never read.
+# Files fetched from the hub, in steps: the small files reveal a wrong repository, and pickles only
+# repeat the weights of a repository that has others.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
+PICKLE_FILES = ("pytorch_model*.bin",)
 
 _LOG = logging.getLogger(__name__)
 
@@ -95,7 +96,9 @@ def _repetition_penalty(folder: Path) -> float:
 def fetch_weights(source: Source) -> None:
     """Downloads the weights of a source on the hub."""
     for origin in source.origins:
-        find_folder(origin, WEIGHT_FILES)
+        folder = find_folder(origin, WEIGHT_FILES)
+        if not any(folder.glob("*.safetensors")):
+            find_folder(origin, PICKLE_FILES)
 
 
 def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> tuple[Path, str]:

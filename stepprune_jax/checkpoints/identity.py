@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import Source, fetch_weights
+from stepprune_jax.checkpoints.weight_files import find_weights, read_folder
 
 # Bytes of each tensor that are hashed.
 _SAMPLE = 1024
@@ -21,13 +21,13 @@ def model_identity(source: Source) -> str:
     digest = hashlib.sha256()
     for folder in filter(None, (source.folder, source.vision_folder)):
         digest.update((folder / "config.json").read_bytes())
-        for path in sorted(folder.glob("*.safetensors")):
-            with path.open("rb") as file:
-                for name, entry in sorted(safetensors.read_header(path).items()):
-                    about = (path.name, name, str(entry.dtype), entry.shape, entry.offset)
-                    digest.update(repr(about).encode())
-                    file.seek(entry.offset + max(0, entry.nbytes - _SAMPLE) // 2)
-                    digest.update(file.read(min(_SAMPLE, entry.nbytes)))
+        entries = read_folder(folder) if find_weights(folder) else {}
+        for entry in sorted(entries.values(), key=lambda entry: (entry.path, entry.name)):
+            about = (entry.path.name, entry.name, str(entry.dtype), entry.shape, entry.offset)
+            digest.update(repr(about).encode())
+            with entry.path.open("rb") as file:
+                file.seek(entry.offset + max(0, entry.nbytes - _SAMPLE) // 2)
+                digest.update(file.read(min(_SAMPLE, entry.nbytes)))
     return digest.hexdigest()
 
 

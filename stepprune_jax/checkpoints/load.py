@@ -1,16 +1,13 @@
-"""Checkpoint files to sharded arrays, a block at a time.
+"""Checkpoint files to sharded arrays, a few weights at a time.
 
-Host memory never exceeds a few blocks: a large weight is allocated on its devices and filled there
-block by block, each block being read only as far as a device needs it. Small weights are assembled
-on the host, which saves compiling a program for each of their shapes.
+Each weight is assembled on the host, read only as far as this process's devices hold it, and copied
+to them; a few threads do so at once, so that the host never holds more than a few weights.
 """
 
 import collections
 import concurrent.futures
-import math
 import sys
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +21,7 @@ from jaxtyping import Array
 
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import ModelConfig, Tokenizer
 from stepprune_jax.models.family import Processor
@@ -32,11 +30,8 @@ from stepprune_jax.models.weights import Target
 from stepprune_jax.parallel import sharding
 from stepprune_jax.user_input import expect
 
-# Size of one read, and of the largest part assembled on the host. It holds a layer's largest matrix
-# of the 7B model, so that each fills a contiguous piece of its stack. A few blocks wait at a time.
-BLOCK_BYTES = 96 << 20
+# Weights that are read at once.
 _READERS = 3
-_BLOCKS_AHEAD = 4
 # Largest number of tensors of a kind listed in a message.
 _LISTED = 40
 # Rows copied at once in a transposition, and the padding of that tile: rows a power of two apart
@@ -65,25 +60,6 @@ class VLM(NamedTuple):
     repetition_penalty: float = 1.0
 
 
-class _Block(NamedTuple):
-    """One read: a part of a tensor, and its place in a device's part of the weight."""
-
-    entry: safetensors.TensorEntry
-    index: tuple[slice, ...]
-    start: tuple[int, ...]
-    transform: str
-
-
-class _Part(NamedTuple):
-    """The part of a weight held by a group of devices; replicas share one read."""
-
-    target: Target
-    shape: tuple[int, ...]
-    devices: tuple[jax.Device, ...]
-    blocks: tuple[_Block, ...]
-    patches: tuple[slice, ...] | None
-
-
 def load_vlm(
     folder_or_hub_id: str | Path,
     mesh: Mesh | None = None,
@@ -99,8 +75,9 @@ def load_vlm(
 
     LLaVA-1.5 is read both in the Hugging Face layout and in the original one (with its separate
     CLIP folder), Qwen2.5-VL with the names of its published files and with those of newer
-    `transformers`; all from safetensors files. Configuration, tokenizer and every tensor's name
-    and shape are checked before the first weight is read.
+    `transformers`; all from safetensors files, or from pickles that hold tensors alone, without
+    running any code they name. Configuration, tokenizer and every tensor's name and shape are
+    checked before the first weight is read.
 
     Args:
         folder_or_hub_id: a folder, a Hugging Face hub id, or the name of a shipped model: "shapes"
@@ -149,7 +126,6 @@ def load_params(
     *,
     layers: str = "auto",
     progress: bool = True,
-    block_bytes: int = BLOCK_BYTES,
 ) -> Params:
     """Loads the weights alone.
 
@@ -159,7 +135,6 @@ def load_params(
         dtype: as in `load_vlm`.
         layers: as in `load_vlm`.
         progress: as in `load_vlm`.
-        block_bytes: bytes read at once; host memory in use is a few times this.
 
     Returns:
         The parameter tree.
@@ -180,22 +155,20 @@ def load_params(
     if layers == "none":
         targets = [x for x in targets if not x.path.startswith("language/layers/")]
     layouts = _layouts(abstract, source.config, mesh)
-    parts = [
-        part
-        for target in targets
-        for part in _parts(target, layouts[target.path], entries, block_bytes)
-    ]
-    pieces: dict[str, list[Array]] = collections.defaultdict(list)
-    total = sum(_block_bytes(block) for part in parts for block in part.blocks)
-    with _byte_bar(source.folder, total, progress) as bar:
-        for part, arrays in _fill(parts, jnp.dtype(dtype), block_bytes, bar):
-            pieces[part.target.path] += arrays
-    flat = {
-        target.path: jax.make_array_from_single_device_arrays(
-            target.shape, layouts[target.path], pieces.pop(target.path)
-        )
-        for target in targets
-    }
+    sizes = [sum(entries[name].nbytes for name in target.names) for target in targets]
+    flat: dict[str, Array] = {}
+    readers = concurrent.futures.ThreadPoolExecutor(_READERS)
+    with _byte_bar(source.folder, sum(sizes), progress) as bar:
+        try:
+            loading = [
+                readers.submit(_load_weight, x, layouts[x.path], entries, jnp.dtype(dtype))
+                for x in targets
+            ]
+            for target, size, load in zip(targets, sizes, loading, strict=True):
+                flat[target.path] = load.result()
+                bar.update(size)
+        finally:
+            readers.shutdown(cancel_futures=True)
     return weights.unflatten({x: flat[x] for x in weights.flatten(abstract) if x in flat})
 
 
@@ -231,10 +204,10 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
             problems["stored twice"].append(f"{entries[name].name} and {entry.name}")
         entries[name] = entry
 
-    for name, entry in safetensors.read_folder(source.folder).items():
+    for name, entry in read_folder(source.folder).items():
         add(family.canonical_name(name), entry)
     if source.vision_folder and not any(map(family.is_vision_name, entries)):
-        for name, entry in safetensors.read_folder(source.vision_folder).items():
+        for name, entry in read_folder(source.vision_folder).items():
             canonical = family.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)
@@ -264,149 +237,47 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
     return entries
 
 
-def _parts(
+def _load_weight(
     target: Target,
     layout: Sharding,
-    entries: dict[str, safetensors.TensorEntry],
-    block_bytes: int,
-) -> Iterator[_Part]:
-    """Yields the distinct parts of a weight over this process's devices, with their reads."""
+    entries: Mapping[str, safetensors.TensorEntry],
+    dtype: np.dtype,
+) -> Array:
+    """Reads what this process's devices hold of a weight, and places it on them."""
     groups: dict[tuple[tuple[int, int], ...], list[jax.Device]] = collections.defaultdict(list)
     for device, index in layout.addressable_devices_indices_map(target.shape).items():
         spans = zip(index, target.shape, strict=True)
         groups[tuple(cut.indices(size)[:2] for cut, size in spans)].append(device)
-    for spans, devices in groups.items():
-        shape = tuple(stop - start for start, stop in spans)
+    arrays = []
+    for spans, devices in groups.items():  # replicas share a read
+        host = np.empty([stop - start for start, stop in spans], dtype)
         layers = range(*spans[0]) if target.stacked else range(1)
-        inner = tuple(slice(*span) for span in (spans[1:] if target.stacked else spans))
-        if target.transform == "patches":  # small: read whole, cut after the transform
-            block = _Block(entries[target.names[0]], (), (0,) * len(shape), target.transform)
-            yield _Part(target, shape, tuple(devices), (block,), inner)
-            continue
-        blocks = [
-            block
-            for number, layer in enumerate(layers)
-            for block in _cut(target, entries[target.names[layer]], inner, number, block_bytes)
-        ]
-        yield _Part(target, shape, tuple(devices), tuple(blocks), None)
+        cuts = tuple(slice(*span) for span in spans[target.stacked :])
+        for layer, part in zip(layers, host if target.stacked else host[None], strict=True):
+            _read(part, entries[target.names[layer]], cuts, target.transform)
+        arrays += [jax.device_put(host, device) for device in devices]
+    jax.block_until_ready(arrays)  # frees the host's copies before more are made
+    return jax.make_array_from_single_device_arrays(target.shape, layout, arrays)
 
 
-def _cut(
-    target: Target,
-    entry: safetensors.TensorEntry,
-    inner: tuple[slice, ...],
-    number: int,
-    block_bytes: int,
-) -> Iterator[_Block]:
-    """Divides a tensor's required region into blocks of rows of the file."""
-    transposed = target.transform == "transpose"
-    region = inner[::-1] if transposed else inner
-    columns = math.prod(cut.stop - cut.start for cut in region[1:])
-    total = region[0].stop - region[0].start
-    count = -(-total * columns * entry.dtype.itemsize // block_bytes)
-    rows = -(-total // min(count, total))  # equal blocks, as every shape is compiled for
-    for row in range(region[0].start, region[0].stop, rows):
-        index = (slice(row, min(row + rows, region[0].stop)), *region[1:])
-        start = [0] * len(inner)
-        start[-1 if transposed else 0] = row - region[0].start
-        lead = (number,) if target.stacked else ()
-        yield _Block(entry, index, (*lead, *start), target.transform)
-
-
-def _fill(
-    parts: list[_Part], dtype: np.dtype, block_bytes: int, bar: tqdm.tqdm
-) -> Iterator[tuple[_Part, list[Array]]]:
-    """Reads every part and yields it with one array per device, in order."""
-    reads = _read_ahead([block for part in parts for block in part.blocks], dtype)
-    for part in parts:
-        small = math.prod(part.shape) * dtype.itemsize <= block_bytes
-        fill = _fill_on_host if small else _fill_on_device
-        yield part, fill(part, dtype, reads, bar)
-
-
-def _fill_on_host(
-    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: tqdm.tqdm
-) -> list[Array]:
-    """Assembles a small part on the host and copies it to its devices."""
-    host = np.empty(part.shape, dtype)
-    for block in part.blocks:
-        data = next(reads)
-        bar.update(data.nbytes)
-        data = data if part.patches is None else data[part.patches]
-        lead = (block.start[0],) if part.target.stacked else ()
-        inner = block.start[len(lead) :]
-        cut = tuple(slice(at, at + size) for at, size in zip(inner, data.shape, strict=True))
-        host[lead + cut] = data
-    return [jax.device_put(host, device) for device in part.devices]
-
-
-def _fill_on_device(
-    part: _Part, dtype: np.dtype, reads: Iterator[np.ndarray], bar: tqdm.tqdm
-) -> list[Array]:
-    """Allocates a large part on its devices and writes the blocks into it there."""
-    buffers = [jnp.zeros(part.shape, dtype, device=device) for device in part.devices]
-    for block in part.blocks:
-        data = next(reads)
-        start = tuple(np.int32(at) for at in block.start)
-        buffers = [
-            _write(buffer, jax.device_put(data, device), start)
-            for buffer, device in zip(buffers, part.devices, strict=True)
-        ]
-        # The host block is freed once it is copied; without this wait blocks would accumulate.
-        jax.block_until_ready(buffers)
-        bar.update(data.nbytes)
-    return buffers
-
-
-@partial(jax.jit, donate_argnums=0)
-def _write(buffer: Array, block: Array, start: tuple) -> Array:
-    """Converts a block and writes it into the donated buffer of the weight."""
-    block = block.astype(buffer.dtype)
-    block = block.reshape((1,) * (buffer.ndim - block.ndim) + block.shape)
-    # As integers: on a CPU, XLA would convert all of a bfloat16 buffer to float32 and back.
-    bits = jnp.dtype(f"u{buffer.dtype.itemsize}")
-    as_bits = partial(jax.lax.bitcast_convert_type, new_dtype=bits)
-    written = jax.lax.dynamic_update_slice(as_bits(buffer), as_bits(block), start)
-    return jax.lax.bitcast_convert_type(written, buffer.dtype)
-
-
-def _read_ahead(blocks: list[_Block], dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Reads blocks in order, a few ahead of the consumer."""
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-        waiting: collections.deque = collections.deque()
-        try:
-            for block in blocks:
-                waiting.append(pool.submit(_read, block, dtype))
-                if len(waiting) >= _BLOCKS_AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _read(block: _Block, dtype: np.dtype) -> np.ndarray:
-    """Reads one block that `dtype` can hold, and transposes it from the file's axes to ours."""
-    data = safetensors.read_tensor(block.entry, block.index, dtype)
-    if block.transform == "patches":
-        return np.moveaxis(data, (0, 1), (-1, -2)).reshape(-1, data.shape[0])
-    if block.transform == "copy":
-        return data
-    # Strip by strip: ten times as fast as numpy's own copy of a transposed matrix, and done by the
-    # reading threads; as integers, since numpy moves those without a call for each element.
-    bits = data.view(np.dtype(f"u{data.dtype.itemsize}"))
-    rows, columns = bits.shape
-    out = np.empty((columns, rows), bits.dtype)
-    tile = np.empty((_TILE, columns + _PAD), bits.dtype)[:, :columns]
-    for row in range(0, rows, _TILE):
-        count = min(_TILE, rows - row)
-        tile[:count] = bits[row : row + count]
-        out[:, row : row + count] = tile[:count].T
-    return out.view(data.dtype)
-
-
-def _block_bytes(block: _Block) -> int:
-    """Returns the bytes of a block."""
-    spans = [cut.indices(size) for cut, size in zip(block.index, block.entry.shape, strict=False)]
-    cells = math.prod(stop - start for start, stop, _ in spans)
-    return cells * math.prod(block.entry.shape[len(spans) :]) * block.entry.dtype.itemsize
+def _read(
+    host: np.ndarray, entry: safetensors.TensorEntry, cuts: tuple[slice, ...], transform: str
+) -> None:
+    """Reads a tensor, or a part of it, in our axes into `host`, whose dtype has to hold it."""
+    if transform == "copy":
+        host[...] = safetensors.read_tensor(entry, cuts, host.dtype)
+        return
+    if transform == "patches":  # small: read whole, cut after the transform
+        data = safetensors.read_tensor(entry, dtype=host.dtype)
+        host[...] = np.moveaxis(data, (0, 1), (-1, -2)).reshape(-1, data.shape[0])[cuts]
+        return
+    # Strip by strip: ten times as fast as numpy's own copy of a transposed matrix; as integers,
+    # since numpy moves those without a call for each element.
+    columns, rows = cuts
+    bits = np.dtype(f"u{host.dtype.itemsize}")
+    tile = np.empty((_TILE, len(host) + _PAD), host.dtype)[:, : len(host)]
+    for start in range(rows.start, rows.stop, _TILE):
+        stop = min(start + _TILE, rows.stop)
+        strip = tile[: stop - start]
+        strip[...] = safetensors.read_tensor(entry, (slice(start, stop), columns), host.dtype)
+        host.view(bits)[:, start - rows.start : stop - rows.start] = strip.view(bits).T

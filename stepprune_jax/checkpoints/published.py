@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from stepprune_jax.checkpoints import hub, safetensors, torch_file
+from stepprune_jax.checkpoints.weight_files import read_folder, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.pruning import GlimpsePruneConfig, TrainedConfig, VisionSelectorConfig
 from stepprune_jax.user_input import errors_named, expect
@@ -42,7 +43,7 @@ def find_published(folder: Path) -> Path | None:
     if (folder / GLIMPSE_FILE).is_file():
         return folder / GLIMPSE_FILE
     index, single = folder / safetensors.INDEX_NAME, folder / safetensors.SINGLE_NAME
-    if index.is_file() and safetensors.read_weight_map(index, PREFIX, stored=False):
+    if index.is_file() and read_weight_map(index, PREFIX, stored=False):
         return index
     known = safetensors.read_header(single) if single.is_file() else ()
     return single if is_published(known) else None
@@ -52,7 +53,7 @@ def download_published(source: hub.Repository, folder: Path) -> Path | None:
     """Downloads the shards that have such weights, after their index; returns what was found."""
     found = find_published(folder)
     if found is not None and found.name == safetensors.INDEX_NAME:
-        shards = safetensors.read_weight_map(found, PREFIX, stored=False).values()
+        shards = read_weight_map(found, PREFIX, stored=False).values()
         hub.download(source, sorted({*shards}))
     return found
 
@@ -78,7 +79,7 @@ def read_published(path: Path) -> tuple[TrainedConfig, dict[str, np.ndarray]]:
     if path.name == GLIMPSE_FILE:
         return _read_glimpseprune(path)
     if path.name == safetensors.INDEX_NAME:
-        entries = safetensors.read_folder(path.parent, PREFIX)
+        entries = read_folder(path.parent, PREFIX)
     else:
         entries = safetensors.read_header(path)
     own = {name: entry for name, entry in entries.items() if name.startswith(PREFIX)}

@@ -9,14 +9,14 @@ bfloat16 without torch, a slice of a tensor without the rest of it, and reads in
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path, PurePath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from stepprune_jax.data.json_files import as_object, file_named, parse_json, read_json_object
+from stepprune_jax.data.json_files import as_object, file_named, parse_json
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import check
 
@@ -111,66 +111,6 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
     return entry
 
 
-def read_folder(folder: str | Path, prefix: str = "") -> dict[str, TensorEntry]:
-    """Reads the tables of contents of a folder's weights: one file, or shards with an index.
-
-    With a prefix, only shards that hold a name that starts with it are read, and have to exist.
-    """
-    folder = Path(folder)
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        if not (folder / SINGLE_NAME).is_file():
-            raise FileNotFoundError(_no_weights(folder))
-        return read_header(folder / SINGLE_NAME)
-    weight_map = read_weight_map(index, prefix)
-    files = sorted(set(weight_map.values()))
-    stored = [entry for file in files for entry in read_header(folder / file).values()]
-    entries = {entry.name: entry for entry in stored}
-    wrong = {e.name for e in stored if weight_map.get(e.name, e.path.name) != e.path.name}
-    wrong |= {e.name for e in stored if entries[e.name] is not e}  # in two shards
-    wrong |= weight_map.keys() - entries.keys()
-    named = min(wrong, default="")
-    check((not wrong, f"{index}: weight_map does not have the one place of {named!r}"))
-    return entries
-
-
-def read_weight_map(index: Path, prefix: str = "", stored: bool = True) -> dict[str, str]:
-    """Reads the file of each tensor from an index of safetensors or pickle shards.
-
-    Only of names that start with the prefix; the files have to exist if they are `stored`.
-    """
-    weight_map = as_object(read_json_object(index).get("weight_map"), f"{index}: weight_map")
-    weight_map = {name: file for name, file in weight_map.items() if name.startswith(prefix)}
-    files = sorted({str(file) for file in weight_map.values()})
-    # A link in the folder may lead elsewhere, as in the hub's own folders.
-    named = files or prefix
-    if not named or any(name in ("", ".", "..") or PurePath(name).name != name for name in files):
-        raise ValueError(f"{index}: weight_map should name files in the same folder, got {files}")
-    missing = [file for file in files if not (index.parent / file).is_file()]
-    if missing and stored:
-        raise FileNotFoundError(
-            f"{index} names {len(missing)} shard(s) that are not in {index.parent}: "
-            + ", ".join(missing)
-        )
-    return weight_map
-
-
-def _no_weights(folder: Path) -> str:
-    """Returns the reason why a folder has no readable weights, and a remedy."""
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-    if pickles:
-        return (
-            f"{folder} holds pickled weights ({', '.join(pickles[:4])}), which are never unpickled "
-            "here because a pickle can run any code. Convert them once (needs torch): "
-            f"python -m stepprune_jax.checkpoints.convert {folder} NEW_FOLDER"
-        )
-    return (
-        f"{folder} has no weights: expected {SINGLE_NAME}, or {INDEX_NAME} with its shards. "
-        "If they exist elsewhere only as .bin or .pt files, download them and run "
-        "python -m stepprune_jax.checkpoints.convert SRC DST (needs torch)"
-    )
-
-
 def read_tensor(
     entry: TensorEntry, index: tuple[slice, ...] | None = None, dtype: np.dtype | None = None
 ) -> np.ndarray:
@@ -256,8 +196,8 @@ def write_file(
     specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     tensors: Iterable[np.ndarray],
     metadata: Mapping[str, str] | None = None,
-) -> int:
-    """Writes one safetensors file atomically, and returns its bytes of tensor data.
+) -> None:
+    """Writes one safetensors file atomically.
 
     The tensors are taken one at a time, and have the dtypes and shapes of `specs`, in its order.
     """
@@ -283,7 +223,6 @@ def write_file(
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return end
 
 
 def make_empty(folder: Path) -> None:
@@ -292,51 +231,3 @@ def make_empty(folder: Path) -> None:
     if present:
         raise FileExistsError(f"{folder} already holds {present[0]}; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def plan_shards(
-    sizes: Mapping[str, int], max_shard_bytes: int
-) -> list[tuple[str, tuple[str, ...]]]:
-    """Splits tensors over files, in order, each below a size unless one tensor alone exceeds it.
-
-    Returns the name of each file with the names of its tensors.
-    """
-    groups: list[list[str]] = [[]]
-    total = 0
-    for name, size in sizes.items():
-        if groups[-1] and total + size > max_shard_bytes:
-            groups.append([])
-            total = 0
-        groups[-1].append(name)
-        total += size
-    if len(groups) == 1:
-        return [(SINGLE_NAME, tuple(groups[0]))]
-    return [
-        (f"model-{i:05d}-of-{len(groups):05d}.safetensors", tuple(group))
-        for i, group in enumerate(groups, start=1)
-    ]
-
-
-def write_shards(
-    folder: Path,
-    specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    tensor: Callable[[str], np.ndarray],
-    max_shard_bytes: int,
-) -> None:
-    """Writes tensors to files as in `plan_shards`, with an index if there are several.
-
-    `tensor` returns a tensor by its name, with the dtype and shape of `specs`.
-    """
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in specs.items()}
-    shards = plan_shards(sizes, max_shard_bytes)
-    for file, names in shards:
-        write_file(folder / file, {name: specs[name] for name in names}, map(tensor, names))
-    if len(shards) > 1:
-        write_index(folder, shards, sum(sizes.values()))
-
-
-def write_index(folder: str | Path, shards: list[tuple[str, tuple[str, ...]]], total: int) -> None:
-    """Writes the shard index next to the shards."""
-    weight_map = {name: file for file, names in shards for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (Path(folder) / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -16,7 +16,7 @@ from stepprune_jax.models.stack import Params, layout_of
 from stepprune_jax.models.weights import Target
 
 
-def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
+def save_vlm(model: VLM, folder: str | Path) -> None:
     """Writes a model as a folder that `transformers` and `load_vlm` read.
 
     Names are those of the family's published files. A model that came from the original LLaVA-v1.5
@@ -27,7 +27,6 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
         model: result of `load_vlm`, or a `VLM` built from parameters and a config; tokenizer and
             image settings are written if present.
         folder: folder to write; created if needed, must not hold weights yet.
-        max_shard_bytes: above this many bytes the weights are split over several files.
 
     Raises:
         FileExistsError: the folder already holds weights.
@@ -41,7 +40,7 @@ def save_vlm(model: VLM, folder: str | Path, *, max_shard_bytes: int = 5_000_000
     _check_shapes(flat, vlm.abstract_params(model.config, layers=layers))
     config, tokenizer = family.complete_vocabulary(model.config, model.tokenizer)
     targets = family.weight_targets(vlm.abstract_params(config, layers=layers), config)
-    _write_weights(folder, flat, targets, max_shard_bytes)
+    _write_weights(folder, flat, targets)
     dtype = jax.tree.leaves(model.params)[0].dtype
     _write_json(folder / "config.json", config.to_hf(str(dtype)))
     ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
@@ -71,10 +70,7 @@ def _check_shapes(flat: Mapping[str, Array | np.ndarray], abstract: Params) -> N
 
 
 def _write_weights(
-    folder: Path,
-    flat: Mapping[str, Array | np.ndarray],
-    targets: list[Target],
-    max_shard_bytes: int,
+    folder: Path, flat: Mapping[str, Array | np.ndarray], targets: list[Target]
 ) -> None:
     """Writes the weights under their names in the files."""
     sources: dict[str, tuple[Target, int]] = {}
@@ -91,7 +87,7 @@ def _write_weights(
         more = target.tensor_shape[0] - len(tensor)
         return np.concatenate([tensor, np.repeat(tensor[:1], more, axis=0)]) if more else tensor
 
-    safetensors.write_shards(folder, specs, read, max_shard_bytes)
+    safetensors.write_file(folder / safetensors.SINGLE_NAME, specs, map(read, specs))
 
 
 def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndarray:

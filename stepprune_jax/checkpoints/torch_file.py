@@ -38,8 +38,9 @@ def read_tensors(path: Path) -> dict[str, TensorEntry]:
     Raises:
         ValueError: a file of another kind, or one that is damaged or holds anything else.
     """
-    try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as raw:
+    with path.open("rb") as raw:
+        try:
+            archive = zipfile.ZipFile(raw)
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             order = members.get("byteorder")
             check((order is None or archive.read(order) == b"little", "it is big-endian"))
@@ -47,12 +48,10 @@ def read_tensors(path: Path) -> dict[str, TensorEntry]:
             with archive.open(members["data.pkl"]) as pickled:
                 tree = _Unpickler(pickled, path, raw, members).load()
             return _flatten(tree, "")
-    except OSError:
-        raise
-    except Exception as error:  # a damaged file may raise any kind
-        reason = " ".join(str(error).split()) or type(error).__name__
-        message = f"{path} is not a file of tensors, as torch.save writes it: {reason}"
-        raise ValueError(message) from error
+        except Exception as error:  # a damaged file may raise any kind
+            reason = " ".join(str(error).split()) or type(error).__name__
+            message = f"{path} is not a file of tensors, as torch.save writes it: {reason}"
+            raise ValueError(message) from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -101,6 +100,7 @@ _KNOWN = {
     "torch.FloatStorage": DTYPES["F32"],
     "torch.HalfStorage": DTYPES["F16"],
     "torch.BFloat16Storage": DTYPES["BF16"],
+    "torch.LongStorage": DTYPES["I64"],  # of positions, which older models store
 }
 
 

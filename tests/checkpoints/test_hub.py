@@ -1,16 +1,19 @@
 """Policies and models from a stand-in of the hub, and policies to it."""
 
 import dataclasses
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from hub_server import serving
 from huggingface_hub import constants
+from shards import to_pickles
 
 from stepprune_jax import export
 from stepprune_jax.checkpoints import hub
-from stepprune_jax.checkpoints.folder import find_folder
+from stepprune_jax.checkpoints.folder import find_folder, inspect_folder
+from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.evaluation.settings import find_policy, own_policy
@@ -105,11 +108,11 @@ def test_a_policy_needs_no_prefix_where_no_path_is_meant(server, published, tmp_
     assert not server.asked
 
 
-def test_a_model_comes_at_a_revision_with_its_weights_last_and_never_a_pickle(
+def test_a_model_comes_at_a_revision_with_its_weights_last_and_no_needless_pickle(
     server, llava_folder, capsys
 ):
     files = {path.name: path.read_bytes() for path in llava_folder.iterdir()}
-    first = server.commit("org/model", files | {"weights.bin": b"a pickle"})
+    first = server.commit("org/model", files | {"pytorch_model.bin": b"the same"})
     server.commit("org/model", {"config.json": b"{}"})
     model = load_vlm(f"hub:org/model@{first}", progress=False)
     assert sorted(path.name for path in model.folder.iterdir()) == sorted(files)
@@ -118,6 +121,16 @@ def test_a_model_comes_at_a_revision_with_its_weights_last_and_never_a_pickle(
     assert all(names.index(name) < weights for name in files if name.endswith(".json"))
     assert f"org/model@{first} is not a local folder; looking it up" in capsys.readouterr().out
     assert (find_folder("hub:org/model") / "config.json").read_text() == "{}"
+
+
+def test_pickles_come_from_a_repository_without_safetensors(server, llava_folder, tmp_path):
+    folder = shutil.copytree(llava_folder, tmp_path / "model")
+    to_pickles(folder, 2)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    server.commit("org/old", files | {"training_args.bin": b"no weights"})
+    source = inspect_folder("hub:org/old")
+    assert model_identity(source) == model_identity(inspect_folder(folder))
+    assert sorted(path.name for path in source.folder.iterdir()) == sorted(files)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hub_server import serving
+from shards import write_index
 
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.policy import load_policy
@@ -39,11 +40,11 @@ def write(path, arrays):
 def write_sharded(folder, arrays):
     """One tensor a file; the language model's is not there, as after a download of the scorer."""
     folder.mkdir()
-    shards = [(f"model-{i}.safetensors", (name,)) for i, name in enumerate(arrays)]
-    for file, (name,) in shards:
+    weight_map = {name: f"model-{i}.safetensors" for i, name in enumerate(arrays)}
+    for name, file in weight_map.items():
         if name != "lm_head.weight":
             write(folder / file, {name: arrays[name]})
-    safetensors.write_index(folder, shards, 1)
+    write_index(folder, weight_map)
 
 
 def check(policy, arrays):

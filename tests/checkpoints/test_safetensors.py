@@ -157,56 +157,8 @@ def test_a_file_cut_after_its_header_was_read_is_named(tmp_path):
         ours.read_tensor(entry)
 
 
-def test_a_folder_with_a_bad_index_is_refused(tmp_path):
-    index = tmp_path / ours.INDEX_NAME
-    for weight_map in (None, {}, {"a": 5}, {"a": "../one.safetensors"}, {"a": ".."}):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        with pytest.raises((ValueError, FileNotFoundError), match=r"index\.json"):
-            ours.read_folder(tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
-    _write(tmp_path / "one.safetensors", a=np.zeros(1, np.float32))
-    with pytest.raises(FileNotFoundError, match=r"1 shard\(s\) .* two\.safetensors"):
-        ours.read_folder(tmp_path)
-    for one, two in (("a", "a"), ("b", "a"), ("c", "b")):  # twice, elsewhere, nowhere
-        _write(tmp_path / "one.safetensors", **{one: np.zeros(1, np.float32)})
-        _write(tmp_path / "two.safetensors", **{two: np.zeros(1, np.float32)})
-        with pytest.raises(ValueError, match=r"index\.json: "):
-            ours.read_folder(tmp_path)
-    for name, wanted in (("one", "a"), ("two", "b")):  # a tensor that no index names, in both
-        tensors = dict.fromkeys((wanted, "c"), np.zeros(1, np.float32))
-        _write(tmp_path / f"{name}.safetensors", **tensors)
-    with pytest.raises(ValueError, match=r"index\.json: .*'c'"):
-        ours.read_folder(tmp_path)
-
-
-def test_a_link_in_the_folder_may_lead_elsewhere(tmp_path):
-    """As in the hub's own folders."""
-    (tmp_path / "blobs").mkdir()
-    folder = tmp_path / "snapshot"
-    folder.mkdir()
-    _write(tmp_path / "blobs" / "1", a=np.zeros(1, np.float32))
-    (folder / "one.safetensors").symlink_to("../blobs/1")
-    ours.write_index(folder, [("one.safetensors", ("a",))], 4)
-    assert list(ours.read_folder(folder)) == ["a"]
-
-
-def test_pickles_are_not_read_but_the_converter_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no weights"):
-        ours.read_folder(tmp_path)
-    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(FileNotFoundError, match=r"python -m stepprune_jax\.checkpoints\.convert"):
-        ours.read_folder(tmp_path)
-
-
 def test_a_failed_write_leaves_no_file(tmp_path):
     specs = {"a": (np.dtype(np.float32), (2,))}
     with pytest.raises(ValueError):
         ours.write_file(tmp_path / "x.safetensors", specs, [])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_shards_stay_below_the_size_where_they_can():
-    sizes = {"a": 4, "b": 4, "c": 10, "d": 1}
-    assert ours.plan_shards(sizes, 100) == [("model.safetensors", ("a", "b", "c", "d"))]
-    assert [members for _, members in ours.plan_shards(sizes, 8)] == [("a", "b"), ("c",), ("d",)]
-    assert ours.plan_shards(sizes, 8)[1][0] == "model-00002-of-00003.safetensors"

@@ -39,12 +39,11 @@ def _logits(model):
 
 
 @pytest.mark.parametrize("layers", ["stacked", "apart"])
-def test_sharded_and_split_bfloat16_weights_survive_a_round_trip(tmp_path, layers):
+def test_sharded_bfloat16_weights_survive_a_round_trip(tmp_path, layers):
     source = testing.tiny_llava(tmp_path / "source", text={"vocab_size": 448})
     mesh = sharding.build_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
     model = load_vlm(source, mesh, layers=layers, progress=False)
-    save_vlm(model, tmp_path / "saved", max_shard_bytes=30_000)
-    assert len(list((tmp_path / "saved").glob("model-*-of-*.safetensors"))) > 3
+    save_vlm(model, tmp_path / "saved")
     again = load_vlm(tmp_path / "saved", progress=False)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),

@@ -6,10 +6,12 @@ it.
 
 import json
 import shutil
+import zipfile
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from benchmark_files import write_lines
 from benchmark_folders import write_benchmarks
 from hostile import VALUES, cases, changed, damaged, one_line
@@ -28,7 +30,8 @@ from stepprune_jax.benchmarks.answer_files import (
     recover,
 )
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints import safetensors, torch_file
+from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.data.images import LONGEST_SIDE, open_image
 from stepprune_jax.data.json_files import read_json_lines, read_json_list, read_json_object
 from stepprune_jax.data.llava import read_answers, read_questions
@@ -222,6 +225,25 @@ def test_safetensors(folder, data):
                 assert np.isfinite(tensor.astype(wanted)).all()
 
 
+@cases(80)
+@given(data=st.data())
+def test_pickled_weights(folder, data):
+    path = folder / "pytorch_model.bin"
+    torch.save({"w": torch.ones(2, 3), "b": torch.ones(4).bfloat16()}, path)
+    with zipfile.ZipFile(path) as whole:
+        members = {name: whole.read(name) for name in whole.namelist()}
+    pickled = next(name for name in members if name.endswith("data.pkl"))
+    members[pickled] = data.draw(damaged(members[pickled]))
+    with zipfile.ZipFile(path, "w") as archive:  # with the checksums of what it has now
+        for name, content in members.items():
+            archive.writestr(name, content)
+    if data.draw(st.booleans()):
+        path.write_bytes(data.draw(damaged(path.read_bytes())))
+    with one_line(path):
+        for entry in torch_file.read_tensors(path).values():
+            assert safetensors.read_tensor(entry).shape == entry.shape
+
+
 @cases(30)
 @given(index=changed({"weight_map": {"w": "x.safetensors", "b": "x.safetensors"}}))
 def test_the_index_of_shards(folder, index):
@@ -231,7 +253,7 @@ def test_the_index_of_shards(folder, index):
     safetensors.write_file(model / "x.safetensors", specs, [np.ones(1, np.float32)] * 2)
     (model / safetensors.INDEX_NAME).write_text(json.dumps(index))
     with one_line(model):
-        entries = safetensors.read_folder(model)
+        entries = read_folder(model)
         assert {entry.path.parent for entry in entries.values()} == {model}
 
 

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+from shards import to_shards
+
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.weights import renamed
 
@@ -33,28 +36,29 @@ _ORIGINAL_FIELDS = {
 }
 
 
-def rename(folder, names, max_shard_bytes=1 << 30):
+def rename(folder, names):
     """Renames the weights of a folder; without names, takes them out of it."""
-    entries = safetensors.read_folder(folder)
+    entries = read_folder(folder)
     tensors = {renamed(x, names): safetensors.read_tensor(e) for x, e in entries.items()}
     for path in Path(folder).glob("*.safetensors*"):
         path.unlink()
     if names:
-        testing.write_tensors(folder, tensors, max_shard_bytes)
+        testing.write_tensors(folder, tensors)
     return tensors
 
 
-def new_llava(folder, max_shard_bytes=1 << 30, **options):
+def new_llava(folder, **options):
     """A LLaVA with the names of newer `transformers`."""
     testing.tiny_llava(folder, **options)
-    rename(folder, _NEW_NAMES, max_shard_bytes)
+    rename(folder, _NEW_NAMES)
     return Path(folder)
 
 
 def new_qwen(folder, **options):
     """A Qwen2.5-VL with the names of newer `transformers`, in shards."""
     testing.tiny_qwen(folder, **options)
-    rename(folder, _NEW_QWEN_NAMES, 100_000)
+    rename(folder, _NEW_QWEN_NAMES)
+    to_shards(Path(folder), 3)
     return Path(folder)
 
 

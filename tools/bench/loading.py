@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.safetensors import SINGLE_NAME
 from stepprune_jax.efficiency.timing import table
 
 WIDE = {
@@ -45,13 +46,9 @@ def report(gigabytes: float, repeats: int) -> str:
     """Writes a bfloat16 folder, loads it onto the default device, and tabulates GB/s."""
     layers = max(1, round(1e9 * gigabytes / LAYER_BYTES))
     with tempfile.TemporaryDirectory() as folder:
-        testing.tiny_llava(
-            folder,
-            text={**WIDE, "num_hidden_layers": layers},
-            dtype=jnp.bfloat16,
-            max_shard_bytes=2_000_000_000,
-        )
-        files = sorted(Path(folder).glob("*.safetensors"))
+        text = {**WIDE, "num_hidden_layers": layers}
+        testing.tiny_llava(folder, text=text, dtype=jnp.bfloat16)
+        files = [Path(folder) / SINGLE_NAME]
         size = sum(file.stat().st_size for file in files) / 1e9
         calls = {
             "load_vlm": lambda: jax.block_until_ready(load_vlm(folder, progress=False).params),
@@ -70,4 +67,4 @@ def report(gigabytes: float, repeats: int) -> str:
     rows = [
         [name, source, min(taken), size / min(taken)] for (name, source), taken in seconds.items()
     ]
-    return table([f"loading {size:.2f} GB, {len(files)} file(s)", "from", "s", "GB/s"], rows)
+    return table([f"loading {size:.2f} GB", "from", "s", "GB/s"], rows)

@@ -90,28 +90,17 @@ def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
     Windows begin at the image's first row and column; those at its other edges may be smaller.
     """
     number = jnp.arange(slots, dtype=jnp.int32)
-    rows, columns = (jnp.maximum(x[:, None], 1) for x in (grid[:, 0], grid[:, 1]))
+    columns = jnp.maximum(grid[:, 1:], 1)  # an absent image has none
     size = grid.prod(1).astype(jnp.int32)
     real = number < size[:, None]
-
-    def extent(total, first):
-        """Patches of a window that starts at `first`; at least one, as padding has none."""
-        return jnp.clip(total - first, 1, side)
-
-    # From a slot to its place: full rows of windows, then full windows, then within one.
-    top, inner = number // (side * columns) * side, number % (side * columns)
-    height = extent(rows, top)
-    left, inner = inner // (height * side) * side, inner % (height * side)
-    width = extent(columns, left)
-    row, column = top + inner // width, left + inner % width
-    raster = jnp.where(real, row * columns + column, number)
-    window = top // side * -(-columns // side) + left // side
-    # And back.
-    at_row, at_column = number // columns, number % columns
-    top, left = at_row // side * side, at_column // side * side
-    height, width = extent(rows, top), extent(columns, left)
-    within = (at_row - top) * width + at_column - left
-    slot = jnp.where(real, top * columns + height * left + within, number)
+    row, column = number // columns, number % columns
+    window = row // side * -(-columns // side) + column // side
+    window = jnp.where(real, window, slots)  # sorts the padding last
+    raster = jnp.argsort(window, axis=1, stable=True)
+    slot = jnp.argsort(raster, axis=1)
+    row, column, window = (
+        jnp.take_along_axis(of_patch, raster, axis=1) for of_patch in (row, column, window)
+    )
     place = jnp.where(real[:, None], jnp.stack([row, column], axis=1), 0)
     return Layout(raster, slot, jnp.where(real, window, -1), place, size)
 
