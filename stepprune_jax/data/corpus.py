@@ -70,7 +70,7 @@ class Lengths(NamedTuple):
 
 
 class Corpus:
-    """Rows of a training file by number. May be used by threads and sent to another process."""
+    """Rows of a training file by number. May be used by several threads."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ def scan_json_list(file: str | Path, kind: str = "entry") -> Iterator[Entry]:
 class JsonEntries:
     """Entries of a JSON list by number, read from the file each time.
 
-    May be used by several threads, and sent to another process.
+    May be used by several threads.
     """
 
     def __init__(self, file: str | Path, start: Int[np.ndarray, " s"], end: Int[np.ndarray, " s"]):

@@ -94,7 +94,7 @@ class PixelCache:
 
     Image processors resample to bytes and then scale and normalise each of them separately. So
     bytes are cached, which take a quarter of the memory of the resulting pixels. May be used by
-    several threads, and is empty after being sent to another process.
+    several threads.
     """
 
     def __init__(
@@ -105,17 +105,6 @@ class PixelCache:
     ):
         """Starts empty; above the limit, the least recently used images are dropped."""
         self._resize, self._finish, self._limit = resize, finish, limit_bytes
-        self._clear()
-
-    def __getstate__(self):
-        own = ("_kept", "_size", "_lock")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._clear()
-
-    def _clear(self):
         self._kept: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()
         self._size = 0
         self._lock = threading.Lock()

@@ -1,6 +1,7 @@
 """Conversations as batches: shapes, shards, images that cannot be read, resuming."""
 
 import json
+import threading
 from pathlib import Path
 
 import jax
@@ -52,9 +53,10 @@ class Pixels:
     """Pixels that are an image's name; those of some names cannot be read."""
 
     def __init__(self, *damaged):
-        self.damaged = damaged
+        self.damaged, self.paths = damaged, []
 
     def __call__(self, path):
+        self.paths.append(path)
         if int(path.stem) in self.damaged:
             raise ValueError(f"{path} is a damaged image")
         return np.full((3, 2, 2), int(path.stem), np.float32)
@@ -128,10 +130,13 @@ def test_hosts_make_the_rows_of_one_batch():
         assert_equal(found, whole[step])
 
 
-@pytest.mark.slow
-def test_processes_make_the_batches_that_threads_make():
-    batches = make_batches(range(1, 11), processes=2)
-    assert_equal(taken(batches, 2, 5), [batches[step] for step in (2, 3, 4)])
+def test_a_stream_builds_a_few_batches_ahead_and_none_once_it_is_closed():
+    batches, threads = make_batches(range(1, 11), threads=3), threading.active_count()
+    stream = batches.stream(100)
+    next(stream)
+    stream.close()
+    assert len(batches._images.read.paths) <= (3 + 2) * 4  # those in work, and those that wait
+    assert threading.active_count() == threads
 
 
 def test_first_images_are_distinct_and_in_the_order_of_training():
