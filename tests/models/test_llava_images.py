@@ -1,12 +1,9 @@
 import json
-import math
 
 import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from PIL.TiffImagePlugin import ImageFileDirectory_v2
-from PIL.TiffTags import DOUBLE
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from visual import preprocess_clip
@@ -98,7 +95,7 @@ def test_every_mode_becomes_rgb(tmp_path):
         assert open_image(image).mode == "RGB"
         assert np.abs(np.asarray(open_image(image), int) - (200, 10, 30)).max() <= 1, image.mode
     grey = Image.new("L", (5, 4), 77)
-    for image in (grey, grey.convert("LA"), Image.new("I", (5, 4), 77), Image.new("F", (5, 4), 77)):
+    for image in (grey, grey.convert("LA")):
         assert (np.asarray(open_image(image)) == 77).all(), image.mode
     assert (np.asarray(open_image(Image.new("1", (5, 4), 1))) == 255).all()
     path = tmp_path / "transparent.png"
@@ -137,24 +134,14 @@ def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypat
         open_image(path)
 
 
-def test_grey_of_32_bits_is_scaled_by_its_declared_range_or_refused(tmp_path):
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_grey_of_32_bits_has_no_known_range_and_is_refused(tmp_path, kind):
     path = tmp_path / "grey.tif"
-    levels = np.array([[0, 0.25, 1]], np.float32)
-    for values in (levels, 1000 * levels - 200):
-        span = {340: float(values.min()), 341: float(values.max())}
-        Image.fromarray(values).save(path, tiffinfo=span)
-        assert np.asarray(open_image(path))[0, :, 0].tolist() == [0, 64, 255]
-    for span in ({}, {340: 0.0, 341: math.inf}, {340: -1e308, 341: 1.7e308}, {340: 1.0, 341: 0.0}):
-        tags = ImageFileDirectory_v2()
-        for tag, value in span.items():
-            tags[tag], tags.tagtype[tag] = value, DOUBLE
-        Image.fromarray(levels).save(path, tiffinfo=tags)
-        with pytest.raises(ValueError, match=r"grey\.tif has values from 0 to 1, expected"):
-            open_image(path)
-    for values in (np.array([[0, 300]], np.int32), np.array([[0, math.nan]], np.float32)):
-        Image.fromarray(values).save(path)
-        with pytest.raises(ValueError, match=r"grey\.tif has values from"):
-            open_image(path)
+    Image.fromarray(np.array([[0, 1]], kind)).save(path)
+    with pytest.raises(
+        ValueError, match=r"grey\.tif has 32-bit grey values, expected 8 or 16 bits"
+    ):
+        open_image(path)
 
 
 def test_broken_images_are_named(tmp_path):
