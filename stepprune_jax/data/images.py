@@ -86,10 +86,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def pad_to_square(
     image: Image.Image,
     fill: tuple[int, ...],
-    size: tuple[int, int] | None = None,
-    resample: int = Image.Resampling.BICUBIC,
+    size: int,
+    resample: int,
 ) -> Image.Image:
-    """Pads an image to a square and resizes it, without ever holding a very large square.
+    """Pads an image to a square and resizes that, without ever holding a very large square.
 
     Pillow resamples rows first, then columns, rounding to bytes in between. So strips of the square
     can be resampled along their rows one after another, and the stack of strips along its columns,
@@ -97,14 +97,13 @@ def pad_to_square(
     """
     side = max(image.size)
     left, top = (side - image.width) // 2, (side - image.height) // 2
-    if size is None or side * side <= STRIP_PIXELS:
+    if side * side <= STRIP_PIXELS:
         square = Image.new("RGB", (side, side), fill)
         square.paste(image, (left, top))
-        return square if size is None else square.resize(size[::-1], resample)
-    height, width = size
-    narrow = Image.new("RGB", (width, side))
+        return square.resize((size, size), resample)
+    narrow = Image.new("RGB", (size, side))
     blank = Image.new("RGB", (side, _STRIP_ROWS), fill)
-    blank = blank.resize((width, _STRIP_ROWS), resample)
+    blank = blank.resize((size, _STRIP_ROWS), resample)
     for row in range(0, side, _STRIP_ROWS):
         rows = min(_STRIP_ROWS, side - row)
         if row + rows <= top or row >= top + image.height:
@@ -112,5 +111,5 @@ def pad_to_square(
             continue
         strip = Image.new("RGB", (side, rows), fill)
         strip.paste(image, (left, top - row))
-        narrow.paste(strip.resize((width, rows), resample), (0, row))
-    return narrow.resize((width, height), resample)
+        narrow.paste(strip.resize((size, rows), resample), (0, row))
+    return narrow.resize((size, size), resample)

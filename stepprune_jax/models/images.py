@@ -67,15 +67,12 @@ NORMALISATION = {
 
 
 def byte_table(
-    rescale: float | None, mean: Sequence[float] | None, std: Sequence[float] | None
+    rescale: float, mean: Sequence[float], std: Sequence[float]
 ) -> Float[np.ndarray, "3 256"]:
     """Returns the pixel of each byte in each channel."""
     # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
-    scaled = np.arange(256).astype(np.float64) * (1 if rescale is None else rescale)
-    table = np.tile(scaled.astype(np.float32), (3, 1))
-    if mean is None or std is None:
-        return table
-    return (table - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
+    scaled = (np.arange(256).astype(np.float64) * rescale).astype(np.float32)
+    return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, 
     """
     image = open_image(path)
     resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
-    return np.asarray(pad_to_square(image, (0, 0, 0), (side, side), resample))
+    return np.asarray(pad_to_square(image, (0, 0, 0), side, resample))
 
 
 def dim(

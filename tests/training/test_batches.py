@@ -193,8 +193,8 @@ def cache_of(settings, side, limit):
 
 
 def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
-    settings = ImageSettings()._replace(resize_to=24, crop_to=(24, 24))
-    for mean in (settings.mean, None):
+    settings = ImageSettings()._replace(resize_to=24, crop_to=24)
+    for mean in (settings.mean, (0.1, 0.2, 0.3)):
         settings = settings._replace(mean=mean)
         cache = cache_of(settings, 24, 1 << 20)
         for number, size in enumerate([(24, 24), (50, 31), (9, 70)]):
@@ -206,7 +206,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
 
 
 def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
-    settings = ImageSettings()._replace(resize_to=8, crop_to=(8, 8))
+    settings = ImageSettings()._replace(resize_to=8, crop_to=8)
     paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
     cache = cache_of(settings, 8, 2 * 3 * 8 * 8)
     for number in (0, 1, 0, 2):
@@ -220,6 +220,6 @@ def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
 
 def test_images_of_another_size_than_the_model_takes_are_refused(tmp_path):
     path = save_image(tmp_path / "a.png", 24, 24)
-    cache = cache_of(ImageSettings()._replace(resize_to=16, crop_to=(16, 16)), 24, 1)
+    cache = cache_of(ImageSettings()._replace(resize_to=16, crop_to=16), 24, 1)
     with pytest.raises(ValueError, match=r"a\.png: the image processor makes 16 x 16 pixels"):
         cache(path)

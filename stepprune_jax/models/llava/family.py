@@ -117,7 +117,7 @@ class Llava(Family):
         return images.settings_from_hf(raw, where)
 
     def hf_processor(self, config: LlavaConfig, settings: ImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(settings, config.vision.trained.image_size)
+        processor = images.to_hf(settings)
         combined = {
             "processor_class": "LlavaProcessor",
             "image_processor": processor,
@@ -154,19 +154,14 @@ class Llava(Family):
         return dataclasses.replace(config, vision=vision)
 
     def resize(self, config: LlavaConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
-        vision = config.vision
-        if vision.trained_size is not None:
-            sizes, scale = settings._asdict(), vision.image_size / vision.trained_size
-            sizes = {name: sizes[name] for name in ("resize_to", "crop_to")}
-            settings = settings._replace(**jax.tree.map(lambda size: round(size * scale), sizes))
-        resized = images.resize(image, settings)
-        side, (_, height, width) = config.vision.image_size, resized.shape
-        if (height, width) != (side, side):
+        side, trained = config.vision.image_size, config.vision.trained.image_size
+        size, crop = (round(x * side / trained) for x in (settings.resize_to, settings.crop_to))
+        if crop != side:
             raise ValueError(
-                f"the image processor makes {height} x {width} pixels, the model takes "
+                f"the image processor makes {crop} x {crop} pixels, the model takes "
                 f"{side} x {side}: crop_size of preprocessor_config.json is wrong"
             )
-        return resized
+        return images.resize(image, settings._replace(resize_to=size, crop_to=crop))
 
     def finish(
         self, config: LlavaConfig, settings: ImageSettings, image: Bytes
