@@ -124,7 +124,7 @@ class Llava(Family):
             "image_token": IMAGE_MARK,
             "num_additional_image_tokens": 1,
             "patch_size": config.vision.patch_size,
-            "vision_feature_select_strategy": config.feature_select,
+            "vision_feature_select_strategy": "default",
         }
         return {
             "preprocessor_config.json": {**processor, "processor_class": "LlavaProcessor"},
@@ -177,12 +177,6 @@ class Llava(Family):
     ) -> Int[np.ndarray, "i 2"]:
         return np.tile(np.array(config.grid, np.int32), (len(pixels), 1))
 
-    def num_tokens(
-        self, config: LlavaConfig, grid: Int[Array | np.ndarray, "*b 2"]
-    ) -> Int[Array | np.ndarray, "*b"]:
-        patches = grid[..., 0] * grid[..., 1]
-        return (patches + int(config.feature_select == "full")).astype(np.int32)
-
     def conversation(self, turns: Sequence[str | None], system: str = _SYSTEM) -> str:
         if not turns:
             raise ValueError("expected at least one turn, got none")
@@ -214,7 +208,7 @@ class Llava(Family):
         features, tapped = tower.encode(
             params["vision"], config.vision, pixels, config.feature_layer, taps, execution
         )
-        return features[:, int(config.feature_select == "default") :], tapped
+        return features[:, 1:], tapped
 
     def project(
         self, params: Params, config: LlavaConfig, features: Float[Array, "*b d"]
@@ -234,8 +228,7 @@ class Llava(Family):
         layers = config.feature_layer % (vision.num_layers + 1)
         block = t * (4 * d * d + 2 * d * t + 2 * d * vision.intermediate_size)
         tower = n * 3 * vision.patch_size**2 * d + layers * block
-        projected = n + int(config.feature_select == "full")
-        return {"tower": 2 * tower, "projector": 2 * projected * width * (d + width)}
+        return {"tower": 2 * tower, "projector": 2 * n * width * (d + width)}
 
 
 LLAVA = Llava()
