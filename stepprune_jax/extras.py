@@ -12,7 +12,6 @@ _EXTRA = {
     "huggingface_hub": "vlm",
     "tqdm": "vlm",
     "transformers": "vlm",
-    "grain": "train",
     "optax": "train",
     "orbax": "train",
     "matplotlib": "eval",

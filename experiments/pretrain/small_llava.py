@@ -50,8 +50,7 @@ def model_config(shape: ShapeSettings, tokenizer: Any) -> LlavaConfig:
 
 def image_settings(shape: ShapeSettings) -> ImageSettings:
     """Returns the settings of an image processor that resizes to the shape's size."""
-    side = shape.image_size
-    return ImageSettings(resize_to=side, crop_to=(side, side))
+    return ImageSettings(resize_to=shape.image_size, crop_to=shape.image_size)
 
 
 def init_params(key: Array, config: LlavaConfig) -> Params:

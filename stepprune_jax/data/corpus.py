@@ -10,8 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, Encoded, last_answer
-from stepprune_jax.data.index import Index, row_turns
-from stepprune_jax.data.json_array import JsonEntries
+from stepprune_jax.data.index import Index, Samples
 
 # A fast tokenizer must not be called by two threads at once.
 _TOKENIZER = threading.Lock()
@@ -70,20 +69,19 @@ class Lengths(NamedTuple):
 
 
 class Corpus:
-    """Rows of a training file by number. May be used by threads and sent to another process."""
+    """Rows of a training file by number. May be used by several threads."""
 
     def __init__(
         self,
         index: Index,
         used: Int[np.ndarray, " u"],
-        file: Path,
+        samples: Samples,
         root: Path,
         encoder: ConversationEncoder,
         limits: Limits,
     ):
         """Builds a corpus from the index of a file."""
-        self._entries = JsonEntries(file, index.start, index.end)
-        self._names, self._root = index.names, root
+        self._samples, self._names, self._root = samples, index.names, root
         self._sample, self._pair = index.sample[used], index.pair[used]
         self._first = index.first[used]
         self._image = index.image[used]
@@ -101,7 +99,7 @@ class Corpus:
     def rows(self, numbers: Sequence[int]) -> list[Row]:
         """Tokenises some rows."""
         parts = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
-        turns = [row_turns(self._entries, *part) for part in parts.tolist()]
+        turns = [self._samples.turns(*part) for part in parts.tolist()]
         with _TOKENIZER:
             encoded = self._encoder.encode_all(turns, 1)
         return [make_row(row, self._limits) for row in encoded]
@@ -109,7 +107,7 @@ class Corpus:
     @property
     def file(self) -> Path:
         """The training file."""
-        return self._entries.file
+        return self._samples.file
 
     def image(self, number: int) -> Path:
         """Returns the image of a row."""
@@ -120,11 +118,11 @@ class Corpus:
         sample = int(self._sample[number])
         return {
             "sample": sample,
-            "id": self._entries[sample].get("id"),
+            "id": self._samples.entries[sample].get("id"),
             "question": int(self._pair[number]),
             "image": self._names[self._image[number]],
         }
 
     def where(self, number: int) -> str:
         """Returns file and sample of a row, for messages."""
-        return f"{self.file}: sample {self._sample[number]}"
+        return self._samples.where(int(self._sample[number]))

@@ -1,12 +1,9 @@
 """Image files, opened safely and converted to RGB, and padded to squares."""
 
-import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
 # Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
@@ -17,17 +14,14 @@ _STRIP_ROWS = 256
 LONGEST_SIDE = 32_767
 # Largest ratio of the longer side to the shorter one that Qwen2.5-VL takes.
 MAX_ASPECT = 200
-# Tags of a TIFF.
-_LEAST_VALUE, _LARGEST_VALUE = 340, 341
 
 
 def open_image(source: str | Path | Image.Image) -> Image.Image:
     """Opens an image and converts it to RGB.
 
     Alpha is dropped (not blended), palettes are resolved, CMYK is converted by Pillow, 16-bit grey
-    keeps its upper eight bits, 32-bit grey is scaled by the range that a TIFF declares or has to be
-    within 0 to 255, an animation gives its first frame. The EXIF orientation is not applied, as in
-    the reference programs.
+    keeps its upper eight bits, 32-bit grey is refused, as its range is not known, an animation
+    gives its first frame. The EXIF orientation is not applied, as in the reference programs.
     """
     if not isinstance(source, (str, Path, Image.Image)):
         raise TypeError(f"expected a path or a Pillow image, got {type(source).__name__}")
@@ -75,54 +69,27 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         raise _RefusedError(
             f"has {image.width} x {image.height} pixels, expected sides of 1 to {LONGEST_SIDE}"
         )
+    if image.mode in ("I", "F"):
+        raise _RefusedError("has 32-bit grey values, expected 8 or 16 bits a channel: convert it")
     image.load()
     if image.mode.startswith("I;16"):
         # Pillow would clip at 255 and turn nearly every 16-bit image white.
         order = ">u2" if image.mode.endswith("B") else "<u2"
         values = np.frombuffer(image.tobytes(), order).reshape(image.height, image.width)
         image = Image.fromarray((values >> 8).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        image = Image.fromarray(_grey_levels(image))
     if image.mode == "P" and "transparency" in image.info:
         # The same colours as a direct conversion, without Pillow's warning on byte transparency.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _grey_levels(image: Image.Image) -> UInt8[np.ndarray, "h w"]:
-    """Converts 32-bit values to grey levels: 0 to 255 unchanged, others by a TIFF's range.
-
-    Pillow would clip them: an image of 0 to 1 would be black, and one of large values white.
-    """
-    rows = max(1, STRIP_PIXELS // image.width)  # at a time: a number here takes eight bytes
-    parts = [(0, y, image.width, min(y + rows, image.height)) for y in range(0, image.height, rows)]
-
-    def strips() -> Iterator[np.ndarray]:
-        return (np.asarray(image.crop(part), np.float64) for part in parts)
-
-    ends = np.array([(strip.min(), strip.max()) for strip in strips()])
-    low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
-    tags = getattr(image, "tag_v2", {})
-    start, end = (float(np.ravel(tags.get(x, math.nan))[0]) for x in (_LEAST_VALUE, _LARGEST_VALUE))
-    scale = 255 / (end - start) if start < end else math.nan
-    if not (math.isfinite(high - low) and 0 < scale < math.inf):
-        start, end, scale = 0.0, 255.0, 1.0
-        if not (0 <= low <= high <= 255 and (image.mode == "I" or high == 0 or high > 1)):
-            raise _RefusedError(
-                f"has values from {low:g} to {high:g}, expected 0 to 255, or a TIFF that "
-                "declares their range (SMinSampleValue, SMaxSampleValue)"
-            )
-    levels = (np.rint((np.clip(strip, start, end) - start) * scale) for strip in strips())
-    return np.concatenate([strip.astype(np.uint8) for strip in levels])
-
-
 def pad_to_square(
     image: Image.Image,
     fill: tuple[int, ...],
-    size: tuple[int, int] | None = None,
-    resample: int = Image.Resampling.BICUBIC,
+    size: int,
+    resample: int,
 ) -> Image.Image:
-    """Pads an image to a square and resizes it, without ever holding a very large square.
+    """Pads an image to a square and resizes that, without ever holding a very large square.
 
     Pillow resamples rows first, then columns, rounding to bytes in between. So strips of the square
     can be resampled along their rows one after another, and the stack of strips along its columns,
@@ -130,14 +97,13 @@ def pad_to_square(
     """
     side = max(image.size)
     left, top = (side - image.width) // 2, (side - image.height) // 2
-    if size is None or side * side <= STRIP_PIXELS:
+    if side * side <= STRIP_PIXELS:
         square = Image.new("RGB", (side, side), fill)
         square.paste(image, (left, top))
-        return square if size is None else square.resize(size[::-1], resample)
-    height, width = size
-    narrow = Image.new("RGB", (width, side))
+        return square.resize((size, size), resample)
+    narrow = Image.new("RGB", (size, side))
     blank = Image.new("RGB", (side, _STRIP_ROWS), fill)
-    blank = blank.resize((width, _STRIP_ROWS), resample)
+    blank = blank.resize((size, _STRIP_ROWS), resample)
     for row in range(0, side, _STRIP_ROWS):
         rows = min(_STRIP_ROWS, side - row)
         if row + rows <= top or row >= top + image.height:
@@ -145,5 +111,5 @@ def pad_to_square(
             continue
         strip = Image.new("RGB", (side, rows), fill)
         strip.paste(image, (left, top - row))
-        narrow.paste(strip.resize((width, rows), resample), (0, row))
-    return narrow.resize((width, height), resample)
+        narrow.paste(strip.resize((size, rows), resample), (0, row))
+    return narrow.resize((size, size), resample)

@@ -1,7 +1,7 @@
 """The index of a training file, built in one pass and cached in a folder.
 
-An index holds a few numbers for each row: its place in the file, its token counts, and whether it
-can be trained on. A row ends with the answer that is learned: it is a question of a conversation
+An index holds a few numbers for each row: its sample, its token counts, and whether it can be
+trained on. A row ends with the answer that is learned: it is a question of a conversation
 with its answer, alone or after the preceding turns.
 """
 
@@ -10,32 +10,49 @@ import json
 import os
 import random
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
-from tqdm import tqdm
+from tqdm import tqdm, trange
 
 from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
-from stepprune_jax.data.json_array import JsonEntries, scan_json_list
-from stepprune_jax.data.llava import parse_conversation
+from stepprune_jax.data.llava import Conversation, parse_conversation
 
 # Version of the index format; a change invalidates older files.
-_FORM = 2
+_FORM = 3
 # Conversations tokenised in one call.
 _PART = 256
 
 USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NOTHING_SAID = range(5)
 
 
+class Samples(NamedTuple):
+    """A training file as it was read, and its entries."""
+
+    file: Path
+    entries: Sequence[Any]
+
+    def where(self, sample: int) -> str:
+        """Returns file and number of a sample, for messages."""
+        return f"{self.file}: sample {sample}"
+
+    def parse(self, sample: int) -> Conversation:
+        """Parses and checks a sample."""
+        return parse_conversation(self.entries[sample], sample, self.where(sample))
+
+    def turns(self, sample: int, first: int, pair: int) -> tuple[str, ...]:
+        """Returns the turns of a row."""
+        return self.parse(sample).turns[2 * first : 2 * pair + 2]
+
+
 class Index(NamedTuple):
-    """The s samples of a file, and their r rows.
+    """The r rows of a training file.
 
     Attributes:
-        start: offset of each sample in the file.
-        end: offset after it.
         names: names of the distinct images, as in the file.
         sample: number of the sample of each row.
         first: number of the first question of the sample that belongs to the row.
@@ -48,8 +65,6 @@ class Index(NamedTuple):
         targets: number of supervised tokens within the context.
     """
 
-    start: Int[np.ndarray, " s"]
-    end: Int[np.ndarray, " s"]
     names: tuple[str, ...]
     sample: Int[np.ndarray, " r"]
     first: Int[np.ndarray, " r"]
@@ -61,56 +76,46 @@ class Index(NamedTuple):
     targets: Int[np.ndarray, " r"]
 
 
-def row_turns(entries: JsonEntries, sample: int, first: int, pair: int) -> tuple[str, ...]:
-    """Returns the turns of a row."""
-    turns = parse_conversation(entries[sample], sample, f"{entries.file}: sample {sample}").turns
-    return turns[2 * first : 2 * pair + 2]
-
-
-def scan(file: Path, split_turns: bool, skip_malformed: bool) -> Index:
-    """Scans a training file and records its samples; nothing is tokenised."""
-    places, rows, names = [], [], {}
-    size = file.stat().st_size
-    with tqdm(
-        total=size, desc=f"reading {file.name}", unit="B", unit_scale=True, disable=None
-    ) as bar:
-        for number, (start, end, value) in enumerate(scan_json_list(file, "sample")):
-            places.append((start, end))
-            bar.update(end - bar.n)
-            try:
-                record = parse_conversation(value, number, f"{file}: sample {number}")
-            except ValueError as error:
-                if isinstance(error, ImagePathError) or not skip_malformed:
-                    raise
-                rows.append((number, 0, 0, -1, MALFORMED))
-                continue
-            if record.image is None or not record.turns:
-                why = NOTHING_SAID if record.image else TEXT_ONLY
-                rows.append((number, 0, 0, -1, why))
-                continue
-            image = names.setdefault(record.image, len(names))
-            questions = len(record.turns) // 2
-            if split_turns:
-                rows += [(number, pair, pair, image, USABLE) for pair in range(questions)]
-            else:
-                last = random.Random(number).randrange(questions)
-                rows.append((number, 0, last, image, USABLE))
-    start, end = np.array(places, np.int64).reshape(-1, 2).T
-    sample, first, pair, image, problem = np.array(rows, np.int32).reshape(-1, 5).T
+def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
+    """Checks all samples and records their rows; nothing is tokenised."""
+    rows, names = [], {}
+    for number in trange(
+        len(samples.entries), desc="checking samples", unit="sample", disable=None
+    ):
+        try:
+            record = samples.parse(number)
+        except ValueError as error:
+            if isinstance(error, ImagePathError) or not skip_malformed:
+                raise
+            rows.append((number, 0, 0, -1, MALFORMED))
+            continue
+        if record.image is None or not record.turns:
+            why = NOTHING_SAID if record.image else TEXT_ONLY
+            rows.append((number, 0, 0, -1, why))
+            continue
+        image = names.setdefault(record.image, len(names))
+        questions = len(record.turns) // 2
+        if split_turns:
+            rows += [(number, pair, pair, image, USABLE) for pair in range(questions)]
+        else:
+            last = random.Random(number).randrange(questions)
+            rows.append((number, 0, last, image, USABLE))
+    sample, first, pair, image, problem = np.array(rows, np.int32).T
     zero = np.zeros(len(rows), np.int32)
-    return Index(start, end, tuple(names), sample, first, pair, image, problem, zero, zero, zero)
+    return Index(tuple(names), sample, first, pair, image, problem, zero, zero, zero)
 
 
-def measure(index: Index, file: Path, encoder: ConversationEncoder, context_ids: int) -> Index:
+def measure(
+    index: Index, samples: Samples, encoder: ConversationEncoder, context_ids: int
+) -> Index:
     """Tokenises every row once and records the counts."""
-    entries = JsonEntries(file, index.start, index.end)
     ids, text, targets = (np.zeros(len(index.sample), np.int32) for _ in range(3))
     rows = np.flatnonzero(index.problem == USABLE)
     with tqdm(total=len(rows), desc="counting tokens", unit="row", disable=None) as bar:
         for begin in range(0, len(rows), _PART):
             part = rows[begin : begin + _PART]
             places = np.stack([index.sample, index.first, index.pair], axis=1)[part].tolist()
-            turns = [row_turns(entries, *place) for place in places]
+            turns = [samples.turns(*place) for place in places]
             for row, encoded in zip(part, encoder.encode_all(turns, 1), strict=True):
                 ids[row], text[row] = len(encoded.ids), len(encoded.text)
                 labels = np.array(last_answer(encoded.labels)[:context_ids])

@@ -1,5 +1,7 @@
 """The order of training rows, a pure function of seed and step."""
 
+import functools
+
 import numpy as np
 from jaxtyping import Int
 
@@ -15,23 +17,14 @@ class Order:
     def __init__(self, bucket: Int[np.ndarray, " r"], batch_size: int, seed: int, group: int = 1):
         """Prepares the order."""
         self._bucket, self._size, self._seed, self._group = bucket, batch_size, seed, group
-        self._recent: dict[int, np.ndarray] = {}
+        self._epoch = functools.lru_cache(2)(self.epoch)
 
     def indices(self, step: int) -> Int[np.ndarray, " b"]:
         """Returns the rows of batch `step`."""
         number = np.arange(step * self._size, (step + 1) * self._size)
         epoch, at = np.divmod(number, len(self._bucket))
-        orders = {e: self._kept(int(e)) for e in set(epoch.tolist())}
+        orders = {e: self._epoch(e) for e in set(epoch.tolist())}
         return np.array([orders[e][i] for e, i in zip(epoch, at, strict=True)])
-
-    def _kept(self, epoch: int) -> Int[np.ndarray, " r"]:
-        """Returns the order of an epoch, caching the latest two."""
-        order = self._recent.get(epoch)
-        if order is None:
-            order = self.epoch(epoch)
-            recent = {e: kept for e, kept in self._recent.items() if e >= epoch - 1}
-            self._recent = recent | {epoch: order}
-        return order
 
     def epoch(self, epoch: int) -> Int[np.ndarray, " r"]:
         """Returns all rows once, in the order of an epoch counted from 0."""

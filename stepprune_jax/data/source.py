@@ -9,7 +9,6 @@ from stepprune_jax.user_input import local_path
 
 TRAIN_FILE = "train.json"
 IMAGES = "images"
-MOST_WORKERS = 512  # processes, more than any machine has cores to spare
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,6 @@ class DataSettings(Settings, group="data"):
         policy_text_limit: tokens of the user's words that the policy sees.
         cache_gb: memory for decoded images.
         threads: threads that build batches.
-        workers: processes that build batches, instead of threads.
     """
 
     folder: str = setting("", free=True)
@@ -52,12 +50,6 @@ class DataSettings(Settings, group="data"):
     policy_text_limit: int = count(512)
     cache_gb: float = number(2.0, free=True)
     threads: int = count(2, free=True)
-    workers: int = setting(
-        0,
-        f"an integer from 0 to {MOST_WORKERS}",
-        lambda value: 0 <= value <= MOST_WORKERS,
-        free=True,
-    )
 
 
 def data_folder(data: DataSettings) -> Path:

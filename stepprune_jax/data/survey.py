@@ -17,14 +17,14 @@ from stepprune_jax.data.index import (
     TEXT_ONLY,
     USABLE,
     Index,
+    Samples,
     index_path,
     load_index,
     measure,
-    row_turns,
     save_index,
     scan,
 )
-from stepprune_jax.data.json_array import JsonEntries
+from stepprune_jax.data.json_files import read_json_list
 
 REMEDIES = ("stop", "skip")
 
@@ -67,60 +67,62 @@ def open_corpus(
     encoder.check()
     folder = ImageFolder(source.image_root, source.linked_folders)
     path = index_path(source.index_folder, identity, encoder, source.split_turns, limits.ids)
-    known = load_index(path)
-    index = known or scan(source.file, source.split_turns, source.unusable == "skip")
-    _refuse(index, source, limits)
-    missing = _missing(index, source, folder)
+    samples, known = Samples(source.file, read_json_list(source.file, "sample")), load_index(path)
+    index = known or scan(samples, source.split_turns, source.unusable == "skip")
+    _refuse(index, samples, source, limits)
+    missing = _missing(index, samples, source, folder)
     if known is None:
-        index = measure(index, source.file, encoder, limits.ids)
+        index = measure(index, samples, encoder, limits.ids)
         save_index(index, path)
-        _refuse(index, source, limits)
+        _refuse(index, samples, source, limits)
     used = np.flatnonzero((index.problem == USABLE) & ~missing)
-    for line in _report(index, missing, source, limits):
+    for line in _report(index, missing, samples, source.split_turns, limits):
         say(line)
     if not len(used):
         raise ValueError(f"{source.file}: expected a sample with an image and an answer, got none")
-    corpus = Corpus(index, used, source.file, source.image_root, encoder, limits)
+    corpus = Corpus(index, used, samples, source.image_root, encoder, limits)
     for line in _token_report(index, used, corpus, limits):
         say(line)
     return corpus
 
 
-def _refuse(index: Index, source: Source, limits: Limits) -> None:
+def _refuse(index: Index, samples: Samples, source: Source, limits: Limits) -> None:
     """Raises for the first unusable sample, if requested."""
     bad = np.flatnonzero((index.problem == MALFORMED) | (index.problem == NO_ANSWER))
     if source.unusable == "stop" and len(bad):
-        raise ValueError(_explain(index, int(bad[0]), source, limits))
+        raise ValueError(_explain(index, int(bad[0]), samples, limits))
 
 
-def _explain(index: Index, row: int, source: Source, limits: Limits) -> str:
+def _explain(index: Index, row: int, samples: Samples, limits: Limits) -> str:
     """Returns the reason why a row is unusable."""
     sample = int(index.sample[row])
     if index.problem[row] == MALFORMED:
         try:
-            row_turns(JsonEntries(source.file, index.start, index.end), sample, 0, 0)
+            samples.parse(sample)
         except ValueError as error:
             return str(error)
     return (
-        f"{source.file}: sample {sample}: no answer within the first {limits.context} embeddings, "
+        f"{samples.where(sample)}: no answer within the first {limits.context} embeddings, "
         "which data.context_limit allows"
     )
 
 
-def _missing(index: Index, source: Source, folder: ImageFolder) -> Bool[np.ndarray, " r"]:
+def _missing(
+    index: Index, samples: Samples, source: Source, folder: ImageFolder
+) -> Bool[np.ndarray, " r"]:
     """Returns rows whose image is missing; raises for links that lead out of the folder."""
     state = folder.check(index.names)
     # A row without an image has -1, which is the number of the last entry.
     of_row = np.append(state, 0)[index.image]
     outside, missing = np.flatnonzero(of_row == OUTSIDE), of_row == MISSING
     if len(outside):
-        where, name = _image(index, int(outside[0]), source)
+        where, name = _image(index, int(outside[0]), samples)
         raise ImagePathError(
             f'{where}: "image": {name} is a link that leads out of {source.image_root}; if this is '
             "intended, add its target folder to config.data.linked_folders"
         )
     if source.missing == "stop" and missing.any():
-        where, name = _image(index, int(np.argmax(missing)), source)
+        where, name = _image(index, int(np.argmax(missing)), samples)
         count = np.count_nonzero(state == MISSING) - 1
         more = f", and {count:,} more images are missing" if count else ""
         raise FileNotFoundError(
@@ -130,15 +132,18 @@ def _missing(index: Index, source: Source, folder: ImageFolder) -> Bool[np.ndarr
     return missing
 
 
-def _image(index: Index, row: int, source: Source) -> tuple[str, str]:
+def _image(index: Index, row: int, samples: Samples) -> tuple[str, str]:
     """Returns the place of a row in its file, and the name of its image."""
-    return f"{source.file}: sample {index.sample[row]}", index.names[index.image[row]]
+    return samples.where(int(index.sample[row])), index.names[index.image[row]]
 
 
-def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -> list[str]:
+def _report(
+    index: Index, missing: np.ndarray, samples: Samples, split_turns: bool, limits: Limits
+) -> list[str]:
     """Reports the file's contents and skipped rows, one line each."""
-    rows = f", {len(index.sample):,} questions" if source.split_turns else ""
-    lines = [f"{source.file}: {len(index.start):,} samples{rows}, {len(index.names):,} images"]
+    rows = f", {len(index.sample):,} questions" if split_turns else ""
+    count, images = len(samples.entries), len(index.names)
+    lines = [f"{samples.file}: {count:,} samples{rows}, {images:,} images"]
 
     def skipped(bad: np.ndarray, why: str, first: Callable[[int], str] | None = None):
         at = np.flatnonzero(bad)
@@ -147,11 +152,11 @@ def _report(index: Index, missing: np.ndarray, source: Source, limits: Limits) -
             lines.append(f"  {len(at):,} skipped: {why}{example}")
 
     def image(row: int) -> str:
-        where, name = _image(index, row, source)
+        where, name = _image(index, row, samples)
         return f"{where}, {name}"
 
     def reason(row: int) -> str:
-        return _explain(index, row, source, limits)
+        return _explain(index, row, samples, limits)
 
     skipped(index.problem == TEXT_ONLY, "text only, nothing to prune")
     skipped(index.problem == NOTHING_SAID, "only a first message of the assistant")

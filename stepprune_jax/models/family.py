@@ -13,17 +13,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
+from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
-from stepprune_jax.models.images import Bytes, PixelCache, Pixels, read_processor, stack_images
+from stepprune_jax.models.images import Bytes, Pixels, naming, read_processor, stack_images
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule, Target, targets
+from stepprune_jax.user_input import user_input
 
 Processor = Any  # settings of an image processor, of a type that only the family reads
 
@@ -191,14 +194,22 @@ class Family(abc.ABC):
     ) -> Callable[[Path], Pixels]:
         """Returns a function from an image file to its pixels, without the axis of images.
 
-        It returns the same as `preprocess`, and caches the latest images up to `limit_bytes` of
-        memory; see `models.images.PixelCache`. A file that is missing raises a FileNotFoundError,
-        one that the model cannot take a ValueError.
+        It returns the same as `preprocess`, and may be called by several threads. The bytes of
+        resized images, a quarter of the memory of their pixels, are cached: of the images used
+        last, as many as fit into `limit_bytes` if all are of the largest size. A file that is
+        missing raises a FileNotFoundError, one that the model cannot take a ValueError.
         """
-        resize, finish = (
-            functools.partial(step, config, settings) for step in (self.resize, self.finish)
+        largest = sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(config, 1))
         )
-        return PixelCache(resize, finish, limit_bytes)
+
+        @functools.lru_cache(4 * limit_bytes // largest)
+        def read(path: Path) -> Bytes:
+            with user_input(), naming(str(path)):  # images are read while training continues
+                # Not a view of what was cropped.
+                return np.ascontiguousarray(self.resize(config, settings, open_image(path)))
+
+        return lambda path: self.finish(config, settings, read(path))
 
     @abc.abstractmethod
     def max_pixels(self, config: ModelConfig, count: int) -> Pixels:

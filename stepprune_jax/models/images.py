@@ -1,22 +1,17 @@
-"""Image code shared by model families: processor files, cached bytes, batches of mixed sizes."""
+"""Image code shared by model families: processor files, pixels of bytes, batches of mixed sizes."""
 
-import collections
 import contextlib
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 from jaxtyping import Float, PyTree, UInt8
-from PIL import Image
 
-from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import Json, Rule, number, one_of
 from stepprune_jax.settings import is_number
-from stepprune_jax.user_input import user_input
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -67,15 +62,12 @@ NORMALISATION = {
 
 
 def byte_table(
-    rescale: float | None, mean: Sequence[float] | None, std: Sequence[float] | None
+    rescale: float, mean: Sequence[float], std: Sequence[float]
 ) -> Float[np.ndarray, "3 256"]:
     """Returns the pixel of each byte in each channel."""
     # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
-    scaled = np.arange(256).astype(np.float64) * (1 if rescale is None else rescale)
-    table = np.tile(scaled.astype(np.float32), (3, 1))
-    if mean is None or std is None:
-        return table
-    return (table - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
+    scaled = (np.arange(256).astype(np.float64) * rescale).astype(np.float32)
+    return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
 
 
 @contextlib.contextmanager
@@ -87,59 +79,6 @@ def naming(image: str) -> Iterator[None]:
         if str(error).startswith(image):
             raise
         raise ValueError(f"{image}: {error}") from error
-
-
-class PixelCache:
-    """Pixels of image files, whose resized bytes are cached.
-
-    Image processors resample to bytes and then scale and normalise each of them separately. So
-    bytes are cached, which take a quarter of the memory of the resulting pixels. May be used by
-    several threads, and is empty after being sent to another process.
-    """
-
-    def __init__(
-        self,
-        resize: Callable[[Image.Image], Bytes],
-        finish: Callable[[Bytes], Pixels],
-        limit_bytes: int,
-    ):
-        """Starts empty; above the limit, the least recently used images are dropped."""
-        self._resize, self._finish, self._limit = resize, finish, limit_bytes
-        self._clear()
-
-    def __getstate__(self):
-        own = ("_kept", "_size", "_lock")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
-
-    def __setstate__(self, state):
-        vars(self).update(state)
-        self._clear()
-
-    def _clear(self):
-        self._kept: collections.OrderedDict[Path, np.ndarray] = collections.OrderedDict()
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def __call__(self, path: Path) -> Pixels:
-        """Returns the pixels of an image file, without the axis of images."""
-        with self._lock:
-            found = self._kept.get(path)
-            if found is not None:
-                self._kept.move_to_end(path)
-        if found is None:
-            # Images are read while training continues.
-            with user_input(), naming(str(path)):
-                found = np.ascontiguousarray(self._resize(open_image(path)))  # not a view
-            self._keep(path, found)
-        return self._finish(found)
-
-    def _keep(self, path: Path, image: Bytes):
-        with self._lock:
-            if path not in self._kept:
-                self._kept[path] = image
-                self._size += image.nbytes
-            while self._size > self._limit and self._kept:
-                self._size -= self._kept.popitem(last=False)[1].nbytes
 
 
 def join_images(parts: Sequence[Pixels]) -> Pixels:

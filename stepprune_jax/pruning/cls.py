@@ -30,9 +30,6 @@ class Cls(Ranker):
         return (Tap("attention", class_token_block(config, self.name)),)
 
     def rank(self, params: Params, view: View, steps: int) -> Ranking:
-        """Orders patches by attention; a class token among the features comes first."""
+        """Orders patches by attention."""
         attention = jnp.mean(view.taps[0].astype(jnp.float32), axis=1)
-        order = by_score(attention[:, 1:], None)
-        if attention.shape[1] == view.tokens.shape[1]:
-            order = jnp.concatenate([jnp.zeros_like(order[:, :1]), order + 1], axis=1)
-        return Ranking(order[:, :steps])
+        return Ranking(by_score(attention[:, 1:], None)[:, :steps])

@@ -33,26 +33,22 @@ class Downsample(Pruner):
 
     def select(self, params: Params, view: View, capacity: int) -> Kept:
         """Returns the means of the cells in raster order."""
-        n, slot, count = view.tokens.shape[1], jnp.arange(capacity), view.count[:, None]
+        n, slot, count = view.tokens.shape[1], jnp.arange(capacity)[None], view.count[:, None]
         height, width = view.grid[:, :1], view.grid[:, 1:]
-        tokens, size = view.tokens.astype(jnp.float32), n
+        tokens = view.tokens.astype(jnp.float32)
         if view.valid is not None:
-            tokens, size = jnp.where(view.valid[..., None], tokens, 0), view.valid.sum(1)[:, None]
-        # A class token among the features comes first, and is kept if there is room for all.
-        cells = jnp.minimum(count, height * width)
-        extra, is_class = size - height * width, slot < count - cells
-        line, lines, number, held = deal_lines(view.grid, cells[:, 0], slot - (count - cells))
+            tokens = jnp.where(view.valid[..., None], tokens, 0)
+        line, lines, number, held = deal_lines(view.grid, view.count, slot)
         row, column = (2 * line + 1) * height // (2 * lines), (2 * number + 1) * width // (2 * held)
-        patch = (jnp.arange(n) - extra)[:, None]
+        patch = jnp.arange(n)[None, None]
         area = _overlap(patch // width[..., None], line, lines, height)
         area *= _overlap(patch % width[..., None], number, held, width)
         weights = area / (height * width)[..., None]
         means = jnp.einsum("rkn,rnd->rkd", weights, tokens, precision=jax.lax.Precision.HIGHEST)
-        means = jnp.where(is_class[..., None], tokens[:, :1], means)
         valid = slot < count
         return Kept(
-            index=jnp.where(is_class, 0, -1),
-            place=jnp.where(valid & ~is_class, extra + row * width + column, 0),
+            index=jnp.full_like(row, -1),
+            place=jnp.where(valid, row * width + column, 0),
             tokens=jnp.where(valid[..., None], means, 0).astype(view.tokens.dtype),
             valid=valid,
             count=view.count,

@@ -249,7 +249,7 @@ class GlimpsePrune(Learned, LayerPruner):
         n, weights = view.tokens.shape[1], params.weights
         with jax.default_matmul_precision("highest"):
             notes = [
-                # A class token, if there is one, is the first.
+                # The tower's class token, if there is one, is the first.
                 dense(weights[f"state_{number}"], tap[:, -n:].astype(jnp.float32))
                 for number, tap in enumerate(view.taps)
             ]

@@ -17,14 +17,7 @@ class Grid(Pruner):
 
     def select(self, params: Params, view: View, capacity: int) -> Kept:
         """Keeps `view.count` tokens of each row."""
-        patches = view.grid[:, 0] * view.grid[:, 1]
-        # A class token among the features comes first, and is the last to be kept.
-        n = view.tokens.shape[1] if view.valid is None else view.valid.sum(1)
-        extra = n - patches
-        count = jnp.minimum(view.count, patches)
-        order = extra[:, None] + grid_indices(view.grid, count, capacity)
-        behind = jnp.arange(capacity) - count[:, None]
-        order = jnp.where(behind < 0, order, behind)
+        order = grid_indices(view.grid, view.count, capacity)
         return take(view.tokens, order, view.count, capacity)
 
 

@@ -75,18 +75,18 @@ class HoloV(Pruner):
             return self._select_received(view, capacity)
         attention = view.taps[0].astype(jnp.float32).mean(1)[:, 1:]
         r, n = attention.shape
-        first = view.tokens.shape[1] - n  # a class token among the features is never kept
-        tokens = view.tokens[:, first:].astype(jnp.float32)
-        order, found = shares(tokens, attention, view.count, self.crops, self.alpha)
+        order, found = shares(
+            view.tokens.astype(jnp.float32), attention, view.count, self.crops, self.alpha
+        )
         slots = jnp.arange(capacity)
         index = jnp.full((r, capacity), -1, jnp.int32)
-        index = index.at[jnp.arange(r)[:, None], order].set(jnp.arange(n) + first, mode="drop")
+        index = index.at[jnp.arange(r)[:, None], order].set(jnp.arange(n), mode="drop")
         is_token, valid = slots < found[:, None], slots < view.count[:, None]
         at = jnp.where(is_token, index, 0)
         kept = jnp.take_along_axis(view.tokens, at[..., None], axis=1)
         return Kept(
             index=index,
-            place=jnp.where(is_token, at, jnp.where(valid, first + n - 1, 0)),
+            place=jnp.where(is_token, at, jnp.where(valid, n - 1, 0)),
             tokens=jnp.where(is_token[..., None], kept, 0),
             valid=valid,
             count=view.count,

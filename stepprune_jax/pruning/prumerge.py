@@ -57,7 +57,6 @@ class PruMerge(Pruner):
         query, keys = (tap.astype(jnp.float32) for tap in view.taps)
         attention = class_attention(query, keys)[:, 1:]
         r, n = attention.shape
-        first = view.tokens.shape[1] - n  # a class token among the features is never kept
         rank = jnp.argsort(by_score(attention, None), axis=1)
         top = rank < self._most_attended(attention, view.count)[:, None]
         grid = self._grid(attention, top, view.count) & ~top
@@ -70,7 +69,7 @@ class PruMerge(Pruner):
             return jnp.take_along_axis(x, order.reshape(r, n, *[1] * (x.ndim - 2)), axis=1)
 
         tokens = merge(
-            in_order(view.tokens[:, first:].astype(jnp.float32)),
+            in_order(view.tokens.astype(jnp.float32)),
             in_order(keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, -1)),
             in_order(attention),
             count,
@@ -79,11 +78,11 @@ class PruMerge(Pruner):
         )
         slots = jnp.arange(capacity)
         is_kept, valid = slots < count[:, None], slots <= count[:, None]
-        index = jnp.pad(order.astype(jnp.int32) + first, ((0, 0), (0, max(0, capacity - n))))
+        index = jnp.pad(order.astype(jnp.int32), ((0, 0), (0, max(0, capacity - n))))
         index = index[:, :capacity]
         return Kept(
             index=jnp.where(is_kept, index, -1),
-            place=jnp.where(is_kept, index, jnp.where(valid, first + n - 1, 0)),
+            place=jnp.where(is_kept, index, jnp.where(valid, n - 1, 0)),
             tokens=tokens.astype(view.tokens.dtype),
             valid=valid,
             count=count + 1,

@@ -119,9 +119,7 @@ def _on_grid(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b
     at = jnp.maximum(sequence.image, 0)
     assert sequence.grid is not None  # there are images
     grid = jnp.take_along_axis(sequence.grid, at[..., None], axis=1)
-    total = jnp.sum(sequence.image[:, None] == sequence.image[..., None], axis=2)
-    # A class token precedes the patches and shares the place of the first one.
-    patch = jnp.maximum(sequence.index - jnp.maximum(total - grid.prod(2), 0), 0)
+    patch = jnp.maximum(sequence.index, 0)
     place = jnp.stack([patch // grid[..., 1], patch % grid[..., 1]], axis=2)
     return place.astype(jnp.float32), (grid - 1) / 2
 

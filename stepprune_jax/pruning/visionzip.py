@@ -88,10 +88,9 @@ class VisionZip(Pruner):
             dominant,
             contextual,
         )
-        # The class token is one of the features in some models, and comes first.
-        first = hidden.shape[1] - n
-        index = jnp.where(jnp.arange(dominant + contextual) < dominant, source - first, -1)
-        place = jnp.maximum(source - first, 0)
+        # The class token is no patch: its index is -1, and its place that of the first one.
+        index = jnp.where(jnp.arange(dominant + contextual) < dominant, source - 1, -1)
+        place = jnp.maximum(source - 1, 0)
         missing = capacity - dominant - contextual
 
         def padded(x: Array, value: int) -> Array:

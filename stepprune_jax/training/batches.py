@@ -1,15 +1,16 @@
 """Batches of conversations; the batch of a step is a pure function of seed and step."""
 
+import collections
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grain
 import jax
 import numpy as np
-from absl import flags
 from jaxtyping import Int
 
 from stepprune_jax.checkpoints.folder import Source as ModelSource
@@ -27,7 +28,7 @@ from stepprune_jax.user_input import user_input
 
 _LOG = logging.getLogger(__name__)
 
-# Batches that wait in addition to those that threads or processes are working on.
+# Batches that wait in addition to those that threads are working on.
 _AHEAD = 2
 
 
@@ -43,15 +44,13 @@ class Loading(NamedTuple):
     """How batches are built; it affects no number in them, except for `skip_unreadable`.
 
     Attributes:
-        threads: threads that build batches, in each process.
-        processes: worker processes that build batches; 0 for threads of this process.
+        threads: threads that build batches.
         local: rows of each batch that are built here; other hosts build the others.
         skip_unreadable: whether a row whose image cannot be read is replaced by the next row of the
             batch, with a warning; otherwise it is an error.
     """
 
     threads: int = 2
-    processes: int = 0
     local: slice = slice(None)
     skip_unreadable: bool = False
 
@@ -198,51 +197,36 @@ class Batches:
                     f"{len(self._corpus):,} that can be used now: images were added or removed"
                 )
             first = state["next_batch"]
-        return Stream(self, first, steps, self._loading)
+        return Stream(self, first, steps, self._loading.threads)
 
 
 class Stream(Iterator):
     """An iterator of batches, whose state resumes it on any number of hosts."""
 
-    def __init__(self, batches: Batches, first: int, steps: int, loading: Loading):
+    def __init__(self, batches: Batches, first: int, steps: int, threads: int):
         """Starts building batches when the first is requested."""
-        source = grain.MapDataset.source(_Steps(batches, first, steps))
-        ahead = 1 if loading.processes else loading.threads + _AHEAD
-        threads = 1 if loading.processes else loading.threads
-        dataset = source.to_iter_dataset(grain.ReadOptions(threads, ahead))
-        if loading.processes:
-            if not flags.FLAGS.is_parsed():  # worker processes receive the program's flags
-                flags.FLAGS.mark_as_parsed()
-            options = grain.MultiprocessingOptions(loading.processes, _AHEAD)
-            dataset = dataset.mp_prefetch(options)
-        self._batches, self._next, self._rows = iter(dataset), first, batches.identity
+        self._batches, self._next = batches, first
+        self._steps = iter(range(first, steps))
+        self._pool, self._ahead = ThreadPoolExecutor(threads), threads + _AHEAD
+        self._waiting: collections.deque[Future[Batch]] = collections.deque()
 
     @property
     def state(self) -> dict[str, Any]:
         """Returns the state that `Batches.stream` resumes from, as JSON values."""
-        return {"next_batch": self._next, "rows": self._rows}
+        return {"next_batch": self._next, "rows": self._batches.identity}
 
     def __next__(self) -> Batch:
-        batch = next(self._batches)
+        for step in itertools.islice(self._steps, self._ahead - len(self._waiting)):
+            self._waiting.append(self._pool.submit(self._batches.__getitem__, step))
+        if not self._waiting:
+            raise StopIteration
+        batch = self._waiting.popleft().result()
         self._next += 1
         return batch
 
     def close(self) -> None:
-        """Stops threads and processes."""
-        self._batches.close()
-
-
-class _Steps:
-    """The batches of a range of steps, as a source for grain."""
-
-    def __init__(self, batches: Batches, first: int, last: int):
-        self._batches, self._first, self._last = batches, first, last
-
-    def __len__(self) -> int:
-        return self._last - self._first
-
-    def __getitem__(self, number: int) -> Batch:
-        return self._batches[self._first + int(number)]
+        """Stops the threads, after the batches that they are building."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 def stack_targets(
@@ -283,7 +267,6 @@ def open_batches(
             f"config.data.context_limit is {data.context_limit}, expected more than the "
             f"{config.max_image_tokens} visual tokens of an image"
         )
-    cache_bytes = int(data.cache_gb * 2**30) // max(1, data.workers)  # divided among processes
     encoder = ConversationEncoder(
         load_tokenizer(model.folder),
         family.place_images,
@@ -295,7 +278,7 @@ def open_batches(
     return Batches(
         corpus=corpus,
         images=Images(
-            family.pixel_cache(config, settings, cache_bytes),
+            family.pixel_cache(config, settings, int(data.cache_gb * 2**30)),
             functools.partial(family.grids, config),
             family.max_pixels(config, 1) if config.sizes_vary else None,
         ),
@@ -303,7 +286,7 @@ def open_batches(
         seed=run.seed,
         multiple=data.length_multiple,
         group=data.length_group,
-        loading=Loading(data.threads, data.workers, local, data.missing == "skip"),
+        loading=Loading(data.threads, local, data.missing == "skip"),
     )
 
 

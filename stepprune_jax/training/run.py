@@ -23,7 +23,6 @@ from stepprune_jax.checkpoints.policy import (
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.source import training_source
 from stepprune_jax.evaluation.calibrate import calibrate_policy
-from stepprune_jax.export import latest_policy, same_policy
 from stepprune_jax.models.images import stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
@@ -40,7 +39,7 @@ from stepprune_jax.training.validation import (
     read_questions,
 )
 from stepprune_jax.user_input import local_path, user_input
-from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, check_same_run, claim
+from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import check_boards
 
@@ -121,7 +120,8 @@ def _train(
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, run.keep_checkpoints)
         try:
-            if checkpoints.latest == run.steps and _policy_is_there(workdir, run, about):
+            written = distributed.any_process((workdir / POLICY_FILE).is_file())
+            if written and checkpoints.latest == run.steps:
                 distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
             with user_input():
@@ -153,26 +153,6 @@ def _read_start(run: Run, setup: step.Setup) -> Policy | None:
     expected = "a policy of the run's method, model and shape, with statistics of features"
     run.require("start", fits and policy.stats is not None, expected)
     return policy
-
-
-def _policy_is_there(workdir: Path, run: Run, about: dict[str, Any]) -> bool:
-    """Returns whether a finished run's file exists; replaces one with different contents."""
-    path = workdir / POLICY_FILE
-    if not path.is_file():
-        return False
-    try:
-        found, problem = load_policy(path), "it holds a different policy"
-    except (OSError, ValueError) as error:
-        found, problem = None, str(error)
-    if jax.process_count() > 1:  # a checkpoint is read by all processes or by none
-        return not distributed.any_process(found is None)
-    with user_input():
-        step, policy, saved = latest_policy(workdir)
-        check_same_run(step, saved, run, about)
-    if step == run.steps and not (found and same_policy(found, policy)):
-        _LOG.warning("rewriting %s: %s", path, problem)
-        save_policy(policy, path)
-    return step == run.steps
 
 
 def _stopped(interrupt: Interrupt) -> bool:
@@ -214,8 +194,6 @@ def _begin(loop: _Loop, about: dict[str, Any]) -> tuple[int, Saved, Stream]:
     fresh = replicate_like(model.params, Saved(state, stats, jax.random.key_data(key)))
     if loop.checkpoints.latest is not None:
         restored = loop.checkpoints.restore(fresh)
-        with user_input():
-            check_same_run(restored.step, restored.about, run, about)
         distributed.say(f"Resuming after step {restored.step}")
         stream = loop.batches.stream(run.steps, restored.about["batches"])
         return restored.step, restored.saved, stream

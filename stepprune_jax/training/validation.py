@@ -244,11 +244,10 @@ class Validation:
         for i in range(min(self._settings.overlays, len(answers.texts))):
             question, image = self._split.questions[i], self._encoded.prompts.image_of[i, 0]
             grid = tuple(images.grid[image].tolist())
-            first = int(images.sizes[image]) - grid[0] * grid[1]
             shown.append(
                 Overlay(
                     image=question.image,
-                    patches=square_patches(answers.order[i], grid, first),
+                    patches=square_patches(answers.order[i], grid),
                     title=f"K = {answers.kept[i]}",
                     category=question.category,
                     text=question.text,

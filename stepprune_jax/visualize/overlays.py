@@ -1,6 +1,7 @@
 """Images with the patches of their kept tokens."""
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten, wrap
@@ -59,7 +60,7 @@ def draw_answer(
                 image=panel.image,
                 patches=panel.patches,
                 title=f"{len(indices)} kept" + (f", {merged} merged" if merged else ""),
-                category=f"of {_num_tokens(model, grid)}",
+                category=f"of {math.prod(grid)}",
                 text=question,
                 answer=shorten(answer.text, 40, placeholder="…"),
                 right=None,
@@ -83,22 +84,15 @@ def seen_patches(
 ) -> Seen:
     """Finds the patches of an RGB image's kept tokens, and pads both to a square.
 
-    Merged tokens and a class token, which are no patch, are left out.
+    Merged tokens, which are no patch, are left out.
     """
     config, (rows, columns) = model.config, grid
     image = config.family.seen(config, model.image_settings, image)
-    # Some models have a class token in front of the patches.
-    first = _num_tokens(model, grid) - rows * columns
     side = max(grid)
     top, left = (side - rows) // 2, (side - columns) // 2
     square = Image.new("RGB", (image.width * side // columns, image.height * side // rows), "white")
     square.paste(image, (image.width * left // columns, image.height * top // rows))
-    return Seen(square, side, square_patches(indices, grid, first).tolist())
-
-
-def _num_tokens(model: VLM, grid: tuple[int, int]) -> int:
-    """Returns the visual tokens of an image with a grid."""
-    return int(model.config.family.num_tokens(model.config, np.array([grid]))[0])
+    return Seen(square, side, square_patches(indices, grid).tolist())
 
 
 def draw_rows(out: str | Path | io.BytesIO, rows: Sequence[Sequence[Overlay]]) -> None:

@@ -30,7 +30,7 @@ def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, 
     """
     image = open_image(path)
     resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
-    return np.asarray(pad_to_square(image, (0, 0, 0), (side, side), resample))
+    return np.asarray(pad_to_square(image, (0, 0, 0), side, resample))
 
 
 def dim(
@@ -52,15 +52,15 @@ def patch_box(token: int | np.integer, grid: int, side: int) -> tuple[int, int, 
 
 
 def square_patches(
-    tokens: Sequence[int] | Int[np.ndarray, "t"], grid: tuple[int, int], first: int
+    tokens: Sequence[int] | Int[np.ndarray, "t"], grid: tuple[int, int]
 ) -> Int[np.ndarray, "k"]:
     """Finds the patches of tokens in the square that their image is padded to.
 
-    The image lies in the middle of max(rows, columns) patches along an edge. Tokens before the
-    `first` patch (a class token, and -1 for merged ones) are left out.
+    The image lies in the middle of max(rows, columns) patches along an edge. Merged tokens, -1, are
+    left out.
     """
     (rows, columns), side = grid, max(grid)
-    place = np.asarray(tokens, int) - first
+    place = np.asarray(tokens, int)
     row, column = np.divmod(place[place >= 0], columns)
     return ((side - rows) // 2 + row) * side + (side - columns) // 2 + column
 

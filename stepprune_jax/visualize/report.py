@@ -286,16 +286,15 @@ def _overlays(shown: Answered, file: AnswerFile, samples: int) -> list[Overlay]:
     overlays = []
     for answer in sorted(chosen, key=lambda answer: answer.fields["kept"]):
         question = questions[answer.id, answer.prompt]
-        grid, tokens = tuple(answer.fields["grid"]), answer.fields["visual_tokens"]
+        grid = tuple(answer.fields["grid"])
         image = question.image
         grade = None if worth is None else worth(answer)
         overlays.append(
             Overlay(
                 image=Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image,
-                # Some models have a class token in front of the patches.
-                patches=square_patches(answer.fields["order"], grid, tokens - grid[0] * grid[1]),
+                patches=square_patches(answer.fields["order"], grid),
                 title=f"K = {answer.fields['kept']}",
-                category=f"of {tokens:,}",
+                category=f"of {answer.fields['visual_tokens']:,}",
                 text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
                 answer=shorten(answer.text, 28, placeholder="…"),
                 right=None if grade is None else grade >= 0.5,

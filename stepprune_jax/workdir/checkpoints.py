@@ -137,7 +137,10 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
         write_json(path, run)
         return run
     try:
-        changes = _differences(read_json_object(path), config, model, data)
+        old = read_json_object(path)
+        changes = config.changes(old["config"])
+        changes += ["the frozen model"] if old["model"] != model else []
+        changes += ["the training file"] if old["data"] != data else []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not the description of a run: {error!r}") from error
     if changes:
@@ -146,23 +149,6 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
             "original settings. These differ:\n  " + "\n  ".join(changes)
         )
     return run
-
-
-def check_same_run(step: int, about: JsonObject, config: Settings, run: JsonObject) -> None:
-    """Raises if a checkpoint, described by `about`, is not of the run that `claim` returned."""
-    changes = _differences(about, config, run["model"], run["data"])
-    if changes:
-        raise ValueError(
-            f"checkpoint {step} in {FOLDER}/ is of another run; move it away. These "
-            "differ:\n  " + "\n  ".join(changes)
-        )
-
-
-def _differences(old: JsonObject, config: Settings, model: str, data: str) -> list[str]:
-    """Lists what differs between the description of a run and this run."""
-    changes = config.changes(old["config"])
-    changes += ["the frozen model"] if old["model"] != model else []
-    return changes + (["the training file"] if old["data"] != data else [])
 
 
 class Checkpoints:

@@ -173,7 +173,7 @@ def test_load_vlm_brings_tokenizer_and_image_settings(tmp_path, capsys):
     folder = testing.tiny_llava(tmp_path / "a")
     model = load.load_vlm(folder)
     assert model.params["language"]["norm"]["scale"].dtype == jnp.bfloat16
-    assert model.image_settings.resize_to == 24 and model.image_settings.pad_to_square
+    assert model.image_settings.resize_to == model.image_settings.crop_to == 24
     assert model.tokenizer("▁").input_ids[0] == model.config.bos_token_id == 1
     assert model.folder == folder
     assert "loading a: 100%" in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_a_model_given_smaller_images_is_saved_as_it_was_trained(llava_folder, t
     assert (model.config.grid, model.config.max_image_tokens) == ((2, 2), 4)  # of 8 pixels each
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8))
     pixels = model.config.family.preprocess(model.config, model.image_settings, [image])
-    small = model.image_settings._replace(resize_to=16, crop_to=(16, 16))
+    small = model.image_settings._replace(resize_to=16, crop_to=16)
     expected = images.normalise(images.resize(image, small), small)
     np.testing.assert_array_equal(pixels[0], expected)
     save_vlm(model, tmp_path / "saved")

@@ -23,7 +23,7 @@ from stepprune_jax.workdir.checkpoints import claim
 
 LLAVA = tiny_hf_config()
 ORIGINAL = LLAVA | {"mm_vision_tower": "vision", "mm_projector_type": "mlp2x_gelu"}
-CLIP_PROCESSOR = to_hf(ImageSettings(), 24)
+CLIP_PROCESSOR = to_hf(ImageSettings())
 QWEN_PROCESSOR = {
     **{"image_processor_type": "Qwen2VLImageProcessor", "do_resize": True, "do_rescale": True},
     **{"min_pixels": 64, "max_pixels": 4096, "patch_size": 4, "temporal_patch_size": 2},
@@ -55,8 +55,8 @@ def test_folders_of_models(tmp_path_factory, name, data):
         assert config.text.num_layers <= 1024 and config.max_image_tokens >= 1
         found = config.family.image_settings(folder)
         if isinstance(found, ImageSettings):
-            assert found.std is None or all(math.isfinite(x) and x > 0 for x in found.std)
-            assert found.crop_to is None or max(found.crop_to) <= 8192
+            assert all(math.isfinite(x) and x > 0 for x in found.std)
+            assert found.crop_to <= found.resize_to <= 8192
 
 
 CALIBRATION = Calibration((1.0, 2.5), (3.0, 0.0), (1.0, 0.2), (0.0, 0.2), 9.0, 4).as_json()

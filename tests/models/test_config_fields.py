@@ -19,6 +19,7 @@ CASES = [
     ("llava", CONFIG, {"vision_config": None}, "vision_config is missing"),
     ("llava", CONFIG, {"vision_feature_layer": -30}, "-30 is outside a tower of 3"),
     ("llava", CONFIG, {"quantization_config": "int4"}, "'int4'"),
+    ("llava", CONFIG, {"vision_feature_select_strategy": "full"}, "strategy is 'full', expected"),
     ("llava", GENERATION, {"repetition_penalty": 0}, "repetition_penalty"),
     ("llava", GENERATION, {"repetition_penalty": math.inf}, "repetition_penalty"),
     *(
@@ -43,6 +44,12 @@ CASES = [
     ("llava", PROCESSOR, {"image_std": [1, math.nan, 1]}, "image_std"),
     ("llava", PROCESSOR, {"resample": 9}, "resample"),
     ("original", CONFIG, {"mm_projector_type": "linear"}, "mm_projector_type is 'linear'"),
+    (
+        "original",
+        CONFIG,
+        {"mm_projector_type": "mlp2x_gelu", "mm_vision_select_feature": "cls_patch"},
+        "mm_vision_select_feature is 'cls_patch', expected 'patch'",
+    ),
     ("qwen", CONFIG, {"rope_scaling": YARN}, "rope_scaling"),
     ("qwen", CONFIG, {"vision_config": None}, "vision_config"),
     ("qwen", PROCESSOR, {"patch_size": 14}, "patch_size"),

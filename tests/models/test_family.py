@@ -28,15 +28,12 @@ def test_a_folder_is_of_the_family_whose_configuration_it_has():
         LLAVA.vision_folder({"mm_vision_tower": True})
 
 
-@pytest.mark.parametrize("select", ["default", "full"])
-def test_images_have_as_many_tokens_as_their_grid_says(select):
-    raw = testing.tiny_hf_config() | {"vision_feature_select_strategy": select}
-    config = LlavaConfig.from_hf(raw)
+def test_images_have_as_many_tokens_as_their_grid_says():
+    config = LlavaConfig.from_hf(testing.tiny_hf_config())
     grid = LLAVA.grids(config, np.zeros((2, 3, 24, 24), np.float32))
     np.testing.assert_array_equal(grid, [[3, 3], [3, 3]])
-    expected = 9 + (select == "full")
     for kind in (np.asarray, jnp.asarray):
-        np.testing.assert_array_equal(LLAVA.num_tokens(config, kind(grid)), expected)
-    assert config.max_image_tokens == expected
+        np.testing.assert_array_equal(LLAVA.num_tokens(config, kind(grid)), 9)
+    assert config.max_image_tokens == 9
     extent = LLAVA.image_positions(config, jnp.asarray(grid), jnp.zeros((2, 1), int))[1]
-    np.testing.assert_array_equal(extent, expected)
+    np.testing.assert_array_equal(extent, 9)

@@ -30,11 +30,10 @@ def prefix(params, config, batch=None, positions="original"):
     return prompts.assemble(params, config, *(batch or prompts.batch()), positions=positions)
 
 
-@pytest.mark.parametrize("select", ["default", "full"])
-def test_llava_with_several_images_equals_the_reference(select):
-    model, config, params = llava_pair(vision_feature_select_strategy=select)
+def test_llava_with_several_images_equals_the_reference(llava):
+    model, config, params = llava
     n = config.max_image_tokens
-    assert n == NUM_PATCHES + (select == "full")
+    assert n == NUM_PATCHES
     pixels = normal(1, 3, 3, 28, 28)
     rows = [[1, S, 4, S, 5, 6], [1, 8, 9, 3, S, 7]]
     images = [[0, 1], [2]]

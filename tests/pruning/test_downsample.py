@@ -77,15 +77,3 @@ def test_images_differ_in_size_and_padding_is_not_read():
         image = tokens[row, : np.prod(grid)].reshape(*grid, 2)
         np.testing.assert_allclose(kept.tokens[row, :count], plain(image, count), atol=1e-6)
         assert not np.asarray(kept.tokens)[row, count:].any()
-
-
-def test_a_class_token_stands_in_front_and_is_kept_beside_all_others():
-    image = np.random.default_rng(1).standard_normal((3, 3, 2), np.float32)
-    tokens = np.concatenate([np.full((1, 2), 50, np.float32), image.reshape(9, 2)])
-    kept = pooled(tokens, (3, 3), 4)
-    np.testing.assert_allclose(kept.tokens[0], plain(image, 4), atol=1e-6)
-    assert kept.place[0].tolist() == [1, 3, 7, 9] and kept.index[0].tolist() == [-1] * 4
-    whole = pooled(tokens, (3, 3), 10)
-    np.testing.assert_array_equal(whole.tokens[0], tokens)
-    assert whole.index[0].tolist() == [0] + [-1] * 9
-    assert whole.place[0].tolist() == list(range(10))

@@ -55,10 +55,7 @@ def test_every_budget_equals_the_plain_formula(grid):
         assert (np.diff(index) > 0).all() and index[0] >= 0 and index[-1] < n
 
 
-def test_a_class_token_stands_in_front_and_is_kept_last():
-    seen = view(np.arange(10.0)[None, :, None], count=4, grid=[[3, 3]])
-    kept = select(Grid(), seen, 10)
-    assert kept.index[0, :4].tolist() == [1 + i for i in plain_grid(3, 3, 4)]
-    for count in (9, 10):
-        kept = select(Grid(), seen._replace(count=jnp.array([count])), 10)
-        assert kept.index[0].tolist() == ([*range(1, 10), -1] if count == 9 else [*range(10)])
+def test_the_tokens_of_the_grid_are_kept():
+    seen = view(np.arange(9.0)[None, :, None], count=4, grid=[[3, 3]])
+    kept = select(Grid(), seen, 9)
+    assert kept.index[0].tolist() == [*plain_grid(3, 3, 4), *[-1] * 5]

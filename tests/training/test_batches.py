@@ -1,6 +1,7 @@
 """Conversations as batches: shapes, shards, images that cannot be read, resuming."""
 
 import json
+import threading
 from pathlib import Path
 
 import jax
@@ -52,9 +53,10 @@ class Pixels:
     """Pixels that are an image's name; those of some names cannot be read."""
 
     def __init__(self, *damaged):
-        self.damaged = damaged
+        self.damaged, self.paths = damaged, []
 
     def __call__(self, path):
+        self.paths.append(path)
         if int(path.stem) in self.damaged:
             raise ValueError(f"{path} is a damaged image")
         return np.full((3, 2, 2), int(path.stem), np.float32)
@@ -128,10 +130,13 @@ def test_hosts_make_the_rows_of_one_batch():
         assert_equal(found, whole[step])
 
 
-@pytest.mark.slow
-def test_processes_make_the_batches_that_threads_make():
-    batches = make_batches(range(1, 11), processes=2)
-    assert_equal(taken(batches, 2, 5), [batches[step] for step in (2, 3, 4)])
+def test_a_stream_builds_a_few_batches_ahead_and_none_once_it_is_closed():
+    batches, threads = make_batches(range(1, 11), threads=3), threading.active_count()
+    stream = batches.stream(100)
+    next(stream)
+    stream.close()
+    assert len(batches._images.read.paths) <= (3 + 2) * 4  # those in work, and those that wait
+    assert threading.active_count() == threads
 
 
 def test_first_images_are_distinct_and_in_the_order_of_training():
@@ -188,8 +193,8 @@ def cache_of(settings, side, limit):
 
 
 def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
-    settings = ImageSettings()._replace(resize_to=24, crop_to=(24, 24))
-    for mean in (settings.mean, None):
+    settings = ImageSettings()._replace(resize_to=24, crop_to=24)
+    for mean in (settings.mean, (0.1, 0.2, 0.3)):
         settings = settings._replace(mean=mean)
         cache = cache_of(settings, 24, 1 << 20)
         for number, size in enumerate([(24, 24), (50, 31), (9, 70)]):
@@ -201,7 +206,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
 
 
 def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
-    settings = ImageSettings()._replace(resize_to=8, crop_to=(8, 8))
+    settings = ImageSettings()._replace(resize_to=8, crop_to=8)
     paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
     cache = cache_of(settings, 8, 2 * 3 * 8 * 8)
     for number in (0, 1, 0, 2):
@@ -215,6 +220,6 @@ def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
 
 def test_images_of_another_size_than_the_model_takes_are_refused(tmp_path):
     path = save_image(tmp_path / "a.png", 24, 24)
-    cache = cache_of(ImageSettings()._replace(resize_to=16, crop_to=(16, 16)), 24, 1)
+    cache = cache_of(ImageSettings()._replace(resize_to=16, crop_to=16), 24, 1)
     with pytest.raises(ValueError, match=r"a\.png: the image processor makes 16 x 16 pixels"):
         cache(path)

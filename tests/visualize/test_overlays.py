@@ -31,9 +31,9 @@ def test_patches_tile_any_square():
 
 
 def test_patches_in_the_padded_square_by_hand():
-    # Two rows of three patches behind a class token, at the top of the square; -1: merged.
-    assert patches.square_patches([1, 4, 0, 6, -1], (2, 3), 1).tolist() == [0, 3, 5]
-    assert patches.square_patches([2, 0], (3, 1), 0).tolist() == [7, 1]  # a column, in the middle
+    # Two rows of three patches, at the top of the square; -1: merged.
+    assert patches.square_patches([0, 3, -1, 5, -1], (2, 3)).tolist() == [0, 3, 5]
+    assert patches.square_patches([2, 0], (3, 1)).tolist() == [7, 1]  # a column, in the middle
 
 
 @pytest.mark.parametrize(("grid", "numbers"), [(12, True), (24, False)])

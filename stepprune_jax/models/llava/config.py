@@ -66,7 +66,6 @@ def _layer(field: str) -> Rule:
 _LLAVA = {
     **_IDS,
     "feature_layer": _layer("vision_feature_layer"),
-    "feature_select": one_of("vision_feature_select_strategy", "default", "full"),
     "projector_activation": one_of("projector_hidden_act", "gelu", "quick_gelu"),
 }
 _LLAVA_ONLY = {
@@ -75,11 +74,13 @@ _LLAVA_ONLY = {
     "vision": part("vision_config"),
     "text": part("text_config"),
     "tied": switch("tie_word_embeddings", False),
+    # The visual tokens are the patches, without the class token.
+    "select": one_of("vision_feature_select_strategy", "default"),
 }
 _ORIGINAL = {**_IDS, "feature_layer": _layer("mm_vision_select_layer")}
 _ORIGINAL_ONLY = {
     "projector": one_of("mm_projector_type", None, "mlp2x_gelu"),
-    "select": one_of("mm_vision_select_feature", "patch", "cls_patch"),
+    "select": one_of("mm_vision_select_feature", "patch"),
 }
 
 
@@ -138,7 +139,6 @@ class LlavaConfig(ModelConfig):
         image_token_id: the vocabulary's own `<image>` id; None if it has none (original files).
         feature_layer: hidden state given to the projector; 0 is the embedding, -1 the last block's
             output.
-        feature_select: "default" drops the class token, "full" keeps it.
         projector_activation: "gelu" (exact) or "quick_gelu".
     """
 
@@ -146,7 +146,6 @@ class LlavaConfig(ModelConfig):
     bos_token_id: int | None = 1
     eos_token_ids: tuple[int, ...] = (2,)
     feature_layer: int = -2
-    feature_select: str = "default"
     projector_activation: str = "gelu"
 
     def __post_init__(self):
@@ -181,7 +180,7 @@ class LlavaConfig(ModelConfig):
     @property
     def max_image_tokens(self) -> int:
         """Visual tokens of every image."""
-        return self.vision.num_patches + (self.feature_select == "full")
+        return self.vision.num_patches
 
     @classmethod
     def from_hf(cls, raw: Json) -> "LlavaConfig":
@@ -220,11 +219,10 @@ class LlavaConfig(ModelConfig):
         Raises:
             ValueError: a field is not supported; the message names it.
         """
-        parts = read_fields(raw, "config.json", _ORIGINAL_ONLY)
+        read_fields(raw, "config.json", _ORIGINAL_ONLY)
         return cls(
             vision=ClipConfig.from_hf(vision),
             text=LlamaConfig.from_hf(raw),
-            feature_select="default" if parts["select"] == "patch" else "full",
             **read_fields(raw, "config.json", _ORIGINAL),
         )
 
@@ -244,6 +242,7 @@ class LlavaConfig(ModelConfig):
             "image_token_index": self.image_token_id,
             "image_seq_length": self.max_image_tokens,
             "multimodal_projector_bias": True,
+            "vision_feature_select_strategy": "default",
             "tie_word_embeddings": self.text.tie_embeddings,
             "vision_config": {
                 **written(self.vision, _CLIP),

@@ -117,14 +117,14 @@ class Llava(Family):
         return images.settings_from_hf(raw, where)
 
     def hf_processor(self, config: LlavaConfig, settings: ImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(settings, config.vision.trained.image_size)
+        processor = images.to_hf(settings)
         combined = {
             "processor_class": "LlavaProcessor",
             "image_processor": processor,
             "image_token": IMAGE_MARK,
             "num_additional_image_tokens": 1,
             "patch_size": config.vision.patch_size,
-            "vision_feature_select_strategy": config.feature_select,
+            "vision_feature_select_strategy": "default",
         }
         return {
             "preprocessor_config.json": {**processor, "processor_class": "LlavaProcessor"},
@@ -154,19 +154,14 @@ class Llava(Family):
         return dataclasses.replace(config, vision=vision)
 
     def resize(self, config: LlavaConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
-        vision = config.vision
-        if vision.trained_size is not None:
-            sizes, scale = settings._asdict(), vision.image_size / vision.trained_size
-            sizes = {name: sizes[name] for name in ("resize_to", "crop_to")}
-            settings = settings._replace(**jax.tree.map(lambda size: round(size * scale), sizes))
-        resized = images.resize(image, settings)
-        side, (_, height, width) = config.vision.image_size, resized.shape
-        if (height, width) != (side, side):
+        side, trained = config.vision.image_size, config.vision.trained.image_size
+        size, crop = (round(x * side / trained) for x in (settings.resize_to, settings.crop_to))
+        if crop != side:
             raise ValueError(
-                f"the image processor makes {height} x {width} pixels, the model takes "
+                f"the image processor makes {crop} x {crop} pixels, the model takes "
                 f"{side} x {side}: crop_size of preprocessor_config.json is wrong"
             )
-        return resized
+        return images.resize(image, settings._replace(resize_to=size, crop_to=crop))
 
     def finish(
         self, config: LlavaConfig, settings: ImageSettings, image: Bytes
@@ -181,12 +176,6 @@ class Llava(Family):
         self, config: LlavaConfig, pixels: Float[np.ndarray, "i 3 H W"]
     ) -> Int[np.ndarray, "i 2"]:
         return np.tile(np.array(config.grid, np.int32), (len(pixels), 1))
-
-    def num_tokens(
-        self, config: LlavaConfig, grid: Int[Array | np.ndarray, "*b 2"]
-    ) -> Int[Array | np.ndarray, "*b"]:
-        patches = grid[..., 0] * grid[..., 1]
-        return (patches + int(config.feature_select == "full")).astype(np.int32)
 
     def conversation(self, turns: Sequence[str | None], system: str = _SYSTEM) -> str:
         if not turns:
@@ -219,7 +208,7 @@ class Llava(Family):
         features, tapped = tower.encode(
             params["vision"], config.vision, pixels, config.feature_layer, taps, execution
         )
-        return features[:, int(config.feature_select == "default") :], tapped
+        return features[:, 1:], tapped
 
     def project(
         self, params: Params, config: LlavaConfig, features: Float[Array, "*b d"]
@@ -239,8 +228,7 @@ class Llava(Family):
         layers = config.feature_layer % (vision.num_layers + 1)
         block = t * (4 * d * d + 2 * d * t + 2 * d * vision.intermediate_size)
         tower = n * 3 * vision.patch_size**2 * d + layers * block
-        projected = n + int(config.feature_select == "full")
-        return {"tower": 2 * tower, "projector": 2 * projected * width * (d + width)}
+        return {"tower": 2 * tower, "projector": 2 * n * width * (d + width)}
 
 
 LLAVA = Llava()

@@ -11,65 +11,51 @@ from jaxtyping import Float
 from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
-from stepprune_jax.models.config import LONGEST_SIDE, Json, Rule, read_fields, require, switch
+from stepprune_jax.models.config import LONGEST_SIDE, Json, Rule, one_of, read_fields, require
 from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, NORMALISATION, Bytes, byte_table
 from stepprune_jax.settings import is_count
 
-# An unpadded image may grow to this many pixels, half a gigabyte, before it is cropped.
-RESIZED_PIXELS = 2 * 89_478_485  # as many as Pillow opens
-
 
 class ImageSettings(NamedTuple):
-    """Steps of the image processor, in the order of the fields; None leaves one out.
+    """Settings of the image processor, whose steps follow the order of the fields.
 
-    LLaVA-1.5 was trained with padding to a square, although the published processor files omit it.
-    `resize_to` is the shorter edge or (height, width), `crop_to` (height, width); mean and standard
-    deviation are in rescaled units; `resample` is the number of a Pillow filter.
+    Images are padded to squares first, as LLaVA-1.5 was trained, although the published processor
+    files omit it. `resize_to` and `crop_to` are sides in pixels; mean and standard deviation are in
+    rescaled units; `resample` is the number of a Pillow filter.
     """
 
-    pad_to_square: bool = True
-    resize_to: int | tuple[int, int] | None = 336
-    crop_to: tuple[int, int] | None = (336, 336)
-    rescale: float | None = 1 / 255
-    mean: tuple[float, ...] | None = CLIP_MEAN
-    std: tuple[float, ...] | None = CLIP_STD
+    resize_to: int = 336
+    crop_to: int = 336
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = CLIP_MEAN
+    std: tuple[float, ...] = CLIP_STD
     resample: int = 3
 
     @property
     def fill(self) -> tuple[int, ...]:
         """Colour of the padding: the mean truncated to integers, (122, 116, 104) for CLIP."""
-        return tuple(int(value * 255) for value in self.mean or (0.0, 0.0, 0.0))
+        return tuple(int(value * 255) for value in self.mean)
 
 
-def _side(value: object) -> int | None:
-    return value if is_count(value) and value <= LONGEST_SIDE else None
+def _side(field: str) -> Rule:
+    """A side of a square image."""
+
+    def read(value: object) -> int | None:
+        given = value if isinstance(value, dict) else {"shortest_edge": value}
+        edge = given.get("shortest_edge")
+        height, width = edge or given.get("height"), edge or given.get("width")
+        return height if height == width and is_count(height) and height <= LONGEST_SIDE else None
+
+    kinds = "a number, {shortest_edge} or equal {height, width}"
+    return Rule(field, 224, read, f"{kinds}, of 1 to {LONGEST_SIDE} pixels")
 
 
-def _height_width(value: object) -> tuple[int, int] | None:
-    """Reads a number or {height, width}."""
-    given = value if isinstance(value, dict) else {"height": value, "width": value}
-    height, width = _side(given.get("height")), _side(given.get("width"))
-    return None if height is None or width is None else (height, width)
-
-
-def _edge(value: object) -> int | tuple[int, int] | None:
-    """Reads a number, {shortest_edge} or {height, width}."""
-    edge = value.get("shortest_edge") if isinstance(value, dict) else value
-    return _side(edge) if edge else _height_width(value)
-
-
-_SIDES = f"{{height, width}}, of 1 to {LONGEST_SIDE} pixels"
-_SETTINGS = {
-    **NORMALISATION,
-    "resize_to": Rule("size", 224, _edge, f"a number, {{shortest_edge}} or {_SIDES}"),
-    "crop_to": Rule("crop_size", (224, 224), _height_width, f"a number or {_SIDES}"),
-}
-# The steps that a processor may leave out.
-_STEPS = {
-    "resize_to": switch("do_resize", True),
-    "crop_to": switch("do_center_crop", True),
-    "rescale": switch("do_rescale", True),
-    "mean": switch("do_normalize", True),
+_SETTINGS = {**NORMALISATION, "resize_to": _side("size"), "crop_to": _side("crop_size")}
+_ONLY = {
+    "resize": one_of("do_resize", True),
+    "crop": one_of("do_center_crop", True),
+    "rescale": one_of("do_rescale", True),
+    "normalize": one_of("do_normalize", True),
 }
 
 
@@ -79,78 +65,41 @@ def settings_from_hf(raw: Json, where: str = "image processor config") -> ImageS
     known = kind.startswith(("CLIP", "Llava")) and not kind.startswith(("LlavaNext", "LlavaOne"))
     supported = "supported: CLIPImageProcessor, LlavaImageProcessor"
     require(where, (known, f"unsupported image processor {kind!r}; {supported}"))
-    steps = read_fields(raw, where, _STEPS)
-    skipped = {name for name, done in steps.items() if not done}
-    skipped |= {"std"} if "mean" in skipped else set()
-    rules = {name: rule for name, rule in _SETTINGS.items() if name not in skipped}
-    return ImageSettings(**dict.fromkeys(skipped), **read_fields(raw, where, rules))
+    read_fields(raw, where, _ONLY)
+    settings = ImageSettings(**read_fields(raw, where, _SETTINGS))
+    size, crop = settings.resize_to, settings.crop_to
+    require(where, (crop <= size, f"crop_size is {crop}, expected at most size, {size}"))
+    return settings
 
 
-def to_hf(settings: ImageSettings, side: int) -> Json:
-    """Describes the image processor of a tower with images of a side."""
-    edge, crop = settings.resize_to, settings.crop_to or (336, 336)
-    size = {"height": edge[0], "width": edge[1]} if isinstance(edge, tuple) else None
+def to_hf(settings: ImageSettings) -> Json:
+    """Describes the image processor."""
     return {
         "image_processor_type": "LlavaImageProcessor",  # CLIP's with a switch for the padding
         "do_convert_rgb": True,
-        "do_pad": settings.pad_to_square,
-        "do_resize": edge is not None,
-        "size": size or {"shortest_edge": edge or side},
+        "do_pad": True,
+        "do_resize": True,
+        "size": {"shortest_edge": settings.resize_to},
         "resample": settings.resample,
-        "do_center_crop": settings.crop_to is not None,
-        "crop_size": {"height": crop[0], "width": crop[1]},
-        "do_rescale": settings.rescale is not None,
-        "rescale_factor": settings.rescale or 1 / 255,
-        "do_normalize": settings.mean is not None,
-        "image_mean": list(settings.mean or CLIP_MEAN),
-        "image_std": list(settings.std or CLIP_STD),
+        "do_center_crop": True,
+        "crop_size": {"height": settings.crop_to, "width": settings.crop_to},
+        "do_rescale": True,
+        "rescale_factor": settings.rescale,
+        "do_normalize": True,
+        "image_mean": list(settings.mean),
+        "image_std": list(settings.std),
     }
 
 
 def resize(image: Image.Image, settings: ImageSettings) -> Bytes:
-    """Pads, resizes and crops an RGB image, unless its longer edge would become huge."""
-    side = max(image.size)
-    if settings.pad_to_square and image.width != image.height:
-        size = None
-        if settings.resize_to is not None:
-            size = _target(side, side, settings.resize_to)
-        image = pad_to_square(image, settings.fill, size, settings.resample)
-    elif settings.resize_to is not None:
-        height, width = _target(image.height, image.width, settings.resize_to)
-        if height * width > RESIZED_PIXELS:
-            raise ValueError(
-                f"an image of {image.width} x {image.height} pixels is too narrow: it would be "
-                f"resized to {width} x {height}"
-            )
-        image = image.resize((width, height), settings.resample)
-    pixels = np.asarray(image).transpose(2, 0, 1)
-    if settings.crop_to is not None:
-        pixels = _center_crop(pixels, *settings.crop_to)
-    return pixels
+    """Pads an RGB image to a square, resizes it and crops its centre."""
+    square = pad_to_square(image, settings.fill, settings.resize_to, settings.resample)
+    start = (settings.resize_to - settings.crop_to) // 2
+    centre = slice(start, start + settings.crop_to)
+    return np.asarray(square).transpose(2, 0, 1)[:, centre, centre]
 
 
 def normalise(image: Bytes, settings: ImageSettings) -> Float[np.ndarray, "3 height width"]:
     """Scales and normalises a resized image."""
     table = byte_table(settings.rescale, settings.mean, settings.std)
     return np.stack([row[channel] for row, channel in zip(table, image, strict=True)])
-
-
-def _target(height: int, width: int, resize_to: int | tuple[int, int]) -> tuple[int, int]:
-    """Returns (height, width) after resizing; an integer is the shorter edge."""
-    if isinstance(resize_to, tuple):
-        return resize_to
-    longer = int(resize_to * max(height, width) / min(height, width))
-    return (longer, resize_to) if width <= height else (resize_to, longer)
-
-
-def _center_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Crops the centre of `[3, rows, columns]`; smaller images are padded with zeros."""
-    rows, columns = pixels.shape[1:]
-    if rows < height or columns < width:
-        canvas = np.zeros((3, max(rows, height), max(columns, width)), pixels.dtype)
-        # Rounded up, as in the reference.
-        top, left = -((rows - canvas.shape[1]) // 2), -((columns - canvas.shape[2]) // 2)
-        canvas[:, top : top + rows, left : left + columns] = pixels
-        pixels, (rows, columns) = canvas, canvas.shape[1:]
-    top, left = (rows - height) // 2, (columns - width) // 2
-    return pixels[:, top : top + height, left : left + width]
