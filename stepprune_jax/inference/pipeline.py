@@ -99,14 +99,14 @@ def choose(
         capacity = choose_bucket(counts, _kept_sizes(model.config, pruner, images, sizes))
         arrays = place_rows(mesh_of(model.params), arrays)
         return programs.run_take(*arrays, capacity=capacity), counts
-    pairs, plan = plan_choice(model, pruner, prompts, images, execution=execution, sizes=sizes)
+    pairs, plan = _plan_choice(model, pruner, prompts, images, execution=execution, sizes=sizes)
     kept = programs.run_choose(model.params, model.config, method.params, pairs, plan=plan)
     if pruner.budget.is_exact:
         return kept, exact_counts(pruner, images.sizes[image])
     return kept, fetch(kept.count)
 
 
-def plan_choice(
+def _plan_choice(
     model: VLM,
     pruner: Pruner,
     prompts: Prompts,
@@ -172,7 +172,7 @@ def prepare(
         cuts = method.pruner.cuts(config, _padded_tokens(config, images))
         if images.features is None and method.pruner.budget.is_exact:
             counts = exact_counts(method.pruner, size)
-            tokens, choice = plan_choice(
+            tokens, choice = _plan_choice(
                 *(model, method.pruner, prompts, images), execution=options.execution, sizes=sizes
             )
         else:
