@@ -4,7 +4,6 @@ python -m stepprune_jax.benchmarks.convert mme --answers A.jsonl --out FOLDER
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,14 +24,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     convert = BENCHMARKS[arguments.benchmark].convert
     try:
-        with warnings.catch_warnings(record=True) as raised:
-            warnings.simplefilter("always")
-            written = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
+        warnings = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    for warning in raised:
-        print(f"warning: {warning.message}", file=sys.stderr)
-    print(f"wrote {written}")
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":
