@@ -26,7 +26,7 @@ class Overlay(NamedTuple):
     an edge, once the image is padded to a square.
     """
 
-    image: str | Path | Image.Image
+    image: str | Path | bytes | Image.Image
     patches: Sequence[int] | Int[np.ndarray, "k"]
     title: str
     category: str

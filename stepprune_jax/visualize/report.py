@@ -286,10 +286,9 @@ def _overlays(
     for answer, grade in sorted(chosen, key=lambda row: row[0].fields["kept"]):
         question = questions[answer.id, answer.prompt]
         grid, tokens = tuple(answer.fields["grid"]), answer.fields["visual_tokens"]
-        image = question.image
         overlays.append(
             Overlay(
-                image=Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image,
+                image=question.image,
                 # Some models have a class token in front of the patches.
                 patches=square_patches(answer.fields["order"], grid, tokens - grid[0] * grid[1]),
                 title=f"K = {answer.fields['kept']}",
