@@ -41,7 +41,7 @@ from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of
-from stepprune_jax.user_input import expect
+from stepprune_jax.user_input import expect, user_input
 
 UNPRUNED = "all"
 _HEADER = [
@@ -188,14 +188,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(arguments)
     if not (flags.json or flags.dry_run):
         parser.error("the following arguments are required: --json, or --dry_run")
-    flags.parser = parser
     return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
+    """Runs the command."""
     flags = parse(arguments)
-    try:
+    with user_input():
         config = model_config(flags.model)
         if isinstance(config, QwenConfig):
             config = with_square_images(config, flags.tokens)
@@ -211,8 +210,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         out = Path(flags.json)
         out.parent.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        flags.parser.error(" ".join(str(error).split()))
     dtype = jnp.dtype(flags.dtype)
     # The same layout as in `load_vlm`.
     model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from commands import status
 
 from stepprune_jax import testing
 from stepprune_jax.efficiency import __main__ as efficiency
@@ -64,8 +65,7 @@ def test_operations_are_those_of_the_tokens_that_are_there(made):
 
 def test_images_of_qwen_are_square(capsys):
     flags = ["--model", "qwen-mid", "--json", "no.json", "--rows", "all", "--tokens", "230"]
-    with pytest.raises(SystemExit):
-        efficiency.main(flags)
+    assert status("efficiency", efficiency.main, *flags) == 2
     assert "--tokens is 230, expected a square number from 225" in capsys.readouterr().err
 
 
@@ -80,9 +80,7 @@ BAD = {
 def test_bad_input_is_refused_before_anything_is_allocated(case, model, tmp_path, capsys, patched):
     flags, message = BAD[case]
     given = ["--model", model, "--json", str(tmp_path / "o.json"), "--rows", "cls@4", *flags]
-    with pytest.raises(SystemExit) as stopped:
-        efficiency.main(given)
-    assert stopped.value.code == 2
+    assert status("efficiency", efficiency.main, *given) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(message, error)
