@@ -12,40 +12,7 @@ if TYPE_CHECKING:
     from stepprune_jax.checkpoints.policy import load_policy, save_policy
     from stepprune_jax.checkpoints.save import save_vlm
     from stepprune_jax.inference import Answer, RunOptions, Sampling, generate, stream
-    from stepprune_jax.policy import (
-        POINTER,
-        DecoderFns,
-        Draw,
-        FeatureStats,
-        Gated,
-        Inputs,
-        Limits,
-        Picks,
-        PolicyConfig,
-        Progress,
-        Pruned,
-        Trajectory,
-        abstract_policy,
-        calibrate_stop_bias,
-        cast_weights,
-        choose,
-        encode,
-        gate,
-        gather,
-        init_policy,
-        leave_one_out,
-        noise_gate,
-        partition_rules,
-        policy_metrics,
-        prune,
-        rank,
-        sample,
-        select,
-        soft_topk,
-        train_loss,
-        trajectory_scores,
-        update_stats,
-    )
+    from stepprune_jax.policy import *
     from stepprune_jax.pruning import Policy, make_method
 
     __version__: str

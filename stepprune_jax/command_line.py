@@ -200,7 +200,7 @@ def one_line_errors(name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if not is_user_error(error) and not _refused_by_machine(error):
             raise
         if _refused_by_machine(error) and error.filename is None:

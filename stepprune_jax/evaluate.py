@@ -8,7 +8,6 @@ annotations into the report. The benchmark `folder` is the test split of `config
 flag.
 """
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,14 +72,12 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
                 print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
                 continue
             try:
-                with warnings.catch_warnings(record=True) as caught:
-                    warnings.simplefilter("always")
-                    convert(run.root(name), file.path, out)
+                warnings = convert(run.root(name), file.path, out)
             except (OSError, ValueError) as error:
                 print(f"not converted: {one_line(error)}")
                 continue
-            for warning in caught:
-                print(f"warning: {name}, {file.path.stem}: {one_line(warning.message)}")
+            for warning in warnings:
+                print(f"warning: {name}, {file.path.stem}: {one_line(warning)}")
             print(f"wrote {out}")
 
 

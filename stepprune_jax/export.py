@@ -23,7 +23,7 @@ from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Policy
 from stepprune_jax.pruning.calibration import Calibration
-from stepprune_jax.user_input import check, local_path
+from stepprune_jax.user_input import check, local_path, user_input
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
@@ -154,7 +154,7 @@ def _is_figure(key: str, value: object) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and exports; reports errors in one line and exits with status 2."""
+    """Reads the arguments and exports."""
     parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
     parser.add_argument("workdir", help="folder of a run of train.py")
     parser.add_argument("--out", required=True, help="folder to write to")
@@ -168,15 +168,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--private", action="store_true", help="with --push: create it as private")
     arguments = parser.parse_args(argv)
-    try:
+    with user_input():
         target = None if arguments.push is None else _target(arguments.push)
         path = export(arguments.workdir, arguments.out, arguments.stop_bias, target)
         print(f"{path}\n{path.parent / CARD}", flush=True)
         if target is not None:
             names = (POLICY_FILE, CARD)
             print(hub.upload(path.parent, names, target, private=arguments.private))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
 
 
 def _target(given: str) -> hub.Repository:

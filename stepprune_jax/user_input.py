@@ -15,11 +15,12 @@ def user_input() -> Iterator[None]:
     """Marks errors raised inside as errors in the user's input; also a decorator.
 
     Meant for code that reads and checks a configuration, data and models. The errors themselves do
-    not change; `is_user_error` tells them from errors raised elsewhere.
+    not change; `is_user_error` tells them from errors raised elsewhere. An import fails where a
+    package is missing that only some models need.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         setattr(error, _MARK, True)
         raise
 

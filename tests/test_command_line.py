@@ -44,6 +44,7 @@ def marked(error):
             2,
             "error: config.steps is 0, expected more",
         ),
+        (marked(ImportError("pip install x")), 2, "error: pip install x"),
         *(
             (OSError(n, os.strerror(n), "/x/a"), 2, f"error: [Errno {n}] {os.strerror(n)}: '/x/a'")
             for n in (errno.ENOSPC, errno.EROFS, errno.EISDIR, errno.ENOENT)
@@ -68,7 +69,7 @@ def test_what_ends_a_program_is_reported_in_one_line(capsys, error, status, said
     "bug",
     [
         *(ValueError("shapes differ"), OSError("disk full"), KeyError("x"), RuntimeError("a bug")),
-        AssertionError(),
+        *(AssertionError(), ImportError("a bug")),
     ],
 )
 def test_other_errors_are_left_alone(bug):

@@ -18,8 +18,10 @@ from typing import NamedTuple
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import (
     JsonObject,
+    field,
     file_named,
-    parse_json,
+    identity,
+    read_json_lines,
     read_json_object,
     replace_file,
     write_json,
@@ -177,41 +179,18 @@ def read_files(folder: Path) -> list[AnswerFile]:
 def recover(path: Path) -> list[JsonObject]:
     """Reads the lines of a file in which a run may have been interrupted, and repairs its end.
 
-    An incomplete last line is removed, a missing last newline is added.
+    A last line without its newline is removed: `append` ends every line.
     """
-    if not path.is_file():
-        return []
-    data = path.read_bytes()
-    whole, _, tail = data.rpartition(b"\n")
-    values = [
-        _object(line, f"{path}: line {number}")
-        for number, line in enumerate(whole.split(b"\n"), start=1)
-        if line.strip()
-    ]
-    if tail:
-        try:
-            values.append(_object(tail, ""))
-            data += b"\n"
-        except ValueError:
-            data = data[: len(data) - len(tail)]
-        replace_file(path, data)
-    return values
-
-
-def _object(line: bytes, where: str) -> JsonObject:
-    """Parses a line and checks its question."""
-    try:
-        value = parse_json(line, where)
-        good = isinstance(value, dict) and "question_id" in value
-        good = good and all(isinstance(value.get(name), str) for name in ("prompt", "text"))
-    except ValueError:
-        good = False
-    if not good:
-        raise ValueError(
-            f"{where}: expected an object with question_id, and prompt and text as strings; "
-            "repair the line, or remove it to have its question asked again"
-        )
-    return value
+    data = path.read_bytes() if path.is_file() else b""
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        replace_file(path, whole)
+    lines = read_json_lines(path) if whole.strip() else []
+    for where, value in lines:
+        identity(value, "question_id", where)
+        for name in ("prompt", "text"):
+            field(value, name, where, lambda text: isinstance(text, str), "a text")
+    return [value for _, value in lines]
 
 
 def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:

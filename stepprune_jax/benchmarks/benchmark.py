@@ -56,7 +56,7 @@ class Benchmark:
         worth: `worth(root)` returns a function that grades a single answer from 0 to 1, or None if
             the correct answer is unknown. The headline need not be the mean.
         convert: `convert(root, answers, out)`, which writes the official submission or text files
-            and returns their path; None if the official program reads the answers directly.
+            and returns its warnings; None if the official program reads the answers directly.
         submission_suffix: suffix of the file that `convert` writes; empty for a folder.
     """
 
@@ -78,7 +78,7 @@ class Benchmark:
     score: Callable[..., Score]
     options: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     worth: Callable[[Path], Callable[[Answer], float | None]]
-    convert: Callable[[Path, Path, Path], Path] | None = None
+    convert: Callable[[Path, Path, Path], list[str]] | None = None
     submission_suffix: str = ".json"
 
     def read_questions(

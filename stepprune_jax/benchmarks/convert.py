@@ -4,17 +4,17 @@ python -m stepprune_jax.benchmarks.convert mme --answers A.jsonl --out FOLDER
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.score import DATA
 from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.user_input import user_input
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
+    """Runs the command."""
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
     parser = Parser(prog="stepprune_jax.benchmarks.convert", description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -24,15 +24,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", required=True, help="file or folder to write")
     arguments = parser.parse_args(argv)
     convert = BENCHMARKS[arguments.benchmark].convert
-    try:
-        with warnings.catch_warnings(record=True) as raised:
-            warnings.simplefilter("always")
-            written = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    for warning in raised:
-        print(f"warning: {warning.message}", file=sys.stderr)
-    print(f"wrote {written}")
+    with user_input():
+        warnings = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"wrote {arguments.out}")
 
 
 if __name__ == "__main__":

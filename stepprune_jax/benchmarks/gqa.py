@@ -140,13 +140,14 @@ def _worth(root: Path) -> Callable[[Answer], float | None]:
     return worth_by_id(known, lambda text, question: predicted(text) == question.answer)
 
 
-def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
+def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:
     """Writes the file that the official program reads: `questionId` and `prediction` per line."""
     lines = [
         {"questionId": answer.id, "prediction": predicted(answer.text)}
         for answer in read_answers(answers)
     ]
-    return layout.write_submission(out, json.dumps(lines).encode())
+    layout.write_submission(out, json.dumps(lines).encode())
+    return []
 
 
 BENCHMARK = Benchmark(

@@ -39,11 +39,10 @@ def size_warnings(what: str, count: int, published: int) -> list[str]:
     return [f"{what}: {count:,} here, {published:,} in the published list"]
 
 
-def write_submission(out: str | Path, content: bytes) -> Path:
+def write_submission(out: str | Path, content: bytes) -> None:
     """Writes a submission atomically, so that an interrupted run keeps the earlier file."""
     out = Path(out)
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: expected the name of a file")
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, content)
-    return out

@@ -10,7 +10,6 @@ import csv
 import io
 import itertools
 import re
-import warnings as notes
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -277,20 +276,18 @@ def _find(root: str | Path, edition: Edition, *names: str) -> list[Path]:
 
 def convert(
     root: str | Path, answers: str | Path, out: str | Path, *, edition: Edition = ENGLISH
-) -> Path:
+) -> list[str]:
     """Writes the sheet for the server.
 
     The existing dev or test file that contains most of the answered rows is filled in: every row of
     it, with the last of several answers, and an empty cell if there is none. The prediction is the
     seventh column; hint, category, l2-category, source, image and comment are left out.
     """
-    rows, messages = _one_round(answers), []
+    rows, warnings = _one_round(answers), []
     asked = {row.id for row in rows}
     tables = map(_rows_by_index, _find(root, edition, edition.dev, *edition.test))
     table = max(tables, key=lambda table: len(asked & table.keys()))
-    kept = latest(rows, table, messages)
-    for message in messages:
-        notes.warn(message, stacklevel=2)
+    kept = latest(rows, table, warnings)
     columns = [column for column in next(iter(table.values())) if column not in _LEFT_OUT]
     before, after = columns[:_PREDICTION], columns[_PREDICTION:]
     sheet = [[*before, "prediction", *after]]
@@ -298,7 +295,8 @@ def convert(
         text = kept[name].text if name in kept else None
         cells = {**row, "index": int(name)}
         sheet.append([*(cells[c] for c in before), text, *(cells[c] for c in after)])
-    return layout.write_submission(out, xlsx(sheet))
+    layout.write_submission(out, xlsx(sheet))
+    return warnings
 
 
 # Characters that XML 1.0 cannot hold. openpyxl rejects only the control characters.

@@ -119,7 +119,7 @@ def _worth(root: Path) -> Callable[[Answer], float | None]:
     return worth
 
 
-def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
+def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:
     """Writes the text files that MME's own program reads, one per task, into a folder.
 
     Images are in the order of their first answers, with both questions of an image together; the
@@ -141,7 +141,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
         # An answer may hold half of a surrogate pair, which cannot be encoded.
         text = "".join(f"{line}\n" for line in lines)
         (out / f"{task}.txt").write_bytes(text.encode("utf-8", "replace"))
-    return out
+    return []
 
 
 def _read_release(folder: Path) -> dict[str, Question]:

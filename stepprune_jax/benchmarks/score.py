@@ -12,7 +12,7 @@ from typing import NoReturn
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.data.json_files import JsonObject
-from stepprune_jax.user_input import one_line
+from stepprune_jax.user_input import one_line, user_input
 
 _NAME = "stepprune_jax.benchmarks.score"
 DATA = "playground/data/eval"
@@ -52,12 +52,11 @@ def summary(benchmark: Benchmark, score: Score) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    """Runs the command."""
+    arguments = _parser().parse_args(argv)
     benchmark = BENCHMARKS[arguments.benchmark]
     options = {name: getattr(arguments, name) for name in benchmark.options}
-    try:
+    with user_input():
         if arguments.json is not None and not Path(arguments.json).parent.is_dir():
             raise FileNotFoundError(f"--json: no folder {Path(arguments.json).parent}")
         score = benchmark.score(Path(arguments.data), Path(arguments.answers), **options)
@@ -66,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(arguments.json).write_text(
                 text + "\n", encoding="utf-8", errors="backslashreplace"
             )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     print(summary(benchmark, score))
 
 

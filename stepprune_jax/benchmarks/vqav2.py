@@ -6,7 +6,6 @@ are. Goyal et al., "Making the V in VQA Matter" (CVPR 2017).
 
 import json
 import re
-import warnings as notes
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -158,7 +157,7 @@ def _rounded(values: list[float]) -> float:
     return round(mean_percent(values), 2)
 
 
-def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
+def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:
     """Writes a submission to the server: test-dev answers in a list of all test questions.
 
     Lines that are not JSON are skipped with a warning, the last answer to a question counts, and
@@ -167,17 +166,16 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> Path:
     path = layout.file(Path(root) / "vqav2" / QUESTIONS, "LLaVA's eval.zip")
     ids = [_whole_number(row, "question_id", where) for where, row in read_json_lines(path)]
     broken: list[str] = []
-    messages = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
+    warnings = layout.size_warnings(f"{QUESTIONS}, questions", len(ids), NUM_QUESTIONS)
     kept = latest(read_answers(answers, broken), map(str, ids), [], f", of {path}")
     if broken:
-        messages.append(f"{len(broken):,} lines skipped, such as {broken[0]}")
-    for message in messages:
-        notes.warn(message, stacklevel=2)
+        warnings.append(f"{len(broken):,} lines skipped, such as {broken[0]}")
     lines = [
         {"question_id": number, "answer": normalise(kept[name].text) if name in kept else ""}
         for number, name in zip(ids, map(str, ids), strict=True)
     ]
-    return layout.write_submission(out, json.dumps(lines).encode())
+    layout.write_submission(out, json.dumps(lines).encode())
+    return warnings
 
 
 def _whole_number(row: JsonObject, name: str, where: str) -> int:

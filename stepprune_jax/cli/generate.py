@@ -35,12 +35,10 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Method, make_method, read_options
-from stepprune_jax.user_input import check, expect, one_line
+from stepprune_jax.user_input import check, expect, one_line, user_input
 
 _NAME = "stepprune-generate"
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
-# Errors of the user; anything else is a bug and keeps its traceback.
-_USER_ERRORS = (ValueError, OSError, ImportError)
 
 
 class _Run(NamedTuple):
@@ -248,25 +246,13 @@ def _converse(run: _Run, first: str | None) -> None:
             request = read_request(run.model, [[*turns, question]], [run.images])
             found = _stream(run, request)
         except ValueError as error:
-            _complain(error)
+            print(f"{program(_NAME)}: error: {one_line(error)}", file=sys.stderr, flush=True)
             continue
         turns += [question, found.text]
 
 
-def _complain(error: Exception) -> None:
-    """Prints an error in one line, without a traceback."""
-    print(f"{program(_NAME)}: error: {one_line(error)}", file=sys.stderr, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: command-line arguments; default: those of the process.
-
-    Returns:
-        The exit status: 0, or 2 for a mistake in the input, which is reported on stderr.
-    """
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
     given = _parser().parse_args(arguments)
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
@@ -275,23 +261,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         # Warnings are shown to the user without the line of code.
         warnings.showwarning = show
-        return _execute(given)
+        _execute(given)
 
 
-def _execute(given: argparse.Namespace) -> int:
-    """Runs the parsed command and returns its exit status."""
+def _execute(given: argparse.Namespace) -> None:
+    """Runs the parsed command."""
     if hasattr(sys.stdin, "reconfigure"):  # a question that is not UTF-8 is rejected as a prompt
         sys.stdin.reconfigure(errors="surrogateescape")
-    try:
+    with user_input():
         run = _read(given)
-    except _USER_ERRORS as error:
-        _complain(error)
-        return 2
     if given.questions is not None:
         if not run.todo:
             print(f"{given.out} has an answer to every question", file=sys.stderr)
-            return 0
-        try:
+            return
+        with user_input():
             answer_file(
                 run.model,
                 run.method,
@@ -302,16 +285,13 @@ def _execute(given: argparse.Namespace) -> int:
                 run.options,
                 given.batch_size,
             )
-        except _USER_ERRORS as error:
-            _complain(error)
-            return 2
-        return 0
+        return
     if given.interactive:
         try:
             _converse(run, given.prompt)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-        return 0
+        return
     if given.json:
 
         def save(begun: Begun) -> None:
@@ -329,7 +309,6 @@ def _execute(given: argparse.Namespace) -> int:
 
         with file_named(Path(given.overlay)):
             draw_answer(given.overlay, run.model, run.images, given.prompt, found)
-    return 0
 
 
 def command() -> NoReturn:

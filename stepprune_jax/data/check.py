@@ -24,7 +24,7 @@ from stepprune_jax.data.llava import (
     read_scenes,
 )
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
-from stepprune_jax.user_input import local_path, one_line
+from stepprune_jax.user_input import local_path, one_line, user_input
 
 SPLITS = ("validation", "test")
 
@@ -134,10 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
     parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
     arguments = parser.parse_args(argv)
-    try:
+    with user_input():
         checked = check_folder(arguments.folder)
-    except OSError as error:
-        parser.error(str(error))
     for name, count, kind, faults, notes in checked:
         numbers = ((faults, "faults"), (notes, "not for all models"))
         rest = "".join(f", {len(lines):,} {what}" for lines, what in numbers if lines)

@@ -1,5 +1,6 @@
 """Image files, opened safely and converted to RGB, and padded to squares."""
 
+import io
 import warnings
 from pathlib import Path
 
@@ -16,18 +17,23 @@ LONGEST_SIDE = 32_767
 MAX_ASPECT = 200
 
 
-def open_image(source: str | Path | Image.Image) -> Image.Image:
-    """Opens an image and converts it to RGB.
+def open_image(source: str | Path | bytes | Image.Image) -> Image.Image:
+    """Opens an image, a file or the bytes of one, and converts it to RGB.
 
     Alpha is dropped (not blended), palettes are resolved, CMYK is converted by Pillow, 16-bit grey
     keeps its upper eight bits, 32-bit grey is refused, as its range is not known, an animation
     gives its first frame. The EXIF orientation is not applied, as in the reference programs.
     """
-    if not isinstance(source, (str, Path, Image.Image)):
-        raise TypeError(f"expected a path or a Pillow image, got {type(source).__name__}")
-    name = repr(source) if isinstance(source, Image.Image) else str(source)
-    if not isinstance(source, Image.Image) and not Path(source).is_file():
-        raise FileNotFoundError(f"no image file at {name}")
+    if not isinstance(source, (str, Path, bytes, Image.Image)):
+        raise TypeError(f"expected a path, bytes or a Pillow image, got {type(source).__name__}")
+    if isinstance(source, bytes):
+        source, name = io.BytesIO(source), "the image"
+    elif isinstance(source, Image.Image):
+        name = repr(source)
+    else:
+        name = str(source)
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"no image file at {name}")
     try:
         with warnings.catch_warnings():
             # Pillow warns above 89 Mpixel and raises above 179; large is fine, a bomb is not.

@@ -8,33 +8,29 @@ from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.demo.compare import BY_ITSELF, Choice, compare
-from stepprune_jax.demo.examples import Example
-from stepprune_jax.demo.panel import CSS, draw_answers, draw_kept
+from stepprune_jax.inference.answer import Answer
 
 
 def build(
-    model: VLM, name: str, choices: Mapping[str, Choice], examples: Sequence[Example]
+    model: VLM,
+    name: str,
+    choices: Mapping[str, Choice],
+    examples: Sequence[tuple[Image.Image, str]],
 ) -> gr.Blocks:
-    """Builds the page for a model by its name; the first choice is preselected."""
+    """Builds the page for a model by its name; the first choice and example are preselected."""
     most = model.config.max_image_tokens
     tokens = f"at most {most:,}" if model.config.sizes_vary else f"{most:,}"
     first = next(iter(choices.values()))
+    shown, asked = examples[0] if examples else (None, "")
     with gr.Blocks(title="StepPrune") as page:
         gr.Markdown(
             f"# StepPrune\n{name} answers from all visual tokens ({tokens}), and from those that "
-            "are kept. Hover over a kept patch to see at which step it was selected."
+            "are kept."
         )
         with gr.Row():
             with gr.Column():
-                image = gr.Image(
-                    type="pil",
-                    label="image",
-                    height=320,
-                    value=examples[0].image if examples else None,
-                )
-                question = gr.Textbox(
-                    label="question", value=examples[0].question if examples else ""
-                )
+                image = gr.Image(shown, type="pil", label="image", height=320)
+                question = gr.Textbox(asked, label="question")
                 method = gr.Dropdown(list(choices), value=next(iter(choices)), label="method")
                 mode = gr.Radio(first.modes, value=first.modes[0], label="tokens to keep")
                 count = gr.Slider(
@@ -47,10 +43,12 @@ def build(
                 )
                 ask = gr.Button("Ask", variant="primary")
             with gr.Column():
-                answers, kept = gr.HTML(), gr.HTML()
+                full = gr.Textbox(label="all tokens", elem_id="full")
+                pruned = gr.Textbox(label="kept tokens", elem_id="pruned")
+                picture = gr.Image(label="kept tokens", format="png", elem_id="picture")
         if examples:
-            gr.Examples([[e.image, e.question] for e in examples], [image, question])
-        inputs, outputs = [image, question, method, mode, count], [answers, kept]
+            gr.Examples([[*example] for example in examples], [image, question])
+        inputs, outputs = [image, question, method, mode, count], [full, pruned, picture]
         answer = _handler(model, choices)
         gr.on([ask.click, question.submit, count.release], answer, inputs, outputs)
         method.change(lambda name: _modes(choices[name]), method, [mode, count])
@@ -66,12 +64,12 @@ def _modes(choice: Choice) -> tuple[Any, Any]:
 
 def _handler(
     model: VLM, choices: Mapping[str, Choice]
-) -> Callable[[Image.Image | None, str, str, str, int], tuple[str, str]]:
+) -> Callable[[Image.Image | None, str, str, str, int], tuple[dict, dict, Image.Image]]:
     """Returns the button's callback, which shows user errors on the page."""
 
     def answer(
         image: Image.Image | None, question: str, method: str, mode: str, count: int
-    ) -> tuple[str, str]:
+    ) -> tuple[dict, dict, Image.Image]:
         if image is None:
             raise gr.Error("give an image", print_exception=False)
         try:
@@ -79,12 +77,19 @@ def _handler(
             shown = compare(model, chosen, image, question)
         except ValueError as error:
             raise gr.Error(str(error), print_exception=False) from error
-        return draw_answers(shown), draw_kept(model, shown)
+        return _update("all", shown.full), _update("kept", shown.pruned), shown.picture
 
     return answer
+
+
+def _update(which: str, answer: Answer) -> dict:
+    """Updates the text of an answer, its number of tokens, and the time to the first."""
+    label = f"{which} tokens: {answer.kept} of {answer.visual_tokens}"
+    info = f"first token after {answer.ttft_ms:.1f} ms"
+    return gr.update(value=answer.text, label=label, info=info)
 
 
 def serve(page: gr.Blocks, host: str, port: int) -> None:
     """Serves a page until it is interrupted."""
     page.queue(default_concurrency_limit=1)  # one program at a time on the devices
-    page.launch(server_name=host, server_port=port, css=CSS, share=False)
+    page.launch(server_name=host, server_port=port, share=False)

@@ -11,10 +11,13 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.answer import Answer, generate
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, make_method
+from stepprune_jax.visualize.overlays import seen_patches
+from stepprune_jax.visualize.patches import draw_panel
 
 # Modes of the number of tokens to keep.
 EXACTLY, ON_AVERAGE, BY_ITSELF = "exactly", "on average", "where the policy stops"
 OPTIONS = RunOptions(max_tokens=64)
+_SIDE = 480  # pixels of the picture
 
 
 class Choice(NamedTuple):
@@ -35,11 +38,11 @@ class Choice(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """An image, and the answers from all of its tokens and from the kept ones."""
+    """Answers from all tokens of an image and from the kept ones, and the image with the latter."""
 
-    image: Image.Image
     full: Answer
     pruned: Answer
+    picture: Image.Image
 
 
 def list_choices(model: VLM, policies: Mapping[str, Policy]) -> dict[str, Choice]:
@@ -73,7 +76,7 @@ def list_choices(model: VLM, policies: Mapping[str, Policy]) -> dict[str, Choice
 
 
 def compare(model: VLM, method: Method, image: Image.Image, question: str) -> Comparison:
-    """Answers from all tokens, and from those that a method keeps.
+    """Answers from all tokens and from those that a method keeps, and draws the latter.
 
     A program of new shapes is compiled and run once before it is timed, so times are those of warm
     programs. A question or a request that method or model do not support is a ValueError.
@@ -83,4 +86,6 @@ def compare(model: VLM, method: Method, image: Image.Image, question: str) -> Co
         raise ValueError("the question is empty")
     (full,) = generate(model, [question], [image], options=OPTIONS)
     (pruned,) = generate(model, [question], [image], method, options=OPTIONS)
-    return Comparison(image, full, pruned)
+    seen = seen_patches(model, image, pruned.grids[0], pruned.kept_indices[0])
+    picture = draw_panel(seen.image, seen.patches, seen.grid, _SIDE)
+    return Comparison(full, pruned, picture)

@@ -31,7 +31,7 @@ from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency import measure
 from stepprune_jax.efficiency.measure import Bench, Row
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
-from stepprune_jax.efficiency.timing import environment, free_memory, peak_memory, table
+from stepprune_jax.efficiency.timing import environment, peak_memory, table
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
@@ -41,7 +41,7 @@ from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of
-from stepprune_jax.user_input import expect
+from stepprune_jax.user_input import expect, user_input
 
 UNPRUNED = "all"
 _HEADER = [
@@ -52,7 +52,6 @@ _HEADER = [
     "to the first token, ms",
     "ms a token",
     "cache, MB a row",
-    "memory, GB",
     "times unpruned",
     "compile, s",
 ]
@@ -136,35 +135,6 @@ def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
     return weights, FeatureStats.start(shape.feature_width)
 
 
-def check_memory(flags: argparse.Namespace, config: ModelConfig, rows: Sequence[Row]) -> None:
-    """Checks that the benchmark fits in free memory, before anything is allocated."""
-    dtype, text = jnp.dtype(flags.dtype), config.text
-    itemsize = dtype.itemsize
-    shapes = {row.method.pruner.config for row in rows if row.method.params}
-    key = jax.random.key(0)
-    policies = [jax.eval_shape(method_of(shape).init, key) for shape in shapes]
-    leaves = jax.tree.leaves((vlm.abstract_params(config, dtype), policies))
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    length = config.max_image_tokens + flags.text + flags.new_tokens
-    cache = 2 * text.num_layers * text.num_kv_heads * text.head_dim * itemsize
-    # The residual stream, an MLP's two activations, and one layer's scores in float32.
-    layer = itemsize * (2 * text.hidden_size + 2 * text.intermediate_size)
-    each = length * (cache + layer + 4 * text.num_heads * length)
-    needed = weights + max(flags.batch) * each
-    free, device = free_memory(), jax.devices()[0].device_kind
-    if needed > free:
-        changes = ["--model mid"] if flags.model in MODELS and flags.model != "mid" else []
-        changes += ["--dtype bfloat16"] if flags.dtype != "bfloat16" else []
-        changes += ["a smaller --batch"] if max(flags.batch) > 1 else []
-        if jax.default_backend() == "cpu":
-            changes.append("jax for an accelerator (pip install 'stepprune-jax[cuda]' or '[tpu]')")
-        raise ValueError(
-            f"--model {flags.model} in {flags.dtype} at --batch {max(flags.batch)} needs "
-            f"{needed / 1e9:.1f} GB at least, and {device} has {free / 1e9:.1f} GB free: choose "
-            + " or ".join(changes or ["a smaller --model"])
-        )
-
-
 def _cells(row: dict[str, Any]) -> list[object]:
     """Returns the cells of a row; brackets have the minimum and the maximum over the rounds."""
     mean, least, most = row["kept"]
@@ -177,7 +147,6 @@ def _cells(row: dict[str, Any]) -> list[object]:
         _spread(whole),
         decode,
         row["cache_bytes"] / 1e6,
-        row["memory_bytes"] / 1e9,
         _spread(row["speed_up"]),
         row["compile_s"],
     ]
@@ -219,14 +188,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = parser.parse_args(arguments)
     if not (flags.json or flags.dry_run):
         parser.error("the following arguments are required: --json, or --dry_run")
-    flags.parser = parser
     return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
+    """Runs the command."""
     flags = parse(arguments)
-    try:
+    with user_input():
         config = model_config(flags.model)
         if isinstance(config, QwenConfig):
             config = with_square_images(config, flags.tokens)
@@ -240,11 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
             print(table(["row", *(f"{part}, TFLOPs" for part in counts[UNPRUNED]), "all"], cells))
             return
-        check_memory(flags, config, rows)
         out = Path(flags.json)
         out.parent.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        flags.parser.error(" ".join(str(error).split()))
     dtype = jnp.dtype(flags.dtype)
     # The same layout as in `load_vlm`.
     model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)

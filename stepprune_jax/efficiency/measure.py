@@ -15,13 +15,12 @@ from stepprune_jax import policy
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.evaluation.operations import first_token_flops
-from stepprune_jax.inference import greedy, pipeline, programs
-from stepprune_jax.inference.base import Images, Pairs, Prompts, RunOptions, read_images
+from stepprune_jax.inference import greedy, pipeline
+from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_images
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
-from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import Method
 
@@ -108,7 +107,6 @@ def measure(bench: Bench, rows: Sequence[Row], batch: Batch) -> list[dict[str, A
                     "decode": _spread(1e3 * turn.decode / steps for turn in own),
                 },
                 "tflops": count_tflops(bench.model.config, row.method, batch, kept.mean()),
-                "memory_bytes": _memory(bench, row, batch),
                 "cache_bytes": first.cache // len(kept),
                 "compile_s": max(0.0, first.whole + first.decode - again),
                 "speed_up": _spread(turn[base].whole / turn[row.name].whole for turn in turns),
@@ -151,22 +149,6 @@ def _spread(values: Iterable[float]) -> list[float]:
     """Returns median, minimum and maximum."""
     values = sorted(values)
     return [statistics.median(values), values[0], values[-1]]
-
-
-def _memory(bench: Bench, row: Row, batch: Batch) -> int:
-    """Returns the planned memory of the larger of a row's programs."""
-    model, method = bench.model, row.method
-    ready = pipeline.prepare(model, method, batch.prompts, batch.images, bench.options)
-    weights = (model.params, model.config)
-    last = (ready.learned, ready.tokens, ready.texts, greedy(()))
-    traced = [programs.run_begin.trace(*weights, *last, plan=ready.plan)]
-    if not isinstance(ready.tokens, Pairs):
-        pairs, plan = pipeline.plan_choice(
-            *(model, method.pruner, batch.prompts, batch.images),
-            execution=bench.options.execution,
-        )
-        traced.append(programs.run_choose.trace(*weights, method.params, pairs, plan=plan))
-    return max(usage(program.lower().compile()).total for program in traced)
 
 
 def count_tflops(

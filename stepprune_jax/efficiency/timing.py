@@ -46,19 +46,6 @@ def _commit() -> str:
         return "unknown"
 
 
-def free_memory() -> int:
-    """Returns bytes that can be allocated on the first device; on a CPU, in main memory."""
-    device = jax.devices()[0]
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    known = Path("/proc/meminfo")
-    lines = known.read_text().splitlines() if known.is_file() else []
-    available = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return next((1024 * kib for kib in available), pages)
-
-
 def peak_memory() -> int | None:
     """Returns the largest peak bytes of this process's devices; None if unreported."""
     stats = [device.memory_stats() for device in jax.local_devices()]

@@ -24,7 +24,7 @@ def random_weights(abstract: Params) -> Params:
 
 @functools.cache
 def _program(
-    kind: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding
+    kind: str, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None
 ) -> jax.stages.Wrapped:
     """Compiles the draw of a leaf."""
 

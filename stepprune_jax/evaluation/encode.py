@@ -1,8 +1,6 @@
 """Encoding of questions for the pipeline: prompts, and images after one pass of the tower."""
 
-import contextlib
 import functools
-import io
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,11 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Int
-from PIL import Image
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.images import open_image
 from stepprune_jax.data.llava import Question
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference.base import Images, Prompts
@@ -146,28 +142,7 @@ def _no_images(model: VLM) -> Images:
 @user_input()
 def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> Request:
     """Reads ids and pixels; an image that is shown twice is read once."""
-    opened: dict[bytes, Image.Image] = {}
-    for question in questions:
-        if isinstance(question.image, bytes) and question.image not in opened:
-            with _naming(question.text):
-                opened[question.image] = open_bytes(question.image)
-    images = [opened[q.image] if isinstance(q.image, bytes) else q.image for q in questions]
-    texts = [question.text for question in questions]
-    return read_request(model, texts, images)
-
-
-def open_bytes(data: bytes) -> Image.Image:
-    """Opens an image that is stored with its question."""
-    return open_image(Image.open(io.BytesIO(data)))
-
-
-@contextlib.contextmanager
-def _naming(text: str) -> Iterator[None]:
-    """Names the question of an image that cannot be opened."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the image of the question {text[:60]!r}: {error}") from error
+    return read_request(model, [q.text for q in questions], [q.image for q in questions])
 
 
 def _fill(

@@ -21,6 +21,7 @@ from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markd
 from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
 from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.pruning import PRUNERS
+from stepprune_jax.user_input import user_input
 
 NAME = "table"
 # Fields of scores on hard questions, which a run that downsamples has.
@@ -301,18 +302,16 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
+    """Runs the command."""
     parser = Parser(prog="stepprune_jax.evaluation.table", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
     arguments = parser.parse_args(argv)
-    try:
+    with user_input():
         names = [str(Path(run)) for run in arguments.runs]
         table = merge_scores({name: read_scores(name) for name in names})
         if arguments.out is not None:
             write_table(Path(arguments.out), table)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
     print(as_markdown(table), end="")
 
 

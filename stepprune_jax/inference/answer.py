@@ -75,7 +75,7 @@ def generate(
         model: the model from `load_vlm`, on one device or sharded over a mesh.
         prompts: the user's text: a question each, or the turns of a conversation that ends with a
             question. The chat template is added here.
-        images: for each prompt its images (paths or Pillow images), or None.
+        images: for each prompt its images (paths, bytes or Pillow images), or None.
         method: how visual tokens are pruned, from `make_method`; by default not at all.
         sampling: how tokens are drawn; by default greedily.
         options: how the model is run, and the longest answer.

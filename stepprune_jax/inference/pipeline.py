@@ -10,7 +10,6 @@ Shapes are padded to buckets, so that the number of compiled programs is bounded
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +34,6 @@ from stepprune_jax.inference.base import (
 )
 from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.sampling import Sampling
-from stepprune_jax.models import vlm
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
@@ -99,14 +97,14 @@ def choose(
         capacity = choose_bucket(counts, _kept_sizes(model.config, pruner, images, sizes))
         arrays = place_rows(mesh_of(model.params), arrays)
         return programs.run_take(*arrays, capacity=capacity), counts
-    pairs, plan = plan_choice(model, pruner, prompts, images, execution=execution, sizes=sizes)
+    pairs, plan = _plan_choice(model, pruner, prompts, images, execution=execution, sizes=sizes)
     kept = programs.run_choose(model.params, model.config, method.params, pairs, plan=plan)
     if pruner.budget.is_exact:
         return kept, exact_counts(pruner, images.sizes[image])
     return kept, fetch(kept.count)
 
 
-def plan_choice(
+def _plan_choice(
     model: VLM,
     pruner: Pruner,
     prompts: Prompts,
@@ -172,7 +170,7 @@ def prepare(
         cuts = method.pruner.cuts(config, _padded_tokens(config, images))
         if images.features is None and method.pruner.budget.is_exact:
             counts = exact_counts(method.pruner, size)
-            tokens, choice = plan_choice(
+            tokens, choice = _plan_choice(
                 *(model, method.pruner, prompts, images), execution=options.execution, sizes=sizes
             )
         else:
@@ -303,22 +301,7 @@ def _padded_tokens(config: ModelConfig, images: Images) -> int:
     """Returns the padded number n of tokens of each image after the tower."""
     if images.features is not None:
         return images.features.shape[1]
-    leaves, structure = jax.tree.flatten(images.pixels)
-    return _tower_tokens(config, structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
-
-
-@functools.cache
-def _tower_tokens(
-    config: ModelConfig,
-    structure: jax.tree_util.PyTreeDef,
-    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...],
-) -> int:
-    one = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape, dtype in leaves]
-    encode_one = functools.partial(config.family.encode_image, config=config)
-    features, _ = jax.eval_shape(
-        encode_one, vlm.abstract_params(config), pixels=structure.unflatten(one)
-    )
-    return features.shape[1]
+    return config.family.padded_tokens(config, images.pixels)
 
 
 def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> Pairs:

@@ -23,7 +23,7 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels, join_images, naming
 from stepprune_jax.user_input import check
 
-ImageLike = str | Path | Image.Image
+ImageLike = str | Path | bytes | Image.Image
 # A question, or a conversation: user first, then alternating.
 Prompt = str | Sequence[str]
 
@@ -90,16 +90,15 @@ def read_request(
         model: the model, whose weights need not have been loaded.
         prompts: a question each, or the turns of a conversation that ends with one. `<image>` may
             mark the places of images; without it they come first.
-        images: for each prompt its images: paths or Pillow images; one alone needs no list. The
-            same path or object is read and encoded once.
+        images: for each prompt its images: paths, bytes of files or Pillow images; one alone needs
+            no list. The same path, bytes or object is read and encoded once.
 
     Returns:
         The request.
 
     Raises:
         FileNotFoundError: an image is missing.
-        TypeError: a prompt is neither a string nor strings, or an image neither a path nor a Pillow
-            image.
+        TypeError: a prompt is neither a string nor strings, or an image of another type.
         ValueError: no prompts, an empty prompt, marks that do not match the images, a damaged
             image, one that the model does not take, or a model without a tokenizer. The message
             names the prompt or the image.
@@ -115,7 +114,7 @@ def read_request(
         (len(prompts) > 0, "prompts is empty, expected at least one"),
         (len(rows) == len(prompts), f"images has {len(rows)} entries for {len(prompts)} prompt(s)"),
     )
-    places: dict[str | int, int] = {}
+    places: dict[str | bytes | int, int] = {}
     pixels: list[Pixels] = []
     ids, questions, image_of = [], [], []
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
@@ -142,14 +141,16 @@ def read_request(
     return Request(tuple(ids), tuple(questions), seen, tuple(image_of), seconds)
 
 
-def _identity(image: ImageLike) -> str | int:
-    """Returns a key that distinguishes images: the path, or the object's identity."""
-    return id(image) if isinstance(image, Image.Image) else str(image)
+def _identity(image: ImageLike) -> str | bytes | int:
+    """Returns a key that distinguishes images: the path, the bytes, or the object's identity."""
+    if isinstance(image, str | Path):
+        return str(image)
+    return image if isinstance(image, bytes) else id(image)
 
 
 def _name(image: ImageLike, place: int, number: int, question: str) -> str:
     """Returns how an error names an image: its file, or where it was given."""
-    if not isinstance(image, Image.Image):
+    if isinstance(image, str | Path):
         return str(image)
     words = question.replace(IMAGE_MARK, "").strip()
     return f"image {place} of prompt {number} ({words[:40]!r})"
@@ -163,7 +164,7 @@ def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
     for image in images:
         if not isinstance(image, ImageLike):
             kind = type(image).__name__
-            raise TypeError(f"expected images as paths or Pillow images, got {kind}")
+            raise TypeError(f"expected images as paths, bytes or Pillow images, got {kind}")
     return images
 
 

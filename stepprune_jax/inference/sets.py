@@ -1,6 +1,6 @@
 """Whole sets of prompts, batch by batch: ranked once for all budgets, and answered."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -65,7 +65,6 @@ def rank_all(
     *,
     steps: int,
     batch_size: int,
-    report: Callable[[int], None] = lambda done: None,
 ) -> tuple[Ranking, float]:
     """Ranks the tokens of each prompt's image, for all budgets of a `Ranker` at once.
 
@@ -76,7 +75,6 @@ def rank_all(
         images: all images after the tower, on the host.
         steps: length of the order; at most the number of tokens of the largest image.
         batch_size: prompts per batch.
-        report: called with the number of prompts done after each batch.
 
     Returns:
         The ranking, on the host, and the mean seconds per row, padding included.
@@ -91,7 +89,6 @@ def rank_all(
         ranking, taken = timed(run, programs.num_compiled)
         seconds += taken
         parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
-        report(int(rows[0]) + count)
     ranking = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
     return ranking, seconds / (len(parts) * batch_size)
 
@@ -105,7 +102,6 @@ def answer_all(
     batching: Batching,
     *,
     ranking: Ranking | None = None,
-    report: Callable[[int], None] = lambda done: None,
 ) -> Answers:
     """Answers every prompt greedily, without a repetition penalty.
 
@@ -122,7 +118,6 @@ def answer_all(
         options: how the model is run, and the longest answer.
         batching: sizes.
         ranking: result of `rank_all` for these prompts.
-        report: called with the number of prompts done after each batch.
 
     Returns:
         The answers, in the order of the prompts.
@@ -169,5 +164,4 @@ def answer_all(
             texts[row], seconds[row], kept[row] = known[ids[at]], taken / size, left[at]
             if ranking is None:
                 order[row] = index[at][index[at] >= 0]
-        report(int(places[0]) + real)
     return Answers(texts, kept, order, seconds)

@@ -232,6 +232,11 @@ class Family(abc.ABC):
         del config
         return (grid[..., 0] * grid[..., 1]).astype(np.int32)
 
+    def padded_tokens(self, config: ModelConfig, pixels: Pixels) -> int:
+        """Returns n, the number of tokens that `encode_image` pads each of these images to."""
+        del pixels
+        return config.max_image_tokens
+
     # Prompts, on the host. `data.prompts` does the rest for all families.
 
     def place_images(self, message: str, num_images: int) -> str:

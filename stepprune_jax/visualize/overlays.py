@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
-from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference.answer import Answer
@@ -27,7 +26,7 @@ class Overlay(NamedTuple):
     an edge, once the image is padded to a square.
     """
 
-    image: str | Path | Image.Image
+    image: str | Path | bytes | Image.Image
     patches: Sequence[int] | Int[np.ndarray, "k"]
     title: str
     category: str
@@ -96,58 +95,41 @@ def seen_patches(
 
 
 def draw_rows(out: str | Path | io.BytesIO, rows: Sequence[Sequence[Overlay]]) -> None:
-    """Draws rows of examples as a PNG, laid out in pixels so that none is resampled."""
+    """Draws rows of examples as a PNG, in which no panel is resampled."""
     if isinstance(out, str | Path):
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-    row_height = _HEAD + _SIDE + _FOOT
-    width, height = max(map(len, rows)) * (_SIDE + _GAP), len(rows) * row_height
-    with style.canvas(width / style.DPI, height / style.DPI) as figure:
-        for r, members in enumerate(rows):
-            for c, example in enumerate(members):
-                left, top = _GAP // 2 + c * (_SIDE + _GAP), r * row_height + _HEAD
-                _draw_overlay(figure, example, left, top)
-        style.save(figure, out)
+    width, height = _SIDE + _GAP, _HEAD + _SIDE + _FOOT
+    page = Image.new("RGB", (max(map(len, rows)) * width, len(rows) * height), "white")
+    for r, members in enumerate(rows):
+        for c, example in enumerate(members):
+            page.paste(_draw_overlay(example), (_GAP // 2 + c * width, r * height))
+    page.save(out, "PNG", optimize=True)
 
 
-def _draw_overlay(figure: Figure, example: Overlay, left: int, top: int) -> None:
-    """Draws one panel, with K above it and the question and the answers below."""
-    width, height = (round(inches * style.DPI) for inches in figure.get_size_inches())
-    panel = draw_panel(example.image, example.patches, example.grid, _SIDE)
-    # figimage counts from below, in pixels of the figure.
-    figure.figimage(np.asarray(panel), left, height - top - _SIDE, origin="upper")
-
-    def write(x: int, y: int, text: str, **look) -> None:
-        figure.text((left + x) / width, 1 - y / height, text, **look)
-
-    write(0, top - 12, example.title, weight="bold", fontsize=9, va="baseline")
-    write(
-        _SIDE, top - 12, example.category, ha="right", va="baseline", fontsize=7.5, color=style.SOFT
-    )
-    lines = wrap_pixels(example.text, _SIDE, 21, most=2)
-    for n, line in enumerate(lines):
-        write(0, top + _SIDE + 28 + 26 * n, line, va="baseline", fontsize=7.5)
-    mark = "" if example.right is None else "✓ " if example.right else "✗ "
-    colours = {None: style.INK, True: "#00735a", False: "#b54708"}
-    write(
-        0,
-        top + _SIDE + 32 + 26 * len(lines),
-        mark + example.answer,
-        va="baseline",
-        fontsize=8,
-        weight="bold",
-        color=colours[example.right],
-    )
+def _draw_overlay(example: Overlay) -> Image.Image:
+    """Draws one panel, with K above it and the question and the answer below."""
+    drawn = Image.new("RGB", (_SIDE, _HEAD + _SIDE + _FOOT), "white")
+    drawn.paste(draw_panel(example.image, example.patches, example.grid, _SIDE), (0, _HEAD))
+    draw, mark = ImageDraw.Draw(drawn), {None: "", True: "✓ ", False: "✗ "}[example.right]
+    colour = {None: style.INK, True: "#00735a", False: "#b54708"}[example.right]
+    small, bold = font(21), font(22, bold=True)
+    draw.text((0, _HEAD - 12), example.title, style.INK, font(25, bold=True), anchor="ls")
+    draw.text((_SIDE, _HEAD - 12), example.category, style.SOFT, small, anchor="rs")
+    base = _HEAD + _SIDE + 28
+    for line in wrap_pixels(example.text, _SIDE, small, most=2):
+        draw.text((0, base), line, style.INK, small, anchor="ls")
+        base += 26
+    for line in wrap_pixels(mark + example.answer, _SIDE, bold, most=2):
+        draw.text((0, base + 4), line, colour, bold, anchor="ls")
+        base += 26
+    return drawn
 
 
-def wrap_pixels(text: str, width: int, size: int, most: int) -> list[str]:
-    """Breaks text in a type size into at most `most` lines that fit a width in pixels."""
-    typeface, text = font(size), " ".join(text.split())
-    per_line = max(len(text), 1)
-    while per_line > 4 and any(
-        typeface.getlength(line) > width for line in wrap(text, per_line, break_long_words=True)
-    ):
-        per_line -= 1
-    lines = wrap(text, per_line)
-    if len(lines) > most:
-        lines = [*lines[: most - 1], lines[most - 1][: per_line - 1].rstrip() + "…"]
+def wrap_pixels(text: str, width: int, typeface: ImageFont.FreeTypeFont, most: int) -> list[str]:
+    """Breaks text into at most `most` lines that fit a width in pixels."""
+    lines = []
+    for per_line in range(width // 4, 3, -1):
+        lines = wrap(text, per_line, max_lines=most, placeholder="…")
+        if all(typeface.getlength(line) <= width for line in lines):
+            break
     return lines

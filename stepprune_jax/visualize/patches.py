@@ -23,12 +23,14 @@ def font(size: int, bold: bool = False) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", name)), size)
 
 
-def read_square(path: str | Path | Image.Image, side: int) -> UInt8[np.ndarray, "side side 3"]:
+def read_square(
+    source: str | Path | bytes | Image.Image, side: int
+) -> UInt8[np.ndarray, "side side 3"]:
     """Reads an image as the vision tower sees it: padded to a square, and resized to `side`.
 
     A small image whose side divides `side` keeps its pixels, as squares.
     """
-    image = open_image(path)
+    image = open_image(source)
     resample = Image.Resampling.LANCZOS if side % max(image.size) else Image.Resampling.NEAREST
     return np.asarray(pad_to_square(image, (0, 0, 0), side, resample))
 
@@ -75,7 +77,7 @@ def kept_patches(
 
 
 def draw_panel(
-    path: str | Path | Image.Image,
+    source: str | Path | bytes | Image.Image,
     order: Sequence[int] | Int[np.ndarray, "k"],
     grid: int,
     side: int,
@@ -85,7 +87,7 @@ def draw_panel(
     Marks are numbers, or dots from dark to bright if numbers do not fit.
     """
     kept = kept_patches(order, grid)
-    panel = Image.fromarray(dim(read_square(path, side), kept))
+    panel = Image.fromarray(dim(read_square(source, side), kept))
     draw = ImageDraw.Draw(panel)
     _outline(draw, kept, side)
     patch = side // grid

@@ -19,7 +19,7 @@ from PIL import Image
 
 from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile
-from stepprune_jax.benchmarks.answers import read_answers
+from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
 from stepprune_jax.evaluation.cells import Cell
 from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP, own_stop, without_own_stop
@@ -253,8 +253,8 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
     count = np.array([answer.fields.get("kept", 0) for answer in answers])
     worth = np.full(len(count), np.nan)
     with contextlib.suppress(OSError, ValueError):
-        grade = shown.benchmark.worth(shown.root)
-        worth = np.array([grade(answer) for answer in answers], np.float64)  # None is NaN
+        worth = np.array(shown.benchmark.judge(shown.root, file.path), np.float64)  # None is NaN
+    overlays = _overlays(shown, answers, worth, samples)
     if shown.benchmark.text_only:
         count, worth = count[count > 0], worth[count > 0]
     name, parts = f"{made.method}, {made.mode}", []
@@ -264,7 +264,6 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
         caption = f"K of {name}: {count.mean():.1f} ± {count.std():.1f} on average (dashed). "
         caption += "Bars: questions. Line: percent of them that are right."
         parts.append(_figure(draw_counts(count, worth, made.num_tokens), caption))
-    overlays = _overlays(shown, file, samples)
     if overlays:
         out = io.BytesIO()
         rows = [overlays[n : n + _COLUMNS] for n in range(0, len(overlays), _COLUMNS)]
@@ -273,31 +272,29 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
     return parts
 
 
-def _overlays(shown: Answered, file: AnswerFile, samples: int) -> list[Overlay]:
+def _overlays(
+    shown: Answered, answers: Sequence[Answer], worth: Float[np.ndarray, "q"], samples: int
+) -> list[Overlay]:
     """Chooses examples evenly from those whose kept tokens are recorded, by ascending K."""
     questions = {question.key: question for question in shown.questions}
-    answers = [answer for answer in read_answers(file.path) if "grid" in answer.fields]
+    graded = zip(answers, worth, strict=True)
+    drawn = [(answer, grade) for answer, grade in graded if "grid" in answer.fields]
     if not samples or not questions:
         return []
-    chosen = [answers[at] for at in spread_over(len(answers), samples)]
-    worth = None
-    with contextlib.suppress(OSError, ValueError):
-        worth = shown.benchmark.worth(shown.root)
+    chosen = [drawn[at] for at in spread_over(len(drawn), samples)]
     overlays = []
-    for answer in sorted(chosen, key=lambda answer: answer.fields["kept"]):
+    for answer, grade in sorted(chosen, key=lambda row: row[0].fields["kept"]):
         question = questions[answer.id, answer.prompt]
         grid = tuple(answer.fields["grid"])
-        image = question.image
-        grade = None if worth is None else worth(answer)
         overlays.append(
             Overlay(
-                image=Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image,
+                image=question.image,
                 patches=square_patches(answer.fields["order"], grid),
                 title=f"K = {answer.fields['kept']}",
                 category=f"of {answer.fields['visual_tokens']:,}",
                 text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
                 answer=shorten(answer.text, 28, placeholder="…"),
-                right=None if grade is None else grade >= 0.5,
+                right=None if np.isnan(grade) else bool(grade >= 0.5),
                 grid=max(grid),
             )
         )

@@ -110,11 +110,12 @@ def test_any_interruption_of_any_process_is_gone_on_with(file, order, share, cut
     ]
 
 
-def test_a_whole_last_line_without_an_end_is_kept(file):
-    append(file.path, lines(file, 0, 1))
+def test_a_last_line_without_an_end_is_asked_again(file):
+    append(file.path, lines(file, 0))
     whole = file.path.read_bytes()
-    file.path.write_bytes(whole[:-1])
-    assert outstanding(file, ASKED) == [2, 3, 4]
+    append(file.path, lines(file, 1))
+    file.path.write_bytes(file.path.read_bytes()[:-1])
+    assert outstanding(file, ASKED) == [1, 2, 3, 4]
     assert file.path.read_bytes() == whole
 
 

@@ -96,7 +96,8 @@ def test_an_unanswered_question_is_refused_unless_it_is_left_out(root):
 
 def test_submission_has_each_line(root):
     answers = write(root, [("1", "Red."), ("7", "x"), ("1", "Blue")])
-    out = convert(root, answers, root / "new" / "p.json")
+    out = root / "new" / "p.json"
+    assert convert(root, answers, out) == []
     assert json.loads(out.read_text()) == [
         {"questionId": "1", "prediction": "red"},
         {"questionId": "7", "prediction": "x"},
@@ -105,7 +106,8 @@ def test_submission_has_each_line(root):
 
 
 def test_a_submission_stands_until_the_next_one_is_whole(root):
-    out = convert(root, write(root, [("1", "Red")]), root / "p.json")
+    out = root / "p.json"
+    convert(root, write(root, [("1", "Red")]), out)
     before = out.read_bytes()
     (root / "a.jsonl").write_text('{"question_id": "1", "te')
     with pytest.raises(ValueError, match="line 1"):

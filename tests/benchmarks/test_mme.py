@@ -131,7 +131,8 @@ def test_missing_answers(tmp_path):
 def test_text_files_are_those_of_the_official_program(tmp_path):
     rows = layout(tmp_path)
     rows[1]["text"] = "No\tway\n\ud800"
-    out = convert(tmp_path, write_lines(tmp_path / "a.jsonl", rows), tmp_path / "o" / "mine")
+    out = tmp_path / "o" / "mine"
+    assert convert(tmp_path, write_lines(tmp_path / "a.jsonl", rows), out) == []
     assert sorted(file.name for file in out.iterdir()) == sorted(f"{task}.txt" for task in TASKS)
     assert (out / "existence.txt").read_bytes().decode() == (
         "0001.txt\tIs this existence? Please answer yes or no.\tYes\tYes\n"
@@ -144,7 +145,8 @@ def test_text_files_are_those_of_the_official_program(tmp_path):
 def test_converted_pairs_stand_together_in_the_order_of_the_answers(tmp_path):
     rows = layout(tmp_path)
     mixed = [rows[3], rows[1] | {"text": "?"}, rows[2], rows[0], rows[1], *rows[4:]]
-    out = convert(tmp_path, write_lines(tmp_path / "a.jsonl", mixed), tmp_path / "o")
+    out = tmp_path / "o"
+    convert(tmp_path, write_lines(tmp_path / "a.jsonl", mixed), out)
     lines = (out / "existence.txt").read_text(encoding="utf-8").splitlines()
     assert [line.split("\t")[0] for line in lines] == ["tt2.txt"] * 2 + ["0001.txt"] * 2
     assert [line.split("\t")[3] for line in lines] == ["No", "Yes", "No", "Yes"]

@@ -5,6 +5,7 @@ import sys
 import pytest
 import test_mme
 from benchmark_files import write_lines
+from commands import status
 from test_pope import layout
 
 from stepprune_jax.benchmarks import convert as convert_command
@@ -55,11 +56,10 @@ def test_scoring_needs_no_jax(tmp_path):
 def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch, arguments):
     layout(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        score_command.main([*arguments, *(["--data", "."] if arguments[1:] else [])])
+    name, data = "stepprune_jax.benchmarks.score", ["--data", "."] if arguments[1:] else []
+    assert status(name, score_command.main, *arguments, *data) == 2
     error = capsys.readouterr().err
-    assert left.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("stepprune_jax.benchmarks.score")
+    assert error.startswith(name) and error.count("\n") == 1
 
 
 def test_converting_says_where(tmp_path, capsys):
@@ -68,7 +68,6 @@ def test_converting_says_where(tmp_path, capsys):
     convert_command.main([*options, str(tmp_path / "new" / "mine")])
     assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / 'mine'}\n"
     assert len(list((tmp_path / "new" / "mine").iterdir())) == 14
-    with pytest.raises(SystemExit) as left:
-        convert_command.main([*options, str(answers)])
+    code = status("convert", convert_command.main, *options, answers)
     error = capsys.readouterr().err
-    assert left.value.code == 2 and error.count("\n") == 1 and answers.name in error
+    assert code == 2 and error.count("\n") == 1 and answers.name in error

@@ -100,8 +100,8 @@ def test_submission_by_hand(root):
     )
     with answers.open("a") as lines:
         lines.write('{"question_id": 1002, "te')
-    with pytest.warns(UserWarning) as told:
-        out = convert(root, answers, root / "new" / "s.json")
+    out = root / "new" / "s.json"
+    warnings = convert(root, answers, out)
     # In the order of the list; 5 was not asked and 1002 is on the broken line.
     assert json.loads(out.read_text()) == [
         {"question_id": 1002, "answer": ""},
@@ -109,5 +109,5 @@ def test_submission_by_hand(root):
         {"question_id": 1000, "answer": "yes mcdonald 's"},
         {"question_id": 1001, "answer": "2 dogs"},
     ]
-    assert len(told) == 2  # another size, and a line that is no JSON
-    assert f"{answers}: line 5" in str(told[1].message)
+    assert len(warnings) == 2  # another size, and a line that is no JSON
+    assert f"{answers}: line 5" in warnings[1]

@@ -1,5 +1,4 @@
 import dataclasses
-import io
 import json
 import shutil
 
@@ -9,7 +8,6 @@ import pytest
 from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from small_world import changed, one_shot, small_run, stepprune, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS
@@ -114,17 +112,13 @@ def test_every_row_answers_every_question_in_order(run, root):
 def test_answers_are_those_of_generate(run, root, model, method, options):
     for name in ("folder", "scienceqa", "mmbench"):
         asked = asked_by(name, root)
-        images = [opened(question.image) for question in asked]
+        images = [question.image for question in asked]
         how = RunOptions(3, warm_up=False)
         said = generate(model, [q.text for q in asked], images, make_method(**options), options=how)
         rows = lines(run, name, method)
         assert [row["text"] for row in rows] == [answer.text for answer in said]
         assert [row["kept"] for row in rows] == [answer.kept for answer in said]
         assert [row["kept"] == 0 for row in rows] == [q.image is None for q in asked]
-
-
-def opened(image):
-    return Image.open(io.BytesIO(image)) if isinstance(image, bytes) else image
 
 
 def test_random_rows_are_those_of_the_seed_and_the_number_of_the_question(run, root, config):

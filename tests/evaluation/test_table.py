@@ -8,6 +8,7 @@ from html import unescape
 
 import pytest
 from benchmark_files import write_lines
+from commands import status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -211,10 +212,8 @@ def test_the_command_merges_folders(tmp_path, capsys):
     assert json.loads((tmp_path / "table.json").read_text())[1]["mme"] == 1700.4
     header = "method,mode,tokens,average,mme,mme_mean_k,mme_sd_k,mme_ms,mme_gflops,pope,"
     assert (tmp_path / "table.csv").read_text().startswith(header)
-    with pytest.raises(SystemExit) as left:
-        module.main([str(tmp_path / "c")])
-    error = capsys.readouterr().err
-    assert left.value.code == 2 and error.count("\n") == 1 and "run eval.py" in error
+    code, error = status("table", module.main, tmp_path / "c"), capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1 and "run eval.py" in error
     (tmp_path / "a" / "report" / "scores.json").write_text('[{"benchmark": "pope"}]')
     with pytest.raises(ValueError, match="is not a list of scores"):
         read_scores(tmp_path / "a")

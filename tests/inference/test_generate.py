@@ -1,3 +1,4 @@
+import io
 import warnings
 
 import jax
@@ -209,6 +210,11 @@ def test_an_image_that_is_shown_twice_is_encoded_once(model):
     twice = generate(model, ["red", "dog"], [same, same], options=FEW)
     copies = generate(model, ["red", "dog"], [same.copy(), same.copy()], options=FEW)
     assert ids(twice) == ids(copies)
+    out = io.BytesIO()
+    same.save(out, "PNG")
+    read, again = out.getvalue(), bytes(bytearray(out.getvalue()))
+    asked = read_request(model, ["a", "b"], [read, again])
+    assert asked.images.pixels.shape[0] == 1 and asked.image_of == ((0,), (0,))
 
 
 def test_logits_that_are_not_finite_are_an_error(model):

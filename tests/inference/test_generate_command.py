@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from commands import status
 from generation_reference import random_image
 from PIL import Image
 from small_world import one_shot, stepprune
@@ -16,7 +17,7 @@ from stepprune_jax.inference import RunOptions, generate, trace_arrays
 from stepprune_jax.pruning import make_method
 from stepprune_jax.pruning.calibration import Calibration
 
-SIX = RunOptions(max_tokens=6)
+NAME, SIX = "stepprune-generate", RunOptions(max_tokens=6)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def files(tmp_path_factory, llava_folder):
 def run(files, *arguments, images=("1.png",)):
     shown = [part for name in images for part in ("--image", files / name)]
     how = ("--max_tokens", 6, "--dtype", "float32")
-    return main([*map(str, ("--model", files / "model", *shown, *how, *arguments))])
+    return status(NAME, main, "--model", files / "model", *shown, *how, *arguments)
 
 
 def as_json(files, capsys, *arguments, **options):
@@ -201,8 +202,7 @@ def ask(files, *arguments):
     # Without draws, which depend on a question's number.
     how = ("--policy", files / "policy", "--budget", 3, "--pruner_options", "draw=0")
     how += ("--max_tokens", 6, "--dtype", "float32")
-    how = ("--model", files / "model", *how, "--batch_size", 2, *arguments)
-    return main([*map(str, how)])
+    return status(NAME, main, "--model", files / "model", *how, "--batch_size", 2, *arguments)
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """What differs between families beside their programs, and how a folder finds its own."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from stepprune_jax import testing
 from stepprune_jax.models.families import FAMILIES, find_family
 from stepprune_jax.models.llava import LLAVA, LlavaConfig
 from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, QwenConfig
+from stepprune_jax.models.vlm import abstract_params
 
 
 def test_a_folder_is_of_the_family_whose_configuration_it_has():
@@ -37,3 +41,12 @@ def test_images_have_as_many_tokens_as_their_grid_says():
     assert config.max_image_tokens == 9
     extent = LLAVA.image_positions(config, jnp.asarray(grid), jnp.zeros((2, 1), int))[1]
     np.testing.assert_array_equal(extent, 9)
+
+
+def test_tokens_are_padded_as_the_tower_pads_them():
+    qwen = testing.tiny_qwen_config(testing.qwen_tokenizer())
+    for config in (LlavaConfig.from_hf(testing.tiny_hf_config()), QwenConfig.from_hf(qwen)):
+        family, pixels = config.family, config.family.max_pixels(config, 2)
+        encode = functools.partial(family.encode_image, config=config)
+        features, _ = jax.eval_shape(encode, abstract_params(config), pixels=pixels)
+        assert family.padded_tokens(config, pixels) == features.shape[1]

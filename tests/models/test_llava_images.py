@@ -166,6 +166,9 @@ def test_broken_images_are_named(tmp_path):
         open_image(cut)
     with pytest.raises(ValueError, match=r"text\.jpg is not an image"):
         open_image(text)
+    with pytest.raises(ValueError, match="the image is a damaged image"):
+        open_image(cut.read_bytes())
+    assert open_image(whole.read_bytes()).tobytes() == open_image(whole).tobytes()
     # Pillow's own message has no name; nor has that of a decoder that stumbles.
     info = PngInfo()
     info.add_text("Comment", "x" * 2_000_000, zip=True)

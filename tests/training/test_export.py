@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from commands import status
 from tiny_run import make_run
 
 from stepprune_jax import export, load_policy
@@ -42,7 +43,7 @@ def test_the_exported_policy_is_the_run_s_own(world, run, tmp_path, capsys):
     # One of the programs that take it, and what the other one does with --policy.
     image = str(world[1] / "images" / "0.png")
     arguments = ["--model", str(world[0]), "--image", image, "--prompt", "two ?", "--max_tokens=2"]
-    assert generate([*arguments, "--policy", str(path), "--json"]) == 0
+    generate([*arguments, "--policy", str(path), "--json"])
     assert 0 < json.loads(capsys.readouterr().out)["kept"] <= 9
     assert read_policies(EvalSettings(), tmp_path, path)[DEFAULT].stop_bias == -0.5
 
@@ -91,9 +92,7 @@ def test_an_unfinished_run_gives_its_latest_whole_checkpoint(run, tmp_path, caps
 
 
 def error_of(capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        export.main([str(argument) for argument in arguments])
-    assert end.value.code == 2
+    assert status("stepprune_jax.export", export.main, *arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("stepprune_jax.export: error: ") and said.count("\n") == 1
     return said

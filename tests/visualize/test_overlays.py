@@ -46,11 +46,12 @@ def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path, grid, numbers
 
 
 def test_text_is_broken_to_fit():
-    lines = overlays.wrap_pixels("word " * 40, 200, 14, most=2)
+    typeface = patches.font(14)
+    lines = overlays.wrap_pixels("word " * 40, 200, typeface, most=2)
     assert len(lines) == 2 and lines[-1].endswith("…")
-    assert all(patches.font(14).getlength(line) <= 210 for line in lines)
-    assert overlays.wrap_pixels("short", 200, 14, most=2) == ["short"]
-    assert len(overlays.wrap_pixels("w" * 300, 200, 14, most=2)) == 2
+    assert all(typeface.getlength(line) <= 200 for line in lines)
+    assert overlays.wrap_pixels("short", 200, typeface, most=2) == ["short"]
+    assert len(overlays.wrap_pixels("w" * 300, 200, typeface, most=2)) == 2
 
 
 def test_every_row_has_a_look_of_its_own_and_own_stops_are_stars():

@@ -99,6 +99,9 @@ class Qwen25VL(Family):
     def grids(self, config: QwenConfig, pixels: Patches) -> Int[np.ndarray, "i 2"]:
         return np.asarray(pixels.grid, np.int32)
 
+    def padded_tokens(self, config: QwenConfig, pixels: Patches) -> int:
+        return pixels.values.shape[1] // config.vision.unit
+
     def conversation(self, turns: Sequence[str | None]) -> str:
         # A closed last turn ends with its end token, without a newline after it.
         turns = list(turns) + [None] * (len(turns) % 2)
