@@ -230,7 +230,7 @@ class Pruner:
         """Returns the pruner without its exact count, on which no compiled program depends.
 
         `select` reads exact counts from the view, and `drop` takes them as an argument, so that all
-        counts share programs. A method whose shapes depend on the count returns itself.
+        counts share programs.
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
