@@ -25,6 +25,7 @@ from stepprune_jax.policy.budget import RANDOM_BUDGET, budget_range, draw_budget
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens, standardise
+from stepprune_jax.policy.objective import gate_metrics
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
@@ -194,18 +195,8 @@ def metrics(gated: Gated, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""
     """
     rank = jnp.argsort(best_first(gated.scores), axis=1)
     chosen = real & (rank < gated.budget[:, None])
-    open_gate = (gated.alpha > 0.5) & real
-    union = jnp.maximum(jnp.sum(open_gate | chosen, axis=1), 1)
-
-    def mean(where):
-        return jnp.sum(gated.alpha * where) / jnp.maximum(jnp.sum(where), 1)
-
-    return {
-        "k_mean": jnp.mean(gated.budget.astype(jnp.float32)),
-        "alpha_in": mean(chosen),
-        "alpha_out": mean(real & ~chosen),
-        "iou": jnp.mean(jnp.sum(open_gate & chosen, axis=1) / union),
-    }
+    mean = jnp.mean(gated.budget.astype(jnp.float32))
+    return {"k_mean": mean, **gate_metrics(gated.alpha, chosen, real)}
 
 
 def entropy(scores: Float[Array, "b n"]) -> Float[Array, ""]:

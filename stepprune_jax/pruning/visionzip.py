@@ -48,7 +48,6 @@ class VisionZip(Pruner):
     name = "visionzip"
     label = "VisionZip"
     budgets: ClassVar[tuple[str, ...]] = EXACT
-    exact_when_full: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
