@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.attention import Segment, Tap, attend, merge_heads, split_heads
+from stepprune_jax.models.attention import Segment, Tap, attend
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
 from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.policy.layers import dense
+from stepprune_jax.policy.layers import dense, merge_heads, split_heads
 from stepprune_jax.policy.params import Init, ParamSpec
 from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Survivors, Trained, View
 from stepprune_jax.pruning.budget import EXACT

@@ -11,8 +11,7 @@ from quick import quick_or_slow
 from views import select, view
 
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
-from stepprune_jax.models import attention
-from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy import FeatureStats, layers
 from stepprune_jax.pruning import (
     PRUNERS,
     Budget,
@@ -153,8 +152,8 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
 
     at_once = chosen()
     jax.clear_caches()
-    monkeypatch.setattr(attention, "MANY_QUERIES", 8)
-    monkeypatch.setattr(attention, "QUERIES", 7)  # six parts, with two tokens of padding
+    monkeypatch.setattr(layers, "MANY_QUERIES", 8)
+    monkeypatch.setattr(layers, "QUERIES", 7)  # six parts, with two tokens of padding
     for own, expected in zip(chosen(), at_once, strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-6)
 
