@@ -82,7 +82,7 @@ def choice(default: str, names: Sequence[str], *, free: bool = False) -> Default
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of settings; a subclass for a group of a configuration names the group.
+    """Base class of settings; a subclass names its group of a configuration, or a path of its own.
 
     Raises:
         ValueError: a field has a value that it does not accept.
@@ -90,9 +90,9 @@ class Settings:
 
     _path: ClassVar[str] = "config"
 
-    def __init_subclass__(cls, group: str = "", **options: object):
+    def __init_subclass__(cls, group: str = "", path: str = "config", **options: object):
         super().__init_subclass__(**options)
-        cls._path = f"config.{group}" if group else "config"
+        cls._path = f"config.{group}" if group else path
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

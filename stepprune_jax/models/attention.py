@@ -8,7 +8,7 @@ computed in float32 whatever the dtype of the weights.
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 import jax
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import require
+from stepprune_jax.policy.layers import map_queries
 
 # Kinds of taps between blocks; the others belong to a block.
 STATES = ("hidden", "normed")
@@ -36,9 +37,6 @@ class Tap(NamedTuple):
     layer: int
 
 
-# More queries attend QUERIES at a time: all at once would take 28 GiB of scores for 28 heads and
-# 16,384 tokens.
-MANY_QUERIES, QUERIES = 2048, 1024
 _BLOCK = 128  # tokens, of tokamax's kernels
 
 
@@ -48,18 +46,6 @@ class Segment(NamedTuple):
     key: Float[Array, "b g t c"]
     value: Float[Array, "b g t w"]
     mask: Bool[Array, "#b #q t"] | None
-
-
-def split_heads(x: Float[Array, "b t width"], num_heads: int) -> Float[Array, "b h t c"]:
-    """Splits the last axis into heads and puts them before time."""
-    b, t, width = x.shape
-    return x.reshape(b, t, num_heads, width // num_heads).swapaxes(1, 2)
-
-
-def merge_heads(x: Float[Array, "b h t c"]) -> Float[Array, "b t width"]:
-    """The inverse of `split_heads`."""
-    b, h, t, c = x.shape
-    return x.swapaxes(1, 2).reshape(b, t, h * c)
 
 
 def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: DTypeLike) -> Array:
@@ -111,34 +97,6 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
     masks = (cast(Array, s.mask) for s, each in zip(segments, by_query, strict=True) if each)
     parts = jnp.moveaxis(map_queries(part, query, *masks), 0, 2)
     return parts.reshape(*query.shape[:2], -1, parts.shape[-1])[:, :, : query.shape[2]]
-
-
-def map_queries(
-    function: Callable[..., Array], query: Float[Array, "b h q c"], *by_query: Array
-) -> Array:
-    """Applies a function to all queries, or to `QUERIES` at a time if they are many.
-
-    The function takes queries and their part of each of `by_query` [b or 1, q, ...], and its
-    results are stacked; the last of several parts is padded with 0. A gradient computes a part
-    again, rather than storing the scores of all.
-    """
-    length = query.shape[2]
-    if length <= MANY_QUERIES:
-        return function(query, *by_query)[None]
-    arrays, axes = (query, *by_query), (2, *(1 for _ in by_query))
-    missing = -length % QUERIES
-    padded = [
-        jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
-        for x, axis in zip(arrays, axes, strict=True)
-    ]
-
-    def part(first: Int[Array, ""]) -> Array:
-        rows = zip(padded, axes, strict=True)
-        cut = (jax.lax.dynamic_slice_in_dim(x, first, QUERIES, axis) for x, axis in rows)
-        return function(*cut)
-
-    part = jax.checkpoint(part, prevent_cse=False)
-    return jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
 
 
 def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:

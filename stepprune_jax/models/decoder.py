@@ -21,10 +21,8 @@ from stepprune_jax.models.attention import (
     append_slots,
     attend,
     attention_scores,
-    merge_heads,
     resolve_taps,
     self_attend,
-    split_heads,
 )
 from stepprune_jax.models.config import LlamaConfig, require
 from stepprune_jax.models.layers import BlockOutput, Dense, GatedMlp, RmsNorm, wide_product
@@ -38,6 +36,7 @@ from stepprune_jax.models.stack import (
     run_stack,
     take_layer,
 )
+from stepprune_jax.policy.layers import merge_heads, split_heads
 from stepprune_jax.user_input import check
 
 TAP_KINDS = ("hidden", "normed", "attention", "scores", "keys", "mlp_input", "rotary")

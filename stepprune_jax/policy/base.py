@@ -111,11 +111,9 @@ class DecoderFns:
     Attributes:
         init: `(params, config, memory [b, m, d], memory_mask [b, m], steps) -> (query, context,
             cache)`: the first query [b, d], to which the question may be added
-            (`PolicyConfig.first_query`), what is computed once from the memory, and an empty cache
-            of floating arrays.
+            (`PolicyConfig.first_query`), what is computed once from the memory, and an empty cache.
         step: `(params, config, context, query, cache, step) -> (logits [b, m], cache)`: unmasked
-            logits of one step, the stop's last. It is append-only: step t reads no row of the cache
-            after t and writes row t alone, so that it can be recomputed from the final cache.
+            logits of one step, the stop's last.
         sequence: `(params, config, context, queries [b, t, d], cache) -> logits [b, t, m]`: the
             same for all steps, given every query. Without one, the estimator `"parallel"`
             differentiates the loop, with the same gradient.

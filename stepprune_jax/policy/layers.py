@@ -1,7 +1,7 @@
 """Layers shared by encoder, decoder and denoiser, as functions of a dict of weights."""
 
-import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ MASKED = -1e9
 
 NORM_EPSILON = 1e-5
 
-# Longer sequences attend QUERIES at a time: all at once would take 16 GiB of logits for 16 heads
-# and 16,384 tokens.
+# More queries attend QUERIES at a time: all at once would take 16 GiB of logits for 16 heads and
+# 16,384 tokens.
 MANY_QUERIES, QUERIES = 2048, 1024
 
 
@@ -72,25 +72,44 @@ def attention(
 ) -> Float[Array, "b h t c"]:
     """Computes scaled dot-product attention with a softmax in at least float32.
 
-    A fully masked query gets the mean of all values, never NaN. More than `MANY_QUERIES` queries
-    are processed `QUERIES` at a time.
+    A fully masked query gets the mean of all values, never NaN. Many are processed in parts.
+    """
+    by_query = (mask[:, 0],) if mask.shape[2] > 1 else ()
+
+    def part(query: Float[Array, "b h q c"], *masks: Bool[Array, "_ q s"]) -> Array:
+        own = masks[0][:, None] if masks else mask
+        return _attention(query, key, value, own, bias)
+
+    parts = jnp.moveaxis(map_queries(part, query, *by_query), 0, 2)
+    return parts.reshape(*query.shape[:2], -1, value.shape[-1])[:, :, : query.shape[2]]
+
+
+def map_queries(
+    function: Callable[..., Array], query: Float[Array, "b h q c"], *by_query: Array
+) -> Array:
+    """Applies a function to all queries, or to `QUERIES` at a time if they are many.
+
+    The function takes queries and their part of each of `by_query` [b or 1, q, ...], and its
+    results are stacked; the last of several parts is padded with 0. A gradient computes a part
+    again, rather than storing the scores of all.
     """
     length = query.shape[2]
     if length <= MANY_QUERIES:
-        return _attention(query, key, value, mask, bias)
-    missing = ((0, 0), (0, 0), (0, -length % QUERIES), (0, 0))
-    query, by_query = jnp.pad(query, missing), mask.shape[2] > 1
-    mask = jnp.pad(mask, missing) if by_query else mask
-    rows = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=QUERIES, axis=2)
+        return function(query, *by_query)[None]
+    arrays, axes = (query, *by_query), (2, *(1 for _ in by_query))
+    missing = -length % QUERIES
+    padded = [
+        jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
 
-    def part(first: Int[Array, ""]) -> Float[Array, "b h t c"]:
-        own = rows(mask, first) if by_query else mask
-        return _attention(rows(query, first), key, value, own, bias)
+    def part(first: Int[Array, ""]) -> Array:
+        rows = zip(padded, axes, strict=True)
+        cut = (jax.lax.dynamic_slice_in_dim(x, first, QUERIES, axis) for x, axis in rows)
+        return function(*cut)
 
-    # A gradient computes the logits of a part again, rather than storing those of all.
     part = jax.checkpoint(part, prevent_cse=False)
-    parts = jax.lax.map(part, jnp.arange(0, query.shape[2], QUERIES))
-    return jnp.moveaxis(parts, 0, 2).reshape(query.shape)[:, :, :length]
+    return jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
 
 
 def _attention(query, key, value, mask, bias):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.base import (
     AnyArray,
@@ -177,24 +177,32 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
     of the pointer over alive steps.
     """
     gated, t = aux.gated, aux.gated.trajectory
-    count, real = gated.stopped.astype(jnp.float32), gated.real
-    outside = real & ~t.selected
-
-    def mean(x, weight):
-        return jnp.sum(x * weight) / jnp.maximum(jnp.sum(weight), 1)
-
-    open_gate = (gated.alpha > 0.5) & real
-    union = jnp.maximum(jnp.sum(open_gate | t.selected, axis=1), 1)
+    count = gated.stopped.astype(jnp.float32)
     return {
         "lm_loss": aux.lm_loss,
         "k_mean": jnp.mean(count),
         "k_std": jnp.std(count),
         "k_soft": jnp.mean(expected_count(t.stop_prob)),
         "k_cap": jnp.mean(count >= t.action.shape[1]),
-        "alpha_in": mean(gated.alpha, t.selected.astype(jnp.float32)),
-        "alpha_out": mean(gated.alpha, outside.astype(jnp.float32)),
-        "iou": jnp.mean(jnp.sum(open_gate & t.selected, axis=1) / union),
         "entropy": pointer_entropy(t),
+        **gate_metrics(gated.alpha, t.selected, gated.real),
+    }
+
+
+def gate_metrics(
+    alpha: Float[Array, "b n"], selected: Bool[Array, "b n"], real: Bool[Array, "b n"]
+) -> dict[str, Float[Array, ""]]:
+    """Returns the mean gate inside and outside the hard set, and {alpha > 1/2}'s agreement."""
+    open_gate = (alpha > 0.5) & real
+
+    def mean(where):
+        return jnp.sum(alpha * where) / jnp.maximum(jnp.sum(where), 1)
+
+    union = jnp.maximum(jnp.sum(open_gate | selected, axis=1), 1)
+    return {
+        "alpha_in": mean(selected),
+        "alpha_out": mean(real & ~selected),
+        "iou": jnp.mean(jnp.sum(open_gate & selected, axis=1) / union),
     }
 
 

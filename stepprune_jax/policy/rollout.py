@@ -6,6 +6,7 @@ from the same logits (`trajectory.py`).
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -123,42 +124,6 @@ def read_key(key: Array | None, batch: int) -> Key[Array, "b"]:
     return jnp.broadcast_to(key, (batch,))
 
 
-class Loop(NamedTuple):
-    """The static half of a rollout: configuration, functions and length."""
-
-    config: PolicyConfig
-    step: StepFn
-    feedback: Callable[..., Array]
-    steps: int
-    group: int
-
-
-class Operands(NamedTuple):
-    """The differentiable half of a rollout."""
-
-    params: Params
-    context: Any
-    memory: Float[Array, "b m d"]
-    query: Float[Array, "b d"]
-    cache: Any
-    stop_bias: Float[Array, "b"]
-
-
-class Given(NamedTuple):
-    """The rest of a rollout, which has no gradient."""
-
-    image_mask: Bool[Array, "b n"]
-    limits: RowLimits
-    key: Key[Array, "b"] | None
-
-
-class Rollout(NamedTuple):
-    """The loop's record: unmasked logits and the token pointed at, time first."""
-
-    logits: Float[Array, "t b m"]
-    choice: Int[Array, "t b"]
-
-
 def gumbel(
     config: PolicyConfig,
     key: Key[Array, "b"],
@@ -273,8 +238,7 @@ def hold(config: PolicyConfig, logits: Float[Array, "b t m"], group: int) -> Flo
 def grouped(episode: Episode, step: StepFn) -> tuple[Episode, StepFn]:
     """Makes the steps of an episode use the logits of their group's first step.
 
-    The logits of all steps are one more leaf of the decoder's cache, written and read as an
-    append-only step may.
+    The logits of all steps are one more leaf of the decoder's cache.
     """
     group = episode.group
     if group == 1:
@@ -295,102 +259,40 @@ def grouped(episode: Episode, step: StepFn) -> tuple[Episode, StepFn]:
     return episode._replace(cache=(episode.cache, logits)), held_step
 
 
-def _feedback(loop: Loop, memory, logits, available, step, limits, stop_bias, choice):
-    """Computes the next query from one step's logits."""
-    p = step_distribution(loop.config, logits, available, step, limits, stop_bias)
-    prob = jnp.concatenate([p.prob, p.stop_prob[..., None]], axis=-1)
-    return loop.feedback(memory, prob, choice)
+def rollout(
+    params: Params,
+    config: PolicyConfig,
+    episode: Episode,
+    step: StepFn,
+    feedback: Callable[..., Array],
+) -> tuple[Float[Array, "t b m"], Int[Array, "t b"]]:
+    """Runs the loop; returns each step's unmasked logits and the token pointed at.
 
-
-def plain_rollout(loop: Loop, operands: Operands, given: Given) -> Rollout:
-    """Runs the loop as one `lax.scan` that JAX differentiates itself.
-
-    Its backward pass keeps one copy of the cache per step: memory grows as the square of `steps`.
-    Kept as the reference for `saved_rollout`.
+    A gradient stores what each of sqrt(T) blocks begins with and computes the block's steps again,
+    rather than storing the decoder's cache of every step.
     """
-    return Rollout(*_scan(loop, operands, given)[0][1:])
+    episode, step = grouped(episode, step)
+    size = math.isqrt(episode.steps - 1) + 1
+    tokens = jnp.arange(episode.image_mask.shape[1])
 
-
-def _scan(loop: Loop, operands: Operands, given: Given):
-    image_mask, limits, key = given
-
-    def body(carry, step):
+    def body(carry, t):
         query, cache, available = carry
-        logits, cache = loop.step(
-            operands.params, loop.config, operands.context, query, cache, step
+        logits, cache = step(params, config, episode.context, query, cache, t)
+        choice = best_token(
+            perturbed(config, logits, episode.key, t - t % episode.group), available
         )
-        first = step - step % loop.group
-        choice = best_token(perturbed(loop.config, logits, key, first), available)
-        following = _feedback(
-            loop, operands.memory, logits, available, step, limits, operands.stop_bias, choice
-        )
-        chosen = jnp.arange(available.shape[1]) == choice[:, None]
-        return (following, cache, available & ~chosen), (query, logits, choice)
+        p = step_distribution(config, logits, available, t, episode.limits, episode.stop_bias)
+        prob = jnp.concatenate([p.prob, p.stop_prob[..., None]], axis=-1)
+        available = available & (tokens != choice[:, None])
+        return (feedback(episode.slots, prob, choice), cache, available), (logits, choice)
 
-    start = (operands.query, operands.cache, image_mask)
-    steps = jnp.arange(loop.steps, dtype=jnp.int32)
-    (_, cache, _), outputs = jax.lax.scan(body, start, steps)
-    return outputs, cache
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def block(carry, first):
+        # What the last block has too many are repetitions of its last step, cut off below.
+        steps = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), episode.steps - 1)
+        return jax.lax.scan(body, carry, steps)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def saved_rollout(loop: Loop, operands: Operands, given: Given) -> Rollout:
-    """Runs the same loop with a backward pass whose memory is linear in `steps`.
-
-    The forward pass saves each step's query and logits, and the final cache once. The backward
-    pass walks the steps in reverse, recomputes a step from the final cache (steps are
-    append-only, so later rows are invisible to it) and accumulates the cotangents of weights,
-    memory and cache. Gradients equal those of `plain_rollout`.
-    """
-    return plain_rollout(loop, operands, given)
-
-
-def _saved_fwd(loop, operands, given):
-    for leaf in jax.tree.leaves(operands.cache):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ValueError(f"the decoder's cache has a leaf of {leaf.dtype}, expected floats")
-    (queries, logits, choice), cache = _scan(loop, operands, given)
-    return Rollout(logits, choice), (operands, given, queries, logits, choice, cache)
-
-
-def _saved_bwd(loop, residuals, cotangents):
-    operands, given, queries, logits, choices, cache = residuals
-    image_mask, limits, _ = given
-    picked = pick_step(choices, image_mask.shape[1])
-
-    def body(carry, inputs):
-        totals, query_bar, cache_bar = carry
-        step, query, logits_t, choice, logits_bar = inputs
-        available = image_mask & (picked >= step)
-
-        def feedback(memory, logits, stop_bias):
-            return _feedback(loop, memory, logits, available, step, limits, stop_bias, choice)
-
-        def recompute(params, context, query, cache):
-            return loop.step(params, loop.config, context, query, cache, step)
-
-        _, feedback_vjp = jax.vjp(feedback, operands.memory, logits_t, operands.stop_bias)
-        memory_bar, through, bias_bar = feedback_vjp(query_bar)
-        _, step_vjp = jax.vjp(recompute, operands.params, operands.context, query, cache)
-        params_bar, context_bar, query_bar, cache_bar = step_vjp((logits_bar + through, cache_bar))
-        here = _floats((params_bar, context_bar, memory_bar, bias_bar))
-        return (jax.tree.map(jnp.add, totals, here), query_bar, cache_bar), None
-
-    primals = (operands.params, operands.context, operands.memory, operands.stop_bias)
-    # Sums over hundreds of steps are kept in at least float32, whatever the compute dtype.
-    totals = jax.tree.map(lambda x: jnp.zeros(x.shape, score_dtype(x.dtype)), _floats(primals))
-    start = (totals, *jax.tree.map(jnp.zeros_like, (operands.query, cache)))
-    steps = jnp.arange(loop.steps, dtype=jnp.int32)
-    inputs = (steps, queries, logits, choices, cotangents.logits)
-    (totals, query_bar, cache_bar), _ = jax.lax.scan(body, start, inputs, reverse=True)
-    totals = jax.tree.map(lambda total, x: total.astype(x.dtype), totals, _floats(primals))
-    params_bar, context_bar, memory_bar, bias_bar = totals
-    return Operands(params_bar, context_bar, memory_bar, query_bar, cache_bar, bias_bar), None
-
-
-def _floats(tree: Any) -> Any:
-    """Replaces leaves that carry no gradient, such as masks, by `None`."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else None, tree)
-
-
-saved_rollout.defvjp(_saved_fwd, _saved_bwd)
+    start = (episode.query, episode.cache, episode.image_mask)
+    _, found = jax.lax.scan(block, start, jnp.arange(0, episode.steps, size, dtype=jnp.int32))
+    logits, choice = (x.reshape(-1, *x.shape[2:])[: episode.steps] for x in found)
+    return logits, choice

@@ -1,7 +1,7 @@
 """Selection: `select` with gradients, `choose` and `rank` without, the latter for all counts."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,6 @@ from stepprune_jax.policy.decoder import (
 from stepprune_jax.policy.encoder import encode_and_ask, memory
 from stepprune_jax.policy.rollout import (
     Episode,
-    Given,
-    Loop,
-    Operands,
-    Rollout,
     best_token,
     best_tokens,
     grouped,
@@ -42,7 +38,7 @@ from stepprune_jax.policy.rollout import (
     hold,
     perturbed,
     pick_step,
-    saved_rollout,
+    rollout,
     start_episode,
     straight_through,
     strongest,
@@ -137,28 +133,10 @@ def select_loop(
     episode: Episode,
     decoder: DecoderFns = POINTER,
     feedback: Callable[..., Array] = straight_through,
-    rollout_fn: Callable[..., Any] = saved_rollout,
 ) -> Trajectory:
     """Runs an episode whose loop is differentiated step by step."""
-    rollout = _loop(params, config, episode, decoder.step, feedback, rollout_fn)
-    return _read(config, episode, rollout.logits.swapaxes(0, 1), rollout.choice)
-
-
-def _loop(
-    params: Params,
-    config: PolicyConfig,
-    episode: Episode,
-    step: StepFn,
-    feedback: Callable[..., Array],
-    rollout_fn: Callable[..., Any] = saved_rollout,
-) -> Rollout:
-    episode, step = grouped(episode, step)
-    operands = Operands(
-        params, episode.context, episode.slots, episode.query, episode.cache, episode.stop_bias
-    )
-    loop = Loop(config, step, feedback, episode.steps, episode.group)
-    given = Given(episode.image_mask, episode.limits, episode.key)
-    return cast(Rollout, rollout_fn(loop, operands, given))
+    logits, choice = rollout(params, config, episode, decoder.step, feedback)
+    return _read(config, episode, logits.swapaxes(0, 1), choice)
 
 
 def _read(config: PolicyConfig, episode: Episode, logits, choice) -> Trajectory:
@@ -196,7 +174,7 @@ def _order(
     if has_tables(decoder):
         walker = by_tables(params, config, episode, episode.steps, margins=False)
         return walker.advance(walker.start, jnp.int32(0))[1][: episode.steps]
-    return _loop(params, config, episode, decoder.step, hard_feedback).choice
+    return rollout(params, config, episode, decoder.step, hard_feedback)[1]
 
 
 class Walker(NamedTuple):

@@ -22,9 +22,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, PolicyConfig, Progress
 from stepprune_jax.policy.budget import RANDOM_BUDGET, budget_range, draw_budgets
-from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens, standardise
+from stepprune_jax.policy.objective import gate_metrics
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
@@ -35,13 +35,14 @@ from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
 from stepprune_jax.pruning.trained import TrainedMethod
+from stepprune_jax.settings import Settings, setting
 
 Params = dict[str, Any]
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class AutoSelectConfig:
+class AutoSelectConfig(Settings, path="AutoSelectConfig"):
     """Shape and training of the one-shot scorer; static under `jax.jit`.
 
     Attributes:
@@ -69,29 +70,22 @@ class AutoSelectConfig:
     num_heads: int = 16
     mlp_ratio: int = 4
     encoder_layers: int = 4
-    temperature_start: float | int = 2.0
-    temperature_end: float | int = 0.4
-    temperature_steps: float | int = 0.9
+    temperature_start: float | int = setting(2.0, "a positive number", lambda value: value > 0)
+    temperature_end: float | int = setting(0.4, "a positive number", lambda value: value > 0)
+    temperature_steps: float | int = setting(
+        0.9, "a share of training in (0, 1]", lambda share: 0 < share <= 1
+    )
     draw: float | int = 1.0
-    random_budget: tuple[float | int, float | int] = RANDOM_BUDGET
+    random_budget: tuple[float | int, float | int] = setting(
+        RANDOM_BUDGET,
+        "fractions 0 < low <= high <= 1",
+        lambda pair: len(pair) == 2 and 0 < pair[0] <= pair[1] <= 1,
+    )
     budget_anneal: float | int = 0.7
     dtype: str | None = None
 
     def __post_init__(self):
-        expected = {
-            "temperature_start": "a positive number",
-            "temperature_end": "a positive number",
-            "temperature_steps": "a share of training in (0, 1]",
-            "random_budget": "fractions 0 < low <= high <= 1",
-        }
-        for name, accepted in expected.items():
-            value: Any = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else (value,)
-            known = all(is_number(x) and x > 0 for x in numbers)
-            if name == "random_budget":
-                known = known and len(numbers) == 2 and numbers[0] <= numbers[1] <= 1
-            if not known or (name == "temperature_steps" and numbers[0] > 1):
-                raise ValueError(f"AutoSelectConfig.{name} is {value!r}, expected {accepted}")
+        super().__post_init__()
         try:
             self.shape  # noqa: B018  Its checks are those of the shared fields.
         except ValueError as error:
@@ -194,18 +188,8 @@ def metrics(gated: Gated, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""
     """
     rank = jnp.argsort(best_first(gated.scores), axis=1)
     chosen = real & (rank < gated.budget[:, None])
-    open_gate = (gated.alpha > 0.5) & real
-    union = jnp.maximum(jnp.sum(open_gate | chosen, axis=1), 1)
-
-    def mean(where):
-        return jnp.sum(gated.alpha * where) / jnp.maximum(jnp.sum(where), 1)
-
-    return {
-        "k_mean": jnp.mean(gated.budget.astype(jnp.float32)),
-        "alpha_in": mean(chosen),
-        "alpha_out": mean(real & ~chosen),
-        "iou": jnp.mean(jnp.sum(open_gate & chosen, axis=1) / union),
-    }
+    mean = jnp.mean(gated.budget.astype(jnp.float32))
+    return {"k_mean": mean, **gate_metrics(gated.alpha, chosen, real)}
 
 
 def entropy(scores: Float[Array, "b n"]) -> Float[Array, ""]:

@@ -18,7 +18,8 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import POSITIONS as MODEL_POSITIONS
 from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy import FeatureStats, Picks, gather
+from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import keep_best
 
@@ -156,8 +157,6 @@ class Pruner:
     budgets: ClassVar[tuple[str, ...]] = ("all", *EXACT)
     # Options that set the number of tokens in place of a budget.
     schedules: ClassVar[tuple[str, ...]] = ()
-    # Whether a budget of all tokens gives the unpruned model.
-    exact_when_full: ClassVar[bool] = True
     # Position ids of kept tokens in the authors' program, for models with one id per token.
     positions: ClassVar[str] = "original"
     # Whether it reads the user's text.
@@ -230,7 +229,7 @@ class Pruner:
         """Returns the pruner without its exact count, on which no compiled program depends.
 
         `select` reads exact counts from the view, and `drop` takes them as an argument, so that all
-        counts share programs. A method whose shapes depend on the count returns itself.
+        counts share programs.
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
@@ -402,23 +401,8 @@ def take(
     count: Int[Array, "r"],
     capacity: int,
 ) -> Kept:
-    """Gathers the first `count` tokens of an order, in raster order; past `capacity` none."""
-    n = tokens.shape[1]
-    picks = order[:, :capacity]
-    chosen = jnp.arange(picks.shape[1]) < count[:, None]
-    index = jnp.where(chosen, picks, n)
-    index = jnp.pad(index, ((0, 0), (0, capacity - index.shape[1])), constant_values=n)
-    index = jnp.sort(index, axis=1).astype(jnp.int32)
-    valid = index < n
-    place = jnp.minimum(index, n - 1)
-    kept = jnp.take_along_axis(tokens, place[..., None], axis=1)
-    return Kept(
-        index=jnp.where(valid, index, -1),
-        place=jnp.where(valid, place, 0),
-        tokens=jnp.where(valid[..., None], kept, 0),
-        valid=valid,
-        count=valid.sum(1, dtype=jnp.int32),
-    )
+    """Applies `take_first` for a method that chooses a set."""
+    return take_first(tokens, order, count, capacity)._replace(order=None)
 
 
 def take_first(
@@ -427,8 +411,12 @@ def take_first(
     count: Int[Array, "r"],
     capacity: int,
 ) -> Kept:
-    """Applies `take` to a ranking, and returns its order with the result."""
-    kept = take(tokens, order, count, capacity)
-    picks = order[:, :capacity]
-    chosen = jnp.arange(picks.shape[1]) < kept.count[:, None]
-    return kept._replace(order=jnp.where(chosen, picks, -1).astype(jnp.int32))
+    """Gathers the first `count` tokens of an order, in raster order; past `capacity` none."""
+    return from_picks(tokens, first_picks(order, count, tokens.shape[1]), capacity)
+
+
+def from_picks(tokens: Float[Array, "r n d"], picks: Picks, capacity: int) -> Kept:
+    """Gathers the picked tokens, in raster order; past `capacity` none."""
+    order = jnp.where(picks.action < tokens.shape[1], picks.action, -1)[:, :capacity]
+    index, tokens, valid, count = gather(picks, tokens, capacity)
+    return Kept(index, jnp.maximum(index, 0), tokens, valid, count, order)

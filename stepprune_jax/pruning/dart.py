@@ -18,7 +18,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
-from stepprune_jax.pruning.ordering import keep_best
+from stepprune_jax.pruning.ordering import keep_best, unit_vectors
 
 ORDERS = ("set", "norm")
 
@@ -126,9 +126,7 @@ def _cosines(
     features: Float[Array, "b s e"], pivots: Int[Array, "b j p"]
 ) -> Float[Array, "b j p s"]:
     """Computes the cosines of all features with those of the pivots."""
-    features = features.astype(jnp.float32)
-    norm = jnp.linalg.norm(features, axis=2, keepdims=True)
-    unit = features / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    unit = unit_vectors(features, None)
     at = jax.vmap(jnp.take, in_axes=(0, 0, None))(unit, pivots, 0)
     return jnp.einsum("bjpe,bse->bjps", at, unit, precision=jax.lax.Precision.HIGHEST)
 

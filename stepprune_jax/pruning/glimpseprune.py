@@ -8,33 +8,42 @@ then forgotten, those of earlier layers, too. Its authors publish the weights.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.attention import Segment, Tap, attend, merge_heads, split_heads
+from stepprune_jax.models.attention import Segment, Tap, attend
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
 from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.policy.layers import dense
+from stepprune_jax.policy.layers import dense, merge_heads, split_heads
 from stepprune_jax.policy.params import Init, ParamSpec
 from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Survivors, Trained, View
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import keep_best
 from stepprune_jax.pruning.trained import Learned, Weights
-from stepprune_jax.settings import is_count, is_number
+from stepprune_jax.settings import Settings, count, setting
 from stepprune_jax.user_input import expect
 
 _EPS = 1e-6  # of the predictor's norms
 _ROPE_BASE = 10000.0
 
 
+def _layers(*default: int) -> Any:
+    """Defines a field for different numbers of layers."""
+
+    def holds(layers: tuple[int, ...]) -> bool:
+        return bool(layers) and min(layers) >= 0 and len({*layers}) == len(layers)
+
+    return setting(default, "different numbers of layers", holds)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class GlimpsePruneConfig:
+class GlimpsePruneConfig(Settings, path="GlimpsePruneConfig"):
     """Shape of the glimpse token and the predictor, by default those for LLaVA-1.5-7B.
 
     Attributes:
@@ -55,44 +64,29 @@ class GlimpsePruneConfig:
         reduce_threshold: probability above which tokens remain.
     """
 
-    feature_width: int = 1024
-    text_width: int = 4096
-    num_attention_heads: int = 32
-    vision_width: int = 1024
-    le_layers: tuple[int, ...] = tuple(range(32))
-    selected_layers: tuple[int, ...] = (21,)
+    feature_width: int = count(1024)
+    text_width: int = count(4096)
+    num_attention_heads: int = count(32)
+    vision_width: int = count(1024)
+    le_layers: tuple[int, ...] = _layers(*range(32))
+    selected_layers: tuple[int, ...] = _layers(21)
     reduce_layer: int = 21
-    selected_visual_layers: tuple[int, ...] = (23, 17, 11, 5)
+    selected_visual_layers: tuple[int, ...] = _layers(23, 17, 11, 5)
     use_attention_logits: bool = False
-    attn_fuse_size: int = 256
-    visual_cond_size: int = 512
-    attn_fuse_num_heads: int = 4
+    attn_fuse_size: int = count(256)
+    visual_cond_size: int = count(512)
+    attn_fuse_num_heads: int = count(4)
     rms_norm_eps: float | int = 1e-5
     reduce_threshold: float | int = 0.5
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            good = {
-                bool: isinstance(value, bool),
-                int: is_count(value, 0 if field.name == "reduce_layer" else 1),
-                float: is_number(value),
-                tuple: isinstance(value, tuple) and value and all(is_count(x, 0) for x in value),
-            }[kind]
-            good = good and (kind is not tuple or len({*value}) == len(value))
-            expected = (
-                "different numbers of layers" if kind is tuple else f"a valid {kind.__name__}"
-            )
-            self._expect(field.name, bool(good), expected)
+        super().__post_init__()
         last, heads = max(self.selected_layers), self.attn_fuse_num_heads
-        self._expect("le_layers", 0 in self.le_layers, "layer 0 among them")
-        self._expect("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
+        self.require("le_layers", 0 in self.le_layers, "layer 0 among them")
+        self.require("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
         # Halves of channels turn by row and by column, pairs of them together.
         even = self.attn_fuse_size % heads == 0 and self.width % (4 * heads) == 0
-        self._expect("attn_fuse_num_heads", even, f"a divisor of {self.width} / 4 channels")
-
-    def _expect(self, name: str, fits: bool, expected: str) -> None:
-        expect(f"GlimpsePruneConfig.{name}", getattr(self, name), fits, expected)
+        self.require("attn_fuse_num_heads", even, f"a divisor of {self.width} / 4 channels")
 
     @property
     def width(self) -> int:

@@ -51,7 +51,6 @@ class HoloV(Pruner):
     label = "HoloV"
     budgets: ClassVar[tuple[str, ...]] = EXACT
     after_projector: ClassVar[bool] = True
-    exact_when_full: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:

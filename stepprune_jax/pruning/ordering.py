@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.attention import map_queries
 from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.policy.layers import map_queries
 
 
 def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> Int[Array, "r n"]:

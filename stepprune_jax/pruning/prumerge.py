@@ -19,7 +19,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Params, Pruner, View
 from stepprune_jax.pruning.budget import EXACT
-from stepprune_jax.pruning.ordering import by_score, class_token_block, evenly
+from stepprune_jax.pruning.ordering import by_score, class_token_block, evenly, unit_vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,6 @@ class PruMerge(Pruner):
     label = "PruMerge"
     version: ClassVar[int] = 2
     budgets: ClassVar[tuple[str, ...]] = ("own", *EXACT)
-    exact_when_full: ClassVar[bool] = False
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
@@ -192,8 +191,7 @@ def merge(
     """
     n = tokens.shape[1]
     most, exact = min(capacity, n), jax.lax.Precision.HIGHEST
-    norm = jnp.linalg.norm(keys, axis=2, keepdims=True)
-    unit = keys / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
+    unit = unit_vectors(keys, None)
     likeness = jnp.einsum("rkc,rnc->rkn", unit[:, :most], unit, precision=exact)
     likeness = jnp.where(jnp.eye(most, n, dtype=bool), -2, likeness)
     _, nearest = jax.lax.top_k(likeness, min(neighbours, n - 1))

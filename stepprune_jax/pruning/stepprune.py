@@ -17,7 +17,7 @@ from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
-from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View
+from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View, from_picks
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.trained import TrainedMethod, Weights
 
@@ -182,10 +182,7 @@ class StepPrune(TrainedMethod):
             bias = params.stop_bias
         how = (limits, bias, self.keys(view))
         picks = self.choose(params.weights, self.inputs(params, view), *how)
-        pruned = policy.gather(picks, view.tokens, capacity)
-        order = jnp.where(picks.action < n, picks.action, -1)[:, :capacity]
-        index, tokens, valid, count = pruned
-        return Kept(index, jnp.maximum(index, 0), tokens, valid, count, order)
+        return from_picks(view.tokens, picks, capacity)
 
     def _longest(self, sizes: Int[ArrayLike, "r"], n: int) -> Int[Array, "r"]:
         """Returns T_max of each row's image, at most n."""

@@ -14,21 +14,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy import Inputs, Progress
-from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.policy.noise import standardise
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.ordering import by_score
 from stepprune_jax.pruning.trained import TrainedMethod, Weights
-from stepprune_jax.settings import is_count
+from stepprune_jax.settings import Settings, number, setting
 
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class VisionSelectorConfig:
+class VisionSelectorConfig(Settings, path="VisionSelectorConfig"):
     """Shape and training of the scorer; static under `jax.jit`.
 
     Attributes:
@@ -40,26 +39,16 @@ class VisionSelectorConfig:
         reg_weight_end: weight at the end; linear in between.
     """
 
-    feature_width: int = 3584
-    text_width: int = 0
+    feature_width: int = setting(3584, "a width from 1", lambda width: width >= 1)
+    text_width: int = setting(0, "0: it does not see the question", lambda width: width == 0)
     hidden_dim: int | None = None
-    budget: float | int = 0.2
-    reg_weight_start: float | int = 0.1
-    reg_weight_end: float | int = 2.0
+    budget: float | int = setting(0.2, "a share in (0, 1]", lambda share: 0 < share <= 1)
+    reg_weight_start: float | int = number(0.1)
+    reg_weight_end: float | int = number(2.0)
 
     def __post_init__(self):
-        weights = (self.reg_weight_start, self.reg_weight_end)
-        for name, holds, expected in (
-            ("feature_width", is_count(self.feature_width), "a width from 1"),
-            ("text_width", self.text_width == 0, "0: it does not see the question"),
-            ("hidden_dim", is_count(self.width), "a width from 1"),
-            ("budget", is_number(self.budget) and 0 < self.budget <= 1, "a share in (0, 1]"),
-            ("reg_weight_start", is_number(weights[0]) and weights[0] >= 0, "a number from 0"),
-            ("reg_weight_end", is_number(weights[1]) and weights[1] >= 0, "a number from 0"),
-        ):
-            if not holds:
-                value = getattr(self, name)
-                raise ValueError(f"VisionSelectorConfig.{name} is {value!r}, expected {expected}")
+        super().__post_init__()
+        self.require("hidden_dim", self.width >= 1, "a width from 1")
 
     @property
     def width(self) -> int:

@@ -16,7 +16,7 @@ from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.models import attention
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy import FeatureStats, layers
 from stepprune_jax.pruning import Policy, make_method
 from tools.bench.memory import compiled_programs
 
@@ -114,6 +114,6 @@ def test_attention_is_the_same_a_few_queries_at_a_time(queries, monkeypatch):
         return jax.jit(jax.value_and_grad(run))(query)
 
     whole = both()
-    monkeypatch.setattr(attention, "MANY_QUERIES", 6)
-    monkeypatch.setattr(attention, "QUERIES", 4)
+    monkeypatch.setattr(layers, "MANY_QUERIES", 6)
+    monkeypatch.setattr(layers, "QUERIES", 4)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), both(), whole)

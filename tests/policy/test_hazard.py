@@ -8,7 +8,7 @@ import pytest
 
 from stepprune_jax.policy import POINTER
 from stepprune_jax.policy.params import param_paths
-from stepprune_jax.policy.rollout import hard_feedback, plain_rollout, saved_rollout
+from stepprune_jax.policy.rollout import hard_feedback
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -85,9 +85,11 @@ def test_both_estimators_have_the_same_gradient(case, rng):
         return jax.jit(jax.grad(run))(x)
 
     parallel = value(cases.select_parallel)
-    for rollout in (plain_rollout, saved_rollout):
-        loop = {"feedback": hard_feedback, "rollout_fn": rollout}
-        looped = value(cases.select, loop=loop)
+    ways = (
+        value(cases.select, loop={"feedback": hard_feedback}),
+        value(cases.select_plainly, feedback=hard_feedback),
+    )
+    for looped in ways:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), parallel, looped)
 
 

@@ -1,4 +1,4 @@
-"""Gradients through the loop: a written-out surrogate, the two rollouts, the two estimators."""
+"""Gradients through the loop: a written-out surrogate, a plain loop, the two estimators."""
 
 import cases
 import jax
@@ -8,13 +8,8 @@ import pytest
 import surrogate
 from quick import quick_or_slow
 
-from stepprune_jax.policy import DecoderFns, Inputs, objective, selection
-from stepprune_jax.policy.rollout import (
-    hard_feedback,
-    plain_rollout,
-    saved_rollout,
-    straight_through,
-)
+from stepprune_jax.policy import DecoderFns, Inputs, objective
+from stepprune_jax.policy.rollout import hard_feedback, straight_through
 
 MASK = np.array([[True] * 6, [True, False, True, True, False, True], [False] * 6])
 LIMITS = dict(min_tokens=np.array([1, 0, 0]), max_tokens=np.array([5, 2, 0]))
@@ -116,20 +111,14 @@ def test_select_has_the_gradient_of_the_loop_written_out(rng, x64, fields, feedb
         pytest.param(hard_feedback, "float64", 1e-10, marks=pytest.mark.slow),
     ],
 )
-def test_saved_rollout_has_the_gradient_of_plain_rollout(rng, dtype, relative, feedback):
+def test_the_loop_in_blocks_has_the_gradient_of_a_plain_loop(rng, dtype, relative, feedback):
     config = cases.small_config(decoder_layers=2, num_heads=4, dtype=dtype)
     with jax.enable_x64(dtype == "float64"):
         x = make_inputs(rng, config, np.dtype(dtype).type)
-        saved, plain = (
-            make_loss(
-                np.random.default_rng(0),
-                config,
-                cases.select,
-                loop={"feedback": feedback, "rollout_fn": rollout_fn},
-            )
-            for rollout_fn in (saved_rollout, plain_rollout)
-        )
-        value, found = value_and_gradient(saved, x)
+        same = np.random.default_rng
+        blocks = make_loss(same(0), config, cases.select, loop={"feedback": feedback})
+        plain = make_loss(same(0), config, cases.select_plainly, feedback=feedback)
+        value, found = value_and_gradient(blocks, x)
         expected_value, expected = value_and_gradient(plain, x)
         np.testing.assert_allclose(value, expected_value, rtol=relative)
         cases.assert_trees_close(found, expected, relative)
@@ -185,7 +174,7 @@ def test_train_loss_has_the_gradient_of_the_plain_loop(rng, x64, monkeypatch, es
     feedback = straight_through if estimator == "straight_through" else hard_feedback
 
     def plain(params, config, episode, decoder):
-        return selection.select_loop(params, config, episode, decoder, feedback, plain_rollout)
+        return cases.plain_loop(params, config, episode, decoder, feedback)
 
     monkeypatch.setattr(objective, "roll_out", plain)
     # A new function, or the program compiled above would be found again.
@@ -199,26 +188,24 @@ def mixture(memory, prob, choice):
 
 
 def tally_init(params, config, memory, memory_mask, steps):
-    """A custom decoder whose cache is a dict: one row per step, and a part that nobody writes."""
+    """A custom decoder whose cache is a dict: a running sum, a count, and a part nobody writes."""
     b = memory.shape[0]
-    rows = jnp.zeros((b, steps, 3), memory.dtype)
     first = jnp.tanh(jnp.mean(memory, axis=1))[:, :3]
     start = jnp.broadcast_to(params["start"], (b, memory.shape[-1]))
-    return start, {"keys": memory @ params["key"]}, {"rows": rows, "first": first}
+    cache = {"sum": jnp.zeros((b, 3), memory.dtype), "first": first, "count": jnp.int32(0)}
+    return start, {"keys": memory @ params["key"], "clock": jnp.arange(1.0, steps + 1)}, cache
 
 
 def tally_step(params, config, context, query, cache, step):
-    """Sums what was chosen so far and points with the sum."""
-    rows = jax.lax.dynamic_update_slice_in_dim(
-        cache["rows"], jnp.tanh(query @ params["query"])[:, None], step, axis=1
-    )
-    past = (jnp.arange(rows.shape[1]) <= step)[:, None]
-    state = jnp.sum(jnp.where(past, rows, 0), axis=1) + cache["first"]
-    return jnp.einsum("bmc,bc->bm", context["keys"], state), {"rows": rows, "first": cache["first"]}
+    """Sums what was chosen so far and points with the sum; NaN after the last step."""
+    clock = jnp.take(context["clock"], step) / (cache["count"] + 1)  # 1, as long as it counts steps
+    total = cache["sum"] + clock * jnp.tanh(query @ params["query"])
+    logits = jnp.einsum("bmc,bc->bm", context["keys"], total + cache["first"])
+    return logits, cache | {"sum": total, "count": cache["count"] + 1}
 
 
 @pytest.mark.parametrize("feedback", [mixture, straight_through])
-def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedback):
+def test_a_custom_decoder_and_feedback_go_through_the_loop(rng, x64, feedback):
     config = cases.small_config(width=4)
     x = dict(
         params=dict(
@@ -227,19 +214,13 @@ def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedba
         memory=rng.normal(size=(3, 7, 4)),
         stop_bias=rng.normal(size=3),
     )
-    saved, plain = (
-        make_loss(
-            np.random.default_rng(0),
-            config,
-            cases.select,
-            decoder=DecoderFns(tally_init, tally_step),
-            loop={"feedback": feedback, "rollout_fn": rollout_fn},
-        )
-        for rollout_fn in (saved_rollout, plain_rollout)
-    )
-    _, found = value_and_gradient(saved, x)
+    same, decoder = np.random.default_rng, DecoderFns(tally_init, tally_step)
+    loop = {"feedback": feedback}
+    blocks = make_loss(same(0), config, cases.select, decoder=decoder, loop=loop)
+    plain = make_loss(same(0), config, cases.select_plainly, decoder=decoder, feedback=feedback)
+    _, found = value_and_gradient(blocks, x)
     _, expected = value_and_gradient(plain, x)
     cases.assert_trees_close(found, expected, 1e-10)
     if feedback is mixture:
         # Nothing is straight-through here: the derivative is that of the function itself.
-        cases.assert_finite_differences(saved, x, rng)
+        cases.assert_finite_differences(blocks, x, rng)

@@ -4,7 +4,7 @@ import torch_pruning
 from generation_reference import ask, pair, traced
 from views import select, view
 
-from stepprune_jax.models import attention
+from stepprune_jax.policy import layers
 from stepprune_jax.pruning import Budget, DivPrune, Method
 from stepprune_jax.pruning.divprune import farthest_first
 
@@ -83,8 +83,8 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
     unit = np.random.default_rng(3).choice([-0.5, 0.5], (2, 23, 4))
     arrays = jnp.asarray(unit, jnp.float32), jnp.ones((2, 23), bool)
     at_once = farthest_first(*arrays, 6)
-    monkeypatch.setattr(attention, "MANY_QUERIES", 8)
-    monkeypatch.setattr(attention, "QUERIES", 7)
+    monkeypatch.setattr(layers, "MANY_QUERIES", 8)
+    monkeypatch.setattr(layers, "QUERIES", 7)
     np.testing.assert_array_equal(farthest_first(*arrays, 6), at_once)
 
 

@@ -11,8 +11,7 @@ from quick import quick_or_slow
 from views import select, view
 
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
-from stepprune_jax.models import attention
-from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy import FeatureStats, layers
 from stepprune_jax.pruning import (
     PRUNERS,
     Budget,
@@ -23,7 +22,7 @@ from stepprune_jax.pruning import (
     make_method,
 )
 from stepprune_jax.pruning.holov import HoloV, keep_in_crops
-from stepprune_jax.pruning.visionzip import VisionZip, merge_received
+from stepprune_jax.pruning.visionzip import VisionZip, merge
 
 SIZES = (23, 40, 12)
 SHARE = "1/3"
@@ -135,7 +134,7 @@ def test_ten_tokens_are_merged_as_in_the_authors_program():
     tokens = [[i, 10 * i] for i in range(10)]
     arrays = (jnp.array([x], jnp.float32) for x in (received, keys, tokens))
     counts = jnp.array([3]), jnp.array([2])  # dominant, contextual
-    dominant, target, merged = merge_received(*arrays, jnp.ones((1, 10), bool), *counts)
+    dominant, target, merged = merge(*arrays, jnp.ones((1, 10), bool), *counts)
     assert np.flatnonzero(dominant[0]).tolist() == [1, 3, 5]
     assert np.flatnonzero(target[0]).tolist() == [0, 6]
     expected = [[5.5, 55], [1, 10], [3, 30], [5, 50], [37 / 3, 370 / 3]]
@@ -149,12 +148,12 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
     @jax.jit
     def chosen():
         crops = keep_in_crops(tokens, received, valid, counts, 0.09)
-        return crops, *merge_received(received, keys, tokens, valid, counts, merged)
+        return crops, *merge(received, keys, tokens, valid, counts, merged)
 
     at_once = chosen()
     jax.clear_caches()
-    monkeypatch.setattr(attention, "MANY_QUERIES", 8)
-    monkeypatch.setattr(attention, "QUERIES", 7)  # six parts, with two tokens of padding
+    monkeypatch.setattr(layers, "MANY_QUERIES", 8)
+    monkeypatch.setattr(layers, "QUERIES", 7)  # six parts, with two tokens of padding
     for own, expected in zip(chosen(), at_once, strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-6)
 

@@ -1,14 +1,10 @@
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch_pruning
 from generation_reference import ask, pair, traced
+from views import select, view
 
 from stepprune_jax.pruning import Budget, Method, VisionZip
-from stepprune_jax.pruning.visionzip import merge
-
-run_merge = jax.jit(merge, static_argnums=(3, 4))
 
 
 def plain(attention, keys, hidden, dominant, contextual):
@@ -49,9 +45,12 @@ HIDDEN = [[i, 10 * i] for i in range(9)]
 
 
 def merged(attention, keys, hidden, dominant, contextual):
-    arrays = (jnp.asarray(x, jnp.float32)[None] for x in (attention, keys, hidden))
-    tokens, source = run_merge(*arrays, dominant, contextual)
-    return np.asarray(tokens[0]), source[0].tolist()
+    """One head of an image whose class token is one of its features: tokens and their sources."""
+    attention, keys, hidden = (np.asarray(x, np.float32)[None] for x in (attention, keys, hidden))
+    shown = view(hidden, attention[None], keys[None], hidden, count=dominant + contextual)
+    kept = select(VisionZip(contextual=contextual), shown, dominant + contextual)
+    assert kept.index[0].tolist() == [*kept.place[0, :dominant].tolist(), *[-1] * contextual]
+    return np.asarray(kept.tokens[0]), kept.place[0].tolist()
 
 
 def test_an_image_worked_by_hand():
@@ -91,7 +90,7 @@ def test_five_of_32_are_contextual(count, split):
 @pytest.mark.parametrize(("count", "contextual"), [(5, 2), (4, None)])
 def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
     both, pruner = pair(tmp_path), VisionZip(Budget("count", count), contextual)
-    dominant, merged = pruner.split(count)
+    dominant, merged = map(int, pruner.split(count))
 
     def choose(tower, pixels):
         hidden, attention, keys = torch_pruning.tower_signals(tower, pixels)

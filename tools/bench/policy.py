@@ -4,10 +4,10 @@
     python -m tools.bench.policy --parts agreement --run runs/shapes
 
 The first command prints the temporary memory of the gradient through the selection at several
-T_max, for the plain scan, the scan with saved rows and the parallel estimator, their gradients'
-difference and the time of each; the time of the pointer loop step by step and with tables over
-slots, with one and two decoder layers; and the policy's operations per image. The second prints the
-share of a policy's choices on the run's test split that bfloat16 and tables reproduce.
+T_max, for the loop and the parallel estimator, the time of each and how far they differ; the time
+of the pointer loop step by step and with tables over slots, with one and two decoder layers; and
+the policy's operations per image. The second prints the share of a policy's choices on the run's
+test split that bfloat16 and tables reproduce.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from stepprune_jax.flops import policy_flops
 from stepprune_jax.inference.pipeline import see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.policy import POINTER, Limits, PolicyConfig, selection
-from stepprune_jax.policy.rollout import hard_feedback, plain_rollout, start_episode
+from stepprune_jax.policy.rollout import hard_feedback, start_episode
 from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.selection import select_loop, select_parallel
 from stepprune_jax.pruning import StepPrune
@@ -43,9 +43,8 @@ from tools.bench.timing import machine, time_side_by_side
 PARTS = ("gradient", "loop", "operations", "agreement")
 
 ESTIMATORS = {
-    "plain scan": functools.partial(select_loop, rollout_fn=plain_rollout),
-    "saved scan": select_loop,
-    "saved scan, feedback cut": functools.partial(select_loop, feedback=hard_feedback),
+    "loop": select_loop,
+    "loop, feedback cut": functools.partial(select_loop, feedback=hard_feedback),
     "parallel": select_parallel,
 }
 
@@ -76,13 +75,12 @@ def temporary_bytes(config: PolicyConfig, num_tokens: int, steps: int, name: str
 
 
 def memory_rows(config: PolicyConfig, num_tokens: int, steps: list[int]) -> list[list[object]]:
-    """Tabulates MiB per estimator and T_max, growth, and the plain scan's ratio to each."""
+    """Tabulates MiB per estimator and T_max, and their growth."""
     plan = {
         name: [temporary_bytes(config, num_tokens, t, name) / 2**20 for t in steps]
         for name in ESTIMATORS
     }
-    last = plan["plain scan"][-1]
-    return [[name, *mib, mib[-1] / mib[0], last / mib[-1]] for name, mib in plan.items()]
+    return [[name, *mib, mib[-1] / mib[0]] for name, mib in plan.items()]
 
 
 def relative_difference(a, b) -> float:
@@ -108,19 +106,11 @@ def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: i
     }
     seconds = time_side_by_side(calls, repeats)
     grads = {name: call() for name, call in calls.items()}
-    same = {"saved scan": "plain scan", "parallel": "saved scan, feedback cut"}
-    rows = [
-        [
-            name,
-            1e3 * s,
-            seconds["plain scan"] / s,
-            same.get(name, "-"),
-            relative_difference(grads[name], grads[same[name]]) if name in same else "-",
-        ]
-        for name, s in seconds.items()
-    ]
-    header = ["gradient", "ms", "plain scan / this", "compared with", "relative difference"]
-    return table(header, rows)
+    rows = [[name, 1e3 * s, seconds["loop"] / s] for name, s in seconds.items()]
+    difference = relative_difference(grads["parallel"], grads["loop, feedback cut"])
+    return f"""{table(["gradient", "ms", "loop / this"], rows)}
+
+parallel and loop, feedback cut: relative difference {difference:.3g}"""
 
 
 def step_by_step(*arguments):
@@ -273,7 +263,7 @@ def main(arguments: list[str] | None = None):
         header = ["temporary MiB at batch 1", *(f"T_max {t}" for t in ladder)]
         growth = f"{ladder[-1]} / {ladder[0]}"
         rows = memory_rows(config, n, ladder)
-        print(table([*header, growth, "plain scan / this"], rows), "\n", flush=True)
+        print(table([*header, growth], rows), "\n", flush=True)
         params = policy.init_policy(jax.random.key(0), config)
         memory = jax.random.normal(jax.random.key(1), (flags.batch[0], n + 1, flags.width))
         print(gradient_report(config, params, memory, steps, flags.repeats), "\n", flush=True)

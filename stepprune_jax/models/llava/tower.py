@@ -17,10 +17,8 @@ from stepprune_jax.models.attention import (
     Segment,
     Tap,
     attention_weights,
-    merge_heads,
     resolve_taps,
     self_attend,
-    split_heads,
 )
 from stepprune_jax.models.layers import BlockOutput, Dense, LayerNorm, activate, product
 from stepprune_jax.models.llava.config import ClipConfig
@@ -32,6 +30,7 @@ from stepprune_jax.models.stack import (
     run_stack,
     take_layer,
 )
+from stepprune_jax.policy.layers import merge_heads, split_heads
 
 _EXACT = jax.lax.Precision.HIGHEST
 

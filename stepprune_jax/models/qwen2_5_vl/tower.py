@@ -25,11 +25,8 @@ from stepprune_jax.models.attention import (
     Tap,
     attend,
     attention_weights,
-    map_queries,
-    merge_heads,
     resolve_taps,
     self_attend,
-    split_heads,
 )
 from stepprune_jax.models.layers import (
     BlockOutput,
@@ -50,6 +47,7 @@ from stepprune_jax.models.stack import (
     run_stack,
     take_layer,
 )
+from stepprune_jax.policy.layers import map_queries, merge_heads, split_heads
 
 TAP_KINDS = ("received", "keys", "hidden")
 _EPS = 1e-6
