@@ -377,6 +377,7 @@ def test_the_repetition_penalty_of_the_folder_is_that_of_the_reference(pair):
     assert [list(answer.token_ids) for answer in plain] != expected
 
 
+@pytest.mark.slow
 def test_one_block_of_the_tower_at_true_widths_equals_the_reference():
     fields = {"depth": 1, "hidden_size": 1280, "fullatt_block_indexes": [0]}
     theirs = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
@@ -411,6 +412,7 @@ def test_one_block_of_the_tower_at_true_widths_equals_the_reference():
     assert_close(ours.hidden[0], expected)
 
 
+@pytest.mark.slow
 def test_one_layer_at_the_widths_of_the_3b_equals_the_reference():
     raw = testing.tiny_qwen_config(testing.qwen_tokenizer()) | {
         "hidden_size": 2048,

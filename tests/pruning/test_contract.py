@@ -89,6 +89,8 @@ ALIKE = {
     "visionselector",
 }
 QUICK = {*NAMES} - ALIKE
+# One of each kind of place and of merging, where a case compiles two programs.
+KINDS = ("stepprune", "fastv", "sparsevlm", "prumerge_plus", "glimpseprune")
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
 RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
 
@@ -241,7 +243,7 @@ def reference(model, name, result, row, tokens_of):
     return logits[-STEPS:]
 
 
-@pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
+@pytest.mark.parametrize("name", quick_or_slow(NAMES, {*KINDS, "visionzip"}))
 def test_a_full_budget_is_the_unpruned_model(model, run, name):
     full, unpruned = begin(model, method(name, N)), run("all").begun
     difference = np.abs(full.trace.logits - unpruned.trace.logits).max(1)
@@ -265,7 +267,9 @@ def decode_step():
     return jax.jit(vlm.decode_step, static_argnums=1)
 
 
-@pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
+@pytest.mark.parametrize(
+    "name", quick_or_slow(NAMES, ("glimpseprune", "visionzip", "prumerge_plus", "stepprune"))
+)
 def test_dropping_and_caching_equal_masking_and_recomputing(
     model, run, tokens_of, decode_step, name
 ):
@@ -282,7 +286,7 @@ def test_dropping_and_caching_equal_masking_and_recomputing(
         logits, cache = decode_step(model.params, model.config, token, cache)
 
 
-@pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
+@pytest.mark.parametrize("name", quick_or_slow(NAMES, KINDS))
 def test_neither_other_rows_nor_larger_buckets_change_a_row(model, run, name):
     """By the pipeline's stages, one by one; row 1 is the same in both batches."""
     small, chosen = run(name).begun, method(name)
@@ -437,17 +441,18 @@ def test_images_of_different_size_share_a_batch(model, name, budget, bias):
         np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
 
 
-@pytest.mark.parametrize("budget", [2, "2/3"])
+@pytest.mark.parametrize("capacity", quick_or_slow([N - 1, N], [N - 1]))
+@pytest.mark.parametrize("budget", quick_or_slow([2, "2/3"], ["2/3"]))
 @pytest.mark.parametrize("name", COUNTING)
-def test_kept_tokens_keep_their_invariants(model, name, budget):
+def test_kept_tokens_keep_their_invariants(model, name, budget, capacity):
     chosen = method(name, budget)
     view = made_view(chosen.pruner, model.config, [(4, 4)] * 3)
     view = seen(model, chosen.pruner, view)
     count = chosen.pruner.entering(N)
-    for capacity in {max(count, N - 1), N}:
-        kept = select(chosen.pruner.program(), chosen.params, view, capacity)
-        assert kept.index.shape == (3, capacity)
-        check(name, kept, view, [count] * 3)
+    capacity = max(count, capacity)
+    kept = select(chosen.pruner.program(), chosen.params, view, capacity)
+    assert kept.index.shape == (3, capacity)
+    check(name, kept, view, [count] * 3)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(PRUNERS[name], LayerPruner)])

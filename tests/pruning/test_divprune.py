@@ -21,9 +21,8 @@ def test_five_directions_worked_by_hand():
     # 1.8, 1, .4 away; from 0 and 4 then .2, 1, .4; and from 0, 2 and 4 both are .2 away.
     directions = np.array([[1, 0], [4, 3], [0, 1], [-3, 4], [-1, 0]])
     lengths = np.array([[1], [2], [0.5], [1], [4]])
-    for count in range(1, 6):
-        expected = [4, 0, 2, 1, 3][:count]
-        assert order([directions * lengths], count)[0].tolist() == expected
+    for count, row in enumerate(order([directions * lengths] * 5, range(1, 6)).tolist(), start=1):
+        assert row == [4, 0, 2, 1, 3][:count] + [-1] * (5 - count)
     kept = select(DivPrune(), view(np.float32(directions * lengths)[None], count=3), 4)
     assert kept.index[0].tolist() == [0, 2, 4, -1] and kept.count.tolist() == [3]
     np.testing.assert_array_equal(kept.tokens[0, 1], [0, 0.5])

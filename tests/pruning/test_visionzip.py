@@ -88,7 +88,9 @@ def test_five_of_32_are_contextual(count, split):
     assert VisionZip(contextual=1).split(count) == (count - 1, 1)
 
 
-@pytest.mark.parametrize(("count", "contextual"), [(5, 2), (4, None)])
+@pytest.mark.parametrize(
+    ("count", "contextual"), [(5, 2), pytest.param(4, None, marks=pytest.mark.slow)]
+)
 def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
     both, pruner = pair(tmp_path), VisionZip(Budget("count", count), contextual)
     dominant, merged = pruner.split(count)
