@@ -63,7 +63,7 @@ def value_and_gradient(loss, x):
     [
         pytest.param(dict(decoder_layers=2), straight_through, marks=pytest.mark.slow),
         (dict(decoder_layers=1, stop="softmax", temperature=0.7), straight_through),
-        (dict(decoder_layers=1), hard_feedback),
+        pytest.param(dict(decoder_layers=1), hard_feedback, marks=pytest.mark.slow),
     ],
     ids=["2-aligned-straight-through", "1-softmax-straight-through", "1-aligned-hard"],
 )
@@ -138,19 +138,6 @@ def test_saved_rollout_has_the_gradient_of_plain_rollout(rng, dtype, relative, f
         assert np.abs(found["memory"][0]).max() > 1e-3
 
 
-def test_the_two_feedbacks_have_different_gradients_and_equal_values(rng, x64):
-    config = cases.small_config(decoder_layers=1)
-    x = make_inputs(rng, config)
-    through, cut = (
-        make_loss(np.random.default_rng(0), config, cases.select, loop={"feedback": feedback})
-        for feedback in (straight_through, hard_feedback)
-    )
-    value, found = value_and_gradient(through, x)
-    other_value, other = value_and_gradient(cut, x)
-    np.testing.assert_allclose(value, other_value, rtol=1e-12)
-    assert np.abs(found["memory"] - other["memory"]).max() > 1e-3
-
-
 @pytest.mark.parametrize("layers", quick_or_slow([1, 3], [1]))
 def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, layers):
     config = cases.small_config(decoder_layers=layers, dtype="float32")
@@ -217,8 +204,7 @@ def tally_step(params, config, context, query, cache, step):
     return jnp.einsum("bmc,bc->bm", context["keys"], state), {"rows": rows, "first": cache["first"]}
 
 
-@pytest.mark.parametrize("feedback", [mixture, straight_through])
-def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedback):
+def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64):
     config = cases.small_config(width=4)
     x = dict(
         params=dict(
@@ -233,13 +219,12 @@ def test_a_custom_decoder_and_feedback_go_through_saved_rollout(rng, x64, feedba
             config,
             cases.select,
             decoder=DecoderFns(tally_init, tally_step),
-            loop={"feedback": feedback, "rollout_fn": rollout_fn},
+            loop={"feedback": mixture, "rollout_fn": rollout_fn},
         )
         for rollout_fn in (saved_rollout, plain_rollout)
     )
     _, found = value_and_gradient(saved, x)
     _, expected = value_and_gradient(plain, x)
     cases.assert_trees_close(found, expected, 1e-10)
-    if feedback is mixture:
-        # Nothing is straight-through here: the derivative is that of the function itself.
-        cases.assert_finite_differences(saved, x, rng)
+    # Nothing is straight-through here: the derivative is that of the function itself.
+    cases.assert_finite_differences(saved, x, rng)

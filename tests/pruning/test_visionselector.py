@@ -109,6 +109,7 @@ def test_training_weighs_the_distance_of_gates_from_the_best():
         value, (scalars, _) = loss(weights, share)
         assert float(scalars["lm_loss"]) == pytest.approx(lm_loss, rel=1e-4)
         assert float(value) == pytest.approx(lm_loss + weight * distance, rel=1e-4)
+        assert scalars["k_mean"] == 2
     grads = jax.grad(loss, has_aux=True)(weights, 0.5)[0]
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
 
