@@ -126,6 +126,14 @@ def llava_model(llava_folder):
 
 
 @pytest.fixture(scope="session")
+def llava_pair(tmp_path_factory):
+    """A tiny LLaVA as ours and as the torch model of `transformers`."""
+    from generation_reference import pair  # jaxtyping's hook comes first
+
+    return pair(tmp_path_factory.mktemp("llava_pair"))
+
+
+@pytest.fixture(scope="session")
 def qwen_folder(tmp_path_factory):
     from stepprune_jax import testing
 

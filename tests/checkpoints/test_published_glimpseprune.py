@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hub_server import serving
-from PIL import Image
+from visual import noise
 
 from stepprune_jax import load_policy, save_policy, testing
 from stepprune_jax.cli.generate import main
@@ -195,8 +195,7 @@ def test_a_configuration_belongs_to_it(tmp_path):
 @pytest.fixture
 def answer(tmp_path, capsys):
     """What the command answers about an image, given a policy, a model and more flags."""
-    noise = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
-    Image.fromarray(noise).save(tmp_path / "x.png")
+    noise(0, (40, 56)).save(tmp_path / "x.png")
 
     def ask(policy, folder, *more):
         given = [*("--model", folder, "--image", tmp_path / "x.png", "--prompt", "What?", "--json")]

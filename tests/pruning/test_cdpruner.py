@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 import torch_pruning
-from generation_reference import ask, pair, request, traced
+from generation_reference import ask, request, traced
 from views import select, view
 
 from stepprune_jax.pruning import Budget, CDPruner, Method
@@ -128,15 +128,15 @@ def test_images_and_questions_differ_in_size_and_padding_is_not_read(options):
         assert found[row].tolist() == expected + [-1] * (5 - count)
 
 
-def test_generation_equals_the_torch_reference(tmp_path):
-    both, pruner = pair(tmp_path), CDPruner(Budget("count", 4))
-    table = both.theirs.model.get_input_embeddings()
-    for asked in traced(both, ask(3, seed=4), Method(pruner), 1):
-        ids = request(both.ours, asked.prompt, asked.images).question_ids[0]
+def test_generation_equals_the_torch_reference(llava_pair):
+    pruner = CDPruner(Budget("count", 4))
+    table = llava_pair.theirs.model.get_input_embeddings()
+    for asked in traced(llava_pair, ask(3, seed=4), Method(pruner), 1):
+        ids = request(llava_pair.ours, asked.prompt, asked.images).question_ids[0]
         words = table(torch.tensor(ids)).detach().numpy()
 
         def choose(tokens, tower, pixels, words=words):
             kept = sorted(determinant_order(tokens.numpy(), words, 4))
             return kept, tokens[kept]
 
-        torch_pruning.check(both, asked, choose, projected=True)
+        torch_pruning.check(llava_pair, asked, choose, projected=True)

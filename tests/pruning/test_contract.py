@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from plain_decoder import loop_assemble, plain_logits
 from quick import quick_or_slow
-from small_world import one_shot, stepprune
+from small_world import glimpse, one_shot, stepprune
+from visual import noise
 
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints.load import load_vlm
@@ -57,20 +58,7 @@ POLICIES = {
     VisionSelectorConfig: functools.partial(
         Policy.init, jax.random.key(3), VisionSelectorConfig(32), None
     ),
-    GlimpsePruneConfig: functools.partial(
-        Policy.init,
-        jax.random.key(3),
-        GlimpsePruneConfig(
-            *(32, 48, 4, 32),
-            le_layers=(0, 1),
-            selected_layers=(0, 1),
-            reduce_layer=1,
-            selected_visual_layers=(2, 1),
-            attn_fuse_size=16,
-            visual_cond_size=16,
-        ),
-        None,
-    ),
+    GlimpsePruneConfig: functools.partial(Policy.init, jax.random.key(3), glimpse(), None),
 }
 NAMES = tuple(PRUNERS)
 # Others choose, merge or cut by the same means as these.
@@ -120,12 +108,7 @@ class Batch(NamedTuple):
     images: list[list[Image.Image]]
 
 
-def image(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
-    return Image.fromarray(pixels)
-
-
-IMAGES = [image(seed) for seed in range(4)]
+IMAGES = [noise(seed, (32, 32)) for seed in range(4)]
 A, B, C, D = IMAGES
 # Row 1 is the same in both; what else there is, and so the padding, is not.
 BATCH = Batch(["What is this?", "is the red dog in a chat or no", "two"], [[A], [B, C], []])

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import torch_pruning
-from generation_reference import ask, pair, traced
+from generation_reference import ask, traced
 from views import select, view
 
 from stepprune_jax.models import attention
@@ -87,12 +87,10 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
     np.testing.assert_array_equal(farthest_first(*arrays, 6), at_once)
 
 
-def test_generation_equals_the_torch_reference(tmp_path):
-    both = pair(tmp_path)
-
+def test_generation_equals_the_torch_reference(llava_pair):
     def choose(tokens, tower, pixels):
         kept = sorted(plain(tokens.numpy(), 4))
         return kept, tokens[kept]
 
-    for asked in traced(both, ask(3, seed=4), Method(DivPrune(Budget("count", 4))), 1):
-        torch_pruning.check(both, asked, choose, projected=True)
+    for asked in traced(llava_pair, ask(3, seed=4), Method(DivPrune(Budget("count", 4))), 1):
+        torch_pruning.check(llava_pair, asked, choose, projected=True)
