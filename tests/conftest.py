@@ -92,9 +92,13 @@ def few_programs():
 
 
 def pytest_collection_modifyitems(items):
-    """Puts what takes longest first: else one worker has it left at the end."""
+    """Puts what takes longest first: else one worker has it left at the end.
+
+    What drops all programs of its worker comes last.
+    """
     longest = ("training", "policy", "pruning")
-    items.sort(key=lambda item: item.path.parent.name not in longest)
+    last = "test_few_programs.py"
+    items.sort(key=lambda item: (item.path.name == last, item.path.parent.name not in longest))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -119,6 +123,14 @@ def llava_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def llava_model(llava_folder):
     return _load(llava_folder)
+
+
+@pytest.fixture(scope="session")
+def llava_pair(tmp_path_factory):
+    """A tiny LLaVA as ours and as the torch model of `transformers`."""
+    from generation_reference import pair  # jaxtyping's hook comes first
+
+    return pair(tmp_path_factory.mktemp("llava_pair"))
 
 
 @pytest.fixture(scope="session")

@@ -301,23 +301,30 @@ def test_a_run_has_a_folder_of_its_configuration_unless_it_is_given_one():
 
 
 KEPT = """
-import jax, sys
+import jax
 from stepprune_jax import command_line
-parser = command_line.Parser(compiles=True)
-parser.parse_args(sys.argv[1:])
+command_line.Parser(compiles=True).parse_args()
 jax.jit(lambda x: x @ x)(jax.numpy.ones((3, 3)))
 print(jax.config.jax_compilation_cache_dir)
 """
 
 
-@pytest.mark.parametrize("flags, kept", [([], True), (["--no_compile_cache"], False)])
-def test_commands_keep_compiled_programs_in_the_users_cache(flags, kept, tmp_path):
+def test_commands_keep_compiled_programs_in_the_users_cache(tmp_path):
     own = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    environment = os.environ | own
-    command = [sys.executable, "-c", KEPT, *flags]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    folder = tmp_path / "stepprune_jax"
-    assert said.stdout.strip() == (str(folder) if kept else "None")
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "own")
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == str(tmp_path / "own")
+    command = [sys.executable, "-c", KEPT]
+    said = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == str(tmp_path / "stepprune_jax")
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [(["--no_compile_cache"], None), ([], "own"), (["--no_compile_cache"], "own")],
+)
+def test_a_folder_for_programs_that_jax_has_is_left_to_it(flags, folder):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", folder)
+    try:
+        Parser(compiles=True).parse_args(flags)
+        assert jax.config.jax_compilation_cache_dir == folder
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

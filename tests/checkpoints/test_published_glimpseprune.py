@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hub_server import serving
-from PIL import Image
+from visual import noise
 
 from stepprune_jax import load_policy, save_policy, testing
 from stepprune_jax.cli.generate import main
@@ -192,23 +192,30 @@ def test_a_configuration_belongs_to_it(tmp_path):
         load_policy(folder)
 
 
-@pytest.mark.parametrize(
-    ("config", "make", "changes"),
-    [
-        (CONFIG, testing.tiny_llava, {"text": {"num_hidden_layers": 3}}),
-        (QWEN, testing.tiny_qwen, {}),
-    ],
-)
-def test_the_command_prunes_with_it(tmp_path, config, make, changes, capsys):
-    noise = np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8)
-    Image.fromarray(noise).save(tmp_path / "x.png")
-    policy, folder = write(tmp_path / "folder", config), make(tmp_path / "model", **changes)
-    found = []
-    for more in ([], ["--budget", "2"], ["--pruner_options", "max_remain_ratio=0.1"]):
+@pytest.fixture
+def answer(tmp_path, capsys):
+    """What the command answers about an image, given a policy, a model and more flags."""
+    noise(0, (40, 56)).save(tmp_path / "x.png")
+
+    def ask(policy, folder, *more):
         given = [*("--model", folder, "--image", tmp_path / "x.png", "--prompt", "What?", "--json")]
         given += ["--pruner", GlimpsePrune.name, "--policy", policy, "--max_tokens", "2"]
         main([str(part) for part in (*given, "--dtype", "float32", *more)])
-        found.append(json.loads(capsys.readouterr().out))
-    total = found[0]["visual_tokens"]
-    assert 1 <= found[0]["kept"] <= total and found[1]["kept"] == 2
-    assert found[2]["kept"] == max(1, min(found[0]["kept"], int(0.1 * total)))
+        return json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+def test_the_command_prunes_with_it(tmp_path, answer):
+    policy = write(tmp_path / "folder")
+    model = testing.tiny_llava(tmp_path / "model", text={"num_hidden_layers": 3})
+    own = answer(policy, model)
+    assert 1 <= own["kept"] <= own["visual_tokens"]
+    assert answer(policy, model, "--budget", "2")["kept"] == 2
+    least = answer(policy, model, "--pruner_options", "max_remain_ratio=0.1")["kept"]
+    assert least == max(1, min(own["kept"], int(0.1 * own["visual_tokens"])))
+
+
+def test_the_command_prunes_a_qwen_with_it(tmp_path, answer):
+    own = answer(write(tmp_path / "folder", QWEN), testing.tiny_qwen(tmp_path / "model"))
+    assert 1 <= own["kept"] <= own["visual_tokens"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_world import one_shot, stepprune, write_split
+from small_world import glimpse, one_shot, stepprune, write_split
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.evaluation.calibrate import stop_biases, stop_margins
@@ -22,7 +22,7 @@ from stepprune_jax.inference.sets import Batching, answer_all, rank_all
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import Budget, GlimpsePruneConfig, Policy, make_method
+from stepprune_jax.pruning import Budget, Policy, make_method
 from stepprune_jax.pruning.method import NO_PRUNING
 
 N, STEPS = 9, 4
@@ -130,16 +130,7 @@ def test_a_ranking_of_projected_tokens_is_answered_as_by_generate(model, test, t
 
 
 def test_a_method_that_decides_between_layers_has_a_row_of_its_own(model, test_split):
-    config = GlimpsePruneConfig(
-        *(32, 48, 4, 32),
-        le_layers=(0, 1),
-        selected_layers=(0,),
-        reduce_layer=0,
-        selected_visual_layers=(2, 1),
-        use_attention_logits=True,
-        attn_fuse_size=16,
-        visual_cond_size=16,
-    )
+    config = glimpse(selected_layers=(0,), reduce_layer=0, use_attention_logits=True)
     policy = Policy.init(jax.random.key(1), config, None)
     settings = dataclasses.replace(SETTINGS, own_stops=("found",))
     rows = plan_rows(settings, model.config, {"found": policy}, {}, 0, untrained=False)

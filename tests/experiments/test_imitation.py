@@ -9,6 +9,7 @@ from experiments.studies.imitation import followed, learners, order, step_by_ste
 from stepprune_jax.policy import Inputs, PolicyConfig
 from stepprune_jax.policy.params import draw_params
 
+pytestmark = pytest.mark.slow
 CONFIG = PolicyConfig(feature_width=8, text_width=8, width=8, num_heads=2)
 KEYS = jax.random.split(jax.random.key(0), 3)
 INPUTS = Inputs(

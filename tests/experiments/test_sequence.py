@@ -20,7 +20,7 @@ from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.data.llava import Scene, read_questions
 from stepprune_jax.evaluation.encode import encode_questions
 
-pytestmark = pytest.mark.usefixtures("few_programs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_programs")]
 
 
 @pytest.fixture(scope="module")

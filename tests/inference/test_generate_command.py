@@ -187,12 +187,10 @@ def test_mistakes_are_one_line_before_weights_are_loaded(files, capsys, monkeypa
 
 
 def test_a_mistake_leaves_no_traceback_in_the_shell(files):
-    command = [sys.executable, "-m", "stepprune_jax.cli.generate", "--prompt", "a"]
-    for more, message in (["--model", files], "no config.json"), (["--colour"], "--colour"):
-        given = ["--model", files, *more]
-        found = subprocess.run([*command, *given], capture_output=True, text=True)
-        assert found.returncode == 2 and found.stdout == ""
-        assert found.stderr.count("\n") == 1 and message in found.stderr
+    command = [sys.executable, "-m", "stepprune_jax.cli.generate", "--prompt", "a", "--colour"]
+    found = subprocess.run([*command, "--model", files], capture_output=True, text=True)
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.count("\n") == 1 and "--colour" in found.stderr
 
 
 QUESTIONS = ("red dog?", "two?", "is it a cat?", "yes or no?", "what color?")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
+from visual import noise
 
 from stepprune_jax import PolicyConfig, policy, testing
 from stepprune_jax.checkpoints.load import load_vlm
@@ -28,8 +28,7 @@ POLICY = PolicyConfig(**WIDTHS, encoder_layers=1, decoder_layers=1)
 @functools.cache
 def image(rows, columns):
     """Noise of so many tokens of 8 x 8 pixels."""
-    draw = np.random.default_rng(rows).integers(0, 256, (8 * rows, 8 * columns, 3), np.uint8)
-    return Image.fromarray(draw)
+    return noise(rows, (8 * rows, 8 * columns))
 
 
 def answer(model, shown, method):

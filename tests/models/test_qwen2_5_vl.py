@@ -15,13 +15,13 @@ import pytest
 import torch
 import transformers
 from hf_reference import as_torch, assert_close, error, randomise
-from PIL import Image
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as reference
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
 )
 from transformers.vision_utils import get_vision_window_index
+from visual import noise
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import VLM, load_vlm
@@ -86,16 +86,15 @@ def by_image(theirs):
     return theirs["pixel_values"].split(theirs["image_grid_thw"].prod(1).tolist())
 
 
-@functools.cache
-def image(height, width):
-    noise = np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(noise)
+def image(number):
+    """That of `SIZES`."""
+    return noise(SIZES[number][0], SIZES[number])
 
 
 @pytest.fixture(scope="module")
 def seen(pair):
     """The images of `SIZES` as both processors see them, and the reference's features."""
-    images = [image(*size) for size in SIZES]
+    images = [image(number) for number in range(len(SIZES))]
     processor = Qwen2VLImageProcessorPil.from_pretrained(pair.folder)
     theirs = processor(images, return_tensors="pt")
     ours = QWEN2_5_VL.preprocess(pair.model.config, pair.model.image_settings, images)
@@ -119,7 +118,7 @@ def test_patches_and_grids_equal_the_reference_bit_by_bit(pair, seen):
         assert not patches[len(expected) :].any()
     cache = QWEN2_5_VL.pixel_cache(pair.model.config, pair.model.image_settings, 1 << 20)
     path = pair.folder / "small.png"
-    image(*SIZES[2]).save(path)
+    image(2).save(path)
     for patches in (cache(path), cache(path)):  # decoded, and from the kept bytes
         np.testing.assert_array_equal(patches.values, ours.values[2, : len(patches.values)])
         np.testing.assert_array_equal(patches.grid, ours.grid[2])
@@ -349,8 +348,8 @@ def test_the_command_gives_the_ids_of_the_reference(pair, capsys):
     paths = []
     for number in (0, 1):
         paths += ["--image", str(pair.folder / f"{number}.png")]
-        image(*SIZES[number]).save(paths[-1])
-    shown = [image(*SIZES[number]) for number in (0, 1)]
+        image(number).save(paths[-1])
+    shown = [image(0), image(1)]
     command = ["--model", str(pair.folder), *paths, "--prompt", "Is it red?", "--json"]
     main([*command, "--dtype", "float32", "--max_tokens", "6"])
     answer = json.loads(capsys.readouterr().out)
@@ -366,7 +365,7 @@ def test_the_repetition_penalty_of_the_folder_is_that_of_the_reference(pair):
         model = load_vlm(pair.folder, dtype=jnp.float32, progress=False)
     finally:
         file.unlink()
-    cases = [("Is it red?", [image(*SIZES[0])]), ("Is there a red one in it, or a blue one?", [])]
+    cases = [("Is it red?", [image(0)]), ("Is there a red one in it, or a blue one?", [])]
     prompts, shown = zip(*cases, strict=True)
     expected = [answer_of_reference(pair, *case, 8, repetition_penalty=1.5) for case in cases]
     options = RunOptions(max_tokens=8)
@@ -377,6 +376,7 @@ def test_the_repetition_penalty_of_the_folder_is_that_of_the_reference(pair):
     assert [list(answer.token_ids) for answer in plain] != expected
 
 
+@pytest.mark.slow
 def test_one_block_of_the_tower_at_true_widths_equals_the_reference():
     fields = {"depth": 1, "hidden_size": 1280, "fullatt_block_indexes": [0]}
     theirs = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
@@ -411,6 +411,7 @@ def test_one_block_of_the_tower_at_true_widths_equals_the_reference():
     assert_close(ours.hidden[0], expected)
 
 
+@pytest.mark.slow
 def test_one_layer_at_the_widths_of_the_3b_equals_the_reference():
     raw = testing.tiny_qwen_config(testing.qwen_tokenizer()) | {
         "hidden_size": 2048,

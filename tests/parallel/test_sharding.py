@@ -152,15 +152,20 @@ def test_a_path_without_a_rule_is_named():
 
 @pytest.mark.parametrize(
     ("name", "preset"),
-    [("llava-7b", "single"), ("llava-7b", "data_tensor"), ("llava-13b", "tensor")],
+    [
+        ("llava-7b", "single"),
+        ("llava-7b", "data_tensor"),
+        pytest.param("llava-13b", "tensor", marks=pytest.mark.slow),
+    ],
 )
 def test_prefill_and_decode_compile_at_full_shape(name, preset):
     mesh = mesh_of(preset)
     parts = 1 if preset == "single" else 2
-    compiled = memory.compiled_programs(CONFIGS[name], mesh, 2, 640, 64)
+    programs = ("prefill", "decode")
+    compiled = memory.compiled_programs(CONFIGS[name], mesh, 2, 640, 64, programs)
     params = vlm.abstract_params(CONFIGS[name])
     weights = sum(leaf.size * 2 for _, leaf in leaves(params["language"]["layers"]))
-    for program in ("prefill", "decode"):
+    for program in programs:
         row = usage(compiled[program])
         assert row.arguments > weights / parts
         # No copy of the stack of layers, nor of the cache in the prefill.

@@ -8,7 +8,6 @@ import pytest
 
 from stepprune_jax.policy import POINTER
 from stepprune_jax.policy.params import param_paths
-from stepprune_jax.policy.rollout import hard_feedback
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -70,27 +69,6 @@ def test_the_order_does_not_teach_the_stop(case, rng):
     paths = reached(jax.jit(jax.grad(order))(x)["params"])
     assert not any("hazard" in path for path in paths)
     assert {"decoder/start", "decoder/pointer/query/kernel"} <= paths
-
-
-@pytest.mark.slow
-def test_both_estimators_have_the_same_gradient(case, rng):
-    config, x = case
-    weights = rng.normal(size=(2, 4))
-
-    def value(chooser, **options):
-        def run(x):
-            found = chooser(x["params"], config, with_slot(x), max_steps=4, min_tokens=0, **options)
-            return jnp.sum(weights * (found.margin + found.prob.max(-1)))
-
-        return jax.jit(jax.grad(run))(x)
-
-    parallel = value(cases.select_parallel)
-    ways = (
-        value(cases.select, loop={"feedback": hard_feedback}),
-        value(cases.select_plainly, feedback=hard_feedback),
-    )
-    for looped in ways:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10), parallel, looped)
 
 
 def test_a_clock_tells_how_many_were_chosen(case):

@@ -58,7 +58,7 @@ def value_and_gradient(loss, x):
     [
         pytest.param(dict(decoder_layers=2), straight_through, marks=pytest.mark.slow),
         (dict(decoder_layers=1, stop="softmax", temperature=0.7), straight_through),
-        (dict(decoder_layers=1), hard_feedback),
+        pytest.param(dict(decoder_layers=1), hard_feedback, marks=pytest.mark.slow),
     ],
     ids=["2-aligned-straight-through", "1-softmax-straight-through", "1-aligned-hard"],
 )
@@ -127,19 +127,6 @@ def test_the_loop_in_blocks_has_the_gradient_of_a_plain_loop(rng, dtype, relativ
         assert np.abs(found["memory"][0]).max() > 1e-3
 
 
-def test_the_two_feedbacks_have_different_gradients_and_equal_values(rng, x64):
-    config = cases.small_config(decoder_layers=1)
-    x = make_inputs(rng, config)
-    through, cut = (
-        make_loss(np.random.default_rng(0), config, cases.select, loop={"feedback": feedback})
-        for feedback in (straight_through, hard_feedback)
-    )
-    value, found = value_and_gradient(through, x)
-    other_value, other = value_and_gradient(cut, x)
-    np.testing.assert_allclose(value, other_value, rtol=1e-12)
-    assert np.abs(found["memory"] - other["memory"]).max() > 1e-3
-
-
 @pytest.mark.parametrize("layers", quick_or_slow([1, 3], [1]))
 def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, layers):
     config = cases.small_config(decoder_layers=layers, dtype="float32")
@@ -204,8 +191,7 @@ def tally_step(params, config, context, query, cache, step):
     return logits, cache | {"sum": total, "count": cache["count"] + 1}
 
 
-@pytest.mark.parametrize("feedback", [mixture, straight_through])
-def test_a_custom_decoder_and_feedback_go_through_the_loop(rng, x64, feedback):
+def test_a_custom_decoder_and_feedback_go_through_the_loop(rng, x64):
     config = cases.small_config(width=4)
     x = dict(
         params=dict(
@@ -215,12 +201,11 @@ def test_a_custom_decoder_and_feedback_go_through_the_loop(rng, x64, feedback):
         stop_bias=rng.normal(size=3),
     )
     same, decoder = np.random.default_rng, DecoderFns(tally_init, tally_step)
-    loop = {"feedback": feedback}
+    loop = {"feedback": mixture}
     blocks = make_loss(same(0), config, cases.select, decoder=decoder, loop=loop)
-    plain = make_loss(same(0), config, cases.select_plainly, decoder=decoder, feedback=feedback)
+    plain = make_loss(same(0), config, cases.select_plainly, decoder=decoder, feedback=mixture)
     _, found = value_and_gradient(blocks, x)
     _, expected = value_and_gradient(plain, x)
     cases.assert_trees_close(found, expected, 1e-10)
-    if feedback is mixture:
-        # Nothing is straight-through here: the derivative is that of the function itself.
-        cases.assert_finite_differences(blocks, x, rng)
+    # Nothing is straight-through here: the derivative is that of the function itself.
+    cases.assert_finite_differences(blocks, x, rng)

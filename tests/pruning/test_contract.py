@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 from plain_decoder import loop_assemble, plain_logits
 from quick import quick_or_slow
-from small_world import one_shot, stepprune
+from small_world import glimpse, one_shot, stepprune
+from visual import noise
 
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints.load import load_vlm
@@ -57,20 +58,7 @@ POLICIES = {
     VisionSelectorConfig: functools.partial(
         Policy.init, jax.random.key(3), VisionSelectorConfig(32), None
     ),
-    GlimpsePruneConfig: functools.partial(
-        Policy.init,
-        jax.random.key(3),
-        GlimpsePruneConfig(
-            *(32, 48, 4, 32),
-            le_layers=(0, 1),
-            selected_layers=(0, 1),
-            reduce_layer=1,
-            selected_visual_layers=(2, 1),
-            attn_fuse_size=16,
-            visual_cond_size=16,
-        ),
-        None,
-    ),
+    GlimpsePruneConfig: functools.partial(Policy.init, jax.random.key(3), glimpse(), None),
 }
 NAMES = tuple(PRUNERS)
 # Others choose, merge or cut by the same means as these.
@@ -89,6 +77,8 @@ ALIKE = {
     "visionselector",
 }
 QUICK = {*NAMES} - ALIKE
+# One of each kind of place and of merging, where a case compiles two programs.
+KINDS = ("stepprune", "fastv", "sparsevlm", "prumerge_plus", "glimpseprune")
 COUNTING = tuple(name for name in NAMES if "count" in PRUNERS[name].budgets)
 RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
 
@@ -118,12 +108,7 @@ class Batch(NamedTuple):
     images: list[list[Image.Image]]
 
 
-def image(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
-    return Image.fromarray(pixels)
-
-
-IMAGES = [image(seed) for seed in range(4)]
+IMAGES = [noise(seed, (32, 32)) for seed in range(4)]
 A, B, C, D = IMAGES
 # Row 1 is the same in both; what else there is, and so the padding, is not.
 BATCH = Batch(["What is this?", "is the red dog in a chat or no", "two"], [[A], [B, C], []])
@@ -241,7 +226,7 @@ def reference(model, name, result, row, tokens_of):
     return logits[-STEPS:]
 
 
-@pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
+@pytest.mark.parametrize("name", quick_or_slow(NAMES, {*KINDS, "visionzip"}))
 def test_a_full_budget_is_the_unpruned_model(model, run, name):
     full, unpruned = begin(model, method(name, N)), run("all").begun
     difference = np.abs(full.trace.logits - unpruned.trace.logits).max(1)
@@ -265,7 +250,9 @@ def decode_step():
     return jax.jit(vlm.decode_step, static_argnums=1)
 
 
-@pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
+@pytest.mark.parametrize(
+    "name", quick_or_slow(NAMES, ("glimpseprune", "visionzip", "prumerge_plus", "stepprune"))
+)
 def test_dropping_and_caching_equal_masking_and_recomputing(
     model, run, tokens_of, decode_step, name
 ):
@@ -282,7 +269,7 @@ def test_dropping_and_caching_equal_masking_and_recomputing(
         logits, cache = decode_step(model.params, model.config, token, cache)
 
 
-@pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
+@pytest.mark.parametrize("name", quick_or_slow(NAMES, KINDS))
 def test_neither_other_rows_nor_larger_buckets_change_a_row(model, run, name):
     """By the pipeline's stages, one by one; row 1 is the same in both batches."""
     small, chosen = run(name).begun, method(name)
@@ -437,17 +424,18 @@ def test_images_of_different_size_share_a_batch(model, name, budget, bias):
         np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
 
 
-@pytest.mark.parametrize("budget", [2, "2/3"])
+@pytest.mark.parametrize("capacity", quick_or_slow([N - 1, N], [N - 1]))
+@pytest.mark.parametrize("budget", quick_or_slow([2, "2/3"], ["2/3"]))
 @pytest.mark.parametrize("name", COUNTING)
-def test_kept_tokens_keep_their_invariants(model, name, budget):
+def test_kept_tokens_keep_their_invariants(model, name, budget, capacity):
     chosen = method(name, budget)
     view = made_view(chosen.pruner, model.config, [(4, 4)] * 3)
     view = seen(model, chosen.pruner, view)
     count = chosen.pruner.entering(N)
-    for capacity in {max(count, N - 1), N}:
-        kept = select(chosen.pruner.program(), chosen.params, view, capacity)
-        assert kept.index.shape == (3, capacity)
-        check(name, kept, view, [count] * 3)
+    capacity = max(count, capacity)
+    kept = select(chosen.pruner.program(), chosen.params, view, capacity)
+    assert kept.index.shape == (3, capacity)
+    check(name, kept, view, [count] * 3)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(PRUNERS[name], LayerPruner)])

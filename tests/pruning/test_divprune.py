@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import torch_pruning
-from generation_reference import ask, pair, traced
+from generation_reference import ask, traced
 from views import select, view
 
 from stepprune_jax.policy import layers
@@ -21,9 +21,8 @@ def test_five_directions_worked_by_hand():
     # 1.8, 1, .4 away; from 0 and 4 then .2, 1, .4; and from 0, 2 and 4 both are .2 away.
     directions = np.array([[1, 0], [4, 3], [0, 1], [-3, 4], [-1, 0]])
     lengths = np.array([[1], [2], [0.5], [1], [4]])
-    for count in range(1, 6):
-        expected = [4, 0, 2, 1, 3][:count]
-        assert order([directions * lengths], count)[0].tolist() == expected
+    for count, row in enumerate(order([directions * lengths] * 5, range(1, 6)).tolist(), start=1):
+        assert row == [4, 0, 2, 1, 3][:count] + [-1] * (5 - count)
     kept = select(DivPrune(), view(np.float32(directions * lengths)[None], count=3), 4)
     assert kept.index[0].tolist() == [0, 2, 4, -1] and kept.count.tolist() == [3]
     np.testing.assert_array_equal(kept.tokens[0, 1], [0, 0.5])
@@ -88,12 +87,10 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
     np.testing.assert_array_equal(farthest_first(*arrays, 6), at_once)
 
 
-def test_generation_equals_the_torch_reference(tmp_path):
-    both = pair(tmp_path)
-
+def test_generation_equals_the_torch_reference(llava_pair):
     def choose(tokens, tower, pixels):
         kept = sorted(plain(tokens.numpy(), 4))
         return kept, tokens[kept]
 
-    for asked in traced(both, ask(3, seed=4), Method(DivPrune(Budget("count", 4))), 1):
-        torch_pruning.check(both, asked, choose, projected=True)
+    for asked in traced(llava_pair, ask(3, seed=4), Method(DivPrune(Budget("count", 4))), 1):
+        torch_pruning.check(llava_pair, asked, choose, projected=True)

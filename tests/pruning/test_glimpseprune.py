@@ -1,16 +1,16 @@
 """GlimpsePrune beside a plain reference in float64: a token more in each row, loops, no masks."""
 
 import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 from plain_decoder import loop_assemble, plain_layer
+from small_world import glimpse
 from views import llava, rows
+from visual import noise
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import load_vlm
@@ -18,23 +18,14 @@ from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, re
 from stepprune_jax.pruning import (
     Budget,
     GlimpsePrune,
-    GlimpsePruneConfig,
     Policy,
     Survivors,
     make_method,
 )
 from stepprune_jax.pruning.glimpseprune import attention_map, glimpse_vectors, predict
 
-CONFIG = GlimpsePruneConfig(
-    *(32, 48, 4, 32),
-    le_layers=(0, 1, 2),
-    selected_layers=(0, 1),
-    reduce_layer=1,
-    selected_visual_layers=(3, 1),
-    attn_fuse_size=8,
-    visual_cond_size=16,
-    attn_fuse_num_heads=2,
-)
+LAYERS = {"le_layers": (0, 1, 2), "selected_visual_layers": (3, 1)}
+CONFIG = glimpse(**LAYERS, attn_fuse_size=8, attn_fuse_num_heads=2)
 SIDE = 4  # of each image
 
 
@@ -170,14 +161,8 @@ def model(tmp_path_factory):
     return load_vlm(folder, dtype=jnp.float32, progress=False)
 
 
-@functools.cache
-def image(seed):
-    noise = np.random.default_rng(seed).integers(0, 256, (32, 32, 3), np.uint8)
-    return Image.fromarray(noise)
-
-
 PROMPTS = ["is the red dog in a chat or no", "What?", "two"]
-SHOWN = [[image(0)], [image(1), image(2)], []]
+SHOWN = [[noise(0, (32, 32))], [noise(1, (32, 32)), noise(2, (32, 32))], []]
 
 
 def reference(model, policy, request, row):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch_pruning
 import torch_stages
-from generation_reference import ask, pair, traced
+from generation_reference import ask, traced
 from views import select, view
 
 from stepprune_jax.pruning import Budget, HoloV, Method
@@ -93,8 +93,8 @@ def test_many_images_equal_a_plain_loop():
 
 
 @pytest.mark.parametrize(("count", "crops"), [pytest.param(5, 16, marks=pytest.mark.slow), (7, 2)])
-def test_generation_equals_the_torch_reference(tmp_path, count, crops):
-    both, pruner = pair(tmp_path), HoloV(Budget("count", count), crops)
+def test_generation_equals_the_torch_reference(llava_pair, count, crops):
+    pruner = HoloV(Budget("count", count), crops)
 
     def choose(tokens, tower, pixels):
         _, attention, _ = torch_pruning.tower_signals(tower, pixels)
@@ -104,5 +104,5 @@ def test_generation_equals_the_torch_reference(tmp_path, count, crops):
             [tokens[kept], torch.zeros(missing, tokens.shape[1])]
         )
 
-    for asked in traced(both, ask(3, seed=count), Method(pruner), 1):
-        torch_pruning.check(both, asked, choose, projected=True)
+    for asked in traced(llava_pair, ask(3, seed=count), Method(pruner), 1):
+        torch_pruning.check(llava_pair, asked, choose, projected=True)

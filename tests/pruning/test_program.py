@@ -17,23 +17,26 @@ pytest.importorskip("flatbuffers")
 WRITE = """
 import json, sys
 import stepprune_jax as sp
-policy, path, how = sys.argv[1:]
-sp.load_policy(policy).export(path, num_tokens=12, num_words=5, **json.loads(how))
+policy, programs = sys.argv[1:]
+for path, how in json.loads(programs).items():
+    sp.load_policy(policy).export(path, num_tokens=12, num_words=5, **how)
 """
 ELSEWHERE = """
 import sys
 sys.modules["stepprune_jax"] = None
 import jax, numpy as np
 from jax import export
-path, out = sys.argv[1:]
-program = export.deserialize(bytearray(open(path, "rb").read()))
-given = np.load(path + ".npz")
-np.savez(out, **program.call(given["image"], given["text"], given["text_mask"]))
+given = [np.load(file) for file in ("1.npz", "3.npz")]
+for path in sys.argv[1:]:
+    program = export.deserialize(bytearray(open(path, "rb").read()))
+    for batch in given:
+        kept = program.call(batch["image"], batch["text"], batch["text_mask"])
+        np.savez(f"{path}.{len(batch['image'])}.npz", **kept)
 """
 
 
-def run(program, *arguments):
-    subprocess.run([sys.executable, "-c", program, *map(str, arguments)], check=True)
+def run(folder, program, *arguments):
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +45,26 @@ def policy():
     return sp.Policy.init(jax.random.key(0), config, sp.FeatureStats.start(16))
 
 
-@pytest.mark.parametrize("how", [{"budget": 3}, {}], ids=["budget", "own stop"])
-def test_the_program_keeps_what_the_policy_keeps_in_batches_of_any_size(policy, how, tmp_path):
-    path = tmp_path / "a" / "selector"
-    run(WRITE, sp.save_policy(policy, tmp_path / "policy.safetensors"), path, json.dumps(how))
-    select = jax.jit(policy.select_fn(how.get("budget", 6), **how))
+def test_a_program_keeps_what_the_policy_keeps_in_batches_of_any_size(policy, tmp_path):
+    programs = {"a/budget": {"budget": 3}, "a/own_stop": {}}
+    sp.save_policy(policy, tmp_path / "policy.safetensors")
+    run(tmp_path, WRITE, "policy.safetensors", json.dumps(programs))
+    given = {}
     for rows in (1, 3):
         image = 3 * jax.random.normal(jax.random.key(1), (rows, 12, 16))
         text = jax.random.normal(jax.random.key(2), (rows, 5, 8))
         mask = np.arange(5) < np.array([[4], [5], [2]])[:rows]
-        np.savez(f"{path}.npz", image=image, text=text, text_mask=mask)
-        out = tmp_path / "out.npz"
-        run(ELSEWHERE, path, out)
-        expected = select(policy, image, text, text_mask=mask)._asdict()
-        found = np.load(out)
-        assert set(found) == set(expected)
-        for name, value in expected.items():
-            np.testing.assert_array_equal(found[name], value, err_msg=name)
+        given[rows] = {"image": image, "text": text, "text_mask": mask}
+        np.savez(tmp_path / f"{rows}.npz", **given[rows])
+    run(tmp_path, ELSEWHERE, *programs)
+    for path, how in programs.items():
+        select = jax.jit(policy.select_fn(how.get("budget", 6), **how))
+        for rows, batch in given.items():
+            expected = select(policy, **batch)._asdict()
+            found = np.load(tmp_path / f"{path}.{rows}.npz")
+            assert set(found) == set(expected)
+            for name, value in expected.items():
+                np.testing.assert_array_equal(found[name], value, err_msg=f"{path}, {name}")
 
 
 def test_a_program_for_one_platform_and_batch_has_static_shapes(policy, tmp_path):

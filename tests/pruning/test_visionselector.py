@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
+from visual import noise
 
 from stepprune_jax import load_policy, save_policy
 from stepprune_jax.inference import RunOptions, generate, pipeline, read_request, trace_arrays
@@ -109,6 +109,7 @@ def test_training_weighs_the_distance_of_gates_from_the_best():
         value, (scalars, _) = loss(weights, share)
         assert float(scalars["lm_loss"]) == pytest.approx(lm_loss, rel=1e-4)
         assert float(value) == pytest.approx(lm_loss + weight * distance, rel=1e-4)
+        assert scalars["k_mean"] == 2
     grads = jax.grad(loss, has_aux=True)(weights, 0.5)[0]
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
 
@@ -130,8 +131,7 @@ def test_bad_fields_are_named(fields, message):
 
 
 def test_the_best_of_qwens_tokens_are_kept(qwen_model, tmp_path):
-    noise = np.random.default_rng(3).integers(0, 256, (60, 80, 3), np.uint8)
-    image, policy = Image.fromarray(noise), Policy(drawn(48, 24), VisionSelectorConfig(48), None)
+    image, policy = noise(3, (60, 80)), Policy(drawn(48, 24), VisionSelectorConfig(48), None)
     policy = load_policy(save_policy(policy, tmp_path / "p"))
     images = pipeline.encode(qwen_model, read_request(qwen_model, ["two?"], [[image]]).images)
     size = int(images.sizes[0])

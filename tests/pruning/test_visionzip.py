@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch_pruning
-from generation_reference import ask, pair, traced
+from generation_reference import ask, traced
 from views import select, view
 
 from stepprune_jax.pruning import Budget, Method, VisionZip
@@ -87,9 +87,11 @@ def test_five_of_32_are_contextual(count, split):
     assert VisionZip(contextual=1).split(count) == (count - 1, 1)
 
 
-@pytest.mark.parametrize(("count", "contextual"), [(5, 2), (4, None)])
-def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
-    both, pruner = pair(tmp_path), VisionZip(Budget("count", count), contextual)
+@pytest.mark.parametrize(
+    ("count", "contextual"), [(5, 2), pytest.param(4, None, marks=pytest.mark.slow)]
+)
+def test_generation_equals_the_torch_reference(llava_pair, count, contextual):
+    pruner = VisionZip(Budget("count", count), contextual)
     dominant, merged = map(int, pruner.split(count))
 
     def choose(tower, pixels):
@@ -97,5 +99,5 @@ def test_generation_equals_the_torch_reference(tmp_path, count, contextual):
         tokens, source = plain(attention.sum(0), keys, hidden, dominant, merged)
         return [i - 1 for i in source[:dominant]] + [-1] * merged, tokens
 
-    for asked in traced(both, ask(3, seed=count), Method(pruner), 1):
-        torch_pruning.check(both, asked, choose)
+    for asked in traced(llava_pair, ask(3, seed=count), Method(pruner), 1):
+        torch_pruning.check(llava_pair, asked, choose)

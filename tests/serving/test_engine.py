@@ -7,8 +7,9 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-from servers import FakeEngine, noise, serving, until, user
+from servers import FakeEngine, serving, until, user
 from small_world import stepprune
+from visual import noise
 
 from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
 from stepprune_jax.pruning import make_method

@@ -4,8 +4,9 @@ import concurrent.futures
 
 import openai
 import pytest
-from servers import ask, noise, serving, user
+from servers import ask, serving, user
 from small_world import stepprune
+from visual import noise
 
 from stepprune_jax.inference import RunOptions, answer_text, generate, programs
 from stepprune_jax.pruning import make_method

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from servers import data_url, noise, user
+from servers import data_url, user
 from small_world import stepprune
+from visual import noise
 
 from stepprune_jax.inference import read_request
 from stepprune_jax.serving.errors import RequestError

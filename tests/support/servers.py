@@ -8,9 +8,7 @@ import json
 import threading
 import time
 
-import numpy as np
 import uvicorn
-from PIL import Image
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -54,10 +52,6 @@ def user(text, *images):
     urls = [image if isinstance(image, str) else data_url(image) for image in images]
     shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"role": "user", "content": [{"type": "text", "text": text}, *shown]}
-
-
-def noise(seed, size=(24, 24)):
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
 
 
 class FakeEngine:

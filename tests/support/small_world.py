@@ -16,7 +16,7 @@ from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import ParamSpec, param_specs
-from stepprune_jax.pruning import AutoSelect, AutoSelectConfig
+from stepprune_jax.pruning import AutoSelect, AutoSelectConfig, GlimpsePruneConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,6 +84,14 @@ def stepprune(seed=1, **fields):
 def one_shot(seed=2):
     config = AutoSelectConfig(**WIDTHS)
     return Policy(drawn(AutoSelect(config=config).specs(), seed), config, STATS)
+
+
+def glimpse(**fields):
+    """A configuration of GlimpsePrune for a tiny LLaVA."""
+    widths = {"feature_width": 32, "text_width": 48, "num_attention_heads": 4, "vision_width": 32}
+    layers = {"le_layers": (0, 1), "selected_layers": (0, 1), "reduce_layer": 1}
+    sizes = {"selected_visual_layers": (2, 1), "attn_fuse_size": 16, "visual_cond_size": 16}
+    return GlimpsePruneConfig(**(widths | layers | sizes | fields))
 
 
 def tiny_model(folder):

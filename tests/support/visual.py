@@ -1,9 +1,16 @@
-"""Pixels of images, and their visual tokens, as a model of the LLaVA family takes them."""
+"""Images, their pixels and visual tokens as a model of the LLaVA family takes them."""
 
 import jax.numpy as jnp
+import numpy as np
+from PIL import Image
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.images import ImageSettings, normalise, resize
+
+
+def noise(seed, size=(24, 24)):
+    """An image of random pixels, of so many rows and columns."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
 
 
 def preprocess_clip(image, settings=ImageSettings()):  # noqa: B008  it is frozen

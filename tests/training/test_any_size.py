@@ -6,8 +6,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from PIL import Image
 from tiny_run import load_config, make_run, metrics, open_tiny, write_data
+from visual import noise
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
@@ -30,9 +30,8 @@ def world(tmp_path_factory):
     """A tiny Qwen2.5-VL, and six images of different sizes."""
     folder = tmp_path_factory.mktemp("world")
     data = write_data(folder / "data")
-    for number, (height, width) in enumerate(SIZES):
-        noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), np.uint8)
-        Image.fromarray(noise).save(data / "images" / f"{number}.png")
+    for number, size in enumerate(SIZES):
+        noise(number, size).save(data / "images" / f"{number}.png")
     return testing.tiny_qwen(folder / "model"), data
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from tiny_run import make_run, metrics, open_tiny, write_data
 
-from stepprune_jax import load_policy, load_vlm, testing
-from stepprune_jax.policy import Pruned
+from stepprune_jax import Policy, load_policy, load_vlm, save_policy, testing
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.pruning import VisionSelectorConfig
 from stepprune_jax.training import settings, step, train
 from stepprune_jax.training.language_loss import answer_losses, lm_loss
@@ -21,18 +22,24 @@ def world(tmp_path_factory):
     return testing.tiny_llava(folder / "model"), write_data(folder / "data")
 
 
+@pytest.fixture(scope="module")
+def first(world, tmp_path_factory):
+    """A policy of the run's method and shape."""
+    setup = settings.make_setup(make_run(*world), inspect_folder(world[0]).config)
+    policy = Policy.init(jax.random.key(0), setup.method.config, FeatureStats.start(32))
+    return save_policy(policy, tmp_path_factory.mktemp("first") / "policy.safetensors")
+
+
 SAMPLED = {"policy_gradient.samples": 3, "policy_gradient.longest": 0.5}
 
 
-def test_a_second_stage_begins_with_a_policy_and_improves_it(world, tmp_path):
-    train(make_run(*world, steps=1, **{"optimizer.warmup": 0}), tmp_path / "first")
-    first = tmp_path / "first" / "policy.safetensors"
+def test_a_second_stage_begins_with_a_policy_and_improves_it(world, first, tmp_path):
     run = make_run(*world, start=str(first), **SAMPLED)
-    train(run, tmp_path / "second")
+    train(run, tmp_path)
     names = {"loss", "lm_loss", "reward", "reward_std", "k_mean", "entropy", "grad_norm_stop"}
-    for row in metrics(tmp_path / "second"):
+    for row in metrics(tmp_path):
         assert names <= {*row} and 0 < row["reward"] < 1 and 1 <= row["k_mean"] <= 4
-    before, after = load_policy(first), load_policy(tmp_path / "second" / "policy.safetensors")
+    before, after = load_policy(first), load_policy(tmp_path / "policy.safetensors")
     np.testing.assert_array_equal(before.stats.mean, after.stats.mean)
     moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), before.params, after.params)
     decay = 6 * run.optimizer.muon_lr * run.optimizer.weight_decay
@@ -40,9 +47,7 @@ def test_a_second_stage_begins_with_a_policy_and_improves_it(world, tmp_path):
     assert min(jax.tree.leaves((moved["stop"], moved["encoder"]))) > decay
 
 
-def test_what_cannot_begin_or_be_sampled_is_refused(world, tmp_path):
-    train(make_run(*world, steps=1, **{"optimizer.warmup": 0}), tmp_path / "first")
-    first = tmp_path / "first" / "policy.safetensors"
+def test_what_cannot_begin_or_be_sampled_is_refused(world, first, tmp_path):
     wider = make_run(*world, start=str(first), **{"policy.width": 16}, **SAMPLED)
     with pytest.raises(ValueError, match=r"config\.start .*expected a policy of the run's method"):
         train(wider, tmp_path / "wider")

@@ -14,11 +14,9 @@ from stepprune_jax import load_vlm, policy, testing
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.parallel.sharding import build_mesh, shardings
-from stepprune_jax.pruning import AutoSelect, AutoSelectConfig, StepPrune
+from stepprune_jax.pruning import StepPrune
 from stepprune_jax.training import optimizer, settings, step
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_rows
-
-SHARED = ("feature_width", "text_width", "width", "num_heads", "mlp_ratio", "encoder_layers")
 
 
 @pytest.fixture(scope="module")
@@ -178,28 +176,6 @@ def test_statistics_are_those_of_all_pictures(run):
     assert float(stats.count) == 72
     np.testing.assert_allclose(stats.mean, features.mean(0), atol=1e-5)
     np.testing.assert_allclose(stats.var, features.var(0), rtol=1e-3)
-
-
-def test_the_one_shot_baseline_has_the_same_interface(run):
-    _, setup, _ = run
-    shared = {name: getattr(setup.method.config, name) for name in SHARED}
-    baseline = AutoSelect(config=AutoSelectConfig(**shared))
-    params = baseline.init(jax.random.key(0))
-    inputs = policy.Inputs(
-        jax.random.normal(jax.random.key(1), (2, 9, 32)),
-        jnp.ones((2, 3, 48)),
-        text_mask=jnp.ones((2, 3)) > 0,
-        stats=policy.FeatureStats.start(32),
-    )
-    progress = policy.Progress(*(jnp.float32(x) for x in (0.5, 1, 7)))
-
-    def loss(params):
-        given = (params, jax.random.key(2), inputs, lambda t: jnp.mean(t**2), progress)
-        return baseline.train_loss(*given)
-
-    value, (metrics, running_count) = jax.eval_shape(loss, params)
-    assert {"lm_loss", "k_mean", "alpha_in", "alpha_out", "iou"} == set(metrics)
-    assert value.shape == running_count.shape == ()
 
 
 def test_gradients_of_a_hazard_do_not_shrink_the_others():

@@ -10,7 +10,7 @@ from tiny_run import looks, make_run, metrics, write_data, write_questions
 
 from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method, testing
 from stepprune_jax.policy.params import ParamSpec
-from stepprune_jax.pruning import PRUNERS, Ranking, TrainedMethod, VisionSelectorConfig
+from stepprune_jax.pruning import PRUNERS, Ranking, TrainedMethod
 from stepprune_jax.pruning.ordering import by_score
 from stepprune_jax.training import train
 
@@ -66,15 +66,3 @@ def test_a_method_of_ones_own_is_trained_saved_and_run(tmp_path, monkeypatch):
         (answer,) = generate(model, ["dog ?"], [[image]], method, options=options)
         kept += answer.kept_indices[0]
     assert sorted(kept) == list(range(9))  # the best four, and by the opposite order the others
-
-
-def test_visionselector_is_trained_in_front_of_any_model(tmp_path):
-    folder, data = testing.tiny_llava(tmp_path / "model"), write_data(tmp_path / "data")
-    run = make_run(folder, write_questions(data), log_every=3)
-    run = dataclasses.replace(run, method="visionselector", policy=VisionSelectorConfig(budget=0.5))
-    train(run, tmp_path / "run")
-    first, last = metrics(tmp_path / "run")
-    assert first["k_mean"] == 4 and first["distance"] != last["distance"]  # half of nine
-    policy = load_policy(tmp_path / "run" / "policy.safetensors")
-    assert policy.config == VisionSelectorConfig(32, budget=0.5) and policy.stats is not None
-    assert policy.method == "visionselector" and not policy.has_stop

@@ -12,7 +12,8 @@ import httpx2
 import jax.numpy as jnp
 import openai
 import pytest
-from servers import ask, front_before, noise, until, user
+from servers import ask, front_before, until, user
+from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
 from tools.bench.serving import WAYS, load

@@ -5,8 +5,9 @@ import concurrent.futures
 import jax.numpy as jnp
 import numpy as np
 import openai
-from servers import ask, front_before, noise, user
+from servers import ask, front_before, user
 from small_world import TEXTS, stepprune
+from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
