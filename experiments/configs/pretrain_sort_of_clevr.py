@@ -3,25 +3,27 @@
     python -m experiments.datasets.sort_of_clevr --source FILE --out data/sort_of_clevr
     python -m experiments.pretrain --config experiments/configs/pretrain_sort_of_clevr.py
 
-The result is runs/pretrain_sort_of_clevr/model.
+The result is runs/pretrain_sort_of_clevr/model. What is not said here is as in the defaults of the
+settings.
 """
 
-from pathlib import Path
-
 from experiments.pretrain.settings import Pretraining
-from stepprune_jax import configurations
 
 
 def get_config() -> Pretraining:
-    """Returns the settings of `pretrain_easyvqa.py` with other data and more steps."""
-    run = configurations.load(str(Path(__file__).with_name("pretrain_easyvqa.py")))
-    return run.replace(
+    """Returns the settings."""
+    return Pretraining().replace(
         {
-            "data.folder": "data/sort_of_clevr",
+            "init": "stepprune_jax/assets/shapes_llava",
             "micro_batch": 2,  # faster on a CPU than 8, as rows of twenty questions are long
+            "data.folder": "data/sort_of_clevr",
+            "tower.steps": 0,  # the data have no patch labels
             # Half of the questions relate one object to all others, which takes long to learn.
             "language.steps": 1400,
             "language.whole_steps": 800,
+            "language.lr": 1e-3,
+            "language.muon_lr": 0.01,
+            "language.train_tower": True,
             "noise.steps": 450,
         }
     )

@@ -1,13 +1,12 @@
-"""Writing of data folders in LLaVA's formats, for data sets in other formats."""
+"""Writing of data folders in LLaVA's format, for data in another."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from stepprune_jax.command_line import Parser
 from stepprune_jax.data.json_files import write_json_lines
 
 
@@ -63,19 +62,3 @@ def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:
         answers.append({"question_id": name, "answer": answer})
     write_json_lines(out / f"{split}.jsonl", questions)
     write_json_lines(out / f"{split}_answers.jsonl", answers)
-
-
-def convert_by_command(
-    parser: Parser, convert: Callable[..., dict[str, int]], argv: Sequence[str] | None
-) -> None:
-    """Runs a converter as a command, and reports errors in one line with status 2."""
-    add = parser.add_argument
-    add("--out", required=True, help="folder to write")
-    add("--validation_share", type=float, default=0.1, help="share of the training images")
-    add("--seed", type=int, default=0, help="seed for choosing validation images")
-    options = parser.parse_args(argv)
-    try:
-        counts = convert(**vars(options))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    print(f"wrote {options.out}: {', '.join(f'{n} {k}' for k, n in counts.items())} questions")

@@ -19,12 +19,12 @@ from tqdm import tqdm
 from experiments.datasets.array_pickle import Array, read_pickle
 from experiments.datasets.llava_folder import (
     Asked,
-    convert_by_command,
     validation_images,
     write_conversations,
     write_questions,
 )
 from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.user_input import user_input
 
 # In the order of the codes, and as stored: blue first, as in OpenCV.
 COLORS = {
@@ -232,12 +232,18 @@ def _write_images(out: Path, split: str, scenes: Sequence[Scene]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and converts; reports errors in one line and exits with status 2."""
+    """Runs the command."""
     parser = Parser(prog="experiments.datasets.sort_of_clevr", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--source", required=True, help="sort-of-clevr.pickle of the generator")
     add("--ternary", action="store_true", help="include questions about two objects and the others")
-    convert_by_command(parser, convert, argv)
+    add("--out", required=True, help="folder to write")
+    add("--validation_share", type=float, default=0.1, help="share of the training images")
+    add("--seed", type=int, default=0, help="seed for choosing validation images")
+    options = parser.parse_args(argv)
+    with user_input():
+        counts = convert(**vars(options))
+    print(f"wrote {options.out}: {', '.join(f'{n} {k}' for k, n in counts.items())} questions")
 
 
 if __name__ == "__main__":

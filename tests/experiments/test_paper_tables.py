@@ -2,26 +2,11 @@ from decimal import Decimal
 
 import pytest
 
-from experiments.studies.paper_tables import (
-    PrintedRow,
-    follows,
-    main,
-    read_paper,
-)
-from stepprune_jax.evaluation.table import average_retention
+from experiments.studies.paper_tables import PrintedRow, follows, read_paper
 
 
 def decimals(*values):
     return [Decimal(value) for value in values]
-
-
-def test_average_retention_by_hand():
-    # 1/2, 3/4 and 1.25: values above the upper bound are kept.
-    assert average_retention([1, 30, 5.0], [2, 40, 4.0]) == pytest.approx(100 * 2.5 / 3)
-    with pytest.raises(ValueError, match="at least one score"):
-        average_retention([], [])
-    with pytest.raises(ValueError, match="shorter"):
-        average_retention([1, 2], [1])
 
 
 @pytest.mark.parametrize(
@@ -62,18 +47,3 @@ def test_the_averages_that_do_not_follow():
         ("64", "PDrop"),
     }
     assert all(follows(row, qwen.upper_bound) for block in qwen.blocks.values() for row in block)
-
-
-def test_every_row_has_a_score_for_each_benchmark():
-    for table in read_paper()["retention"]:
-        assert len(table.upper_bound) == len(table.benchmarks)
-        for block in table.blocks.values():
-            assert all(len(row.scores) == len(table.benchmarks) for row in block)
-
-
-def test_the_command_writes_the_page(tmp_path, capsys):
-    main(["--out", str(tmp_path / "page.md")])
-    assert (tmp_path / "page.md").read_text(encoding="utf-8").startswith("# The paper's tables")
-    with pytest.raises(SystemExit) as left:
-        main(["--out", str(tmp_path / "none" / "page.md")])
-    assert left.value.code == 2 and capsys.readouterr().err.count("\n") == 1

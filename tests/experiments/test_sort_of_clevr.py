@@ -102,10 +102,11 @@ def test_red_is_red_and_left_is_left(worlds, tmp_path):
                     assert (corner == RGB[color]) == (thing.shape == "rectangle")
 
 
-def test_ternary_questions_are_taken_where_wanted(worlds, tmp_path):
+def test_ternary_questions_are_taken_where_wanted(worlds, tmp_path, capsys):
     source = write(tmp_path / "soc.pickle", worlds, width=18, ternary=TERNARY)
-    counts = sort_of_clevr.convert(source, tmp_path, ternary=True, validation_share=0.4)
-    assert counts == {"train": 3 * 39, "validation": 2 * 39, "test": 2 * 39}
+    given = ["--source", str(source), "--out", str(tmp_path), "--ternary"]
+    sort_of_clevr.main([*given, "--validation_share", "0.4"])
+    assert f"{3 * 39} train, {2 * 39} validation, {2 * 39} test" in capsys.readouterr().out
     asked = read_questions(tmp_path / "test.jsonl", tmp_path / "images")
     answers = read_answers(tmp_path / "test_answers.jsonl", asked)
     found = [(q.text, a, q.category) for q, a in zip(asked, answers, strict=True)]
