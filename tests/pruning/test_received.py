@@ -166,7 +166,8 @@ def learned(name):
         return Policy.init(jax.random.key(0), config, None)
     if name == "visionselector":
         return Policy.init(jax.random.key(0), VisionSelectorConfig(48), None)
-    config = PRUNERS[name].config_type(**widths, encoder_layers=1)
+    # Draws depend on the number of a row.
+    config = PRUNERS[name].config_type(**widths, encoder_layers=1, draw=0.0)
     return Policy.init(jax.random.key(0), config, FeatureStats.start(48))
 
 
