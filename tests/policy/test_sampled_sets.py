@@ -112,9 +112,8 @@ def test_a_set_costs_the_sum_of_its_tokens_prices(inputs, growth, expected):
     """Three of four tokens; with growth 1, a token's price is lambda at .4 tokens, and linear."""
     config = dataclasses.replace(HAZARD, length_weight=0.15, price_growth=growth)
     limits, keys = Limits(budget=3, max_steps=3), jax.random.split(jax.random.key(0), 2)
-    draw, cost = randomised(config).pruner.sample(
-        randomised(config).params, inputs, limits, keys, Progress()
-    )
+    policy = randomised(config)
+    draw, cost = jax.jit(policy.pruner.sample)(policy.params, inputs, limits, keys, Progress())
     assert draw.picks.count[:, 0].tolist() == [3, 3]
     np.testing.assert_allclose(cost[:, 0], expected, rtol=1e-6)
 
