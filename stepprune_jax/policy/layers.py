@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
@@ -85,7 +85,7 @@ def attention(
 
 
 def map_queries(
-    function: Callable[..., Array], query: Float[Array, "b h q c"], *by_query: Array
+    function: Callable[..., Array], query: Shaped[Array, "b h q c"], *by_query: Array
 ) -> Array:
     """Applies a function to all queries, or to `QUERIES` at a time if they are many.
 

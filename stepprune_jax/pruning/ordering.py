@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy.layers import map_queries
@@ -58,7 +58,7 @@ def evenly(pool: Bool[Array, "*r n"], wanted: Int[Array, "*r"]) -> Bool[Array, "
 
 
 def map_tokens(
-    function: Callable[..., Array], tokens: Float[Array, "r n c"], *by_token: Int[Array, "#r n"]
+    function: Callable[..., Array], tokens: Shaped[Array, "r n c"], *by_token: Int[Array, "#r n"]
 ) -> Array:
     """Compares tokens with all others, some at a time if they are many; see `map_queries`.
 
@@ -76,19 +76,20 @@ def map_tokens(
 
 
 def group_means(
-    values: Float[Array, "r n c"], group: Int[Array, "r n"], wanted: Int[Array, "#r n"]
-) -> Float[Array, "r n c"]:
+    values: Float[Array, "r n c"], group: Int[Array, "r n"], wanted: Int[Array, "#r w"]
+) -> Float[Array, "r w c"]:
     """Averages values over each `wanted` group of tokens; 0 for a group without any.
 
     The sums have a fixed order, unlike a scatter on a GPU.
     """
 
-    def mean(_: Array, wanted: Int[Array, "#r q"]) -> Float[Array, "r q c"]:
-        member = (wanted[..., None] == group[:, None]).astype(jnp.float32)
+    def mean(wanted: Int[Array, "r q 1"]) -> Float[Array, "r q c"]:
+        member = (wanted == group[:, None]).astype(jnp.float32)
         total = jnp.einsum("rqn,rnc->rqc", member, values, precision=lax.Precision.HIGHEST)
         return total / jnp.maximum(1, member.sum(2, keepdims=True))
 
-    return map_tokens(mean, values, wanted)
+    wanted = jnp.broadcast_to(wanted, (len(values), wanted.shape[1]))
+    return map_tokens(mean, wanted[..., None])
 
 
 def ranking_block(config: ModelConfig, name: str) -> int:

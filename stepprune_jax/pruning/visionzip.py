@@ -93,7 +93,7 @@ class VisionZip(Pruner):
             (score, keys), tokens = view.taps, view.tokens
         real = jnp.ones(score.shape, bool) if view.valid is None else view.valid
         counts = self.split(view.count)
-        dominant, target, tokens = merge(score, keys, tokens, real, *counts)
+        dominant, target, tokens = merge(score, keys, tokens, real, *counts, capacity)
         group = jnp.where(dominant, 0, jnp.where(target, int(has_class_token), 2))
         source = jnp.argsort(group, axis=1, stable=True)[:, :capacity].astype(jnp.int32)
         valid = jnp.arange(capacity) < view.count[:, None]
@@ -116,8 +116,9 @@ def merge(
     real: Bool[Array, "r n"],
     dominant: Int[Array, "r"],
     contextual: Int[Array, "r"],
+    most: int,
 ) -> tuple[Bool[Array, "r n"], Bool[Array, "r n"], Float[Array, "r n d"]]:
-    """Keeps the tokens with the highest scores, and merges the others.
+    """Keeps the tokens with the highest scores, and merges the others into at most `most` targets.
 
     Returns which tokens are dominant, which are targets, and the tokens in float32: a target plus
     the mean of those assigned to it by the cosine of keys.
@@ -130,13 +131,17 @@ def merge(
     step = jnp.maximum(1, size // jnp.maximum(contextual, 1))[:, None]
     target = rest & (number % step == 0) & (number // step < contextual[:, None])
     metric = unit_vectors(keys, None)
+    slot = jnp.argsort(~target, axis=1, stable=True)[:, :most]  # of targets, and then of others
+    is_target = jnp.take_along_axis(target, slot, axis=1)
+    goal = jnp.take_along_axis(metric, slot[..., None], axis=1)
 
     def nearest_target(part: Float[Array, "r q c"]) -> Int[Array, "r q"]:
         exact = jax.lax.Precision.HIGHEST
-        likeness = jnp.einsum("rqc,rtc->rqt", part, metric, precision=exact)
-        return jnp.argmax(jnp.where(target[:, None], likeness, -2), axis=2)
+        likeness = jnp.einsum("rqc,rtc->rqt", part, goal, precision=exact)
+        return jnp.argmax(jnp.where(is_target[:, None], likeness, -2), axis=2)
 
-    into = jnp.where(rest & ~target, map_tokens(nearest_target, metric), tokens.shape[1])
+    into = jnp.where(rest & ~target, map_tokens(nearest_target, metric), -1)
     wide = tokens.astype(jnp.float32)
-    mean = group_means(wide, into, jnp.arange(tokens.shape[1])[None])
-    return chosen, target, jnp.where(target[..., None], wide + mean, wide)
+    mean = group_means(wide, into, jnp.arange(slot.shape[1])[None])
+    added = jnp.where(is_target[..., None], mean, 0)
+    return chosen, target, wide.at[jnp.arange(len(wide))[:, None], slot].add(added)

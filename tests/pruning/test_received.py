@@ -132,7 +132,7 @@ def test_ten_tokens_are_merged_as_in_the_authors_program():
     tokens = [[i, 10 * i] for i in range(10)]
     arrays = (jnp.array([x], jnp.float32) for x in (received, keys, tokens))
     counts = jnp.array([3]), jnp.array([2])  # dominant, contextual
-    dominant, target, merged = merge(*arrays, jnp.ones((1, 10), bool), *counts)
+    dominant, target, merged = merge(*arrays, jnp.ones((1, 10), bool), *counts, 5)
     assert np.flatnonzero(dominant[0]).tolist() == [1, 3, 5]
     assert np.flatnonzero(target[0]).tolist() == [0, 6]
     expected = [[5.5, 55], [1, 10], [3, 30], [5, 50], [37 / 3, 370 / 3]]
@@ -145,7 +145,7 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
 
     def chosen():
         crops = keep_in_crops(tokens, received, valid, counts, 0.09)
-        return crops, *merge(received, keys, tokens, valid, counts, merged)
+        return crops, *merge(received, keys, tokens, valid, counts, merged, 16)
 
     at_once = jax.jit(chosen)()
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
