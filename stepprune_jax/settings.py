@@ -3,7 +3,7 @@
 A group of a configuration is a frozen dataclass; a field says what it accepts beside its type:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class OptimizerSettings(Settings, group="optimizer"):
+    class OptimizerSettings(Settings, path="config.optimizer"):
         lr: float = positive(1e-3)
         warmup: int = count(40, least=0)
 
@@ -82,7 +82,7 @@ def choice(default: str, names: Sequence[str], *, free: bool = False) -> Default
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of settings; a subclass names its group of a configuration, or a path of its own.
+    """Base class of settings; a subclass gives the path that its errors name, such as config.data.
 
     Raises:
         ValueError: a field has a value that it does not accept.
@@ -90,9 +90,9 @@ class Settings:
 
     _path: ClassVar[str] = "config"
 
-    def __init_subclass__(cls, group: str = "", path: str = "config", **options: object):
+    def __init_subclass__(cls, path: str = "config", **options: object):
         super().__init_subclass__(**options)
-        cls._path = f"config.{group}" if group else path
+        cls._path = path
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

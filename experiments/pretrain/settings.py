@@ -8,7 +8,7 @@ from stepprune_jax.settings import Settings, choice, count, number, positive, se
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSettings(Settings, group="data"):
+class DataSettings(Settings, path="config.data"):
     """The data of a pretraining run.
 
     Attributes:
@@ -23,7 +23,7 @@ _OF_QWEN = ("least_size", "window_size", "full_blocks", "rope_sections")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ShapeSettings(Settings, group="model"):
+class ShapeSettings(Settings, path="config.model"):
     """The shape of the model.
 
     Attributes:
@@ -153,7 +153,7 @@ class StageSettings(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TowerSettings(StageSettings, group="tower"):
+class TowerSettings(StageSettings, path="config.tower"):
     """The first stage, in which the tower learns to label patches; 0 steps skip it."""
 
     batch_size: int = count(64)
@@ -161,7 +161,7 @@ class TowerSettings(StageSettings, group="tower"):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageSettings(StageSettings, group="language"):
+class LanguageSettings(StageSettings, path="config.language"):
     """The second stage, in which projector or merger and language model learn to answer.
 
     Attributes:
@@ -186,7 +186,7 @@ class LanguageSettings(StageSettings, group="language"):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoiseSettings(StageSettings, group="noise"):
+class NoiseSettings(StageSettings, path="config.noise"):
     """The third stage, every other update of which shows most tokens as noise; may have 0 steps.
 
     Attributes:

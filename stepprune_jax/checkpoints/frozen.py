@@ -10,7 +10,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings, group="model"):
+class ModelSettings(Settings, path="config.model"):
     """The frozen model, and how it is run.
 
     Attributes:

@@ -12,7 +12,7 @@ IMAGES = "images"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSettings(Settings, group="data"):
+class DataSettings(Settings, path="config.data"):
     """The group `data` of a configuration; see docs/training.md.
 
     Attributes:

@@ -46,7 +46,7 @@ def _is_budget(value: int | str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalSettings(Settings, group="eval"):
+class EvalSettings(Settings, path="config.eval"):
     """The group `eval` of a configuration; see docs/evaluation.md.
 
     Attributes:

@@ -21,7 +21,7 @@ from stepprune_jax.settings import Settings, choice, setting, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradientSettings(Settings, group="policy_gradient"):
+class PolicyGradientSettings(Settings, path="config.policy_gradient"):
     """Training on sampled sets; the group `policy_gradient` of a configuration.
 
     Attributes:

@@ -20,7 +20,7 @@ def _decay(default: float) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(Settings, group="optimizer"):
+class OptimizerSettings(Settings, path="config.optimizer"):
     """The group `optimizer` of a configuration.
 
     Attributes:

@@ -28,7 +28,7 @@ from stepprune_jax.training.step import Setup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AcceleratorSettings(Settings, group="accelerator"):
+class AcceleratorSettings(Settings, path="config.accelerator"):
     """The accelerators that `--dry_run` plans for.
 
     Attributes:
@@ -45,7 +45,7 @@ class AcceleratorSettings(Settings, group="accelerator"):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValidationSettings(Settings, group="validation"):
+class ValidationSettings(Settings, path="config.validation"):
     """Validation of a policy during training.
 
     Attributes:
