@@ -1,4 +1,4 @@
-"""Writing of data folders in LLaVA's format, for data in another."""
+"""Writes data folders in LLaVA's format: what importers of other data sets share."""
 
 import json
 from collections.abc import Sequence

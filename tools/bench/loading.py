@@ -56,7 +56,6 @@ def report(gigabytes: float, repeats: int) -> str:
         }
         sources = ["disk", "cache"] if forget(files) else ["cache"]
         seconds = {(name, source): [] for source in sources for name in calls}
-        load_vlm(folder, progress=False)  # compiles
         for _ in range(repeats):
             for name, source in seconds:
                 if source == "disk":
