@@ -23,6 +23,7 @@ def get_config(first: str = "shapes") -> Run:
         {
             "start": f"{default_workdir(first)}/policy.safetensors",
             "steps": 400,
+            "text_gate_anneal": 0.0,  # the first stage has opened it
             "policy.draw": 1.0,  # inference draws as training does
             "policy_gradient.samples": 8,
             "optimizer.lr": lr,

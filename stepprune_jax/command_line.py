@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from stepprune_jax import configurations
+from stepprune_jax.extras import explain
 from stepprune_jax.user_input import check, expect, is_user_error, local_path, one_line
 
 T = TypeVar("T")
@@ -202,6 +203,8 @@ def one_line_errors(name: str) -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except (ValueError, OSError, ImportError) as error:
         if not is_user_error(error) and not _refused_by_machine(error):
+            if isinstance(error, ModuleNotFoundError):  # of an extra
+                _exit(name, explain(error))
             raise
         if _refused_by_machine(error) and error.filename is None:
             _discard(sys.stdout)  # it may be the stream that cannot be written to

@@ -24,6 +24,7 @@ from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
+from stepprune_jax.extras import require
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import expect, local_path, one_line, user_input
 from stepprune_jax.workdir.lock import locked
@@ -47,6 +48,8 @@ def evaluate(
     with user_input():
         known = bool(stages) and {*stages} <= {*STAGES}
         expect("--stages", ",".join(stages), known, ", ".join(STAGES))
+        if "score" in stages:
+            require("matplotlib", "the report has figures")
     with locked(workdir):
         if "generate" in stages:
             generate_answers(run, workdir, policy=policy)
@@ -65,7 +68,9 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
     """
     for name in run.eval.benchmark_names:
         convert, suffix = BENCHMARKS[name].convert, BENCHMARKS[name].submission_suffix
-        for file in read_files(workdir / ANSWERS / name) if convert is not None else []:
+        with user_input():
+            files = read_files(workdir / ANSWERS / name) if convert is not None else []
+        for file in files:
             out = workdir / SUBMISSIONS / name / (file.path.stem + suffix)
             count, asked = _answered(file), file.provenance.asked
             if count < asked:

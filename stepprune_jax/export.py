@@ -120,9 +120,9 @@ def model_card(
     is the result of `figures`.
     """
     config, step = trained["config"], trained["step"]
-    name = config["model.folder"] or "the small LLaVA of the shapes world"
+    name = config["model.folder"]
     base = hub.repository(name)
-    data = config.get("data.train_file") or config["data.folder"] or "the shapes world"
+    data = config["data.train_file"] or config["data.folder"]
     lines = [
         f"- {kind}, after update {row['step']}: "
         + ", ".join(f"{key} {value:.4g}" for key, value in row.items() if _is_figure(key, value))
@@ -169,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--private", action="store_true", help="with --push: create it as private")
     arguments = parser.parse_args(argv)
     with user_input():
+        private = "--private belongs to --push"
+        check((arguments.push is not None or not arguments.private, private))
         target = None if arguments.push is None else _target(arguments.push)
         path = export(arguments.workdir, arguments.out, arguments.stop_bias, target)
         print(f"{path}\n{path.parent / CARD}", flush=True)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 
 # The smallest extra with a package, by the name that is imported.
 _EXTRA = {
@@ -29,6 +30,12 @@ def explain(error: ModuleNotFoundError) -> str:
     if package not in _EXTRA:
         raise error
     return f"{package} is not installed: pip install 'stepprune-jax[{_EXTRA[package]}]'"
+
+
+def require(package: str, reason: str) -> None:
+    """Raises an ImportError if a package is missing that will be imported after long work."""
+    if find_spec(package) is None:
+        raise ImportError(f"{reason}: {explain(ModuleNotFoundError(name=package))}")
 
 
 def _command(module: str) -> Callable[[], None]:

@@ -65,19 +65,19 @@ def number(default: float | None, *, free: bool = False) -> Default:
     return setting(default, "a number from 0", lambda value: value >= 0, free=free)
 
 
-def positive(default: float | None, *, free: bool = False) -> Default:
+def positive(default: float | None) -> Default:
     """Defines a field for a number above 0."""
-    return setting(default, "a number above 0", lambda value: value > 0, free=free)
+    return setting(default, "a number above 0", lambda value: value > 0)
 
 
-def share(default: float, *, free: bool = False) -> Default:
+def share(default: float) -> Default:
     """Defines a field for a share from 0 to 1."""
-    return setting(default, "a share from 0 to 1", lambda value: 0 <= value <= 1, free=free)
+    return setting(default, "a share from 0 to 1", lambda value: 0 <= value <= 1)
 
 
-def choice(default: str, names: Sequence[str], *, free: bool = False) -> Default:
+def choice(default: str, names: Sequence[str]) -> Default:
     """Defines a field for one of several names."""
-    return setting(default, f"one of {', '.join(names)}", lambda value: value in names, free=free)
+    return setting(default, f"one of {', '.join(names)}", lambda value: value in names)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

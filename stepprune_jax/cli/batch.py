@@ -101,7 +101,8 @@ def _answer(
     prompts, images = encoded.prompts, encoded.images
     ranking, ranked = None, 0.0
     if isinstance(pruner, Ranker):
-        steps = pruner.most(model.config.max_image_tokens)
+        n = model.config.max_image_tokens
+        steps = pruner.entering(n) or pruner.most(n)
         ranking, ranked = rank_all(model, method, prompts, images, steps=steps, batch_size=size)
     answers = answer_all(model, method, prompts, images, options, batching, ranking=ranking)
     return [

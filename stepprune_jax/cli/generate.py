@@ -35,7 +35,7 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Method, make_method, read_options
-from stepprune_jax.user_input import check, expect, one_line, user_input
+from stepprune_jax.user_input import check, expect, local_path, one_line, user_input
 
 _NAME = "stepprune-generate"
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
@@ -75,12 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
     add("--max_pixels", type=int, help="largest area of a resized image")
     add = parser.add_argument_group("questions").add_argument
-    add("--image", action="append", default=[], help="image file; may be repeated")
+    add("--image", action="append", type=local_path, default=[], help="file; may be repeated")
     add("--prompt", help="the question; with --interactive, the first one")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
-    add("--questions", metavar="FILE.jsonl", help="lines with question_id, image and text")
-    add("--image_folder", help="folder of their images; default: that of the file")
-    add("--batch_size", type=integer_from(1), default=8, help="questions of a file per batch")
+    text = "lines with question_id, image and text"
+    add("--questions", type=local_path, metavar="FILE.jsonl", help=text)
+    add("--image_folder", type=local_path, help="folder of their images; default: that of the file")
+    add("--batch_size", type=integer_from(1), help="questions of a file per batch; default: 8")
     add = parser.add_argument_group("pruning").add_argument
     add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
     add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the sampling")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
-    add("--mesh", choices=PRESETS, help="preset for sharding over all devices")
+    add("--mesh", help=f"sharding over all devices: {', '.join(PRESETS)}, or data=2,tensor=-1")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add("--layers", choices=LAYOUTS, default="auto", help="placement of layer weights")
     add = parser.add_argument_group("results").add_argument
@@ -110,13 +111,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_flags(given: argparse.Namespace) -> None:
     """Raises if flags contradict each other, or if a file could not be written."""
+    names = ("budget", "mean_budget", "stop_bias")
+    amounts = [f"--{name}" for name in names if getattr(given, name) is not None]
+    mean = given.mean_budget is not None or (given.budget or "").startswith("mean:")
+    many = f"{' and '.join(amounts)} are given, expected one of them"
+    check((not mean or len(amounts) == 1, many))
     if given.questions is not None or given.out is not None:
         _check_batch(given)
         return
+    for name in ("image_folder", "batch_size"):
+        check((getattr(given, name) is None, f"--{name} belongs to --questions"))
     asked, once = given.prompt is not None, not given.interactive
-    names = ("budget", "mean_budget", "stop_bias")
-    amounts = [f"--{name}" for name in names if getattr(given, name) is not None]
-    many = f"{' and '.join(amounts)} are given, expected one of them"
     check(
         (asked or not once, "--prompt is missing (or --interactive, to read questions from stdin)"),
         (once or not given.json, "--json answers one --prompt, expected no --interactive"),
@@ -125,7 +130,6 @@ def _check_flags(given: argparse.Namespace) -> None:
             "--overlay requires one --prompt and at least one --image",
         ),
         (given.trace is None or given.json, "--trace requires --json"),
-        (given.mean_budget is None or len(amounts) == 1, many),
     )
     for flag, file, suffix in (
         ("--overlay", given.overlay, ".png"),
@@ -145,7 +149,7 @@ def _check_batch(given: argparse.Namespace) -> None:
     for name in names:
         asked = getattr(given, name) not in (None, False, [], defaults.get(name))
         check((not asked, f"--{name} does not belong to --questions, which is answered greedily"))
-    file_to_write("--out", given.out)
+    given.out = file_to_write("--out", given.out)
 
 
 def _read(given: argparse.Namespace) -> _Run:
@@ -180,9 +184,9 @@ def _read(given: argparse.Namespace) -> _Run:
     request = read_request(model, ["?" if given.prompt is None else given.prompt], [given.image])
     questions, todo = [], []
     if given.questions is not None:
-        folder = given.image_folder or Path(given.questions).parent
+        folder = given.image_folder or given.questions.parent
         questions = read_questions(given.questions, folder)
-        todo = unanswered(Path(given.out), questions, _about(given, method))
+        todo = unanswered(given.out, questions, _about(given, method))
     again = given.interactive or given.overlay is not None
     images = [open_image(path) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
@@ -280,10 +284,10 @@ def _execute(given: argparse.Namespace) -> None:
                 run.method,
                 run.questions,
                 run.todo,
-                Path(given.out),
+                given.out,
                 _about(given, run.method),
                 run.options,
-                given.batch_size,
+                given.batch_size or 8,
             )
         return
     if given.interactive:

@@ -2,7 +2,7 @@
 
 Reads `train.json` and the questions, answers and scenes of each existing split, and decodes every
 image that they name. Prints a count for each file and the first faults; the exit status is 1 if
-there are any. Images that only some models take are listed, but are no faults.
+there are any. Images that only some models or settings take are listed, but are no faults.
 """
 
 import concurrent.futures
@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from stepprune_jax.command_line import Parser, exit_with, integer_from
-from stepprune_jax.data.image_files import existing_image
+from stepprune_jax.data.image_files import OUTSIDE, ImageFolder, existing_image
 from stepprune_jax.data.images import MAX_ASPECT, open_image
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.llava import (
@@ -37,7 +39,7 @@ class Checked(NamedTuple):
         count: number of valid entries.
         kind: name of the entries, in the plural.
         faults: faults, one line each.
-        notes: what is a fault for some models only, one line each.
+        notes: what is a fault for some models or settings only, one line each.
     """
 
     name: str
@@ -58,7 +60,7 @@ def check_folder(folder: str | Path) -> list[Checked]:
     if not checked:
         names = ", ".join([TRAIN_FILE, *(f"{split}.jsonl" for split in SPLITS)])
         raise FileNotFoundError(f"{folder} has no file to check, expected some of {names}")
-    return [*checked, _decoded(sorted(images))]
+    return [*checked, _decoded(folder / IMAGES, sorted(images))]
 
 
 def _conversations(folder: Path, images: set[Path]) -> Checked:
@@ -106,8 +108,8 @@ def _whole(name: str, kind: str, read: Callable[[], Sequence[object]]) -> Checke
         return Checked(name, 0, kind, [str(error)])
 
 
-def _decoded(paths: Iterable[Path]) -> Checked:
-    """Decodes images."""
+def _decoded(root: Path, paths: Iterable[Path]) -> Checked:
+    """Decodes the images of a folder."""
 
     def size_or_fault(path: Path) -> tuple[int, int] | str:
         try:
@@ -125,6 +127,12 @@ def _decoded(paths: Iterable[Path]) -> Checked:
         for path, size in zip(paths, found, strict=True)
         if not isinstance(size, str) and max(size) > MAX_ASPECT * min(size)
     ]
+    outside = ImageFolder(root).check([str(path.relative_to(root)) for path in paths]) == OUTSIDE
+    notes += [
+        f"{paths[n]} is a link that leads out of {root}: training takes it if its target folder is "
+        "in config.data.linked_folders"
+        for n in np.flatnonzero(outside)
+    ]
     return Checked(IMAGES, len(found) - len(faults), "images decoded", faults, notes)
 
 
@@ -137,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with user_input():
         checked = check_folder(arguments.folder)
     for name, count, kind, faults, notes in checked:
-        numbers = ((faults, "faults"), (notes, "not for all models"))
+        numbers = ((faults, "faults"), (notes, "not for all runs"))
         rest = "".join(f", {len(lines):,} {what}" for lines, what in numbers if lines)
         print(f"{name}: {count:,} {kind}{rest}")
         lines = [*faults[: arguments.faults], *notes[: arguments.faults]]

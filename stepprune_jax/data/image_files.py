@@ -52,9 +52,6 @@ class ImageFolder:
     def __init__(self, root: str | Path, linked: Sequence[str | Path] = ()):
         """Resolves the folders."""
         self.root = Path(root)
-        for folder in (root, *linked):
-            if not os.path.isdir(folder):
-                raise FileNotFoundError(f"no folder at {folder}, where images should be")
         self._inside = [os.path.realpath(folder) for folder in (root, *linked)]
 
     def check(self, names: Sequence[str]) -> Int[np.ndarray, " n"]:

@@ -20,6 +20,7 @@ from tqdm import tqdm, trange
 
 from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
+from stepprune_jax.data.json_files import file_named
 from stepprune_jax.data.llava import Conversation, parse_conversation
 
 # Version of the index format; a change invalidates older files.
@@ -140,9 +141,12 @@ def save_index(index: Index, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # several hosts may write at once
     names = np.frombuffer(json.dumps(index.names).encode(), np.uint8)
-    with partial.open("wb") as file:
-        np.savez(file, **index._asdict() | {"names": names})
-    os.replace(partial, path)
+    try:
+        with file_named(partial), partial.open("wb") as file:
+            np.savez(file, **index._asdict() | {"names": names})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # half of it, on a full disk
 
 
 def load_index(path: Path) -> Index | None:

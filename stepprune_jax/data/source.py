@@ -2,13 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
-from stepprune_jax.data.survey import REMEDIES, Source
 from stepprune_jax.settings import Settings, choice, count, number, setting
 from stepprune_jax.user_input import local_path
 
 TRAIN_FILE = "train.json"
 IMAGES = "images"
+REMEDIES = ("stop", "skip")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,24 @@ class DataSettings(Settings, path="config.data"):
     threads: int = count(2, free=True)
 
 
+class Source(NamedTuple):
+    """Where training samples are, and how they are read.
+
+    Attributes:
+        file: JSON list of conversations.
+        image_root: folder that images are relative to.
+        linked_folders: folders that links in it may lead to.
+        index_folder: folder that caches token counts for the next run.
+        data: the settings.
+    """
+
+    file: Path
+    image_root: Path
+    linked_folders: tuple[Path, ...]
+    index_folder: Path
+    data: DataSettings
+
+
 def data_folder(data: DataSettings) -> Path:
     """Returns the folder of a run's data."""
     if not data.folder:
@@ -63,7 +82,7 @@ def data_folder(data: DataSettings) -> Path:
 
 
 def training_source(data: DataSettings, workdir: str | Path) -> Source:
-    """Returns the training file of a run and its image folder."""
+    """Returns the training file of a run and its image folders, which are there."""
     file, images = map(local_path, (data.train_file, data.image_folder))
     if not data.train_file or not data.image_folder:
         folder = data_folder(data)
@@ -72,12 +91,9 @@ def training_source(data: DataSettings, workdir: str | Path) -> Source:
     if not file.is_file():
         field = "train_file" if data.train_file else "folder"
         raise FileNotFoundError(f"config.data.{field}: no file {file}")
-    return Source(
-        file=file,
-        image_root=images,
-        index_folder=local_path(data.index_folder or workdir),
-        split_turns=data.split_turns,
-        missing=data.missing,
-        unusable=data.unusable,
-        linked_folders=data.linked_folders,
-    )
+    linked = tuple(map(local_path, data.linked_folders))
+    root = "image_folder" if data.image_folder else "folder"
+    for field, folder in ((root, images), *(("linked_folders", path) for path in linked)):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"config.data.{field}: no folder {folder}")
+    return Source(file, images, linked, local_path(data.index_folder or workdir), data)

@@ -1,8 +1,6 @@
 """From a training file to its usable rows, with a report of skipped ones."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -25,30 +23,7 @@ from stepprune_jax.data.index import (
     scan,
 )
 from stepprune_jax.data.json_files import read_json_list
-
-REMEDIES = ("stop", "skip")
-
-
-class Source(NamedTuple):
-    """A training file, and what to do about mistakes in it.
-
-    Attributes:
-        file: JSON list of conversations.
-        image_root: folder that images are relative to.
-        index_folder: folder that caches token counts for the next run.
-        split_turns: whether every question with its answer is a separate row; see `index.scan`.
-        missing: what to do about a missing image, of `REMEDIES`.
-        unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
-        linked_folders: folders that links in the image folder may lead to.
-    """
-
-    file: Path
-    image_root: Path
-    index_folder: Path
-    split_turns: bool = False
-    missing: str = "stop"
-    unusable: str = "stop"
-    linked_folders: tuple[str, ...] = ()
+from stepprune_jax.data.source import Source
 
 
 def open_corpus(
@@ -65,10 +40,11 @@ def open_corpus(
     run with this file and tokenizer starts at once.
     """
     encoder.check()
+    split_turns, skip = source.data.split_turns, source.data.unusable == "skip"
     folder = ImageFolder(source.image_root, source.linked_folders)
-    path = index_path(source.index_folder, identity, encoder, source.split_turns, limits.ids)
+    path = index_path(source.index_folder, identity, encoder, split_turns, limits.ids)
     samples, known = Samples(source.file, read_json_list(source.file, "sample")), load_index(path)
-    index = known or scan(samples, source.split_turns, source.unusable == "skip")
+    index = known or scan(samples, split_turns, skip)
     _refuse(index, samples, source, limits)
     missing = _missing(index, samples, source, folder)
     if known is None:
@@ -76,7 +52,7 @@ def open_corpus(
         save_index(index, path)
         _refuse(index, samples, source, limits)
     used = np.flatnonzero((index.problem == USABLE) & ~missing)
-    for line in _report(index, missing, samples, source.split_turns, limits):
+    for line in _report(index, missing, samples, split_turns, limits):
         say(line)
     if not len(used):
         raise ValueError(f"{source.file}: expected a sample with an image and an answer, got none")
@@ -89,7 +65,7 @@ def open_corpus(
 def _refuse(index: Index, samples: Samples, source: Source, limits: Limits) -> None:
     """Raises for the first unusable sample, if requested."""
     bad = np.flatnonzero((index.problem == MALFORMED) | (index.problem == NO_ANSWER))
-    if source.unusable == "stop" and len(bad):
+    if source.data.unusable == "stop" and len(bad):
         raise ValueError(_explain(index, int(bad[0]), samples, limits))
 
 
@@ -121,7 +97,7 @@ def _missing(
             f'{where}: "image": {name} is a link that leads out of {source.image_root}; if this is '
             "intended, add its target folder to config.data.linked_folders"
         )
-    if source.missing == "stop" and missing.any():
+    if source.data.missing == "stop" and missing.any():
         where, name = _image(index, int(np.argmax(missing)), samples)
         count = np.count_nonzero(state == MISSING) - 1
         more = f", and {count:,} more images are missing" if count else ""

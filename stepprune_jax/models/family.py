@@ -9,6 +9,7 @@ token has. The language model of every family is that of `models.decoder`, with 
 
 import abc
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -203,7 +204,7 @@ class Family(abc.ABC):
             x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(config, 1))
         )
 
-        @functools.lru_cache(4 * limit_bytes // largest)
+        @functools.lru_cache(min(4 * limit_bytes // largest, sys.maxsize))
         def read(path: Path) -> Bytes:
             with user_input(), naming(str(path)):  # images are read while training continues
                 # Not a view of what was cropped.

@@ -19,7 +19,8 @@ from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.order import Order
 from stepprune_jax.data.prompts import pad_batch
-from stepprune_jax.data.survey import Source, open_corpus
+from stepprune_jax.data.source import Source
+from stepprune_jax.data.survey import open_corpus
 from stepprune_jax.models.images import join_images, stack_images
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run

@@ -50,8 +50,8 @@ class Guard:
             self._path.write_text(json.dumps(batches, indent=1) + "\n")
         self.problem = (
             f"loss or gradient was not finite in {self._limit} updates in a row, up to step "
-            f"{step}; {self._path} lists their samples. The weights are those before these "
-            "updates. Lower config.optimizer.lr, or remove the samples"
+            f"{step}; {self._path} lists their samples. None of them has changed the "
+            "weights. Lower config.optimizer.lr, or remove the samples"
         )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -26,9 +25,11 @@ class Hooks:
         validation: Validation | None,
         window: tuple[int, int] | None,
     ):
-        """Opens files and loggers."""
+        """Opens files and loggers; `window` is the first and the last update to profile."""
         self._run, self._first, self._validation = run, done, validation
-        self._profile = Profile(workdir / PROFILE, window)
+        self._folder, self._window, self._profiled = workdir / PROFILE, window or (0, 0), 0
+        if window is not None and window[1] <= done:
+            distributed.say(f"No profile: updates {window[0]} to {window[1]} are done")
         self._log = None
         if distributed.is_main():
             boards = open_boards(run.tensorboard, run.wandb, workdir, done, run.flat())
@@ -36,11 +37,16 @@ class Hooks:
 
     def before(self, step: int):
         """Called before update `step`, counted from 1."""
-        self._profile.before(step)
+        if not self._profiled and self._window[0] <= step <= self._window[1]:
+            jax.profiler.start_trace(str(self._folder))
+            self._profiled = step
 
     def after(self, step: int, scalars: dict[str, jax.Array], policy: Callable[[], Policy]):
         """Called when update `step` has been dispatched."""
-        self._profile.after(step, scalars)
+        if self._profiled and step == self._window[1]:
+            jax.block_until_ready(scalars)
+            distributed.say(f"Profile of updates {self._profiled} to {step}: {self._folder}")
+            self._end_profile()
         if step == self._first + 1:
             jax.block_until_ready(scalars)
             if self._log is not None:
@@ -55,9 +61,15 @@ class Hooks:
 
     def close(self):
         """Closes files and loggers."""
-        self._profile.close()
+        self._end_profile()
         if self._log is not None:
             self._log.close()
+
+    def _end_profile(self):
+        """Writes what has been profiled so far."""
+        if self._profiled:
+            jax.profiler.stop_trace()
+            self._profiled = 0
 
 
 def read_window(text: str, steps: int) -> tuple[int, int]:
@@ -68,30 +80,3 @@ def read_window(text: str, steps: int) -> tuple[int, int]:
     if not 1 <= int(first) <= int(last) <= steps:
         raise ValueError(f"--profile is {text!r}, expected updates from 1 to {steps}, in order")
     return int(first), int(last)
-
-
-class Profile:
-    """Records a window of updates under a folder, for TensorBoard's or Perfetto's viewers."""
-
-    def __init__(self, folder: Path, window: tuple[int, int] | None):
-        """Stores the window to record: the first and the last update, or None."""
-        self._folder, self._window, self._running = folder, window, False
-
-    def before(self, step: int):
-        """Starts recording, if update `step` is the first of the window."""
-        if self._window is not None and step == self._window[0]:
-            jax.profiler.start_trace(str(self._folder))
-            self._running = True
-
-    def after(self, step: int, scalars: Any):
-        """Waits for update `step` and stops recording, if it is the last of the window."""
-        if self._running and step == self._window[1]:
-            jax.block_until_ready(scalars)
-            self.close()
-            distributed.say(f"Profile of updates {self._window[0]} to {step}: {self._folder}")
-
-    def close(self):
-        """Stops a running recording."""
-        if self._running:
-            jax.profiler.stop_trace()
-            self._running = False

@@ -160,8 +160,6 @@ def use_virtual_devices(run: Run, target: str | None = None) -> None:
 
 def _planned_for(run: Run, target: str | None) -> AcceleratorSettings:
     """Returns the group `accelerator`, with the devices of the target if there is one."""
-    if run.accelerator is None:
-        raise ValueError("config.accelerator is missing")
     if target is None:
         return run.accelerator
     named = read_name(target)
@@ -172,8 +170,8 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
     """Checks configuration and data, compiles the update from abstract weights, and prints a plan.
 
     Neither weights nor accelerators are needed: only the model's configuration, tokenizer and image
-    processor are read. Nothing is written except the shapes world and the token counts, which the
-    run then reuses. Where the training file is absent, all rows are as long as
+    processor are read. Nothing is written but the token counts, which the run then reuses. Where
+    the training file or the folder of its images is absent, all rows are as long as
     `config.accelerator.ids`, which a line says.
     """
     with user_input():

@@ -110,10 +110,9 @@ def _train(
 ) -> None:
     """Trains in a folder that no other process writes to."""
     with user_input():
-        data = distributed.main_first(lambda: training_source(run.data, workdir))
-        questions = read_questions(run, setup, workdir)
-        unanswered = read_calibration_questions(run, workdir)
-        start = _read_start(run, setup)
+        data = training_source(run.data, workdir)
+        questions = read_questions(run, setup)
+        unanswered = read_calibration_questions(run)
         identities = model_identity(source), file_identity(data.file)
         about = distributed.main_first(lambda: claim(workdir, run, *identities))
     about |= {"selector": config_metadata(setup.method.config)}
@@ -125,6 +124,7 @@ def _train(
                 distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
             with user_input():
+                start = _read_start(run, setup) if checkpoints.latest is None else None
                 rows = local_rows(setup.forward.mesh, run.batch_size)
                 batches = open_batches(run, data, identities[1], source, rows, distributed.say)
                 distributed.require_same(batches.identity, "the samples that can be trained on")
@@ -239,13 +239,15 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
                 loop.model.params, state, stats, batch, key, np.int32(done), setup=setup
             )
             done += 1
-            last = done == run.steps or distributed.any_process(loop.interrupt.requested)
+            last = done == run.steps
             last |= guard.add(done, scalars["skipped_in_row"], last)
-            # Before the state is saved: a resumed run continues after what it has logged.
-            hooks.after(done, scalars, policy)
-            if done % run.checkpoint_every == 0 or last:
-                extra = about | {"batches": stream.state}
-                loop.checkpoints.save(done, Saved(state, stats, key_data), extra)
+            try:  # before the state is saved: a resumed run continues after what it has logged
+                hooks.after(done, scalars, policy)
+            finally:  # even if the log cannot be written, as Ctrl-C has ended its reader, too
+                last |= distributed.any_process(loop.interrupt.requested)
+                if done % run.checkpoint_every == 0 or last:
+                    extra = about | {"batches": stream.state}
+                    loop.checkpoints.save(done, Saved(state, stats, key_data), extra)
             if last:
                 break
     finally:

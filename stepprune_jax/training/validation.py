@@ -17,6 +17,7 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.data.llava import read_questions as list_questions
 from stepprune_jax.evaluation.encode import check_lengths, encode_questions
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
+from stepprune_jax.extras import require
 from stepprune_jax.inference.base import Prompts, RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.programs import run_take
@@ -61,22 +62,26 @@ class Selection(NamedTuple):
     count: np.ndarray
 
 
-def read_questions(run: Run, setup: Setup, workdir: Path) -> Split | None:
+def read_questions(run: Run, setup: Setup) -> Split | None:
     """Reads the questions of a run's validation, before anything is loaded."""
     if not run.validation.every:
         return None
+    if run.validation.overlays:
+        require("matplotlib", "config.validation.overlays, which draws, is not 0")
     budget, most = run.validation.budget, setup.method.most(setup.model.max_image_tokens)
     if budget > most:
         raise ValueError(f"config.validation.budget is {budget}, expected at most {most}")
-    split = read_split(_folder(run, workdir), "validation")
+    folder = _folder(run)
+    if folder is None:
+        raise ValueError("config.validation.folder is empty, expected one with validation.jsonl")
+    split = read_split(folder, "validation")
     return thin(split, run.validation.questions)
 
 
-def read_calibration_questions(run: Run, workdir: Path) -> list[Question]:
+def read_calibration_questions(run: Run) -> list[Question]:
     """Reads the questions on which a trained policy's stop is calibrated."""
-    folder = _folder(run, workdir)
-    file, most = folder / "validation.jsonl", run.validation.calibrate
-    if not most or not file.is_file():
+    folder, most = _folder(run), run.validation.calibrate
+    if not most or folder is None or not (file := folder / "validation.jsonl").is_file():
         return []
     try:
         questions = list_questions(file, folder / "images")
@@ -88,9 +93,13 @@ def read_calibration_questions(run: Run, workdir: Path) -> list[Question]:
     return [questions[at] for at in spread_over(len(questions), most)]
 
 
-def _folder(run: Run, workdir: Path) -> Path:
-    """Returns the folder of a run's validation split."""
-    return local_path(run.validation.folder or run.data.folder or workdir / "data")
+def _folder(run: Run) -> Path | None:
+    """Returns the folder of a run's validation split; None if neither it nor the data's is set."""
+    given = run.validation.folder or run.data.folder
+    folder = local_path(given)
+    if run.validation.folder and not folder.is_dir():
+        raise FileNotFoundError(f"config.validation.folder: no folder {folder}")
+    return folder if given else None
 
 
 class Validation:

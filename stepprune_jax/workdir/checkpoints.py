@@ -112,6 +112,8 @@ def _read(manager: ocp.CheckpointManager, step: int, like: PyTree = None) -> Res
 def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
     """Claims `workdir` for a run, or verifies that the run already owns it.
 
+    A folder is owned as soon as it has a checkpoint: a run that failed before may be corrected.
+
     Args:
         workdir: the folder; created if needed.
         config: settings of the run.
@@ -127,15 +129,16 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
     """
     path = workdir / RUN_FILE
     run = {"config": config.flat(), "model": model, "data": data}
-    if not path.is_file():
-        if (workdir / FOLDER).exists():
-            raise ValueError(
-                f"{workdir} has checkpoints but no {RUN_FILE}, so it is unknown which run they "
-                "are of: give another --workdir, or remove the folder"
-            )
+    begun = any(entry.name.isdigit() for entry in (workdir / FOLDER).glob("*"))
+    if not begun and distributed.is_main():  # the others compare with what it writes
         workdir.mkdir(parents=True, exist_ok=True)
         write_json(path, run)
         return run
+    if begun and not path.is_file():
+        raise ValueError(
+            f"{workdir} has checkpoints but no {RUN_FILE}, so it is unknown which run they are of: "
+            "give another --workdir, or remove the folder"
+        )
     try:
         old = read_json_object(path)
         changes = config.changes(old["config"])
@@ -300,5 +303,7 @@ class Interrupt:
     def _note(self, number, frame):
         self.requested = True
         self._restore()
-        # Not print, as a handler may run in the middle of one.
-        os.write(2, b"Stopping after this step; once more stops at once.\n")
+        # Not print, as a handler may run in the middle of one. Whoever reads stderr may be gone, by
+        # the same Ctrl-C.
+        with contextlib.suppress(OSError):
+            os.write(2, b"Stopping after this step; once more stops at once.\n")

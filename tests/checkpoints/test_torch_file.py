@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from stepprune_jax.checkpoints.safetensors import read_tensor
+from stepprune_jax.checkpoints import torch_file
+from stepprune_jax.checkpoints.safetensors import DTYPES, read_tensor
 from stepprune_jax.checkpoints.torch_file import read_tensors
 
 
@@ -20,6 +21,7 @@ def test_tensors_of_every_kind_equal_those_of_torch(tmp_path):
     tree["module"] = torch.nn.Linear(2, 3).state_dict()  # which has attributes of its own
     whole = torch.randn(6, 2)
     tree |= {"part": whole[2:5], "empty": torch.zeros(0, 3), "number": torch.tensor(2.5)}
+    tree |= {"column": whole[:1].T, "none": torch.zeros(5, 0).T}  # other strides, the same order
     tree["parameter"] = torch.nn.Parameter(whole).data
     torch.save(tree, tmp_path / "x.pt")
     found = read_tensors(tmp_path / "x.pt")
@@ -62,7 +64,20 @@ def compressed(raw):
     return packed.getvalue()
 
 
+def pickled(body):
+    """A file with a pickle of protocol 2, written by hand."""
+    return archive(**{"data.pkl": b"\x80\x02" + body})
+
+
+def state_of(name, state):
+    """A pickle that names an object, sets its state, and is an empty dict."""
+    return pickled(b"c" + name + b"\n" + pickle.dumps(state, 2)[2:-1] + b"b0}.")
+
+
 VALUES = {"a": torch.arange(1000.0)}
+TWICE = {"a": {}}
+for _ in range(60):
+    TWICE = {"a": TWICE, "b": TWICE}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +97,12 @@ VALUES = {"a": torch.arange(1000.0)}
         (saved(VALUES, _use_new_zipfile_serialization=False), "is not a file of tensors"),
         (saved(VALUES)[:-2000], "is not a file of tensors"),
         (compressed(saved(VALUES)), "a tensor is compressed"),
+        # What would take memory or time without end, or change what other code uses.
+        (pickled(b"}r\xff\xff\xff\x7f."), "its pickle is damaged"),
+        (archive(TWICE), "'a.* is another of its dicts"),
+        (archive({"a" * 2000: {}}), "a name is too long"),
+        (saved({"a": torch.zeros([1] * 40)}), "too many axes"),
+        (archive({}, byteorder=b"little" * 100), "big-endian"),
     ],
 )
 def test_anything_else_is_refused(tmp_path, content, message):
@@ -108,3 +129,12 @@ def test_a_storage_lies_within_the_file(tmp_path):
         path.write_bytes(packed.getvalue())
         with pytest.raises(ValueError, match="it has not all of its tensor 0"):
             read_tensors(path)
+
+
+def test_a_pickle_changes_no_object_of_others(tmp_path):
+    path = tmp_path / "x.pt"
+    path.write_bytes(state_of(b"torch._utils\n_rebuild_tensor_v2", (None, {"__defaults__": (1,)})))
+    assert read_tensors(path) == {}
+    assert torch_file._tensor.__defaults__ is None
+    read_tensors(path)
+    assert DTYPES["BF16"].byteorder == "=" and not DTYPES["BF16"].hasobject

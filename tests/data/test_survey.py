@@ -11,7 +11,8 @@ from stepprune_jax import testing
 from stepprune_jax.data import index, survey
 from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import IGNORE
-from stepprune_jax.data.survey import Source, open_corpus
+from stepprune_jax.data.source import DataSettings, training_source
+from stepprune_jax.data.survey import open_corpus
 from stepprune_jax.testing import llava_encoder
 
 LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
@@ -41,7 +42,9 @@ def opened(tmp_path, tokenizer):
     def open_samples(*samples, limits=LIMITS, tokenizer=tokenizer, **choices):
         file = tmp_path / "train.json"
         file.write_text(json.dumps(samples))
-        source = Source(file, images, tmp_path / "indices", **choices)
+        where = {"train_file": str(file), "image_folder": str(images)}
+        data = DataSettings(**where | {"split_turns": False} | choices)
+        source = training_source(data, tmp_path / "indices")
         open_samples.lines = []
         return open_corpus(
             source,

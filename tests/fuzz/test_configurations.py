@@ -112,8 +112,8 @@ def test_runs(changes):
 @given(data=st.data())
 def test_the_description_of_a_run(tmp_path_factory, data):
     folder, run = tmp_path_factory.getbasetemp(), SHAPES
-    (folder / "run.json").unlink(missing_ok=True)
-    raw = data.draw(changed(claim(folder, run, "m", "d")))
+    (folder / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
+    raw = data.draw(changed({"config": run.flat(), "model": "m", "data": "d"}))
     raw = json.dumps(raw).encode()
     (folder / "run.json").write_bytes(data.draw(st.just(raw) | damaged(raw)))
     try:

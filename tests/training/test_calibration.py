@@ -42,13 +42,16 @@ def test_the_end_of_training_and_the_command_measure_the_same(world, tmp_path, c
 def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
     model, data = world
     run = make_run(model, data, **{"validation.calibrate": 2})
-    asked = read_calibration_questions(run, tmp_path)
+    asked = read_calibration_questions(run)
     assert [question.text for question in asked] == [ASKED[0], ASKED[2]]
     plain = make_run(model, write_data(tmp_path / "plain"), **{"validation.calibrate": 2})
-    assert read_calibration_questions(plain, tmp_path) == []
+    assert read_calibration_questions(plain) == []
+    elsewhere = make_run(model, data, **{"validation.folder": str(tmp_path / "none")})
+    with pytest.raises(FileNotFoundError, match=r"config.validation.folder: no folder .*none"):
+        read_calibration_questions(elsewhere)
     (tmp_path / "plain" / "validation.jsonl").write_text("{")
     with pytest.raises(ValueError, match="calibrate=0 skips the file"):
-        read_calibration_questions(plain, tmp_path)
+        read_calibration_questions(plain)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def validation(world, tmp_path_factory):
     config = make_run(*world, **{"validation.every": 1})
     model = load_vlm(world[0], dtype=jnp.float32, progress=False)
     setup, workdir = make_setup(config, model.config), tmp_path_factory.mktemp("validation")
-    return model, Validation(config, model, read_questions(config, setup, workdir), workdir)
+    return model, Validation(config, model, read_questions(config, setup), workdir)
 
 
 def test_questions_are_asked_every_so_often_and_at_the_end(watched):

@@ -94,7 +94,7 @@ def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
 def test_a_run_goes_on_bit_for_bit_on_the_same_card(world, tmp_path, monkeypatch, capsys):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(make_run(*world), whole)
-    at_line(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_line(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_run(*world), parts)
     assert "Stopped after step 4 of 6" in capsys.readouterr().out
     train(make_run(*world), parts)

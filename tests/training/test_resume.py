@@ -54,11 +54,11 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(
     before = signal.getsignal(number)
     at_line(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
     train(make_run(*world), tmp_path)
-    assert "Stopped after step 3 of 6" in capsys.readouterr().out
+    assert "Stopped after step 2 of 6" in capsys.readouterr().out
     assert signal.getsignal(number) == before
     assert not (tmp_path / "policy.safetensors").exists()
     train(make_run(*world, **{"data.threads": 5}), tmp_path)  # makes no difference
-    assert "Resuming after step 3" in capsys.readouterr().out
+    assert "Resuming after step 2" in capsys.readouterr().out
     assert metrics(tmp_path) == metrics(whole)
     assert (tmp_path / "policy.safetensors").read_bytes() == (
         whole / "policy.safetensors"
@@ -81,10 +81,33 @@ def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
     assert metrics(tmp_path) == metrics(whole)
 
 
+def test_a_run_whose_output_cannot_be_written_saves_what_is_due(
+    world, whole, tmp_path, monkeypatch, capsys
+):
+    """As with `train.py | tee log`: Ctrl-C ends the reader, too."""
+
+    def fail(*_):
+        raise BrokenPipeError
+
+    def close():
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", fail)  # of the handler's line
+            os.kill(os.getpid(), signal.SIGTERM)
+        fail()
+
+    at_line(monkeypatch, 3, close)
+    with pytest.raises(BrokenPipeError):
+        train(make_run(*world), tmp_path)
+    monkeypatch.undo()
+    train(make_run(*world), tmp_path)
+    assert "Resuming after step 3" in capsys.readouterr().out
+    assert metrics(tmp_path) == metrics(whole)
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     world, whole, tmp_path, monkeypatch, capsys
 ):
-    at_line(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_line(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_run(*world), tmp_path)
     for path in (tmp_path / "checkpoints" / "5").glob("arrays/**/d/*"):
         path.write_bytes(path.read_bytes()[:-9])
@@ -97,7 +120,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 @pytest.mark.slow
 def test_a_run_resumes_on_other_devices(world, whole, tmp_path, monkeypatch, capsys):
-    at_line(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_line(monkeypatch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     train(make_run(*world), tmp_path)
     train(make_run(*world, mesh="data=4,fsdp=2"), tmp_path)
     assert "Resuming after step 4" in capsys.readouterr().out
@@ -134,7 +157,7 @@ def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):
     more = write_data(tmp_path / "data", count=7)
     with pytest.raises(ValueError, match="the training file"):
         train(make_run(world[0], more), whole)
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"checkpoints but no run.json"):
         train(make_run(*world), tmp_path)
     (tmp_path / "run.json").write_text("[]")

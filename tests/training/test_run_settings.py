@@ -64,7 +64,7 @@ def test_the_training_file_may_lie_elsewhere(tmp_path):
         training_source(data, tmp_path)  # where would its images be?
     data = dataclasses.replace(data, image_folder=str(tmp_path), linked_folders=("/",))
     found = training_source(data, tmp_path / "run")
-    assert found[:3] == (file, tmp_path, tmp_path / "run") and found.linked_folders == ("/",)
+    assert found == (file, tmp_path, (Path("/"),), tmp_path / "run", data)
     data = dataclasses.replace(data, index_folder=str(tmp_path / "indices"))
     assert training_source(data, tmp_path).index_folder == tmp_path / "indices"
     data = dataclasses.replace(data, train_file="", folder=str(tmp_path / "data"))
