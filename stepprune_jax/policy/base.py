@@ -225,6 +225,7 @@ class Gated(NamedTuple):
             `price_growth`.
         stopped: count at which a row stops by itself; under a probe, the one at a price factor of
             1.
+        longest: T_max of each row.
         running_count: updated running mean of K.
         real: True at real tokens.
     """
@@ -235,6 +236,7 @@ class Gated(NamedTuple):
     trajectory: Trajectory
     price: Float[Array, "b"]
     stopped: Int[Array, "b"]
+    longest: Int[Array, "b"]
     running_count: Float[Array, ""]
     real: Bool[Array, "b n"]
 

@@ -93,8 +93,8 @@ class PolicyConfig:
         first_query: what the first step asks: `"learned"` is the start token alone, as printed;
             `"question"` adds a projection of the question's pooled words to it, so that a token is
             compared with the question by one product.
-        max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)). An image of fewer
-            tokens has as many steps as tokens.
+        max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)), N without padding. An
+            image of fewer tokens has as many steps as tokens.
         min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
         temperature: tau of the pointer softmax, Eq. (6).
         draw: temperature, as a factor on tau, at which a token is drawn from the pointer's

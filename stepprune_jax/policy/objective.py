@@ -70,7 +70,9 @@ def gate(
     budget_key, noise_key = jax.random.split(key)
     b, n = inputs.image.shape[:2]
     steps, count = config.steps(n), jnp.sum(inputs.real, axis=1)
-    longest = jnp.maximum(1, count // 2) if config.max_steps is None else steps
+    longest = jnp.full_like(count, steps)
+    if config.max_steps is None:  # T_max of its own tokens
+        longest = jnp.maximum(1, count // 2)
     if config.batch_budget == "probe":
         shares = budget_range(RANDOM_BUDGET, config.budget_anneal, progress.share)
         least = most = draw_budgets(budget_key, count, longest, shares)
@@ -91,6 +93,7 @@ def gate(
     stopped = trajectory.count
     if config.batch_budget == "probe":
         stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
+        stopped = jnp.minimum(stopped, longest)
     return Gated(
         tokens=gate_tokens(params, config, noise_key, inputs, alpha),
         alpha=alpha,
@@ -98,6 +101,7 @@ def gate(
         trajectory=trajectory,
         price=jnp.exp(log_price + log_price_growth(config, trajectory.count, count)),
         stopped=stopped,
+        longest=longest,
         running_count=jax.lax.stop_gradient(running),
         real=inputs.real,
     )
@@ -183,7 +187,7 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
         "k_mean": jnp.mean(count),
         "k_std": jnp.std(count),
         "k_soft": jnp.mean(expected_count(t.stop_prob)),
-        "k_cap": jnp.mean(count >= t.action.shape[1]),
+        "k_cap": jnp.mean(count >= gated.longest),
         "entropy": pointer_entropy(t),
         **gate_metrics(gated.alpha, t.selected, gated.real),
     }

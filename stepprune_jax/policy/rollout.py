@@ -63,18 +63,18 @@ def read_limits(
     if limits.budget is not None:
         if low is not None or high is not None:
             raise ValueError("budget is given with min_tokens or max_tokens, expected one of them")
-        exact = _row_counts("budget", limits.budget, 1, steps, batch)
+        exact = row_counts("budget", limits.budget, 1, steps, batch)
         return steps, group, RowLimits(exact, exact)
     least = min(config.min_tokens, steps) if low is None else low
-    least = _row_counts("min_tokens", least, 0, steps, batch)
-    most = _row_counts("max_tokens", steps if high is None else high, 0, num_tokens, batch)
+    least = row_counts("min_tokens", least, 0, steps, batch)
+    most = row_counts("max_tokens", steps if high is None else high, 0, num_tokens, batch)
     readable = not any(x is None or isinstance(x, Tracer) for x in (low, high))
     if readable and (np.asarray(low) > np.asarray(high)).any():
         raise ValueError(f"min_tokens is {low}, expected at most max_tokens ({high})")
     return steps, group, RowLimits(least, most)
 
 
-def _row_counts(name: str, value: ArrayLike, low: int, high: int, batch: int) -> Int[Array, "b"]:
+def row_counts(name: str, value: ArrayLike, low: int, high: int, batch: int) -> Int[Array, "b"]:
     """Returns a count per row; raises if it can be read and is not in `[low, high]`."""
     if not isinstance(value, Tracer):
         found = np.asarray(value)
@@ -101,7 +101,10 @@ def start_episode(
     memory_mask = jnp.concatenate([image_mask, jnp.ones((b, 1), bool)], axis=1)
     steps, group, rows = read_limits(limits, config, b, n)
     # A row cannot keep more tokens than it has, whatever the budget.
-    most = jnp.minimum(rows.max_tokens, jnp.sum(image_mask, axis=1, dtype=jnp.int32))
+    tokens = jnp.sum(image_mask, axis=1, dtype=jnp.int32)
+    most = jnp.minimum(rows.max_tokens, tokens)
+    if config.max_steps is None and limits.max_steps is None and limits.budget is None:
+        most = jnp.minimum(most, jnp.maximum(1, tokens // 2))  # T_max of its own tokens
     rows = RowLimits(jnp.minimum(rows.min_tokens, most), most)
     slots = jnp.where(memory_mask[..., None], memory, 0)
     start = decoder.init(params, config, slots, memory_mask, steps)

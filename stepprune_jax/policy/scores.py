@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy.base import AnyArray, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
@@ -28,6 +28,12 @@ def expected_count(stop_prob: Float[AnyArray, "b t"]) -> Float[Array, "b"]:
     return jnp.sum(jnp.cumprod(1 - jnp.asarray(stop_prob), axis=1), axis=1)
 
 
+def _last(x: Float[Array, "b t n"], open_step: Bool[Array, "b t"]) -> Float[Array, "b n"]:
+    """Returns the last step at which a token could still be taken."""
+    at = open_step.shape[1] - 1 - jnp.argmax(open_step[:, ::-1], axis=1)
+    return jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+
+
 def _discounts(aggregation: str, steps: int, decay: ArrayLike) -> Float[Array, "t"]:
     """log beta^t for t = 1, ..., T; zero unless scores are discounted."""
     base = jnp.log(decay) if aggregation == "discounted" else 0.0
@@ -44,11 +50,11 @@ def soft_scores(
     """s_i = sum_t A_t p_t(i) beta^t >= 0, Eq. (11).
 
     The ablations of Table 4 (b) are `"alive"` (beta = 1), `"uniform"` (A_t = 1 as well) and
-    `"last"` (p_T alone).
+    `"last"` (p_T alone, T a row's last step before its bound).
     """
     prob, stop_prob = jnp.asarray(prob), jnp.asarray(stop_prob)
     if aggregation == "last":
-        return prob[:, -1]
+        return _last(prob, jnp.max(prob, axis=2) > 0)
     weights = jnp.exp(_discounts(aggregation, prob.shape[1], decay)).astype(prob.dtype)
     alive = 1.0 if aggregation == "uniform" else alive_probability(stop_prob)
     return jnp.einsum("btn,bt->bn", prob, jnp.broadcast_to(alive * weights, prob.shape[:2]))
@@ -67,7 +73,7 @@ def log_scores(
     pointed at scores -1e9, with zero gradient.
     """
     if aggregation == "last":
-        return log_prob[:, -1]
+        return _last(log_prob, jnp.max(log_prob, axis=2) > 0.5 * MASKED)
     weights = _discounts(aggregation, log_prob.shape[1], decay).astype(log_prob.dtype)
     if aggregation != "uniform":
         weights = weights + jnp.cumsum(_exclusive(log_continue, 0.0), axis=1)

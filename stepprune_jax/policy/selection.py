@@ -171,7 +171,7 @@ def _order(
     given = (params, episode.query, episode.context, episode.cache, episode.slots)
     params, query, context, cache, slots = jax.lax.stop_gradient(given)
     episode = episode._replace(query=query, context=context, cache=cache, slots=slots)
-    if has_tables(decoder):
+    if tables_fit(config, episode, decoder):
         walker = by_tables(params, config, episode, episode.steps, margins=False)
         return walker.advance(walker.start, jnp.int32(0))[1][: episode.steps]
     return rollout(params, config, episode, decoder.step, hard_feedback)[1]
@@ -207,18 +207,14 @@ def step_by_step(params: Params, config: PolicyConfig, episode: Episode, step: S
     return Walker((episode.query, episode.cache, episode.image_mask), advance, 1)
 
 
-def has_tables(decoder: DecoderFns) -> bool:
-    """Returns whether a decoder is the built-in one, whose slots can be tabulated."""
-    return decoder.init is pointer_init and decoder.step is pointer_step
-
-
 def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
-    """Returns whether an episode has tables, and within `MOST_TABLE_BYTES`."""
+    """Returns whether its slots can be tabulated, as the built-in decoder's, within a bound."""
     b, m, _ = episode.slots.shape
     rows = b if isinstance(b, int) else 1  # `jax.export` may leave the batch open
     width = layers.score_dtype(episode.slots.dtype).itemsize
     size = width * rows * m**2 * (config.num_heads + 1)
-    return has_tables(decoder) and size <= MOST_TABLE_BYTES
+    own = decoder.init is pointer_init and decoder.step is pointer_step
+    return own and size <= MOST_TABLE_BYTES
 
 
 def by_tables(

@@ -101,7 +101,7 @@ def tabulate(
     score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide)
     projection = history["attention"]["out"]
     out = projection["kernel"].astype(dtype).astype(wide)
-    residual = x.astype(wide) + projection["bias"].astype(wide)
+    residual = x.astype(wide) + projection["bias"].astype(dtype).astype(wide)
     if direct:
         residual, out = _centred(residual), _centred(out)
     keys = context.pointer_key / math.sqrt(memory.shape[-1])

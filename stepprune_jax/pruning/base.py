@@ -365,11 +365,14 @@ class LayerPruner(Pruner, abc.ABC):
     def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
         """Scores all slots at a cut; the best of each image remain, unless `drop` is overridden.
 
+        By default by the attention of the last token in the only tap, averaged over heads.
+
         Args:
             sequence: the rows before it.
             taps: the cut's intermediates by name.
         """
-        raise NotImplementedError
+        (attention,) = taps.values()
+        return attention[:, :, 0].mean(1)
 
     def drop(
         self,

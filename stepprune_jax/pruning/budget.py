@@ -110,5 +110,5 @@ class Budget:
             share = Fraction(self.number)
             return f"{share.numerator}/{share.denominator}"
         if self.kind == "mean":
-            return f"mean:{float(self.number):g}"
+            return f"mean:{float(self.number)!r}".removesuffix(".0")
         return str(self.value) if self.kind == "count" else self.kind

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.policy import Inputs, Limits, Pruned
 from stepprune_jax.policy.buckets import run_gather
+from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.trained import TrainedMethod, Weights, run_choose
 
@@ -30,7 +31,7 @@ class Diagnosis(NamedTuple):
     Attributes:
         budget: tokens kept by the policy.
         loss: [b] loss of each question by what is kept: "all tokens", "no token", "random" ones,
-            those of the "policy", and those it would keep for "another's question".
+            those of the "policy", and those it would keep for "another's question" if it reads any.
         accuracy: share of right answers, likewise; empty if not known.
         entropy: mean entropy in nats of the distributions that tokens are taken from.
         agreement: mean share of the kept tokens that training opens widest at this budget.
@@ -83,7 +84,7 @@ def describe(
                 "no better than random tokens: train longer, or with a higher learning rate; check "
                 "that questions reach the policy and that features are standardised"
             )
-        elif short and as_good(OTHER):
+        elif short and OTHER in loss and as_good(OTHER):
             findings.append(
                 "does not read the question: its tokens serve another's as well; train longer, "
                 "open the text gate from the start, or check `text` and `text_mask`"
@@ -116,33 +117,22 @@ def measure(
     """Computes the losses of all cases, and describes them; see `Policy.diagnose`."""
     (b, n), real = inputs.image.shape[:2], inputs.real
     tokens = jnp.sum(real, axis=1, dtype=jnp.int32)
-    swapped = inputs
-    if inputs.text is not None:
-        mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
-        swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
     noise = jnp.where(real, jax.random.uniform(key, (b, n)), 2)
-    limits = Limits(budget=budget)
+    limits = Limits(row_counts("budget", budget, 1, method.most(n), b))
     own = run_choose(method, weights, inputs, limits)
     picks = {
         ALL: (first_picks(jnp.argsort(~real, axis=1, stable=True), tokens, n), n),
+        NONE: (first_picks(own.action, jnp.zeros_like(own.count), n), budget),
         RANDOM: (first_picks(jnp.argsort(noise, axis=1), own.count, n), budget),
         OWN: (own, budget),
-        OTHER: (run_choose(method, weights, swapped, limits), budget),
     }
-    kept = {
-        name: run_gather(chosen, inputs.image, capacity=size)
-        for name, (chosen, size) in picks.items()
-    }
-    empty = kept[OWN]
-    kept[NONE] = Pruned(
-        jnp.full_like(empty.index, -1),
-        jnp.zeros_like(empty.tokens),
-        jnp.zeros_like(empty.valid),
-        jnp.zeros_like(empty.count),
-    )
+    if inputs.text is not None and method.config.text_width and b > 1:
+        mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
+        swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
+        picks[OTHER] = (run_choose(method, weights, swapped, limits), budget)
     loss, accuracy = {}, {}
-    for name in (ALL, NONE, RANDOM, OWN, OTHER):
-        found = loss_fn(kept[name])
+    for name, (chosen, size) in picks.items():
+        found = loss_fn(run_gather(chosen, inputs.image, capacity=size))
         losses, right = found if isinstance(found, tuple) else (found, None)
         if jnp.shape(losses) != (b,):
             raise ValueError(

@@ -8,11 +8,8 @@ position ids. The caches of the first K layers keep all tokens.
 import dataclasses
 from fractions import Fraction
 
-from jaxtyping import Array, Float
-
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
 from stepprune_jax.pruning.budget import Budget
 
@@ -56,18 +53,13 @@ class FastV(LayerPruner):
 
     def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
         """Returns the number of tokens from layer K on."""
-        budget = self.budget
-        if self.average:
-            budget = Budget("rate", self._share(config, num_tokens))
-        return (Survivors(budget.exact_count(num_tokens)),)
+        if not self.average:
+            return super().survivors(config, num_tokens)
+        share = self._share(config, num_tokens)  # the mean of a small image may be out of reach
+        return (Survivors(Budget("rate", share).exact_count(num_tokens) if share > 0 else 1),)
 
     def _share(self, config: ModelConfig, num_tokens: int) -> Fraction:
         """Returns the share from layer K on with which the mean is the budget."""
         depth = config.text.num_layers
         share = Fraction(self.budget.exact_count(num_tokens), num_tokens)
         return (depth * share - self.layer) / (depth - self.layer)
-
-    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
-        """The attention of the last token, averaged over heads."""
-        (attention,) = taps.values()
-        return attention[:, :, 0].mean(1)

@@ -210,7 +210,9 @@ class GlimpsePrune(Learned, LayerPruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects bad options, and weights that belong to another model."""
         super().check(config, num_tokens)
-        least, ratio = self.min_remain_num, self.max_remain_ratio
+        least, ratio, threshold = self.min_remain_num, self.max_remain_ratio, self.reduce_threshold
+        share = threshold is None or 0 <= threshold <= 1
+        self.require("reduce_threshold", share, "a probability from 0 to 1")
         self.require("min_remain_num", 0 <= least <= num_tokens, f"0 to {num_tokens}")
         self.require("max_remain_ratio", ratio is None or 0 < ratio <= 1, "a share in (0, 1]")
         own, text, vision = self.config, config.text, config.vision

@@ -331,6 +331,7 @@ class Policy:
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         settings = settings or PolicyGradientSettings(samples=8)
+        check((settings.samples > 0, "settings.samples is 0, expected an integer from 2"))
         given = (self.params, key, inputs, answer_loss_fn, Progress())
         return policy_gradient_loss(self.ranker, settings, *given)
 

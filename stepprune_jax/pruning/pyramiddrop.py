@@ -9,11 +9,8 @@ import dataclasses
 import itertools
 from typing import ClassVar
 
-from jaxtyping import Array, Float
-
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
 from stepprune_jax.pruning.schedule import (
     are_layers,
@@ -89,11 +86,6 @@ class PyramidDrop(LayerPruner):
         else:
             counts = (int(num_tokens * ratio) for ratio in self.image_token_ratio_list)
         return tuple(map(Survivors, counts))
-
-    def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
-        """The attention of the last token in the layer after the cut, averaged over heads."""
-        (attention,) = taps.values()
-        return attention[:, :, 0].mean(1)
 
     def _layers(self, config: ModelConfig) -> tuple[int, ...]:
         """Returns the list of layers."""

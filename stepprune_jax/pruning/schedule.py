@@ -34,12 +34,11 @@ def geometric_counts(
     Cut i of c leaves n r^i, rounded down, at least 1. The ratio r is that of `mean_ratio`, or, if
     the budget `count` is not the average over layers, (count / n)^(1 / c), so that the last is it.
     """
-    cuts = range(1, len(widths))
-    if average:
-        ratio = mean_ratio(widths, count / num_tokens)
-        return tuple(max(1, int(num_tokens * ratio**cut)) for cut in cuts)
-    shares = [cut / len(cuts) for cut in cuts]
-    return tuple(max(1, int(num_tokens ** (1 - share) * count**share)) for share in shares)
+    cuts, ratio = range(1, len(widths)), mean_ratio(widths, count / num_tokens)
+    if not average:
+        ratio = (count / num_tokens) ** (1 / len(cuts))
+    # A whole number may come out a little smaller.
+    return tuple(max(1, int(num_tokens * ratio**cut + 1e-9)) for cut in cuts)
 
 
 def mean_ratio(widths: Sequence[int], share: float) -> float:

@@ -77,7 +77,8 @@ class StepPrune(TrainedMethod):
         progress: Progress,
     ) -> tuple[Draw, Float[Array, "g b"]]:
         """As `policy.sample`, at a token price of each row's own; see `price_range`."""
-        price_key, size = jax.random.fold_in(keys[0], 1), jnp.sum(inputs.real, axis=1)
+        # Not 1, which may give the same key as the second part of a split, by which draws stop.
+        price_key, size = jax.random.fold_in(keys[0], 2), jnp.sum(inputs.real, axis=1)
         log_price = draw_log_prices(price_key, self.config, len(size))
         how = {"text_gate": progress.text_gate, "stop_bias": log_price}
         draw = policy.sample(weights, self.config, inputs, limits, keys, **how)

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
 from stepprune_jax.policy.params import draw_params
+from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Pruner, Ranker, Ranking, Trained, View
@@ -196,12 +197,10 @@ class TrainedMethod(Learned, Ranker):
         """Chooses the first `limits.budget` tokens of the order, on the device.
 
         Raises:
-            ValueError: there is no budget, and the method has no stop.
+            ValueError: another limit than a budget, as the method has no stop, or one out of range
+                where it can be read.
         """
-        if limits.budget is None:
-            raise ValueError(f"{self.name} has no learned stop, expected a budget")
-        b, n = inputs.image.shape[:2]
-        budget = jnp.broadcast_to(jnp.asarray(limits.budget, jnp.int32), (b,))
+        n, budget = inputs.image.shape[1], self._budget(inputs, limits)
         count = jnp.minimum(budget, jnp.sum(inputs.real, axis=1))
         return first_picks(self.order(weights, inputs, n, key).order, count, n)
 
@@ -216,9 +215,18 @@ class TrainedMethod(Learned, Ranker):
         key: Array | None = None,
     ) -> Pruned:
         """Chooses and gathers tokens, in a bucket chosen on the host; see `policy.prune`."""
+        limits = Limits(self._budget(inputs, limits))
         picks = run_choose(self, weights, inputs, limits, stop_bias, key)
         bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))
         return run_gather(picks, inputs.image, bucket, order=order)
+
+    def _budget(self, inputs: Inputs, limits: Limits) -> Int[Array, "b"]:
+        """Returns the count of each row, if limits are those of a method without a stop."""
+        (b, n), budget = inputs.image.shape[:2], limits.budget
+        rest = limits.min_tokens, limits.max_tokens, limits.max_steps, limits.group
+        if budget is None or any(limit is not None for limit in rest):
+            raise ValueError(f"{self.name} has no learned stop, expected a budget, and it alone")
+        return row_counts("budget", budget, 1, n, b)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -147,7 +147,9 @@ class Validation:
         texts, count = answers.texts, answers.kept
         right = np.array(list(map(is_right, texts, self._split.answers)))
         losses = self._compare(policy, selection)
-        for finding in describe(round(float(count.mean())), losses).findings:
+        read = policy.config.text_width  # else another question changes nothing
+        said = {case: loss for case, loss in losses.items() if read or case != OTHER}
+        for finding in describe(round(float(count.mean())), said).findings:
             distributed.say(f"validation at step {step}: {finding}")
         if self._settings.overlays and distributed.is_main():
             self._draw(self._folder / f"step_{step:08d}.png", answers, right)

@@ -178,7 +178,7 @@ def test_missing_images_stop_a_run_before_anything_is_tokenised(opened, monkeypa
     with pytest.raises(FileNotFoundError, match=message):
         opened(sample(), *wrong)
     opened.images.rename(opened.images.with_name("elsewhere"))
-    with pytest.raises(FileNotFoundError, match=r"no folder at .*images"):
+    with pytest.raises(FileNotFoundError, match=r"config.data.image_folder: no folder .*images"):
         opened(sample(), missing="skip")
 
 

@@ -281,13 +281,14 @@ def expected_count(stop_prob):
 
 def soft_scores(prob, stop_prob, decay, aggregation):
     alive, scores = alive_probability(stop_prob), np.zeros(prob.shape[1])
+    steps = [t for t in range(len(prob)) if prob[t].any()]  # nothing is left behind a bound
     for i in range(prob.shape[1]):
         for t in range(len(prob)):
             weight = {
                 "discounted": alive[t] * decay ** (t + 1),
                 "alive": alive[t],
                 "uniform": 1.0,
-                "last": float(t == len(prob) - 1),
+                "last": float(t == max(steps, default=0)),
             }[aggregation]
             scores[i] += weight * prob[t, i]
     return scores

@@ -109,6 +109,16 @@ def test_an_image_has_at_most_as_many_steps_as_tokens(params):
     assert gated.trajectory.action.shape == (2, 5)
 
 
+def test_t_max_is_half_of_the_tokens_of_each_image(params):
+    mask = jnp.arange(5) < jnp.array([[5], [2]])
+    never = {"stop_bias": -1e3}  # but for T_max
+    picks = policy.choose(params, CONFIG, INPUTS._replace(image_mask=mask), **never)
+    assert picks.count.tolist() == [2, 1]
+    limits = Limits(max_steps=4)
+    picks = policy.choose(params, CONFIG, INPUTS._replace(image_mask=mask), limits, **never)
+    assert picks.count.tolist() == [4, 2]
+
+
 def test_a_policy_without_text_does_not_read_it():
     blind = dataclasses.replace(CONFIG, text_width=0)
     params = policy.init_policy(jax.random.key(0), blind)

@@ -7,6 +7,7 @@ import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Gated, Inputs, Trajectory
@@ -48,6 +49,7 @@ def test_metrics_by_hand():
         trajectory,
         jnp.ones(2),
         trajectory.count,
+        jnp.array([3, 3]),
         jnp.array(2.0),
         jnp.ones((2, 4), bool),
     )
@@ -116,6 +118,27 @@ def test_a_token_costs_more_the_more_are_kept():
     other = jax.jit(policy.gate)(params, short, key, inputs)
     np.testing.assert_allclose(other.trajectory.margin, gated.trajectory.margin, atol=1e-4)
     np.testing.assert_allclose(other.price, gated.price, rtol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["discounted", "last"])
+def test_a_drawn_budget_teaches_the_order(aggregation):
+    """The last step is a row's last before its budget, not the last of the loop."""
+    config = cases.plain_config(
+        feature_width=8, text_width=0, num_heads=2, batch_budget="probe", aggregation=aggregation
+    )
+    params = policy.init_policy(jax.random.key(0), config)
+    image = jax.random.normal(jax.random.key(1), (4, 12, 8))
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):
+            alpha = policy.gate(params, config, jax.random.key(2), Inputs(image)).alpha
+            return jnp.sum(alpha * image[..., 0])
+
+        return jax.grad(loss)(params)
+
+    pointer = jax.tree.leaves(gradient(params)["decoder"]["pointer"])
+    assert max(float(jnp.abs(x).max()) for x in pointer) > 1e-4
 
 
 def test_statistics_make_features_of_any_scale_equal():

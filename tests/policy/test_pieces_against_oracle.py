@@ -50,6 +50,8 @@ def test_alive_probability_equals_the_product_and_expected_count_the_enumeration
 def test_soft_scores_and_their_logarithms_equal_the_loops(rng, x64, aggregation):
     prob, stop_prob = random_rows(rng, 4, 6, 5)
     prob[..., 2] = 0.0  # Never pointed at.
+    prob[1, 4:], stop_prob[1, 4:] = 0.0, 1.0  # behind its bound
+    prob[:, 3], stop_prob[:, 3] = 0.1, 0.5  # certain stops elsewhere
     arguments = dict(decay=0.8, aggregation=aggregation)
     linear = soft_scores(prob, stop_prob, **arguments)
     logs = np.asarray(cases.log_scores(prob, stop_prob, **arguments))

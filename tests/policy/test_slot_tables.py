@@ -124,7 +124,8 @@ def test_large_tables_are_not_made(group, monkeypatch):
 
     def run():
         picked = cases.pick(params, config, slots, max_steps=STEPS)
-        return picked, cases.rank(params, config, slots, max_steps=STEPS)
+        ranked = cases.rank(params, config, slots, max_steps=STEPS)
+        return picked, ranked, cases.select_parallel(params, config, slots, max_steps=STEPS)
 
     tables = jax.jit(run)()
     monkeypatch.setattr(selection, "MOST_TABLE_BYTES", 0)
@@ -133,6 +134,7 @@ def test_large_tables_are_not_made(group, monkeypatch):
     np.testing.assert_array_equal(steps[0].action, tables[0].action)
     np.testing.assert_array_equal(steps[1].choice, tables[1].choice)
     np.testing.assert_allclose(steps[1].margin, tables[1].margin, rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(steps[2].action, tables[2].action)
 
 
 @pytest.mark.parametrize("by_query", [True, False])

@@ -47,6 +47,10 @@ def test_a_budget_of_all_tokens_is_one_in_both_ways_to_count():
             fastv = FastV(budget, average=average)
             fastv.check(llava(), 576)
             assert fastv.survivors(llava(), 576) == (Survivors(576),)
+    # A mean of 1 of 14 tokens, of which the first layers see all.
+    fastv = FastV(Budget("rate", Fraction(1, 14)), average=True)
+    fastv.check(llava(), 576)
+    assert fastv.survivors(llava(), 14) == (Survivors(1),)
 
 
 @pytest.fixture(scope="module")

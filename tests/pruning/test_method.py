@@ -35,6 +35,7 @@ from stepprune_jax.pruning import (
         ("22.2%", Budget("rate", Fraction(222, 1000))),
         ("100%", Budget("rate", Fraction(1))),
         ("mean:31.5", Budget("mean", 31.5)),
+        ("mean:1234567.25", Budget("mean", 1234567.25)),
     ],
 )
 def test_budgets_are_read_and_written(text, budget):

@@ -60,6 +60,8 @@ def test_the_ratio_of_the_published_layers_at_192_tokens():
     assert mean_ratio(widths, 0.25) == 0 and mean_ratio(widths, 1.0) == 1
     assert geometric_counts(576, 192, widths, average=True) == (145, 36, 9)
     assert geometric_counts(576, 72, widths, average=False) == (288, 144, 72)
+    for n in range(1, 2000):
+        assert geometric_counts(n, n, widths, average=False) == (n, n, n)
 
 
 def test_layers_are_chosen_by_depth_and_budget():

@@ -182,9 +182,14 @@ def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     inputs = Inputs(image, text, mask, stats=scorer.stats)
     scores = autoselect.scores(scorer.params, scorer.config, inputs)
     np.testing.assert_array_equal(found.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
-    for wrong in ({}, {"mean_budget": 4}):
+    for wrong in ({}, {"mean_budget": 4}, {"budget": 4, "max_steps": 5}):
         with pytest.raises(ValueError, match="no learned stop"):
             scorer.prune(image, text, **wrong)
+    for wrong in (0, N + 1, 2.5):
+        with pytest.raises(ValueError, match=f"budget is {wrong}, expected"):
+            scorer.prune(image, text, budget=wrong)
+    with pytest.raises(ValueError, match="budget is 0, expected"):
+        jax.jit(scorer.select_fn(N, budget=0))(scorer, image, text)
 
 
 @pytest.mark.parametrize("config", [CONFIG, AutoSelectConfig(**WIDTHS)])

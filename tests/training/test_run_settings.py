@@ -1,6 +1,7 @@
 """What a run refuses before it loads anything, and the shipped configurations."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import pytest
