@@ -50,7 +50,8 @@ def score(root: str | Path, answers: str | Path) -> Score:
     right = {name: name in kept and is_right(kept[name].text, truths[name]) for name in truths}
     kinds: dict[str, list[bool]] = {}
     for where, row in read_json_lines(layout.file(Path(root) / QUESTIONS, _SOURCE)):
-        name, kind = identity(row, "question_id", where), row.get("category", "default")
+        name = identity(row, "question_id", where)
+        kind = words(row, "category", where) if "category" in row else "default"
         if name not in right:
             raise ValueError(f"{where}: no answer to question {name!r} in {ANSWERS}")
         kinds.setdefault(kind, []).append(right[name])

@@ -201,6 +201,9 @@ def _about(given: argparse.Namespace, method: Method) -> JsonObject:
     pruner = method.pruner
     return {
         "model": given.model,
+        "vision_folder": given.vision_folder,
+        "min_pixels": given.min_pixels,
+        "max_pixels": given.max_pixels,
         "policy": given.policy,
         "pruner": pruner.name,
         "pruner_options": read_options("--pruner_options", given.pruner_options),

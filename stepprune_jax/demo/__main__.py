@@ -18,7 +18,6 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
-from stepprune_jax.pruning import Policy
 from stepprune_jax.user_input import user_input
 
 _NAME = "stepprune_jax.demo"
@@ -55,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     small = given.model in _SMALL
     with user_input():
         names = [*given.policy, *([given.model] if small else [])]
-        policies = dict(_named(Path(name).stem, load_policy(name)) for name in names)
+        loaded = ((name, load_policy(name)) for name in dict.fromkeys(names))
+        policies = {f"{policy.method} ({name})": policy for name, policy in loaded}
         model = load_vlm(
             given.model,
             dtype=jnp.dtype(given.dtype or ("float32" if small else "bfloat16")),
@@ -70,11 +70,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.host,
         given.port,
     )
-
-
-def _named(name: str, policy: Policy) -> tuple[str, Policy]:
-    """A policy, and what the page calls it: the method, and which one of it."""
-    return (name if name == policy.method else f"{policy.method} ({name})"), policy
 
 
 def command() -> NoReturn:

@@ -20,14 +20,13 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.efficiency import measure
 from stepprune_jax.efficiency.measure import Bench, Row
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
@@ -208,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
             print(table(["row", *(f"{part}, TFLOPs" for part in counts[UNPRUNED]), "all"], cells))
             return
-        out = Path(flags.json)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        out = file_to_write("--json", flags.json)
     dtype = jnp.dtype(flags.dtype)
     # The same layout as in `load_vlm`.
     model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)

@@ -160,11 +160,11 @@ def count_tflops(
         config: the model's configuration.
         method: the method.
         batch: prompts with one image each.
-        kept: mean count of a learned stop; None for that of the budget.
+        kept: mean count of a learned stop; None for that of the budget, or the most without one.
     """
     if kept is None:
-        budget = method.pruner.budget
-        kept = budget.number if budget.kind == "mean" else budget.count(config.max_image_tokens)
+        pruner, n = method.pruner, config.max_image_tokens
+        kept = pruner.entering(n) or pruner.budget.value or pruner.most(n)
     text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
     flops = first_token_flops(config, method.pruner, grid, text, text, round(float(kept)))
     return {part: len(batch.prompts.length) * count / 1e12 for part, count in flops.items()}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 
+from stepprune_jax.evaluation.cells import markdown_rows
+
 
 def environment() -> dict[str, str | int]:
     """Returns what affects the speed of programs: device, driver, versions, flags and commit."""
@@ -55,5 +57,4 @@ def peak_memory() -> int | None:
 def table(header: list[str], rows: list[list[object]]) -> str:
     """Formats a Markdown table; floats get three significant digits."""
     cells = [[f"{c:.3g}" if isinstance(c, float) else str(c) for c in row] for row in rows]
-    lines = [header, ["---"] * len(header), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_rows(header, cells, texts=1).rstrip()

@@ -16,7 +16,6 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference.base import Images, Prompts
 from stepprune_jax.inference.pipeline import encode
-from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.timing import timed
 from stepprune_jax.models.attention import Tap
@@ -94,7 +93,7 @@ def encode_questions(
         images, count = request.images, len(request.images.sizes)
         if tower:
             run = functools.partial(_run_tower, model, images, batch_size, taps, execution)
-            images, spent = timed(run, num_compiled)
+            images, spent = timed(run)
             taken += spent * count / batch_size  # padding images do not count
         _fill(ids, words, rows, request)
         parts.append(images)
@@ -154,9 +153,9 @@ def _fill(
 
 
 def _width(rows: Sequence[Sequence[int]]) -> int:
-    """Returns the width that holds the longest row."""
+    """Returns the width that holds the longest row: its own, if it exceeds all."""
     longest = max(map(len, rows))
-    return next(size for size in WIDTHS if size >= longest)
+    return next((size for size in WIDTHS if size >= longest), longest)
 
 
 def cut_prompts(encoded: Encoded, limit: int) -> Encoded:

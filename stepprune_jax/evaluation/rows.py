@@ -171,10 +171,10 @@ class Conditions:
         if row.policy is not None:
             made["policy"] = self.digests[row.policy]
         pruner, exact = row.method.pruner, row.budget.is_exact
-        hidden = ("budget", "config")
         for field in dataclasses.fields(pruner):
-            if field.name not in hidden:
-                made[field.name] = getattr(pruner, field.name)
+            if field.name not in ("budget", "config"):
+                value = getattr(pruner, field.name)
+                made[field.name] = list(value) if isinstance(value, tuple) else value
         if pruner.version > 1:
             made["version"] = pruner.version
         if self.source.config.sizes_vary:

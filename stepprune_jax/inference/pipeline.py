@@ -89,19 +89,20 @@ def choose(
     computation; the kept tokens are then those before the projector, for any pruner. Images after
     the tower need the taps of the pruner.
     """
-    pruner, image = method.pruner, _pair_up(prompts.image_of).image
+    pruner = method.pruner
     if ranking is not None:
+        image = _pair_up(prompts.image_of).image
         counts = exact_counts(pruner, images.sizes[image])
         counts = np.asarray(pruner.counts(method.params, ranking, counts), np.int32)
         arrays = (images.features[image], ranking.order, counts)
         capacity = choose_bucket(counts, _kept_sizes(model.config, pruner, images, sizes))
         arrays = place_rows(mesh_of(model.params), arrays)
         return programs.run_take(*arrays, capacity=capacity), counts
-    pairs, plan = _plan_choice(model, pruner, prompts, images, execution=execution, sizes=sizes)
+    pairs, plan, counts = _plan_choice(
+        *(model, pruner, prompts, images), execution=execution, sizes=sizes
+    )
     kept = programs.run_choose(model.params, model.config, method.params, pairs, plan=plan)
-    if pruner.budget.is_exact:
-        return kept, exact_counts(pruner, images.sizes[image])
-    return kept, fetch(kept.count)
+    return kept, counts if pruner.budget.is_exact else fetch(kept.count)
 
 
 def _plan_choice(
@@ -112,11 +113,11 @@ def _plan_choice(
     *,
     execution: Execution = Execution(),
     sizes: Sequence[int] | None = None,
-) -> tuple[Pairs, Plan]:
-    """Returns what `programs.choose` reads, and its plan; arguments as in `choose`."""
+) -> tuple[Pairs, Plan, Int[np.ndarray, "r"]]:
+    """Returns what `programs.choose` reads, its plan, and counts if exact; args as in `choose`."""
     capacity = pruner.most(_padded_tokens(model.config, images))
+    counts = exact_counts(pruner, images.sizes[_pair_up(prompts.image_of).image])
     if pruner.budget.is_exact:
-        counts = exact_counts(pruner, images.sizes[_pair_up(prompts.image_of).image])
         capacity = choose_bucket(counts, _kept_sizes(model.config, pruner, images, sizes))
     plan = Plan(
         pruner=pruner.program(),
@@ -125,7 +126,7 @@ def _plan_choice(
         execution=execution,
         mesh=mesh_of(model.params),
     )
-    return _pairs(model, pruner, prompts, images), plan
+    return _pairs(model, pruner, prompts, images), plan, counts
 
 
 def rank(model: VLM, method: Method, prompts: Prompts, images: Images, steps: int) -> Ranking:
@@ -169,8 +170,7 @@ def prepare(
         size, grid = images.sizes[rows.image], images.grid[rows.image]
         cuts = method.pruner.cuts(config, _padded_tokens(config, images))
         if images.features is None and method.pruner.budget.is_exact:
-            counts = exact_counts(method.pruner, size)
-            tokens, choice = _plan_choice(
+            tokens, choice, counts = _plan_choice(
                 *(model, method.pruner, prompts, images), execution=options.execution, sizes=sizes
             )
         else:

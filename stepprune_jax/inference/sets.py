@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.inference import pipeline, programs
+from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions
 from stepprune_jax.inference.decoding import check_finite
 from stepprune_jax.inference.sampling import greedy
@@ -86,7 +86,7 @@ def rank_all(
         def run(rows=rows):
             return fetch(pipeline.rank(model, method, prompts.take(rows), images, steps))
 
-        ranking, taken = timed(run, programs.num_compiled)
+        ranking, taken = timed(run)
         seconds += taken
         parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
     ranking = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
@@ -106,18 +106,18 @@ def answer_all(
     """Answers every prompt greedily, without a repetition penalty.
 
     Prompts are sorted by their widths, if there are several, and by their counts, if a ranking
-    gives them, so that a batch is padded to the smallest sizes that hold it. The answer to a prompt
-    does not depend on the others.
+    gives them, so that a batch is padded to the smallest sizes that hold it; those without an image
+    come last. The answer to a prompt does not depend on the others.
 
     Args:
         model: the model.
         method: how to prune, from `place_method`.
-        prompts: prompts with one image each, or all without images.
+        prompts: prompts with one image each, or none.
         images: all images, on the host: before the tower if no two prompts share one, otherwise
             after it.
         options: how the model is run, and the longest answer.
         batching: sizes.
-        ranking: result of `rank_all` for these prompts.
+        ranking: result of `rank_all` for these prompts, which all have an image.
 
     Returns:
         The answers, in the order of the prompts.
@@ -128,7 +128,7 @@ def answer_all(
     total, size = len(prompts.length), batching.batch_size
     widths = batching.widths or (prompts.ids.shape[1],)
     bucket = np.searchsorted(widths, prompts.length)
-    count, order = np.zeros(total, np.int32), [np.zeros(0, np.int32)] * total
+    count, order = prompts.has_image.astype(np.int32), [np.zeros(0, np.int32)] * total
     if ranking is not None:
         exact = pipeline.exact_counts(method.pruner, images.sizes[prompts.image_of[:, 0]])
         count = np.asarray(method.pruner.counts(method.params, ranking, exact), np.int32)
@@ -155,7 +155,7 @@ def answer_all(
             ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
             return ids, begun.kept, begun.trace.stages[-1].index
 
-        (ids, left, index), taken = timed(run, programs.num_compiled)
+        (ids, left, index), taken = timed(run)
         if ranking is None:
             index = fetch(index)
         for at, row in enumerate(rows[:real].tolist()):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from PIL import Image
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
@@ -17,16 +16,16 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
-from stepprune_jax.inference.answer import check_run, generate
+from stepprune_jax.inference.answer import answer, check_run
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.request import read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.sets import Batching, answer_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import PRUNERS, Method, make_method
-from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import check, expect
 
@@ -151,7 +150,7 @@ def answer_questions(
         alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]
         for place in [place for place in alike if len(wanted[place].images) > 1]:
             alike.remove(place)
-            text = _answer_alone(answerer, wanted[place], longest)
+            text = _answer_alone(answerer, place, wanted[place], longest)
             texts[place], done = cut_at(text, wanted[place].until), done + 1
             report(done)
         size = chunk_size(answerer.model, answerer.batch_size)
@@ -175,12 +174,13 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
     return BenchmarkQuestion(number, wanted.text, wanted.text, image)
 
 
-def _answer_alone(answerer: Answerer, wanted: Wanted, longest: int) -> str:
-    """Answers a question about several images, in a batch of its own."""
+def _answer_alone(answerer: Answerer, number: int, wanted: Wanted, longest: int) -> str:
+    """Answers a question about several images as the others, but in a batch of its own."""
     text = wanted.text.replace(IMAGE_MARK, "").strip()
+    request = read_request(answerer.model, [text], [wanted.images])._replace(number=(number,))
     options = dataclasses.replace(answerer.options, max_tokens=longest, warm_up=False)
-    asked = (answerer.model, [text], [wanted.images], answerer.method)
-    return generate(*asked, options=options)[0].text
+    how = answerer.method, Sampling(repetition_penalty=1.0), options
+    return answer(answerer.model, request, *how)[0].text
 
 
 def _answer_chunk(
@@ -199,22 +199,9 @@ def _answer_chunk(
         numbers=[question.question_id for question in asked],
     )
     encoded = cut_prompts(encoded, model.config.family.CONTEXT_LIMIT)
-    shown = encoded.prompts.has_image
-    texts = [""] * len(asked)
-    for rows, how in ((np.flatnonzero(shown), method), (np.flatnonzero(~shown), NO_PRUNING)):
-        if not len(rows):
-            continue
-        answers = answer_all(
-            model,
-            how,
-            encoded.prompts.take(rows),
-            encoded.images,
-            dataclasses.replace(answerer.options, max_tokens=longest),
-            Batching(answerer.batch_size, widths=WIDTHS),
-        )
-        for row, text in zip(rows, answers.texts, strict=True):
-            texts[row] = text
-    return texts
+    options = dataclasses.replace(answerer.options, max_tokens=longest)
+    batching = Batching(answerer.batch_size, widths=WIDTHS)
+    return answer_all(model, method, encoded.prompts, encoded.images, options, batching).texts
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:

@@ -100,8 +100,9 @@ class StepPrune(lmms):
         _check_greedy(settings, where)
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
-        longest = settings.get("max_new_tokens", MAX_NEW_TOKENS)
-        return Wanted(context, tuple(visuals), int(longest), until)
+        longest = settings.get("max_new_tokens")
+        longest = MAX_NEW_TOKENS if longest is None else int(longest)
+        return Wanted(context, tuple(visuals), longest, until)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Raises, as the paper's benchmarks are all answered by generation."""

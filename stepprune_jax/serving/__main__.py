@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import jax.numpy as jnp
 import uvicorn
@@ -25,7 +26,7 @@ from stepprune_jax.serving.images import Limits
 from stepprune_jax.serving.local import Local
 from stepprune_jax.serving.messages import Defaults, Reader
 from stepprune_jax.serving.metrics import Metrics
-from stepprune_jax.user_input import check, local_path, user_input
+from stepprune_jax.user_input import check, expect, local_path, user_input
 
 _NAME = "stepprune-serve"
 # Seconds that a connection may be idle: longer than a busy client takes to use it again, which
@@ -84,12 +85,17 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         mean, folder = given.mean_budget, given.image_folder
         both = mean is not None and given.budget is not None
         folder = None if folder is None else local_path(folder)
-        address = given.engine is None or given.engine.startswith(("http://", "https://"))
         check(
             (not both, "--budget and --mean_budget are given, expected one of them"),
-            (address, f"--engine is {given.engine!r}, expected http://HOST:PORT"),
             (folder is None or folder.is_dir(), f"--image_folder {folder} is not a folder"),
         )
+        for name, fits, expected in (
+            ("engine", given.engine is None or _is_address(given.engine), "http://HOST:PORT"),
+            ("engine_timeout", given.engine_timeout > 0, "seconds above 0"),
+            ("port", 0 < given.port < 1 << 16, "1 to 65535"),
+            ("batch_wait_ms", 0 <= given.batch_wait_ms <= 60_000, "0 to 60000"),
+        ):
+            expect(f"--{name}", getattr(given, name), fits, expected)
         model = load_vlm(
             given.model,
             dtype=jnp.dtype(given.dtype),
@@ -119,6 +125,15 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         backend = Engine(model, given.engine, metrics, seconds=seconds, **batching)
     _logger.info("serving %s on http://%s:%s/v1", name, given.host, given.port)
     return Front(reader, backend, metrics, given.queue).app(), given.host, given.port
+
+
+def _is_address(given: str) -> bool:
+    """Returns whether a text is the address of a server."""
+    try:
+        parts = urlsplit(given)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -140,24 +140,28 @@ class Engine:
         async with self._errors():
             if self._name is None:
                 self._name = (await self._get("/v1/models")).json()["data"][0]["id"]
-            body = await asyncio.to_thread(self._body, chat, row)
+            body = await asyncio.to_thread(self._body, chat, row, self._name)
             how = {"content": body, "headers": {"content-type": "application/json"}}
             async with self._client.stream("POST", "/v1/completions", **how) as response:
                 if response.status_code != 200:
+                    self._name = None  # another model may be served by now
                     raise _refusal(response.status_code, await response.aread())
-                finish = None
+                last = None  # is held back: a connection whose stream has ended is used again
                 async for line in response.aiter_lines():
-                    if finish is None and line.startswith("data: {"):
+                    if last is None and line.startswith("data: {"):
                         tokens = _tokens(line.removeprefix("data: "))
-                        finish = tokens.finish
-                        yield tokens
-                if finish is None:
+                        if tokens.finish is None:
+                            yield tokens
+                        else:
+                            last = tokens
+                if last is None:
                     raise RequestError(503, "the engine ended its answer early")
+        yield last
 
-    def _body(self, chat: Chat, row: Row) -> bytes:
+    def _body(self, chat: Chat, row: Row, name: str) -> bytes:
         """Returns the request to the engine, which fills what it lacks from the model's folder."""
         fields = {
-            "model": self._name,
+            "model": name,
             "prompt_embeds": base64.b64encode(tensor_file(row.embeddings)).decode(),
             "max_tokens": chat.options.max_tokens,
             "temperature": float(chat.sampling.temperature),

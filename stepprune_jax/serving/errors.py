@@ -19,7 +19,8 @@ class RequestError(Exception):
 
     def __init__(self, status: int, message: str, field: str | None = None):
         super().__init__(message)
-        self.status, self.message, self.field = status, one_line(message), field
+        self.status, self.message = status, one_line(message)
+        self.field = None if field is None else one_line(field[: _REPR.maxstring])
 
 
 def require(fits: bool, field: str, message: str, status: int = 400) -> None:

@@ -84,8 +84,9 @@ def _read_file(folder: Path, name: str, where: str, most: int) -> bytes:
         path = (folder / name).resolve()
         inside = path.is_relative_to(folder.resolve()) and path.is_file()
         small = inside and path.stat().st_size <= most
+        content = path.read_bytes() if small else b""
     except (OSError, ValueError):
-        inside = small = False
+        inside, small, content = False, False, b""
     require(inside, "messages", f"{where} is {shown(name)}, no file below the images' folder")
     require(small, "messages", f"{where} is a file of more than {most} bytes", 413)
-    return path.read_bytes()
+    return content

@@ -184,8 +184,9 @@ class Reader:
                 self._check_engine(method, options)
             check_run(self.model.config, method, sampling, options)
         except ValueError as error:
-            named = (name for name in _FIELDS if f"{name} is " in str(error))
-            raise RequestError(400, str(error), next(named, "pruner")) from error
+            named = next((name for name in _FIELDS if f"{name} is " in str(error)), "pruner")
+            named = "mean_budget" if named == "budget" and "mean_budget" in fields else named
+            raise RequestError(400, str(error), named) from error
         return method, sampling, options
 
     def _make_method(self, name: str | None, budget: Budget | str | int | None) -> Method:

@@ -13,7 +13,7 @@ from stepprune_jax.data.images import open_image, pad_to_square
 from stepprune_jax.visualize.style import INK
 
 _BRIGHTNESS = 0.4  # of dropped patches
-MOST_NUMBERS = 99  # three digits do not fit a patch
+_MOST_NUMBERS = 99  # three digits do not fit a patch
 _RAMP = "plasma"
 
 
@@ -67,15 +67,6 @@ def square_patches(
     return ((side - rows) // 2 + row) * side + (side - columns) // 2 + column
 
 
-def kept_patches(
-    order: Sequence[int] | Int[np.ndarray, "k"], grid: int
-) -> Bool[np.ndarray, "grid grid"]:
-    """Returns a mask of the patches in `order`."""
-    kept = np.zeros((grid, grid), bool)
-    kept.flat[np.asarray(order, int)] = True
-    return kept
-
-
 def draw_panel(
     source: str | Path | bytes | Image.Image,
     order: Sequence[int] | Int[np.ndarray, "k"],
@@ -84,14 +75,15 @@ def draw_panel(
 ) -> Image.Image:
     """Draws an image with its kept patches bright, outlined and marked in the order of choice.
 
-    Marks are numbers, or dots from dark to bright if numbers do not fit.
+    Marks are numbers if they are legible: not too many, in patches of at least 20 pixels. Otherwise
+    they are dots, from dark to bright.
     """
-    kept = kept_patches(order, grid)
+    kept = np.isin(np.arange(grid * grid), order).reshape(grid, grid)
     panel = Image.fromarray(dim(read_square(source, side), kept))
     draw = ImageDraw.Draw(panel)
     _outline(draw, kept, side)
     patch = side // grid
-    if use_numbers(len(order), grid, side):
+    if len(order) <= _MOST_NUMBERS and patch >= 20:
         typeface = font(max(9, round(0.43 * patch)), bold=True)
         for number, token in enumerate(order, 1):
             left, top, right, bottom = patch_box(token, grid, side)
@@ -107,11 +99,6 @@ def draw_panel(
     else:
         _draw_dots(draw, order, grid, side)
     return panel
-
-
-def use_numbers(count: int, grid: int, side: int) -> bool:
-    """Returns whether numbers are legible: not too many, in patches of at least 20 pixels."""
-    return count <= MOST_NUMBERS and side // grid >= 20
 
 
 def _draw_dots(draw: ImageDraw.ImageDraw, order, grid: int, side: int) -> None:

@@ -47,7 +47,14 @@ def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
     assert module.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
 
 
-def test_questions_without_truths_are_named(folder):
-    write_lines(folder / "test.jsonl", [{"question_id": "x", "image": "a.png", "text": "?"}])
-    with pytest.raises(ValueError, match=r"test.jsonl: line 1: no answer to question 'x'"):
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"question_id": "x"}, "no answer to question 'x'"),
+        ({"question_id": 0, "category": None}, '"category" is null, expected a text'),
+    ],
+)
+def test_questions_that_do_not_fit_are_named(folder, fields, words):
+    write_lines(folder / "test.jsonl", [fields | {"image": "a.png", "text": "?"}])
+    with pytest.raises(ValueError, match=f"test.jsonl: line 1: {words}"):
         module.score(folder, said(folder, (0, "2")))

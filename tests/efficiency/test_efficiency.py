@@ -72,6 +72,7 @@ def test_images_of_qwen_are_square(capsys):
 BAD = {
     "pruner": (["--rows", "clss@4"], "unknown pruner 'clss'.*Did you mean cls"),
     "budget": (["--rows", "cls@99"], "budget is 99, expected at most 16"),
+    "json": (["--json", "/"], "--json is '/', expected a file in a folder that can be written"),
     "model": (["--model", "llava-8b"], "'llava-8b' is neither a file nor one of llava-7b"),
 }
 
@@ -94,11 +95,13 @@ def patched(monkeypatch):
 
 
 def test_a_dry_run_counts_what_the_paper_has_for_all_tokens(capsys, patched):
-    efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", "visionzip@64", "stepprune@64"])
-    header, _, *rows = capsys.readouterr().out.strip().splitlines()
+    names = ["visionzip@64", "stepprune@64", "stepprune@288", "stepprune"]
+    efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", *names])
+    header, _, *rows, most, own = capsys.readouterr().out.strip().splitlines()
     assert header.startswith("| row | tower, TFLOPs | choice, TFLOPs | projector, TFLOPs | prefill")
     assert rows[0] == "| all | 0.366 | 0 | 0.0242 | 8.5 | 8.89 |"
     assert [row.split(" | ")[-1] for row in rows[1:]] == ["2.04 |", "2.08 |"]
+    assert own.split(" | ")[3:5] == most.split(" | ")[3:5]  # its own stop: up to T_max
     with pytest.raises(SystemExit):
         efficiency.main(["--model", "llava-7b"])
     assert "required: --json, or --dry_run" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_all_tokens_are_answered_as_by_generate(model, test, test_split):
 
 def test_a_question_takes_as_long_in_a_batch_that_is_not_full(model, test, monkeypatch):
     # What is left of an interrupted run fills no batch, whose time is that of a full one.
-    monkeypatch.setattr(sets, "timed", lambda run, *_: (run(), 6.0))
+    monkeypatch.setattr(sets, "timed", lambda run: (run(), 6.0))
     few = test.take(np.arange(5))
     assert answer(model, NO_PRUNING, few).seconds.tolist() == [6.0 / 4] * 5
     method = place_method(model, make_method(policy=stepprune(3)))

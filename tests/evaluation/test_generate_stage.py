@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_world import changed, one_shot, small_run, stepprune, write_split
 
-from stepprune_jax.benchmarks import BENCHMARKS
+from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
+from stepprune_jax.benchmarks.answer_files import append, check_claim, claim
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
 from stepprune_jax.evaluation.encode import cut_prompts, encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers
-from stepprune_jax.evaluation.rows import plan_rows, policy_digest
+from stepprune_jax.evaluation.rows import Conditions, plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models.llava import LLAVA
@@ -301,6 +303,17 @@ def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch)
         generate_answers(config, tmp_path)
 
 
+def test_a_run_with_an_option_that_is_a_list_can_be_resumed(config, model, root, tmp_path):
+    options = "pyramiddrop average=False layer_list=[1] image_token_ratio_list=[.5]"
+    run = changed(config, methods="pyramiddrop", options=options, rows={})
+    conditions = Conditions(run, inspect_folder(model.folder), {}, tmp_path)
+    questions = asked_by("folder", root)
+    file = conditions.files(conditions.rows({}), BENCHMARKS["folder"], questions)[0]
+    claim(file)
+    append(file.path, [{"question_id": 0}])
+    check_claim(file)
+
+
 def test_devices_share_the_questions_one_each(run, config, tmp_path):
     config = changed(config, benchmarks="pope", methods="all tokens", rows={}, batch_size=1)
     config = dataclasses.replace(config, mesh="data")
@@ -343,7 +356,7 @@ def test_chunks_are_whole_batches_that_fit_into_memory(model, monkeypatch):
 
 
 def test_time_is_that_of_questions_with_an_image(model, root, monkeypatch):
-    monkeypatch.setattr(encode, "timed", lambda run, *_: (run(), 6.0))
+    monkeypatch.setattr(encode, "timed", lambda run: (run(), 6.0))
     # Two images are read in six seconds; the tower takes as long for a batch of four.
     encoded = encode_questions(model, asked_by("scienceqa", root), batch_size=4)
     assert encoded.seconds == (6.0 + 6.0 * 2 / 4) / 2
@@ -405,3 +418,11 @@ def test_prompts_beyond_the_context_lose_their_end(model, root):
     with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
         cut = cut_prompts(encoded._replace(prompts=long), LLAVA.CONTEXT_LIMIT)
     assert cut.prompts.length.tolist() == [LLAVA.CONTEXT_LIMIT - 8, LLAVA.CONTEXT_LIMIT] * 2
+
+
+def test_a_prompt_may_be_longer_than_any_width(model):
+    text = "red " * 70_000
+    ids = encode_questions(
+        model, [BenchmarkQuestion(0, text, text, None)], batch_size=1
+    ).prompts.ids
+    assert ids.shape[1] > 1 << 16

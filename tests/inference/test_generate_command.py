@@ -248,6 +248,7 @@ def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_pat
     assert ask(files, *asked) == 0
     for arguments, said in (
         ((*asked, "--max_tokens", 5), "was answered with another max_tokens; give another --out"),
+        ((*asked, "--max_pixels", 576), "was answered with another max_pixels; give another"),
         ((*asked, "--temperature", 1), "--temperature does not belong to --questions"),
         (("--questions", question_file), "--questions and --out are given together"),
         (("--questions", question_file, "--out", "/no/where"), "--out is '/no/where', expected"),

@@ -9,7 +9,7 @@ from small_world import stepprune
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluation import encode
-from stepprune_jax.inference import RunOptions, generate
+from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.inference.sets import Answers
 from stepprune_jax.integrations import answerer as module
 from stepprune_jax.integrations.answerer import (
@@ -100,24 +100,41 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
     assert apart.features is None and len(apart.sizes) == 2
 
 
-def test_several_images_are_answered_as_by_generate(llava_folder, policy):
+def test_several_images_are_answered_as_by_generate(llava_folder, tmp_path):
+    policy = save_policy(stepprune(draw=0.0), tmp_path / "policy.bin")
     settings = Settings(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
     answerer, (first, _, second, _), done = load_answerer(settings), images(), []
+    answerer = answerer._replace(model=answerer.model._replace(repetition_penalty=9.0))
     both = first + second
-    # A draw depends on the number of its question, which is 0 for one that is asked alone.
     asked = [
         Wanted("red", first, 2),
         Wanted("<image> two dog", both, 2),
-        Wanted("?", both[::-1], 3),
+        Wanted("?", both[::-1], 12),
     ]
     texts = answer_questions(answerer, asked, done.append)
     assert done == [1, 2, 3]
+    plain = Sampling(repetition_penalty=1.0)
     for text, (prompt, shown, most, _) in zip(texts, asked, strict=True):
         options = RunOptions(most, warm_up=False)
         method = answerer.method
         question = prompt.removeprefix("<image> ")
-        (said,) = generate(answerer.model, [question], [shown], method, options=options)
+        (said,) = generate(
+            answerer.model, [question], [shown], method, options=options, sampling=plain
+        )
         assert text == said.text.strip() and said.kept == 2 * len(shown)
+
+
+def test_draws_about_several_images_depend_on_the_number_of_the_question(llava_folder, monkeypatch):
+    settings = Settings(pretrained=llava_folder, dtype="float32", method="random", budget=4)
+    (first, _, second, _), kept, answer = images(), [], module.answer
+
+    def watch(*arguments):
+        kept.append(answer(*arguments)[0].kept_indices)
+        return answer(*arguments)
+
+    monkeypatch.setattr(module, "answer", watch)
+    answer_questions(load_answerer(settings), [Wanted("?", first + second, 1)] * 2)
+    assert kept[0] != kept[1]
 
 
 def test_answers_end_where_they_are_told_to():

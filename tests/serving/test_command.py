@@ -27,12 +27,18 @@ def test_the_flags_are_the_defaults_of_a_request(prepared, tmp_path):
         assert httpx2.get(f"{address}/health").status_code == 503
 
 
+ADDRESSES = ("127.0.0.1:8000", "http://", "http://localhost:abc", "http://localhost:65536")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--pruner", "fastv", "--budget", "3", "--engine", "http://x"), "inside the language"),
         (("--positions", "original", "--engine", "http://x"), "expected 'compact' with an engine"),
-        (("--engine", "127.0.0.1:8000"), "expected http://HOST:PORT"),
+        *((("--engine", x), "expected http://HOST:PORT") for x in ADDRESSES),
+        (("--engine_timeout", "nan"), "--engine_timeout is nan, expected seconds above 0"),
+        (("--port", "65536"), "--port is 65536, expected 1 to 65535"),
+        (("--batch_wait_ms", "inf"), "--batch_wait_ms is inf, expected 0 to 60000"),
         (("--budget", "3", "--mean_budget", "3"), "expected one of them"),
         (("--pruner", "grid", "--budget", "400"), "expected at most 9 of 9"),
         (("--image_folder", "/nowhere"), "is not a folder"),

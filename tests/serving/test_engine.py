@@ -186,6 +186,22 @@ def test_an_engine_that_is_killed_and_started_again(llava_model):
                 assert httpx2.get(f"{address}/health").status_code == 200
 
 
+def test_an_engine_that_serves_another_model_now(client, fake):
+    for name in ("another", fake.name):
+        fake.name = name
+        with pytest.raises(openai.InternalServerError, match="the engine answers 404: no such"):
+            ask(client)
+        assert ask(client).usage.completion_tokens == 4
+
+
+def test_requests_share_a_connection_to_the_engine(client, fake):
+    fake.clients.clear()
+    for _ in range(3):
+        ask(client)
+        list(ask(client, stream=True))
+    assert len(fake.clients) == 1
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_work_for_a_client_that_went_away_is_dropped(address, fake, client, stream):
     fake.mode, before = "endless", fake.dropped
@@ -229,6 +245,7 @@ def test_a_large_body_is_refused_before_it_is_read(address):
     answer = httpx2.post(f"{address}/v1/chat/completions", content=unknown_length())
     assert answer.status_code == 413 and "200000 bytes" in answer.json()["error"]["message"]
     assert httpx2.get(f"{address}/v1/chat/completions").status_code == 405
-    bad = httpx2.post(f"{address}/v1/chat/completions", content=b"{")
-    assert bad.status_code == 400
-    assert bad.json()["error"]["type"] == "invalid_request_error"
+    for body in (b"{", b'{"\\ud800": 1}'):
+        bad = httpx2.post(f"{address}/v1/chat/completions", content=body)
+        assert bad.status_code == 400
+        assert bad.json()["error"]["type"] == "invalid_request_error"

@@ -103,6 +103,7 @@ TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
         ({"budget": 400}, 400, "budget", "budget is 400, expected at most"),
         ({"budget": 2, "mean_budget": 2}, 400, "budget", "expected one of them"),
         ({"mean_budget": 2}, 400, "pruner", "calibrat"),
+        ({"mean_budget": -1}, 400, "mean_budget", "budget is -1, expected a positive number"),
         ({"pruner": "gird"}, 400, "pruner", "Did you mean grid?"),
         ({"pruner": "autoselect", "budget": 3}, 400, "pruner", "needs a policy"),
         ({"positions": "odd"}, 400, "positions", "positions is 'odd', expected"),

@@ -59,13 +59,16 @@ class FakeEngine:
 
     Attributes:
         mode: "well", or how it misbehaves.
+        name: what requests call its model.
         seen: the requests, with the embeddings as bytes.
+        clients: the connections that they came by.
         running: answers that are being sent.
         dropped: answers whose client went away.
     """
 
     def __init__(self, mode="well", tokens=4):
         self.mode, self.tokens, self.seen, self.running, self.dropped = mode, tokens, [], 0, 0
+        self.name, self.clients = "the engine's", set()
 
     def app(self):
         return Starlette(
@@ -80,12 +83,15 @@ class FakeEngine:
         return PlainTextResponse("", 200 if self.mode == "well" else 503)
 
     async def _models(self, request):
-        return JSONResponse({"data": [{"id": "the engine's"}]})
+        return JSONResponse({"data": [{"id": self.name}]})
 
     async def _complete(self, request):
         fields = await request.json()
         fields["prompt_embeds"] = base64.b64decode(fields["prompt_embeds"])
         self.seen.append(fields)
+        self.clients.add(request.client)
+        if fields["model"] != self.name:
+            return JSONResponse({"error": {"message": "no such model"}}, 404)
         if self.mode == "refuses":
             error = {"message": "the prompt is too long"}
             return JSONResponse({"error": error}, 400)

@@ -11,7 +11,7 @@ from stepprune_jax.visualize import overlays, patches, style
 def test_kept_patches_stay_and_the_rest_is_darker():
     pixels = np.full((60, 60, 3), 200, np.uint8)
     # The end of the first row and the start of the second.
-    dimmed = patches.dim(pixels, patches.kept_patches([2, 3], 3))
+    dimmed = patches.dim(pixels, np.isin(np.arange(9), [2, 3]).reshape(3, 3))
     assert (dimmed[:20, 40:] == 200).all() and (dimmed[20:40, :20] == 200).all()
     assert (dimmed[:20, :40] < 120).all() and (dimmed[20:40, 20:] < 120).all()
     assert (dimmed[40:] < 120).all()
@@ -23,9 +23,8 @@ def test_patches_tile_any_square():
         for token in range(grid * grid):
             left, top, right, bottom = patches.patch_box(token, grid, side)
             covered[top:bottom, left:right] += 1
-            middle = patches.dim(
-                np.full((side, side, 3), 255, np.uint8), patches.kept_patches([token], grid)
-            )
+            kept = (np.arange(grid * grid) == token).reshape(grid, grid)
+            middle = patches.dim(np.full((side, side, 3), 255, np.uint8), kept)
             assert (middle[top:bottom, left:right] == 255).all()
         assert (covered == 1).all()
 
@@ -37,12 +36,14 @@ def test_patches_in_the_padded_square_by_hand():
 
 
 @pytest.mark.parametrize(("grid", "numbers"), [(12, True), (24, False)])
-def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path, grid, numbers):
+def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path, monkeypatch, grid, numbers):
     Image.new("RGB", (80, 40), "white").save(tmp_path / "wide.png")
     square = patches.read_square(tmp_path / "wide.png", 80)
     assert (square[30:50] > 250).all() and (square[:15] < 5).all() and (square[65:] < 5).all()
+    dots = []
+    monkeypatch.setattr(patches, "_draw_dots", lambda *given: dots.append(given))
     panel = patches.draw_panel(tmp_path / "wide.png", np.arange(30), grid, 240)
-    assert panel.size == (240, 240) and patches.use_numbers(30, grid, 240) == numbers
+    assert panel.size == (240, 240) and bool(dots) != numbers
 
 
 def test_text_is_broken_to_fit():
