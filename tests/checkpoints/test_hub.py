@@ -173,3 +173,5 @@ def test_a_failed_upload_is_reported_in_one_line(server, trained, monkeypatch, c
     assert "uploading to me/mine failed: " in said and "401" in said
     assert "The files are in release; `hf upload me/mine release` also uploads them" in said
     assert load_policy(tmp_path / "release" / NAME).config == dataclasses.replace(CONFIG)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server is there
+    assert "uploading to me/mine failed: " in error("--push=me/mine")
