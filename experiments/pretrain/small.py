@@ -1,58 +1,23 @@
 """What a family adds to pretraining: the shape of its small model, where it starts, its vocabulary.
 
-The stages ask no family; all that they need besides `models.family` is here.
+The stages ask no family; all that they need besides `models.family` is here. A family is a module:
+
+* `TEMPLATE`: tokens of its prompts.
+* `TOWER`, `CONNECTOR`: parts of the weights that learn from labels of patches, and the one before
+  the language model that learns together with it.
+* `model_config` and `image_settings` of a shape; `init_params`, whose tower looks at neighbouring
+  patches from the start.
+* `states`: what heads read labels from: visual tokens, and the class token, if any.
+* `connect`: brings what the language model is given to a scale that it learns from.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from experiments.pretrain import small_llava, small_qwen
-from experiments.pretrain.settings import ShapeSettings
-from experiments.pretrain.vocabulary import Template
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.stack import Params
-
-
-@runtime_checkable
-class Small(Protocol):
-    """A small model of a family.
-
-    Attributes:
-        TEMPLATE: tokens of the family's prompts.
-        TOWER: parts of the weights that learn from labels of patches.
-        CONNECTOR: the part before the language model that learns together with it.
-    """
-
-    TEMPLATE: Template
-    TOWER: tuple[str, ...]
-    CONNECTOR: str
-
-    def model_config(self, shape: ShapeSettings, tokenizer: Any) -> ModelConfig:
-        """Returns the configuration of a model of this shape and vocabulary."""
-        ...
-
-    def image_settings(self, shape: ShapeSettings) -> Any:
-        """Returns the settings of an image processor that leaves images of the shape's size."""
-        ...
-
-    def init_params(self, key: Array, config: ModelConfig) -> Params:
-        """Draws weights whose tower looks at neighbouring patches from the start."""
-        ...
-
-    def states(
-        self, params: Params, config: ModelConfig, pixels: Any
-    ) -> tuple[Float[Array, "i n d"], Float[Array, "i d"] | None]:
-        """Returns what heads read labels from: visual tokens, and the class token, if any."""
-        ...
-
-    def connect(
-        self, params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]
-    ) -> Params:
-        """Brings what the language model is given to a scale that it learns from."""
-        ...
-
 
 SMALL: dict[str, Any] = {"llava": small_llava, "qwen2_5_vl": small_qwen}
 

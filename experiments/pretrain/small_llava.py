@@ -1,4 +1,4 @@
-"""The small LLaVA: its shape, its vocabulary, and where it starts; see `small.Small`."""
+"""The small LLaVA: its shape, its vocabulary, and where it starts; see `small`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The small Qwen2.5-VL: its shape, its vocabulary, and where it starts; see `small.Small`.
+"""The small Qwen2.5-VL: its shape, its vocabulary, and where it starts; see `small`.
 
 Patches of this tower have no position of their own: rotary angles tell how far apart two of them
 are. So heads that look at neighbours are biases of queries and keys here, and labels of patches

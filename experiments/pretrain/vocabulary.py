@@ -73,7 +73,7 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
 
 
 def take_rows(key: Array, params: Params, old: Any, new: Any) -> tuple[Params, list[str]]:
-    """Converts a language model's embedding and head to another vocabulary."""
+    """Converts a language model's embedding and head, if it has one, to another vocabulary."""
     known, wanted = old.get_vocab(), new.get_vocab()
     words = sorted(wanted, key=wanted.get)
     source = np.asarray([known.get(word, -1) for word in words])
@@ -84,7 +84,9 @@ def take_rows(key: Array, params: Params, old: Any, new: Any) -> tuple[Params, l
         return jnp.where(fresh[:, None], drawn, table[np.maximum(source, 0)])
 
     embed_key, head_key = jax.random.split(key)
-    embed = {"embedding": rows(embed_key, jnp.asarray(params["embed"]["embedding"]))}
-    head = {"kernel": rows(head_key, jnp.asarray(params["head"]["kernel"]).T).T}
+    table = jnp.asarray(params["embed"]["embedding"])
+    changed = {"embed": {"embedding": rows(embed_key, table)}}
+    if "head" in params:  # not if it is the embedding
+        changed["head"] = {"kernel": rows(head_key, jnp.asarray(params["head"]["kernel"]).T).T}
     lacking = [word for word, absent in zip(words, fresh, strict=True) if absent]
-    return params | {"embed": embed, "head": head}, lacking
+    return params | changed, lacking

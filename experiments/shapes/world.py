@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from experiments.datasets.llava_folder import Asked, write_questions
 from experiments.shapes import crowds
 from experiments.shapes.draw import label_words, patch_labels, presence, render
 from experiments.shapes.levels import LEVELS, ask
@@ -133,24 +134,19 @@ def _mentions(asked: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
 
 def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
     """Writes a question file with its answers and scenes."""
-    asked, answers, scenes = [], [], []
+    asked, scenes = [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, split, count)):
         more = {}
         if LEVELS[to.level].crowd:
             more["alike"] = crowds.alike(scene, to.size(number)[1])
         for query in queries:
             name = f"{split}_{len(asked):06d}"
-            image = _name(split, number)
-            asked.append(
-                {"question_id": name, "image": image, "text": query.text, "category": query.family}
-            )
-            answers.append({"question_id": name, "answer": query.answer})
+            asked.append(Asked(query.text, query.answer, query.family, _name(split, number)))
             relevant = list(query.relevant)
             scenes.append(
                 {"question_id": name, "complexity": scene.complexity, "relevant": relevant} | more
             )
-    write_json_lines(to.folder / f"{split}.jsonl", asked)
-    write_json_lines(to.folder / f"{split}_answers.jsonl", answers)
+    write_questions(to.folder, split, asked)
     write_json_lines(to.folder / f"{split}_scenes.jsonl", scenes)
 
 
@@ -219,7 +215,7 @@ def write_world(
         "emphasis": emphasis,
     }
     for name, value in settings.items():
-        _require(name, value, value >= 0, "a number >= 0")
+        _require(name, value, 0 <= value < 1 << 64, "a number >= 0, below 2**64")
     fits = grid > 0 < side and side % grid == 0
     _require("side", side, fits, f"a positive multiple of grid ({grid})")
     if sizes is not None:

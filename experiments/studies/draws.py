@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -156,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = configurations.load(given.config, given.changes)
         split = thin(read_split(run.root(BENCHMARK.name), "validation"), given.limit)
         distributed.use_cores(run.cpu_devices)
-        policies = {Path(name).stem: load_policy(name) for name in given.policy}
+        policies = {name: load_policy(name) for name in given.policy}
         rows = compare(run, split, policies, given.budgets, given.seeds)
         if json_file:
             write_json(json_file, rows)

@@ -20,6 +20,7 @@ tower of the model is used.
 import argparse
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ from stepprune_jax.pruning import AutoSelect, method_of
 from stepprune_jax.training import Run
 from stepprune_jax.training.optimizer import make_optimizer
 from stepprune_jax.training.settings import read_method
+from stepprune_jax.user_input import expect
 
 PATHS = ("one step", "two steps", "three steps")
 LONGEST, WORDS = 4, 32  # patches of the longest path, and words of a question
@@ -269,6 +271,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         distributed.use_cores(run.cpu_devices)
         model, folder = load_model(run), run.data.folder
         config = read_method(run, model.config).config
+        known = learners(config)
+        chosen = options.only or [*known]
+        expect("--only", chosen, known.keys() >= {*chosen}, f"some of {', '.join(known)}")
         train, test = (
             read_paths(model, read_split(folder, name), run, config)
             for name in ("validation", "test")
@@ -279,14 +284,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         FeatureStats.start(config.feature_width), jnp.asarray(train.features[:500])
     )
     rows = []
-    for name, learner in learners(config).items():
-        if options.only and name not in options.only:
-            continue
-        for seed in options.seeds:
-            given = (run, options.steps, seed, train, test, stats)
-            found = followed(learn(learner, *given), test.path)
-            rows.append({"learner": name, "seed": seed} | found)
-            print(rows[-1], flush=True)
+    for name, seed in itertools.product(chosen, options.seeds):
+        given = (run, options.steps, seed, train, test, stats)
+        found = followed(learn(known[name], *given), test.path)
+        rows.append({"learner": name, "seed": seed} | found)
+        print(rows[-1], flush=True)
     if json_file:
         write_json(json_file, {"steps": options.steps, "rows": rows})
     print(markdown_rows(list(rows[0]), [list(row.values()) for row in rows]), end="")

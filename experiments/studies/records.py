@@ -23,6 +23,7 @@ import optax
 import stepprune_jax as sp
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.pruning import AutoSelectConfig, PolicyGradientSettings
+from stepprune_jax.user_input import expect, user_input
 
 HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32
 WIDTH = 3 * HALF
@@ -144,8 +145,11 @@ def main(argv: list[str] | None = None) -> None:
         "small budgets at once": sp.PolicyConfig(**shape, budget_anneal=0.0),
         "autoselect": AutoSelectConfig(**shape),
     }
+    methods = flags.methods or [*rows]
+    with user_input():
+        expect("--methods", methods, rows.keys() >= {*methods}, f"some of {', '.join(rows)}")
     for n, hops in itertools.product(flags.tokens, flags.hops):
-        for name, seed in itertools.product(flags.methods or rows, flags.seeds):
+        for name, seed in itertools.product(methods, flags.seeds):
             found = train(rows[name], seed, n, hops, flags.updates, flags.sampled)
             about = {"tokens": n, "hops": hops, "updates": flags.updates, "seed": seed}
             about |= {"sampled": flags.sampled}

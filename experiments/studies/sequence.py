@@ -1,7 +1,8 @@
 r"""Tells whether choosing step by step pays, family by family: experiments/RESULTS.md.
 
-    python -m experiments.studies.sequence --config shapes_hard --workdir runs/shapes_hard \
-        --scorer runs/shapes_hard_autoselect/policy.safetensors --json sequence.json
+    python -m experiments.studies.sequence --config experiments/configs/shapes_hard.py \
+        --workdir runs/shapes_hard --json sequence.json \
+        --scorer runs/shapes_hard_autoselect/policy.safetensors
 
 The policy's step-by-step selection is compared with the best tokens of its own first step, with
 one-shot scorers, and with an oracle that keeps the tokens an answer depends on, all at exact

@@ -77,7 +77,7 @@ def download(source: Repository, patterns: Sequence[str]) -> Path:
         folder = huggingface_hub.snapshot_download(
             source.name, revision=source.revision, allow_patterns=list(patterns)
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # its HTTP client has kinds of its own
         raise FileNotFoundError(
             f"fetching {str(source)!r} from the Hugging Face hub failed: {_one_line(error)}. "
             "Without a network, download the repository elsewhere and give its local path"
@@ -99,7 +99,7 @@ def upload(folder: Path, names: Sequence[str], target: Repository, *, private: b
             revision=target.revision,
             commit_message="Upload a policy of stepprune_jax",
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as in `download`
         raise OSError(
             f"uploading to {target} failed: {_one_line(error)}. The files are in {folder}; "
             f"`hf upload {target.name} {folder}` also uploads them"

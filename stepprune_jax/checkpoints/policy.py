@@ -30,7 +30,7 @@ from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruning import Policy, TrainedConfig, learned_methods, method_of
 from stepprune_jax.pruning.calibration import read_calibration
 from stepprune_jax.settings import is_number
-from stepprune_jax.user_input import check, errors_named, expect
+from stepprune_jax.user_input import check, errors_named, expect, local_path
 from stepprune_jax.version import version
 
 POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub
@@ -151,7 +151,7 @@ def policy_file(path: str | Path) -> Path:
     or "owner/name@revision", with "hub:" in front of it if there is a local folder of the owner's
     name.
     """
-    file, shipped = Path(path), find_shipped_policy(path)
+    file, shipped = local_path(path), find_shipped_policy(path)
     if file.is_file():
         return file
     if shipped is not None:

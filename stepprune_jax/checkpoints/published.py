@@ -93,8 +93,9 @@ def read_published(path: Path) -> tuple[TrainedConfig, dict[str, np.ndarray]]:
 def _read_tensors(
     entries: Mapping[str, safetensors.TensorEntry], names: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
-    """Reads tensors, matrices as [in, out]."""
-    arrays = {names.get(x, x): safetensors.read_tensor(entry) for x, entry in entries.items()}
+    """Reads tensors that float32 holds, matrices as [in, out]."""
+    kind = np.dtype(np.float32)
+    arrays = {names.get(x, x): safetensors.read_tensor(e, dtype=kind) for x, e in entries.items()}
     return {name: array.T if array.ndim == 2 else array for name, array in arrays.items()}
 
 
@@ -103,7 +104,7 @@ def _read_glimpseprune(path: Path) -> tuple[GlimpsePruneConfig, dict[str, np.nda
     entries, beside = torch_file.read_tensors(path), path.with_name(GLIMPSE_CONFIG)
     raw = read_json_object(beside)
     kind = raw.get("model_type")
-    expect(f"{beside}: model_type", kind, kind in _KINDS, f"one of {', '.join(_KINDS)}")
+    expect(f"{beside}: model_type", kind, kind in [*_KINDS], f"one of {', '.join(_KINDS)}")
     for name, only in _KINDS[kind].items():
         expect(f"{beside}: {name}", raw.get(name), raw.get(name) == only, repr(only))
     anchors = raw.get("anchor_positions")

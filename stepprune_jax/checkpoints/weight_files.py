@@ -55,8 +55,9 @@ def read_weight_map(index: Path, prefix: str = "", stored: bool = True) -> dict[
     weight_map = {name: file for name, file in weight_map.items() if name.startswith(prefix)}
     files = sorted({str(file) for file in weight_map.values()})
     # A link in the folder may lead elsewhere, as in the hub's own folders.
-    plain = [name for name in files if PurePath(name).name == name and name.isprintable()]
-    if not (files or prefix) or len(plain) < len(files) or {"", ".."} & {*files}:
+    plain = all(isinstance(file, str) for file in weight_map.values())
+    plain = plain and all(PurePath(name).name == name and name.isprintable() for name in files)
+    if not (files or prefix) or not plain or {"", ".."} & {*files}:
         raise ValueError(f"{index}: weight_map should name files in the same folder, got {files}")
     missing = [file for file in files if not os.path.isfile(index.parent / file)]
     if missing and stored:

@@ -331,7 +331,8 @@ def prefill(
         max_new_tokens: slots to leave free in the cache; a token generated beyond them would not
             be seen by later ones.
         cuts: places between layers where tokens are dropped, in ascending order of layers. Each
-            stage between them has its own length and its own cache.
+            stage between them has its own length and its own cache. The caller checks that the
+            model has these layers.
         all_logits: whether to return logits of all slots, as losses need, not only the last.
         execution: how the layers are run.
         halted: result of `halt` for the first of the cuts, if it has been reached before.
@@ -340,7 +341,7 @@ def prefill(
         A `Prefill`.
 
     Raises:
-        ValueError: layers that do not exist.
+        ValueError: taps that the stage before a cut does not have.
     """
     caches, after, first = [], [], 0
     language, text = params["language"], config.text

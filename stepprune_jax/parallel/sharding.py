@@ -25,11 +25,6 @@ Rules = Sequence[tuple[str, P]]
 
 BATCH = ("data", "fsdp")
 
-CACHE_RULES: Rules = (
-    (r"(.*/)?(key|value)", P(None, BATCH, "tensor")),
-    (r"(.*/)?(length|next_position)", P(BATCH)),
-)
-
 # Anything whose first axis is the batch: token ids, a `Sequence`, pixels.
 BATCH_RULES: Rules = ((r".*", P(BATCH)),)
 

@@ -138,6 +138,7 @@ def test_pickles_come_from_a_repository_without_safetensors(server, llava_folder
 def trained(policy, monkeypatch):
     config = {
         "model.folder": "hub:org/model@v1",
+        "data.train_file": "",
         "data.folder": "data",
         "steps": 3,
         "batch_size": 2,
@@ -173,3 +174,6 @@ def test_a_failed_upload_is_reported_in_one_line(server, trained, monkeypatch, c
     assert "uploading to me/mine failed: " in said and "401" in said
     assert "The files are in release; `hf upload me/mine release` also uploads them" in said
     assert load_policy(tmp_path / "release" / NAME).config == dataclasses.replace(CONFIG)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # no server is there
+    said = error("--push=me/mine", "--out=again")
+    assert "uploading to me/mine failed: " in said and "The files are in again" in said

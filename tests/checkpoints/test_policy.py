@@ -65,6 +65,8 @@ def test_shipped_policies_have_names(tmp_path, monkeypatch):
     # A file of that name comes first.
     save_policy(Policy.init(jax.random.key(0), CONFIG, None), tmp_path / "shapes")
     assert load_policy("shapes").config == CONFIG
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_policy("~/shapes").config == CONFIG
 
 
 def test_the_file_is_readable_by_others(tmp_path, policy):

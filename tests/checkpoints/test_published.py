@@ -67,6 +67,14 @@ def test_one_file_its_folder_and_shards_are_read(tmp_path):
         assert find_policy(tmp_path / path).is_file()
 
 
+def test_a_weight_that_float32_does_not_hold_is_refused(tmp_path):
+    arrays = {name: array.astype(np.float64) for name, array in tensors().items()}
+    arrays["visual.importance_scorer.q_proj.bias"][0] = 1e300
+    write(tmp_path / "model.safetensors", arrays)
+    with pytest.raises(ValueError, match=r"'visual.*q_proj\.bias' holds numbers too large"):
+        load_policy(tmp_path)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_weight_is_there_and_used(tmp_path, sharded):
     arrays, prefix = tensors(), "visual.importance_scorer"

@@ -168,6 +168,7 @@ def test_every_weight_is_there_and_used(tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type is 'llama', expected one of llava_llama_gp"),
+        ({"model_type": ["llava_llama_gp"]}, "model_type is .*, expected one of llava_llama_gp"),
         ({"attn_fuse_type": "AttnFuserV2"}, "attn_fuse_type is 'AttnFuserV2', expected"),
         ({"deep_supervision": True}, "deep_supervision is True, expected False"),
         ({"anchor_positions": ["tl"]}, "anchor_positions is .*, expected none"),

@@ -56,3 +56,5 @@ def test_another_vocabulary_keeps_the_rows_of_words_that_both_have():
             np.testing.assert_array_equal(found["head"]["kernel"][:, token], -row)
     fresh = found["embed"]["embedding"][new.get_vocab()["green"]]
     assert np.isfinite(fresh).all() and np.abs(fresh).max() > 0
+    tied, _ = take_rows(jax.random.key(0), {"embed": params["embed"]}, old, new)
+    np.testing.assert_array_equal(tied["embed"]["embedding"], found["embed"]["embedding"])

@@ -177,9 +177,9 @@ def test_the_command_writes_and_reports_mistakes_in_one_line(tmp_path, capsys):
     assert "preview.png" in capsys.readouterr().out
     with Image.open(tmp_path / "w" / "preview.png") as sheet:
         assert sheet.size == (400, 200)
-    for wrong in (["--side", "50"], ["--train", "-2"], ["--preview", "-1"], ["--level", "3"], []):
+    for wrong in ("--side=50", "--train=-2", "--preview=-1", "--level=3", "--emphasis=inf", ""):
         with pytest.raises(SystemExit) as exit:
-            main([*arguments, *wrong])
+            main([*arguments, *wrong.split()])
         error = capsys.readouterr().err
         assert exit.value.code == 2 and error.count("\n") == 1 and "error:" in error, wrong
 

@@ -1,5 +1,6 @@
 """What differs between families beside their programs, and how a folder finds its own."""
 
+import dataclasses
 import functools
 
 import jax
@@ -23,7 +24,9 @@ def test_a_folder_is_of_the_family_whose_configuration_it_has():
     ):
         assert find_family(fields, "here") is family is config.family is FAMILIES[family.name]
         assert family.read_config(fields, None) == config
-        assert family.read_config(config.to_hf("float32"), None) == config
+        for ends in (config.eos_token_ids, (), (5,), (5, 6, 7)):
+            config = dataclasses.replace(config, eos_token_ids=ends)
+            assert family.read_config(config.to_hf("float32"), None) == config
     original = {"model_type": "llava_llama", "mm_vision_tower": "clip"}
     assert find_family(original, "here").vision_folder(original) == "clip"
     assert LLAVA.vision_folder(raw) is None

@@ -44,6 +44,7 @@ def test_squares_equal_the_pillow_clip_processor_bit_for_bit(side):
         SMALL | {"crop_size": {"height": 31, "width": 31}},
         SMALL | {"size": {"height": 70, "width": 70}, "rescale_factor": 0.5},
         SMALL | {"crop_size": 21, "size": 40, "resample": 2, "image_mean": [0.1, 0.2, 0.3]},
+        SMALL | {"image_mean": [-0.1, 2.0, 0.3]},  # no byte
     ],
 )
 def test_padding_is_that_of_llava_with_every_setting(size, fields):

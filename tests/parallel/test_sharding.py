@@ -17,7 +17,6 @@ from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import local_rows
 from stepprune_jax.parallel.sharding import (
     BATCH_RULES,
-    CACHE_RULES,
     build_mesh,
     matches,
     path_name,
@@ -214,7 +213,7 @@ def test_a_sharded_model_computes_what_one_device_does():
     found = answer(params, *inputs)
     for ours, single in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jnp.abs(ours - single).max() <= 1e-5 * max(jnp.abs(single).max(), 1)
-    placed = shardings(found[2], CACHE_RULES, mesh)
+    placed = shardings(found[2], memory.CACHE_RULES, mesh)
     assert placed.key.spec == P(None, ("data", "fsdp"), "tensor")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.model_shapes import MODELS, model_config
@@ -20,14 +21,10 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.parallel.compiling import OPTIONS, Usage, usage
-from stepprune_jax.parallel.sharding import (
-    BATCH_RULES,
-    CACHE_RULES,
-    PRESETS,
-    build_mesh,
-    shardings,
-)
+from stepprune_jax.parallel.sharding import BATCH, BATCH_RULES, PRESETS, build_mesh, shardings
 from stepprune_jax.user_input import user_input
+
+CACHE_RULES = (("key|value", P(None, BATCH, "tensor")), ("length|next_position", P(BATCH)))
 
 
 def compiled_programs(

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,41 +33,15 @@ LOOKS = 10  # measurements after the first
 PRUNERS = (("all", False), ("cls", True), ("stepprune", True), ("stepprune", False))
 
 
-class Asked(NamedTuple):
-    """Inputs of one generation.
-
-    Attributes:
-        prompts: prompts of the batch.
-        images: images of each prompt.
-        method: how tokens are pruned.
-    """
-
-    prompts: list[str]
-    images: list[list[Image.Image]]
-    method: Method
+# Maps are mapped regions of memory, of which Linux allows a process 65,530 by default; a program on
+# a CPU takes some for each of its kernels.
+HEADER = "| generations | programs | resident MiB | maps | s |"
 
 
-class Look(NamedTuple):
-    """Resources of a process.
-
-    Attributes:
-        generations: generations so far.
-        programs: compiled programs.
-        megabytes: resident memory, in MiB.
-        maps: mapped regions of memory, of which Linux allows a process 65,530 by default; a
-            program on a CPU takes some for each of its kernels.
-        seconds: seconds since the start.
-    """
-
-    generations: int
-    programs: int
-    megabytes: float
-    maps: int
-    seconds: float
-
-
-def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iterator[Asked]:
-    """Yields random requests endlessly."""
+def requests(
+    seed: int, words: Sequence[str], policy: Policy, most: int
+) -> Iterator[tuple[list[str], list[list[Image.Image]], Method]]:
+    """Yields random prompts, their images, and a method, endlessly."""
     random = np.random.default_rng(seed)
     while True:
         pruner, given = PRUNERS[random.integers(len(PRUNERS))]
@@ -80,7 +53,7 @@ def requests(seed: int, words: Sequence[str], policy: Policy, most: int) -> Iter
             count = int(MOST_WORDS ** random.random())
             prompts.append(" ".join(random.choice(words, count)))
             images.append([_image(random) for _ in range(random.integers(MOST_IMAGES + 1))])
-        yield Asked(prompts, images, method)
+        yield prompts, images, method
 
 
 def _image(random: np.random.Generator) -> Image.Image:
@@ -90,18 +63,20 @@ def _image(random: np.random.Generator) -> Image.Image:
     return Image.fromarray(small).resize(tuple(map(int, size[::-1])), Image.Resampling.NEAREST)
 
 
-def _look(generations: int, begin: float) -> Look:
-    """Returns the process's current resources; `begin` is its start on the clock."""
+def _look(generations: int, begin: float) -> str:
+    """Returns a line on the process's current resources; `begin` is its start on the clock."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     maps = Path("/proc/self/maps").read_bytes().count(b"\n")
     megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    return Look(generations, num_compiled(), megabytes, maps, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    cells = f"{generations:,} | {num_compiled()} | {megabytes:,.0f} | {maps:,} | {seconds:.0f}"
+    return f"| {cells} |"
 
 
-def soak(generations: int, seed: int) -> Iterator[Look]:
-    """Answers random requests with the shipped model in this process."""
+def soak(generations: int, seed: int) -> Iterator[str]:
+    """Answers random requests with the shipped model in this process; yields lines of a table."""
     model = load_vlm("shapes", dtype=jnp.float32, progress=False)
-    policy = load_policy("literal")
+    policy = load_policy("shapes")
     words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())
     most = policy.config.steps(model.config.max_image_tokens)
     begin = time.perf_counter()
@@ -123,12 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=integer_from(0), default=0, help="seed of the requests")
     arguments = parser.parse_args(argv)
     print(f"{machine()}, seed {arguments.seed}\n", flush=True)
-    header = "| generations | programs | resident MiB | maps | s |"
-    print(f"{header}\n{'| ---: ' * 5}|", flush=True)
-    for look in soak(arguments.generations, arguments.seed):
-        done, programs, megabytes, maps, seconds = look
-        cells = f"{done:,} | {programs} | {megabytes:,.0f} | {maps:,} | {seconds:.0f}"
-        print(f"| {cells} |", flush=True)
+    print(f"{HEADER}\n{'| ---: ' * 5}|", flush=True)
+    for line in soak(arguments.generations, arguments.seed):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 Calls alternate: one with an empty folder of programs, then one with what it left.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.timing import table
 
 MODULE = "stepprune_jax.cli.generate"
@@ -33,8 +33,8 @@ def seconds(image: Path, cache: Path) -> float:
 
 def main() -> None:
     """Prints medians and the median of the ratios of neighbouring calls."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = Parser(prog="tools.bench.start", description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=integer_from(1), default=3)
     repeats = parser.parse_args().repeats
     pairs = []
     with tempfile.TemporaryDirectory() as folder:
@@ -50,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with("tools.bench.start", main)

@@ -38,7 +38,7 @@ from stepprune_jax.training import plan, step
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import memory_advice
 from stepprune_jax.training.settings import Run, make_mesh, make_setup
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import expect, user_input
 from tools.bench.drawn_data import write_conversations, write_model
 from tools.bench.timing import machine
 
@@ -248,10 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given, run = read_config(parser, arguments, Run)
     model, ids = given.model, given.ids
-    if ids > 1 + run.data.context_limit - model_config(model).max_image_tokens:
-        parser.error(f"--ids is {ids}, more than config.data.context_limit allows")
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
+    with user_input():
+        most = 1 + run.data.context_limit - model_config(model).max_image_tokens
+        expect("--ids", ids, ids <= most, f"at most {most}, as config.data.context_limit allows")
+        path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+        fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder, memory_advice(run):
         measured = measure(run, fields, given.steps, ids, Path(folder))
     mesh = make_mesh(run)

@@ -231,7 +231,7 @@ class LlavaConfig(ModelConfig):
         if self.vision.trained_size is not None:  # smaller images are a choice of who runs it
             return dataclasses.replace(self, vision=self.vision.trained).to_hf(dtype)
         eos = self.eos_token_ids
-        ids = written(self, _IDS) | {"eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None}
+        ids = written(self, _IDS) | {"eos_token_id": eos[0] if len(eos) == 1 else list(eos)}
         rope = write_rope(self.text.rope_scaling)
         return {
             **written(self, _LLAVA),

@@ -33,8 +33,8 @@ class ImageSettings(NamedTuple):
 
     @property
     def fill(self) -> tuple[int, ...]:
-        """Colour of the padding: the mean truncated to integers, (122, 116, 104) for CLIP."""
-        return tuple(int(value * 255) for value in self.mean)
+        """Colour of the padding: the mean truncated to bytes, (122, 116, 104) for CLIP."""
+        return tuple(int(min(max(value, 0), 1) * 255) for value in self.mean)
 
 
 def _side(field: str) -> Rule:
