@@ -4,10 +4,10 @@ r"""The small LLaVA of the second level of the shapes world, from scratch: 256 v
         --test 0 --seed 1000 --emphasis 2 --patches --level 2
     python -m experiments.pretrain --config experiments/configs/pretrain_shapes_hard.py
 
-The result, runs/pretrain_shapes_hard/model, is kept as experiments/models/shapes_hard. A question
-of three steps passes from shape to shape through the layers of the language model, which is
-therefore deep and narrow: each step takes two of them, one to read where the last led and one to
-look there. What is not said here is as in the defaults of the settings.
+The result is runs/pretrain_shapes_hard/model. A question of three steps passes from shape to shape
+through the layers of the language model, which is therefore deep and narrow: each step takes two of
+them, one to read where the last led and one to look there. What is not said here is as in the
+defaults of the settings.
 """
 
 from experiments.pretrain.settings import Pretraining

@@ -7,7 +7,11 @@ r"""StepPrune on the second level of the shapes world, where the order of choice
         --workdir runs/shapes_hard
 
 The frozen model is that of `experiments/configs/pretrain_shapes_hard.py`, about three hours on two
-cores.
+cores. That of experiments/RESULTS.md is in the history of the repository, for
+`--config.model.folder=experiments/models/shapes_hard`:
+
+    git restore --source=29ac00a experiments/models
+
 `experiments/configs/shapes_hard.py:literal` follows the paper to the letter.
 """
 
@@ -20,7 +24,7 @@ def get_config(reading: str = "") -> Run:
     run = configurations.load(f"shapes:{reading}")
     return run.replace(
         {
-            "model.folder": "experiments/models/shapes_hard",
+            "model.folder": "runs/pretrain_shapes_hard/model",
             "data.folder": "data/shapes_hard",
             "steps": 400,  # an update takes four to five times as long as on the first level
             "eval.budgets": (64, 32, 16, 8, 4),
