@@ -38,6 +38,7 @@ from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Method, make_metho
 from stepprune_jax.user_input import check, expect, local_path, one_line, user_input
 
 _NAME = "stepprune-generate"
+_BATCH_SIZE = 8
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 
 
@@ -81,7 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "lines with question_id, image and text"
     add("--questions", type=local_path, metavar="FILE.jsonl", help=text)
     add("--image_folder", type=local_path, help="folder of their images; default: that of the file")
-    add("--batch_size", type=integer_from(1), help="questions of a file per batch; default: 8")
+    text = f"questions of a file per batch; default: {_BATCH_SIZE}"
+    add("--batch_size", type=integer_from(1), help=text)
     add = parser.add_argument_group("pruning").add_argument
     add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
     add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
@@ -290,7 +292,7 @@ def _execute(given: argparse.Namespace) -> None:
                 given.out,
                 _about(given, run.method),
                 run.options,
-                given.batch_size or 8,
+                given.batch_size or _BATCH_SIZE,
             )
         return
     if given.interactive:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
-from stepprune_jax.settings import Settings, choice, count, number, setting
+from stepprune_jax.settings import Settings, choice, count, setting
 from stepprune_jax.user_input import local_path
 
 TRAIN_FILE = "train.json"
@@ -49,7 +49,7 @@ class DataSettings(Settings, path="config.data"):
     length_group: int = count(1)
     context_limit: int = count(2048)
     policy_text_limit: int = count(512)
-    cache_gb: float = number(2.0, free=True)
+    cache_gb: float = setting(2.0, "0 to 1,000,000", lambda value: 0 <= value <= 1e6, free=True)
     threads: int = count(2, free=True)
 
 

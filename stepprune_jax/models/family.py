@@ -9,7 +9,6 @@ token has. The language model of every family is that of `models.decoder`, with 
 
 import abc
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -204,7 +203,7 @@ class Family(abc.ABC):
             x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(config, 1))
         )
 
-        @functools.lru_cache(min(4 * limit_bytes // largest, sys.maxsize))
+        @functools.lru_cache(4 * limit_bytes // largest)
         def read(path: Path) -> Bytes:
             with user_input(), naming(str(path)):  # images are read while training continues
                 # Not a view of what was cropped.

@@ -31,6 +31,7 @@ from stepprune_jax.policy.budget import (
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.noise import gate_tokens
+from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
 from stepprune_jax.policy.selection import begin, roll_out
 from stepprune_jax.policy.soft_topk import soft_topk
@@ -68,18 +69,14 @@ def gate(
         ValueError: features or embeddings of another width, or masks of another shape.
     """
     budget_key, noise_key = jax.random.split(key)
-    b, n = inputs.image.shape[:2]
-    steps, count = config.steps(n), jnp.sum(inputs.real, axis=1)
-    longest = jnp.full_like(count, steps)
-    if config.max_steps is None:  # T_max of its own tokens
-        longest = jnp.maximum(1, count // 2)
+    count, limits = jnp.sum(inputs.real, axis=1), Limits()
+    most = longest(config, count)
     if config.batch_budget == "probe":
         shares = budget_range(RANDOM_BUDGET, config.budget_anneal, progress.share)
-        least = most = draw_budgets(budget_key, count, longest, shares)
-    else:
-        least, most = jnp.minimum(config.min_tokens, longest), longest
-    log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, b)
-    limits, bias = Limits(min_tokens=least, max_tokens=most), stop_bias + log_price
+        budget = draw_budgets(budget_key, count, most, shares)
+        limits = Limits(min_tokens=budget, max_tokens=budget)
+    log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, len(count))
+    bias = stop_bias + log_price
     # The history is that of the best tokens, as printed.
     best = dataclasses.replace(config, draw=0.0)
     episode = begin(params, best, inputs, limits, progress.text_gate, bias, decoder)
@@ -93,7 +90,7 @@ def gate(
     stopped = trajectory.count
     if config.batch_budget == "probe":
         stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
-        stopped = jnp.minimum(stopped, longest)
+        stopped = jnp.minimum(stopped, most)
     return Gated(
         tokens=gate_tokens(params, config, noise_key, inputs, alpha),
         alpha=alpha,
@@ -101,7 +98,7 @@ def gate(
         trajectory=trajectory,
         price=jnp.exp(log_price + log_price_growth(config, trajectory.count, count)),
         stopped=stopped,
-        longest=longest,
+        longest=most,
         running_count=jax.lax.stop_gradient(running),
         real=inputs.real,
     )

@@ -74,6 +74,12 @@ def read_limits(
     return steps, group, RowLimits(least, most)
 
 
+def longest(config: PolicyConfig, tokens: Int[AnyArray, "b"]) -> Int[Array, "b"]:
+    """Returns `config.steps`, T_max, of rows with so many tokens each."""
+    most = tokens // 2 if config.max_steps is None else jnp.minimum(config.max_steps, tokens)
+    return jnp.maximum(1, most)
+
+
 def row_counts(name: str, value: ArrayLike, low: int, high: int, batch: int) -> Int[Array, "b"]:
     """Returns a count per row; raises if it can be read and is not in `[low, high]`."""
     if not isinstance(value, Tracer):
@@ -103,8 +109,8 @@ def start_episode(
     # A row cannot keep more tokens than it has, whatever the budget.
     tokens = jnp.sum(image_mask, axis=1, dtype=jnp.int32)
     most = jnp.minimum(rows.max_tokens, tokens)
-    if config.max_steps is None and limits.max_steps is None and limits.budget is None:
-        most = jnp.minimum(most, jnp.maximum(1, tokens // 2))  # T_max of its own tokens
+    if limits.max_steps is None and limits.budget is None:
+        most = jnp.minimum(most, longest(config, tokens))
     rows = RowLimits(jnp.minimum(rows.min_tokens, most), most)
     slots = jnp.where(memory_mask[..., None], memory, 0)
     start = decoder.init(params, config, slots, memory_mask, steps)

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
@@ -15,6 +14,7 @@ from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, 
 from stepprune_jax.policy.budget import draw_log_prices
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
+from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
 from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View, from_picks
@@ -170,22 +170,12 @@ class StepPrune(TrainedMethod):
             return exact
         least = min(self.least, ranking.order.shape[1])
         count = count_at_bias(jnp.asarray(ranking.margin), params.stop_bias, least)
-        return jnp.minimum(count, self._longest(exact, int(np.max(exact))))
+        return jnp.minimum(count, longest(self.config, jnp.asarray(exact)))
 
     def select(self, params: Trained, view: View, capacity: int) -> Kept:
         """Chooses the tokens of a view."""
-        r, n = view.tokens.shape[:2]
-        if self.budget.is_exact:
-            limits, bias = Limits(budget=view.count, group=self.group), 0.0
-        else:
-            sizes = jnp.full(r, n) if view.valid is None else view.valid.sum(1)
-            limits = Limits(max_tokens=self._longest(sizes, n), group=self.group)
-            bias = params.stop_bias
-        how = (limits, bias, self.keys(view))
+        exact = self.budget.is_exact
+        limits = Limits(budget=view.count if exact else None, group=self.group)
+        how = (limits, 0.0 if exact else params.stop_bias, self.keys(view))
         picks = self.choose(params.weights, self.inputs(params, view), *how)
         return from_picks(view.tokens, picks, capacity)
-
-    def _longest(self, sizes: Int[ArrayLike, "r"], n: int) -> Int[Array, "r"]:
-        """Returns T_max of each row's image, at most n."""
-        table = [min(self.most(size), size) for size in range(n + 1)]
-        return jnp.asarray(table, jnp.int32)[sizes]

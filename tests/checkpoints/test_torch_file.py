@@ -136,5 +136,8 @@ def test_a_pickle_changes_no_object_of_others(tmp_path):
     path.write_bytes(state_of(b"torch._utils\n_rebuild_tensor_v2", (None, {"__defaults__": (1,)})))
     assert read_tensors(path) == {}
     assert torch_file._tensor.__defaults__ is None
-    read_tensors(path)
+    state = (3, ">", None, None, None, 2, 1, 63)  # of a dtype, with another byte order and flags
+    path.write_bytes(state_of(b"torch\nBFloat16Storage", state))
+    with pytest.raises(ValueError, match="is not a file of tensors"):
+        read_tensors(path)
     assert DTYPES["BF16"].byteorder == "=" and not DTYPES["BF16"].hasobject

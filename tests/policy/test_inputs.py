@@ -117,6 +117,10 @@ def test_t_max_is_half_of_the_tokens_of_each_image(params):
     limits = Limits(max_steps=4)
     picks = policy.choose(params, CONFIG, INPUTS._replace(image_mask=mask), limits, **never)
     assert picks.count.tolist() == [4, 2]
+    for config, most in ((CONFIG, [2, 1]), (dataclasses.replace(CONFIG, max_steps=4), [4, 2])):
+        inputs = INPUTS._replace(image_mask=mask)
+        gated = jax.jit(policy.gate, static_argnums=1)(params, config, jax.random.key(0), inputs)
+        assert gated.longest.tolist() == most and (gated.stopped <= gated.longest).all()
 
 
 def test_a_policy_without_text_does_not_read_it():
