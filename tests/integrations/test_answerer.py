@@ -147,17 +147,15 @@ def test_answers_end_where_they_are_told_to():
     ("options", "message"),
     [
         ({"method": "policy"}, "method 'policy' needs a policy"),
-        ({"policy": "policy.bin", "budget": 9}, "budget is 9"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"method": "grid", "budget": 10}, "budget is 10"),
     ],
 )
 def test_mistakes_are_reported_before_the_model_is_loaded(
-    llava_folder, policy, options, message, monkeypatch
+    llava_folder, options, message, monkeypatch
 ):
     monkeypatch.setattr(module, "load_vlm", None)
-    if "policy" in options:
-        options = options | {"policy": policy}
     with pytest.raises(ValueError, match=message):
         load_answerer(Settings(pretrained=llava_folder, **options))
 
