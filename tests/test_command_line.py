@@ -184,7 +184,8 @@ def test_a_configuration_by_its_name_takes_changes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     given, run = read(["--config", "shapes:literal", "--config.steps=70", "--config.tensorboard"])
     assert (run.steps, run.policy.stop, run.tensorboard) == (70, "softmax", True)
-    assert given.workdir == Path("runs/shapes-literal")
+    by_path, _ = read([f"--config={ROOT}/configs/shapes.py:literal"])
+    assert given.workdir == by_path.workdir == Path("runs/shapes-literal")
 
 
 def test_the_command_is_shown_as_it_was_typed(monkeypatch):

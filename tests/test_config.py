@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from stepprune_jax.efficiency.model_shapes import MODELS
@@ -16,6 +18,20 @@ def test_the_published_7b_file_gives_its_shape():
     assert config.max_image_tokens == config.vision.num_patches == 576
     special = (config.image_token_id, config.bos_token_id, config.eos_token_ids)
     assert special == (32000, 1, (2,))
+
+
+def test_the_original_layout_gives_the_same_shape():
+    original = {
+        **PUBLISHED["text_config"],
+        "model_type": "llava",
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_vision_select_layer": -2,
+        "mm_vision_select_feature": "patch",
+        "pad_token_id": 0,
+    }
+    config = LlavaConfig.from_original(original, PUBLISHED)
+    published = LlavaConfig.from_hf(PUBLISHED)
+    assert config == dataclasses.replace(published, image_token_id=None, pad_token_id=0)
 
 
 @pytest.mark.parametrize(

@@ -107,20 +107,17 @@ def test_several_images_are_answered_as_by_generate(llava_folder, tmp_path):
     answerer = answerer._replace(model=answerer.model._replace(repetition_penalty=9.0))
     both = first + second
     asked = [
-        Wanted("red", first, 2),
-        Wanted("<image> two dog", both, 2),
+        Wanted("red", first, 12),
+        Wanted("<image> two dog", both, 12),
         Wanted("?", both[::-1], 12),
     ]
     texts = answer_questions(answerer, asked, done.append)
     assert done == [1, 2, 3]
     plain = Sampling(repetition_penalty=1.0)
-    for text, (prompt, shown, most, _) in zip(texts, asked, strict=True):
-        options = RunOptions(most, warm_up=False)
-        method = answerer.method
+    how = {"options": RunOptions(12, warm_up=False), "sampling": plain}
+    for text, (prompt, shown, *_) in zip(texts, asked, strict=True):
         question = prompt.removeprefix("<image> ")
-        (said,) = generate(
-            answerer.model, [question], [shown], method, options=options, sampling=plain
-        )
+        (said,) = generate(answerer.model, [question], [shown], answerer.method, **how)
         assert text == said.text.strip() and said.kept == 2 * len(shown)
 
 
