@@ -1,6 +1,5 @@
 """Mistakes in the input end a program in one line; bugs keep their traceback."""
 
-import errno
 import logging
 import os
 import signal
@@ -17,7 +16,6 @@ from stepprune_jax.command_line import (
     Parser,
     add_config,
     command,
-    default_workdir,
     file_to_write,
     one_line_errors,
     read_config,
@@ -39,23 +37,12 @@ def marked(error):
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (
-            marked(ValueError("config.steps is 0,\nexpected more")),
-            2,
-            "error: config.steps is 0, expected more",
-        ),
+        (marked(ValueError("steps is 0,\nexpected more")), 2, "error: steps is 0, expected more"),
         (marked(ImportError("pip install x")), 2, "error: pip install x"),
-        *(
-            (OSError(n, os.strerror(n), "/x/a"), 2, f"error: [Errno {n}] {os.strerror(n)}: '/x/a'")
-            for n in (errno.ENOSPC, errno.EROFS, errno.EISDIR, errno.ENOENT)
-        ),
+        (IsADirectoryError(21, "a folder", "/x"), 2, "error: [Errno 21] a folder: '/x'"),
         (KeyboardInterrupt(), 128 + signal.SIGINT, "interrupted"),
         (MemoryError("1 GiB"), 2, "error: out of memory: 1 GiB"),
-        (
-            RuntimeError("Unable to initialize backend 'x': no"),
-            2,
-            "error: Unable to initialize backend 'x': no",
-        ),
+        (RuntimeError("Unable to initialize backend"), 2, "error: Unable to initialize backend"),
     ],
 )
 def test_what_ends_a_program_is_reported_in_one_line(capsys, error, status, said):
@@ -66,11 +53,7 @@ def test_what_ends_a_program_is_reported_in_one_line(capsys, error, status, said
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [
-        *(ValueError("shapes differ"), OSError("disk full"), KeyError("x"), RuntimeError("a bug")),
-        *(AssertionError(), ImportError("a bug")),
-    ],
+    "bug", [ValueError("a"), OSError("disk full"), RuntimeError("a"), AssertionError()]
 )
 def test_other_errors_are_left_alone(bug):
     with pytest.raises(type(bug)) as found, one_line_errors("prog"):
@@ -98,29 +81,32 @@ def test_a_file_may_be_called_anything(capsys):
     ]
 
 
+def python(*arguments, **environment):
+    """A process of its own, which has ended."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        input="",
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_output_has_every_character():
     code = PRINTS.replace("print(number)", r"print('\udcff 漢')")
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "1"], cwd=ROOT, env=environment, input=b"", capture_output=True
-    )
-    assert (done.stdout, done.stderr) == (b"\\udcff \\u6f22\n", b"")
+    done = python("-c", code, "1", PYTHONIOENCODING="ascii")
+    assert (done.stdout, done.stderr) == ("\\udcff \\u6f22\n", "")
 
 
-@pytest.mark.parametrize(
-    ("platform", "said"),
-    [("cuda", "JAX_PLATFORMS is 'cuda'"), ("nowhere", "Unable to initialize backend 'nowhere'")],
-)
-def test_a_platform_that_is_not_there_is_reported_in_one_line(platform, said):
+def test_a_platform_that_is_not_there_is_reported_in_one_line():
     """A GPU may be there, so that of `cuda` is hidden."""
     code = "import jax; from stepprune_jax.command_line import exit_with\n"
     code += "exit_with('prog', lambda: print(jax.numpy.zeros(1)))"
-    environment = os.environ | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-c", code, JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith(f"prog: error: {said}") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("prog: error: JAX_PLATFORMS is 'cuda'")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_program_may_have_no_output(monkeypatch):
@@ -156,7 +142,7 @@ exit_with("prog", main)
 @pytest.mark.parametrize("lines", [1, 100_000])
 def test_output_that_nobody_reads_and_output_that_cannot_be_written(lines):
     command = [sys.executable, "-c", PRINTS, str(lines)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
         process.stdout.close()
         process.stdin.close()
@@ -165,10 +151,8 @@ def test_output_that_nobody_reads_and_output_that_cannot_be_written(lines):
     with open("/dev/full", "w") as full:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": full, "stderr": subprocess.PIPE}
         done = subprocess.run(command, cwd=ROOT, text=True, **pipes)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "prog: error: [Errno 28] No space left on device\n",
-    )
+    assert done.returncode == 2
+    assert done.stderr == "prog: error: [Errno 28] No space left on device\n"
 
 
 def read(arguments, kind=Run):
@@ -180,12 +164,10 @@ def read(arguments, kind=Run):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--config.steps=many"], "config.steps is 'many', expected an integer from 1"),
-        (["--config=absent.py"], "no configuration file absent.py, and no configuration of that"),
-        (["--config=shape"], "Did you mean shapes? The names are llava13b, "),
-        (["--config=llava7b:loose"], "the argument of llava7b is 'loose', expected"),
+        (["--config.steps=many"], "config.steps is 'many'"),
+        (["--config=shape"], "Did you mean shapes?"),
         (["more", "words"], "unexpected arguments: more words"),
-        (["--workdir="], "--workdir is empty, expected a folder"),
+        (["--workdir="], "--workdir is empty"),
         (["--config=experiments/configs/pretrain_shapes.py"], "is Pretraining, expected Run"),
     ],
 )
@@ -202,7 +184,8 @@ def test_a_configuration_by_its_name_takes_changes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     given, run = read(["--config", "shapes:literal", "--config.steps=70", "--config.tensorboard"])
     assert (run.steps, run.policy.stop, run.tensorboard) == (70, "softmax", True)
-    assert given.workdir == Path("runs/shapes-literal")
+    by_path, _ = read([f"--config={ROOT}/configs/shapes.py:literal"])
+    assert given.workdir == by_path.workdir == Path("runs/shapes-literal")
 
 
 def test_the_command_is_shown_as_it_was_typed(monkeypatch):
@@ -213,91 +196,32 @@ def test_the_command_is_shown_as_it_was_typed(monkeypatch):
 
 
 def test_as_many_devices_as_cores_are_asked_for():
-    with pytest.raises(ValueError, match=r"config\.cpu_devices is -1, expected an integer"):
-        use_cores(-1)
     with pytest.raises(ValueError, match=r"cpu_devices is 99999, expected an integer from 0 to"):
         use_cores(99_999)
     before = jax.config.jax_num_cpu_devices
     use_cores(0)
     assert jax.config.jax_num_cpu_devices == before
-    found = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import jax\n"
-            "from stepprune_jax.parallel.distributed import use_cores\n"
-            "use_cores(3); print(jax.device_count())",
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
-    )
+    code = "import jax; from stepprune_jax.parallel.distributed import use_cores\n"
+    code += "use_cores(3); print(jax.device_count())"
+    found = python("-c", code, XLA_FLAGS="", JAX_PLATFORMS="cpu")
     assert found.stdout == "3\n", found.stderr
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def get_config(:", r"mistaken\d.py, line 1: SyntaxError: invalid syntax"),
-        (
-            "def get_config():\n    return undefined",
-            r"mistaken\d.py, line 2: NameError: name 'unde",
-        ),
-        ("def get_config():\n    return 1 / 0", r"line 2: ZeroDivisionError: division by zero"),
-        (
-            "def get_config():\n    return {}",
-            r"a get_config that returns settings, not dict",
-        ),
-        ("x = 1", r"mistaken\d.py: expected a get_config that returns settings"),
-        ("def get_config():\n    int('x')", r"mistaken\d.py: invalid literal"),
-        ("import absent_package", r"mistaken\d.py, line 1: ModuleNotFoundError: No module named"),
+        ("def get_config(:", r"mistaken\.py, line 1: SyntaxError"),
+        ("def get_config():\n    return 1 / 0", r"mistaken\.py, line 2: ZeroDivisionError"),
+        ("def get_config():\n    int('x')", r"mistaken\.py: invalid literal"),
+        ("def get_config():\n    return {}", r"mistaken\.py: .* settings, not dict"),
+        ("x = 1", r"mistaken\.py: expected a get_config that returns settings"),
     ],
 )
 def test_mistakes_in_a_configuration_file_are_reported_with_their_line(tmp_path, text, message):
-    path = tmp_path / f"mistaken{len(text) % 10}.py"
+    path = tmp_path / "mistaken.py"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         configurations.load(str(path))
-
-
-# One process for all: most of its time goes into imports.
-RUN_ALL = """
-import runpy, sys
-for line in sys.stdin.read().splitlines():
-    name, *sys.argv[1:] = line.split()
-    try:
-        runpy.run_path(name, run_name="__main__")
-    except SystemExit as end:
-        print(end.code)
-"""
-
-
-def test_the_programs_end_with_one_line(tmp_path):
-    shapes, pretrain = "configs/shapes.py", "experiments/configs/pretrain_shapes.py"
-    # Evaluation last: it starts jax, after which pretraining could not choose its devices.
-    lines = [
-        f"train.py --workdir={tmp_path} --config={shapes} --config.steps=0",
-        f"experiments/pretrain/__main__.py --workdir={tmp_path} --config={pretrain} "
-        f"--config.data.folder={tmp_path}",
-        f"eval.py --workdir={tmp_path} --config={shapes}",
-    ]
-    ended = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
-        input="\n".join(lines),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.stdout.split() == ["2"] * 3
-    train, pretrain, evaluate = ended.stderr.splitlines()
-    assert train == "train.py: error: config.steps is 0, expected an integer from 1, below 2**31"
-    assert evaluate.startswith(f"eval.py: error: {tmp_path}/policy.safetensors does not")
-    assert pretrain == f"experiments.pretrain: error: no file at {tmp_path}/train.json"
-
-
-def test_a_run_has_a_folder_of_its_configuration_unless_it_is_given_one():
-    assert default_workdir("configs/llava7b.py") == "runs/llava7b"
-    assert default_workdir("/x/configs/llava7b.py:literal") == "runs/llava7b-literal"
 
 
 KEPT = """
@@ -311,14 +235,12 @@ print(jax.config.jax_compilation_cache_dir)
 
 def test_commands_keep_compiled_programs_in_the_users_cache(tmp_path):
     own = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    command = [sys.executable, "-c", KEPT]
-    said = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == str(tmp_path / "stepprune_jax")
+    assert python("-c", KEPT, **own).stdout.strip() == str(tmp_path / "stepprune_jax")
 
 
 @pytest.mark.parametrize(
     ("flags", "folder"),
-    [(["--no_compile_cache"], None), ([], "own"), (["--no_compile_cache"], "own")],
+    [(["--no_compile_cache"], None), ([], "own")],
 )
 def test_a_folder_for_programs_that_jax_has_is_left_to_it(flags, folder):
     before = jax.config.jax_compilation_cache_dir

@@ -17,29 +17,22 @@ MODULES = [
 ELSEWHERE = {"stepprune_jax.integrations.lmms_eval", "stepprune_jax.demo.app"}
 
 
-def global_names(code):
-    """Names that a code object, or one inside of it, looks up as globals."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
+def inside(code):
+    """A code object, and all those inside of it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from global_names(constant)
+            yield from inside(constant)
 
 
 @pytest.mark.parametrize("name", sorted({*MODULES} - ELSEWHERE))
 def test_names_are_defined(name):
     module = importlib.import_module(name)
-    code = module.__loader__.get_code(name)
-    functions = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    read = {name for function in functions for name in global_names(function)}
-    local = {name for function in functions for name in class_names(function)}
+    _, *functions = inside(module.__loader__.get_code(name))
+    read, local = set(), set()
+    for code in functions:
+        globals_of = ("LOAD_GLOBAL", "LOAD_NAME")
+        read |= {i.argval for i in dis.get_instructions(code) if i.opname in globals_of}
+        if "__qualname__" in code.co_names:  # the body of a class, which may read what it defines
+            local |= {*code.co_names}
     assert read <= {*vars(module), *vars(builtins), *local}
-
-
-def class_names(code):
-    """Names that the body of a class, which may read them, defines."""
-    yield from code.co_names if "__qualname__" in code.co_names else ()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from class_names(constant)

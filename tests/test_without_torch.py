@@ -35,18 +35,9 @@ else:
 from PIL import Image
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
-from stepprune_jax.data.images import open_image
-from stepprune_jax.models.llava.images import normalise, resize
-from stepprune_jax.data.prompts import tokenize_with_images
-from stepprune_jax.models.llava import LLAVA
 
 model = load_vlm(sys.argv[1], progress=False)
 save_vlm(model, sys.argv[2])
-prompt = LLAVA.conversation([LLAVA.place_images("What is this?", 1)])
-assert -200 in tokenize_with_images(model.tokenizer, prompt, 1)
-pixels = resize(open_image(Image.new("L", (30, 20))), model.image_settings)
-pixels = normalise(pixels, model.image_settings)
-assert pixels.shape == (3, 24, 24)
 from stepprune_jax.inference import RunOptions, generate
 options = RunOptions(2, warm_up=False)
 (answer,) = generate(model, ["a dog?"], [Image.new("L", (30, 20))], options=options)

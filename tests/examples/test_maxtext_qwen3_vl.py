@@ -88,10 +88,3 @@ def test_training_changes_the_policy_alone(example):
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, before, after)))
     assert jax.tree.structure(trained) == jax.tree.structure(policy)
     assert "policy changed True, MaxText's logits same True" in example["printed"]
-
-
-def test_times_are_printed_with_their_ratio(example):
-    plain, pruned, ratio = re.search(
-        r"(\S+) s without pruning, (\S+) s with it, ratio (\S+)", example["printed"]
-    ).groups()
-    assert float(ratio) == pytest.approx(float(plain) / float(pruned), abs=0.05)

@@ -102,11 +102,6 @@ def test_dropping_a_token_equals_masking_it(example):
     assert not np.allclose(compact, whole, rtol=1e-3)
 
 
-def test_a_time_is_printed(example):
-    (ratio,) = numbers(r"64 of 768 tokens take (\S+) times", example.printed)
-    assert ratio > 0
-
-
 def test_pi05_in_half_precision_gives_its_own_result(example):
     other = example.dummy | {"dtype": "bfloat16", "pi05": True, "max_token_len": 48}
     config = example.pi0_config.Pi0Config(**other)

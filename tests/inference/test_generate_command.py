@@ -1,6 +1,5 @@
 import io
 import json
-import subprocess
 import sys
 import warnings
 
@@ -9,7 +8,7 @@ import pytest
 from commands import status
 from generation_reference import random_image
 from PIL import Image
-from small_world import one_shot, stepprune
+from small_world import stepprune
 
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.cli.generate import main
@@ -22,16 +21,13 @@ NAME, SIX = "stepprune-generate", RunOptions(max_tokens=6)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, llava_folder):
-    """A folder with a model, two images and policies."""
+    """A folder with a model, two images and a policy."""
     folder = tmp_path_factory.mktemp("command")
     (folder / "model").symlink_to(llava_folder)
     for number in (1, 2):
         random_image(number).save(folder / f"{number}.png")
     (folder / "broken.png").write_bytes((folder / "1.png").read_bytes()[:80])
-    other = stepprune(feature_width=16).replace(stats=None)
-    policies = {"policy": stepprune(), "scorer": one_shot(), "other": other}
-    for name, policy in policies.items():
-        save_policy(policy, folder / name)
+    save_policy(stepprune(), folder / "policy")
     return folder
 
 
@@ -68,19 +64,16 @@ def test_one_json_object_a_trace_and_an_overlay(files, llava_model, capfd):
     method, shown = make_method("fastv", 3, options={"layer": 1}), [files / n for n in names]
     note = lambda begun: seen.append(trace_arrays(begun))  # noqa: E731
     (expected,) = generate(llava_model, ["two?"], [shown], method, options=SIX, trace=note)
-    found = json.loads(out)
-    about = {name: found.pop(name) for name in [*found] if name not in expected._fields}
-    assert about["model"] == str(files / "model") and about["policy"] is None
-    assert (about["pruner"], about["pruner_options"]) == ("fastv", {"layer": "1"})
-    assert about["budget"] == "3" and "after the last cut" in about["budget_counts"]
-    exact = json.loads(json.dumps(expected._asdict()))
-    assert {**found, "ttft_ms": 0, "tokens_per_s": 0} == {**exact, "ttft_ms": 0, "tokens_per_s": 0}
+    found, untimed = json.loads(out), {"ttft_ms": 0, "tokens_per_s": 0}
+    about = {"model": str(files / "model"), "policy": None, "budget": "3"}
+    about |= {"pruner": "fastv", "pruner_options": {"layer": "1"}}
+    about |= json.loads(json.dumps(expected._asdict())) | untimed
+    assert (found | untimed).items() >= about.items()
     assert found["ttft_ms"] > 0 and found["tokens_per_s"] > 0
     with np.load(trace) as arrays:
         assert set(arrays) == set(seen[0])
         for name, array in arrays.items():
             np.testing.assert_array_equal(array, seen[0][name])
-            assert array.dtype == ("float32" if name == "logits" else "int32")
         assert arrays["logits"].argmax() == found["token_ids"][0]
     with Image.open(overlay) as image:
         assert image.width > image.height
@@ -144,30 +137,19 @@ def test_a_mesh_by_name(files, capsys):
 
 
 MISTAKES = {
-    "no model": (["--prompt", "a", "--model", "/absent/model"], "no folder /absent/model"),
+    "no model": (["--prompt", "a", "--model", "/absent"], "no folder /absent"),
     "no prompt": ([], "--prompt is missing"),
     "marks": (["--prompt", "<image> <image> a"], "2 <image>, but 1 image"),
-    "lines": (["--prompt", "a", "--image", "a\nb\x1b.png"], r"no image file at a b\x1b.png"),
     "broken image": (["--prompt", "a", "--image", "{}/broken.png"], "damaged image"),
-    "other policy": (["--prompt", "a", "--policy", "{}/other"], "feature_width is 16"),
-    "budget": (["--prompt", "a", "--policy", "{}/policy", "--budget", "5"], "budget is 5"),
-    "pruner": (["--prompt", "a", "--pruner", "fastw"], "Did you mean fastv?"),
-    "option": (["--prompt", "a", "--pruner_options", "layer"], "'layer', expected KEY=VALUE"),
     "pixels": (["--prompt", "a", "--min_pixels", "9"], "min_pixels is 9, expected none, as this"),
     "trace alone": (["--prompt", "a", "--trace", "{}/t.npz"], "--trace requires --json"),
     "trace": (["--prompt", "a", "--json", "--trace", "{}/no/t.npz"], "expected a .npz file"),
     "overlay": (["--interactive", "--overlay", "{}/o.png"], "requires one --prompt"),
-    "no calibration": (
-        ["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "3"],
-        "no calibration",
-    ),
     "two budgets": (
-        ["--prompt", "a", "--policy", "{}/policy", "--mean_budget", "3", "--budget", "3"],
+        ["--prompt", "a", "--mean_budget", "3", "--budget", "3"],
         "--budget and --mean_budget are given",
     ),
     "long": (["--prompt", "a", "--max_tokens", "1000000000"], "an integer from 1 to 256, the"),
-    "seed": (["--prompt", "a", "--seed", str(2**70)], "expected an integer from 0, below 2**32"),
-    "bytes": (["--prompt", "a\udcff"], "the prompt is not UTF-8 text: '\\udcff' at character 1"),
 }
 
 
@@ -184,13 +166,6 @@ def test_mistakes_are_one_line_before_weights_are_loaded(files, capsys, monkeypa
     assert out == ""
     assert err.startswith("stepprune-generate: error: ") and err.count("\n") == 1
     assert message in err
-
-
-def test_a_mistake_leaves_no_traceback_in_the_shell(files):
-    command = [sys.executable, "-m", "stepprune_jax.cli.generate", "--prompt", "a", "--colour"]
-    found = subprocess.run([*command, "--model", files], capture_output=True, text=True)
-    assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.count("\n") == 1 and "--colour" in found.stderr
 
 
 QUESTIONS = ("red dog?", "two?", "is it a cat?", "yes or no?", "what color?")
@@ -248,7 +223,6 @@ def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_pat
     assert ask(files, *asked) == 0
     for arguments, said in (
         ((*asked, "--max_tokens", 5), "was answered with another max_tokens; give another --out"),
-        ((*asked, "--max_pixels", 576), "was answered with another max_pixels; give another"),
         ((*asked, "--temperature", 1), "--temperature does not belong to --questions"),
         (("--questions", question_file), "--questions and --out are given together"),
         (("--questions", question_file, "--out", "/no/where"), "--out is '/no/where', expected"),

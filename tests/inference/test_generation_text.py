@@ -27,7 +27,7 @@ def test_pieces_concatenate_to_the_whole(ids):
     assert "".join(pieces(ids)) == answer_text(TOKENIZER, ids)
 
 
-@pytest.mark.parametrize("text", ["two dogs", "  a €5 \U0001f415 dog\n\nred ", "naïve, 狗", ""])
+@pytest.mark.parametrize("text", ["  a €5 \U0001f415 dog\n\nred ", ""])
 def test_text_survives(text):
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
     found = pieces([*ids, 2])

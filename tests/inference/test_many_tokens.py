@@ -25,22 +25,15 @@ WIDTHS = {"feature_width": 48, "text_width": 48, "width": 16, "num_heads": 4, "m
 POLICY = PolicyConfig(**WIDTHS, encoder_layers=1, decoder_layers=1)
 
 
-@functools.cache
-def image(rows, columns):
-    """Noise of so many tokens of 8 x 8 pixels."""
-    return noise(rows, (8 * rows, 8 * columns))
-
-
-def answer(model, shown, method):
-    """The answer about an image, and how many programs it compiled."""
-    before = num_compiled()
-    options = RunOptions(2, warm_up=False)
-    (found,) = generate(model, ["Is it red?"], [shown], method, options=options)
-    return found, num_compiled() - before
-
-
-@pytest.mark.parametrize("tokens", [MANY, pytest.param(MOST, marks=pytest.mark.slow)])
-def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, tmp_path):
+@pytest.mark.parametrize(
+    ("tokens", "name"),
+    [
+        (MANY, "stepprune"),
+        pytest.param(MOST, "stepprune", marks=pytest.mark.slow),
+        pytest.param(MOST, "visionzip", marks=pytest.mark.slow),
+    ],
+)
+def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, name, tmp_path):
     vision = testing.tiny_qwen_config(testing.qwen_tokenizer())["vision_config"]
     vision |= {"depth": 2, "num_heads": 1, "fullatt_block_indexes": [1]}
     folder = testing.tiny_qwen(
@@ -52,15 +45,16 @@ def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, tmp_path):
     )
     model = load_vlm(folder, dtype=jnp.float32, progress=False)
     key, stats = jax.random.key(0), FeatureStats.start(48)
-    own = Policy(policy.init_policy(key, POLICY), POLICY, stats)
-    columns = 32 if tokens == MANY else 128
-    for method in (make_method(None, 100, policy=own), make_method("visionzip", 100)):
-        # A whole bucket of tokens has a program, and all smaller images in it share another one.
-        for missing, programs in ((0, None), (2, None), (3, 0)):
-            shown = image(tokens // columns - missing, columns)
-            found, compiled = answer(model, shown, method)
-            assert (found.visual_tokens, found.kept) == (tokens - missing * columns, 100)
-            assert compiled == programs or programs is None
+    own = Policy(policy.init_policy(key, POLICY), POLICY, stats) if name == "stepprune" else None
+    columns, method = 32 if tokens == MANY else 128, make_method(name, 100, policy=own)
+    for missing in (0, 2, 3):
+        before, rows = num_compiled(), tokens // columns - missing
+        shown = [noise(rows, (8 * rows, 8 * columns))]  # a token has 8 x 8 pixels
+        options = RunOptions(2, warm_up=False)
+        (found,) = generate(model, ["Is it red?"], [shown], method, options=options)
+        assert (found.visual_tokens, found.kept) == (rows * columns, 100)
+    # A whole bucket of tokens has a program, and all smaller images in it share another one.
+    assert num_compiled() == before
 
 
 def scores(heads, queries):
@@ -92,10 +86,9 @@ def test_no_program_holds_all_scores_of_16_384_tokens():
         assert program.memory_analysis().temp_size_in_bytes < whole[name] / 2, name
 
 
-@pytest.mark.parametrize("queries", [9, 8])
-def test_attention_is_the_same_a_few_queries_at_a_time(queries, monkeypatch):
+def test_attention_is_the_same_a_few_queries_at_a_time(monkeypatch):
     """To a cache and to a row's own keys, whose heads are shared by two of the queries'."""
-    random = np.random.default_rng(0)
+    random, queries = np.random.default_rng(0), 9
     query = jnp.asarray(random.normal(size=(2, 4, queries, 4)), jnp.float32)
     segments = [
         attention.Segment(*jnp.asarray(random.normal(size=(2, 2, 2, keys, 4)), jnp.float32), mask)

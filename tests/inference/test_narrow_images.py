@@ -14,27 +14,19 @@ NARROW = Image.new("RGB", (2010, 10))
 REASON = "an image of 2010 x 10 pixels is too narrow: expected sides of at most 200 to 1"
 
 
-@pytest.fixture
-def path(tmp_path):
-    NARROW.save(tmp_path / "narrow.png")
-    return tmp_path / "narrow.png"
-
-
-def test_an_image_in_memory_is_named_by_its_place(qwen_model, path):
-    wide = Image.new("RGB", (20, 10))
+def test_an_image_is_named_by_its_place_or_file(qwen_model, tmp_path):
+    wide, path = Image.new("RGB", (20, 10)), tmp_path / "narrow.png"
+    NARROW.save(path)
     with pytest.raises(ValueError) as caught:
         read_request(qwen_model, ["One?", "Both?"], [wide, [wide, NARROW]])
     assert str(caught.value) == f"image 1 of prompt 1 ('Both?'): {REASON}"
     with pytest.raises(ValueError) as caught:
         read_request(qwen_model, ["One?", "Both?"], [wide, [wide, str(path)]])
     assert str(caught.value) == f"{path}: {REASON}"
-
-
-def test_training_names_the_file(qwen_model, path):
+    # In training.
     config, settings = qwen_model.config, qwen_model.image_settings
-    read = config.family.pixel_cache(config, settings, 1 << 20)
     with pytest.raises(ValueError) as caught:
-        read(path)
+        config.family.pixel_cache(config, settings, 1 << 20)(path)
     assert str(caught.value) == f"{path}: {REASON}" and is_user_error(caught.value)
 
 

@@ -107,20 +107,17 @@ def test_several_images_are_answered_as_by_generate(llava_folder, tmp_path):
     answerer = answerer._replace(model=answerer.model._replace(repetition_penalty=9.0))
     both = first + second
     asked = [
-        Wanted("red", first, 2),
-        Wanted("<image> two dog", both, 2),
+        Wanted("red", first, 12),
+        Wanted("<image> two dog", both, 12),
         Wanted("?", both[::-1], 12),
     ]
     texts = answer_questions(answerer, asked, done.append)
     assert done == [1, 2, 3]
     plain = Sampling(repetition_penalty=1.0)
-    for text, (prompt, shown, most, _) in zip(texts, asked, strict=True):
-        options = RunOptions(most, warm_up=False)
-        method = answerer.method
+    how = {"options": RunOptions(12, warm_up=False), "sampling": plain}
+    for text, (prompt, shown, *_) in zip(texts, asked, strict=True):
         question = prompt.removeprefix("<image> ")
-        (said,) = generate(
-            answerer.model, [question], [shown], method, options=options, sampling=plain
-        )
+        (said,) = generate(answerer.model, [question], [shown], answerer.method, **how)
         assert text == said.text.strip() and said.kept == 2 * len(shown)
 
 
@@ -147,17 +144,15 @@ def test_answers_end_where_they_are_told_to():
     ("options", "message"),
     [
         ({"method": "policy"}, "method 'policy' needs a policy"),
-        ({"policy": "policy.bin", "budget": 9}, "budget is 9"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"method": "grid", "budget": 10}, "budget is 10"),
     ],
 )
 def test_mistakes_are_reported_before_the_model_is_loaded(
-    llava_folder, policy, options, message, monkeypatch
+    llava_folder, options, message, monkeypatch
 ):
     monkeypatch.setattr(module, "load_vlm", None)
-    if "policy" in options:
-        options = options | {"policy": policy}
     with pytest.raises(ValueError, match=message):
         load_answerer(Settings(pretrained=llava_folder, **options))
 

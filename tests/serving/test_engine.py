@@ -7,17 +7,13 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-from servers import FakeEngine, serving, until, user
+from servers import FakeEngine, ask, front_before, opened, serving, until, user
 from small_world import stepprune
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
 from stepprune_jax.pruning import make_method
-from stepprune_jax.serving.app import Front
-from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.images import Limits
-from stepprune_jax.serving.messages import Defaults, Reader
-from stepprune_jax.serving.metrics import Metrics
 
 COMPACT = RunOptions(positions="compact", warm_up=False)
 MOST = 6
@@ -30,16 +26,14 @@ def fake():
         yield engine
 
 
-def front(model, address, most=MOST, **options):
-    metrics = Metrics()
-    defaults = Defaults(policy=stepprune(), positions="compact", max_tokens=4)
-    reader = Reader(model, "tiny", defaults, Limits(200_000), engine=True)
-    return Front(reader, Engine(model, address, metrics, **options), metrics, most)
+def front(model, engine, **options):
+    limits = Limits(200_000)
+    return front_before(engine, model, MOST, limits, batching=options, policy=stepprune())
 
 
 @pytest.fixture(scope="module")
 def address(llava_model, fake):
-    with serving(front(llava_model, fake.address, seconds=0.3).app()) as address:
+    with front(llava_model, fake.address, seconds=0.3) as address:
         yield address
 
 
@@ -47,17 +41,12 @@ def address(llava_model, fake):
 def client(address, fake):
     fake.mode = "well"
     fake.seen.clear()
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+    with opened(address) as client:
         yield client
 
 
-def ask(client, *messages, **fields):
-    messages = messages or (user("red dog?", noise(1)),)
-    own = {"budget", "pruner", "return_token_ids"} & {*fields}
-    extra = {name: fields.pop(name) for name in own}
-    return client.chat.completions.create(
-        model="tiny", messages=messages, extra_body=extra, **fields
-    )
+def ask_one(client, **fields):
+    return ask(client, "red dog?", [noise(1)], 4, **fields)
 
 
 def figures(address):
@@ -84,7 +73,7 @@ def sent_rows(fake):
 
 def test_the_engine_gets_the_row_that_would_enter_the_language_model(client, fake, llava_model):
     images = [noise(1), noise(2, (40, 20))]
-    found = ask(client, user("red dog?", *images), max_tokens=3, seed=5, budget=3)
+    found = ask(client, "red dog?", images, 3, seed=5, budget=3)
     (row,), (sent,) = sent_rows(fake), fake.seen
     method = make_method(None, 3, policy=stepprune())
     expected = expected_row(llava_model, method, "red dog?", images)
@@ -110,12 +99,12 @@ def test_the_engine_gets_the_row_that_would_enter_the_language_model(client, fak
 def test_rows_of_a_batch_do_not_depend_on_each_other(llava_model, fake):
     """Requests with several counts, images and lengths in one batch, as each alone."""
     fake.seen.clear()
-    app = front(llava_model, fake.address, batch_size=3, batch_seconds=10.0).app()
+    served = front(llava_model, fake.address, batch_size=3, batch_seconds=10.0)
     asked = {"red dog?": [noise(1)], "two": [], "yes or no: is this a dog?": [noise(2), noise(3)]}
     before = programs.num_compiled()
-    with serving(app) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x") as client:
+    with served as address, opened(address) as client:
         threads = [
-            threading.Thread(target=ask, args=(client, user(question, *images)))
+            threading.Thread(target=ask, args=(client, question, images, 4))
             for question, images in asked.items()
         ]
         [thread.start() for thread in threads], [thread.join() for thread in threads]
@@ -132,9 +121,8 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(llava_model, fake):
 
 
 def test_a_stream_has_the_same_answer_and_its_usage(client):
-    whole = ask(client, return_token_ids=True)
-    options = {"include_usage": True}
-    chunks = [*ask(client, stream=True, stream_options=options, return_token_ids=True)]
+    whole = ask_one(client)
+    chunks = [*ask_one(client, stream=True, stream_options={"include_usage": True})]
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert choices[0].delta.role == "assistant"
     assert "".join(x.delta.content for x in choices) == whole.choices[0].message.content
@@ -157,32 +145,29 @@ def test_a_stream_has_the_same_answer_and_its_usage(client):
 def test_what_goes_wrong_with_the_engine_is_told(client, fake, address, mode, status, words):
     fake.mode, before = mode, figures(address).get(f'requests_total{{status="{status}"}}', 0)
     with pytest.raises(openai.APIStatusError) as caught:
-        ask(client)
+        ask_one(client)
     assert caught.value.status_code == status and words in str(caught.value)
     late = mode in ("breaks", "ends")  # the first token is there by then
     with pytest.raises(openai.APIError if late else openai.APIStatusError, match=words):
-        list(ask(client, stream=True))
+        list(ask_one(client, stream=True))
     assert figures(address)[f'requests_total{{status="{status}"}}'] == before + 2
     until(lambda: figures(address)["in_flight"] == 0)
     fake.mode = "well"
-    assert ask(client).usage.completion_tokens == 4
+    assert ask_one(client).usage.completion_tokens == 4
 
 
 def test_an_engine_that_is_killed_and_started_again(llava_model):
     fake = FakeEngine()
     with serving(fake.app()) as place:
         port = int(place.rpartition(":")[2])
-    with (
-        serving(front(llava_model, place).app()) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client,
-    ):
+    with front(llava_model, place) as address, opened(address) as client:
         for _ in range(2):
             with pytest.raises(openai.APIStatusError, match="is not there") as caught:
-                ask(client)
+                ask_one(client)
             assert caught.value.status_code == 503
             assert httpx2.get(f"{address}/health").status_code == 503
             with serving(fake.app(), port):
-                assert ask(client).usage.completion_tokens == 4
+                assert ask_one(client).usage.completion_tokens == 4
                 assert httpx2.get(f"{address}/health").status_code == 200
 
 
@@ -190,15 +175,15 @@ def test_an_engine_that_serves_another_model_now(client, fake):
     for name in ("another", fake.name):
         fake.name = name
         with pytest.raises(openai.InternalServerError, match="the engine answers 404: no such"):
-            ask(client)
-        assert ask(client).usage.completion_tokens == 4
+            ask_one(client)
+        assert ask_one(client).usage.completion_tokens == 4
 
 
 def test_requests_share_a_connection_to_the_engine(client, fake):
     fake.clients.clear()
     for _ in range(3):
-        ask(client)
-        list(ask(client, stream=True))
+        ask_one(client)
+        list(ask_one(client, stream=True))
     assert len(fake.clients) == 1
 
 

@@ -2,9 +2,8 @@
 
 import concurrent.futures
 
-import openai
 import pytest
-from servers import ask, serving, user
+from servers import ask, opened, serving
 from small_world import stepprune
 from visual import noise
 
@@ -24,10 +23,8 @@ def client(llava_model):
     metrics = Metrics()
     reader = Reader(llava_model, "tiny", Defaults(policy=PLAIN), Limits(), engine=False)
     local = Local(llava_model, metrics, batch_size=4, batch_seconds=5.0)
-    with (
-        serving(Front(reader, local, metrics, 64).app()) as address,
-        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
-    ):
+    front = Front(reader, local, metrics, 64)
+    with serving(front.app()) as address, opened(address) as client:
         yield client
 
 
@@ -63,9 +60,3 @@ def test_a_method_that_cuts_inside_and_a_seed(client):
     assert len(others) > 1
     chunks = [*ask(client, "two", images, 4, seed=7, stream=True, **how)]
     assert [chunk.choices[0].token_ids[0] for chunk in chunks] == found[0]
-
-
-def test_the_models_and_an_unknown_one(client):
-    assert [model.id for model in client.models.list()] == ["tiny"]
-    with pytest.raises(openai.NotFoundError, match="model is 'gpt', expected 'tiny'"):
-        client.chat.completions.create(model="gpt", messages=[user("?")])

@@ -7,8 +7,9 @@ import pytest
 from stepprune_jax.serving.tensors import tensor_file
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (70_000, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float32", (1, 1)), ("bfloat16", (3, 700)), ("float16", (70_000, 2))]
+)
 def test_torch_reads_what_was_written(dtype, shape):
     torch = pytest.importorskip("torch")
     numbers = np.random.default_rng(0).standard_normal(shape)

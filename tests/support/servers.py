@@ -8,6 +8,7 @@ import json
 import threading
 import time
 
+import openai
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
@@ -123,13 +124,19 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def front_before(engine, model, most=256, **defaults):
+def front_before(engine, model, most=256, limits=None, batching=None, **defaults):
     """Serves a model before an engine, and yields the address."""
     metrics = Metrics()
     defaults = Defaults(positions="compact", **defaults)
-    reader = Reader(model, "tiny", defaults, Limits(), engine=True)
-    with serving(Front(reader, Engine(model, engine, metrics), metrics, most).app()) as address:
+    reader = Reader(model, "tiny", defaults, limits or Limits(), engine=True)
+    backend = Engine(model, engine, metrics, **(batching or {}))
+    with serving(Front(reader, backend, metrics, most).app()) as address:
         yield address
+
+
+def opened(address):
+    """OpenAI's client of a server."""
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def ask(client, question, images, most, **fields):

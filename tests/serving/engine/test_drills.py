@@ -12,7 +12,7 @@ import httpx2
 import jax.numpy as jnp
 import openai
 import pytest
-from servers import ask, front_before, until, user
+from servers import ask, front_before, opened, until, user
 from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
@@ -26,10 +26,6 @@ FLAGS = ("--dtype", "float32")
 @pytest.fixture(scope="module")
 def model(wide_llava):
     return load_vlm(wide_llava, dtype=jnp.float32, progress=False)
-
-
-def opened(address):
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def figure(engine, *names):

@@ -4,8 +4,7 @@ import concurrent.futures
 
 import jax.numpy as jnp
 import numpy as np
-import openai
-from servers import ask, front_before, user
+from servers import ask, front_before, opened, user
 from small_world import TEXTS, stepprune
 from visual import noise
 
@@ -20,10 +19,6 @@ CLIENTS = 16
 
 def loaded(folder, layers="auto"):
     return load_vlm(folder, dtype=jnp.float32, layers=layers, progress=False)
-
-
-def opened(address):
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 def requests(number, pruners, sides=(8, 90)):
