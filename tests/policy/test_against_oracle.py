@@ -46,9 +46,16 @@ GROUPS = {
     "hazard": Group(dict(stop="hazard")),
     "hazard, three layers": Group(dict(stop="hazard", decoder_layers=3, text_width=0), l=0),
     "own width, exact": Group(dict(feature_width=6, width=8, num_heads=4), exact=True),
-    "temperatures": Group(dict(temperature=0.5, stop_temperature=1.5)),
+    "temperatures": Group(
+        dict(num_heads=1, encoder_layers=2, temperature=0.5, stop_temperature=1.5), n=7, l=4
+    ),
     "literal, all steps": Group(
-        dict(decoder_layers=3, temperature=0.7, stop_bias=-0.3), n=9, steps=9, literal=True
+        dict(encoder_layers=2, decoder_layers=3, temperature=0.7, stop_bias=-0.3),
+        b=1,
+        n=9,
+        l=2,
+        steps=9,
+        literal=True,
     ),
     "no text, exact": Group(dict(text_width=0, encoder_layers=3), l=0, exact=True),
 }
