@@ -9,22 +9,15 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
     ("kind", "name"),
     [
         ("NVIDIA RTX A6000", "rtx-a6000"),
-        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40"),
         ("NVIDIA A100 80GB PCIe", "a100-80"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("TPU v4", "tpu-v4"),
         ("TPU v5 lite", "tpu-v5e"),
         ("TPU v5", "tpu-v5p"),
-        ("TPU v5p", "tpu-v5p"),
-        ("TPU v6 lite", "tpu-v6e"),
         ("NVIDIA L4", None),
         ("NVIDIA GH200 480GB", None),
-        ("cpu", None),
     ],
 )
 def test_a_device_is_known_by_the_words_in_its_name(kind, name):

@@ -7,17 +7,11 @@ import numpy as np
 from stepprune_jax.policy import POINTER, Limits, PolicyConfig, Progress, gate, scores, selection
 from stepprune_jax.policy.objective import total_loss
 from stepprune_jax.policy.params import ParamSpec, param_specs
-from stepprune_jax.policy.rollout import (
-    best_token,
-    grouped,
-    pick_step,
-    start_episode,
-    straight_through,
-)
-from stepprune_jax.policy.trajectory import read_trajectory, step_distribution
+from stepprune_jax.policy.rollout import start_episode
 
 # Without draws, annealing, probes and prices, each of which has tests of its own.
 _PLAIN = dict(
+    encoder_layers=1,
     draw=0.0,
     polarisation_temperature=0.3,
     polarisation_share=0.0,
@@ -44,7 +38,7 @@ def small_config(**fields):
 def small_literal(**fields):
     """The literal preset at the same size."""
     base = dict(feature_width=8, text_width=5, num_heads=2, mlp_ratio=2, dtype="float64")
-    return PolicyConfig.literal(**(base | fields))
+    return PolicyConfig.literal(**(base | dict(encoder_layers=1) | fields))
 
 
 def random_weights(rng, config, scale=0.5):
@@ -69,31 +63,6 @@ def select(params, config, memory, *, decoder=POINTER, loop=None, **given):
     """`select` over a memory; `loop` holds options of its loop."""
     run = episode(params, config, memory, decoder=decoder, **given)
     return selection.select_loop(params, config, run, decoder, **(loop or {}))
-
-
-def select_plainly(params, config, memory, *, decoder=POINTER, feedback=straight_through, **given):
-    """`select`, its loop unrolled, without blocks or anything computed again for its gradient."""
-    run = episode(params, config, memory, decoder=decoder, **given)
-    return plain_loop(params, config, run, decoder, feedback)
-
-
-def plain_loop(params, config, run, decoder, feedback):
-    """The trajectory of an episode, by a loop in Python."""
-    held, step = grouped(run, decoder.step)
-    query, cache, available = held.query, held.cache, held.image_mask
-    limits, bias, n = run.limits, run.stop_bias, run.image_mask.shape[1]
-    all_logits, choices = [], []
-    for t in map(jnp.int32, range(run.steps)):
-        logits, cache = step(params, config, run.context, query, cache, t)
-        choice = best_token(logits[:, :-1], available)
-        p = step_distribution(config, logits, available, t, limits, bias)
-        query = feedback(run.slots, jnp.append(p.prob, p.stop_prob[:, None], axis=1), choice)
-        available = available & (jnp.arange(n) != choice[:, None])
-        all_logits.append(logits)
-        choices.append(choice)
-    logits, picked = jnp.stack(all_logits, axis=1), pick_step(jnp.stack(choices), n)
-    choice = jnp.stack(choices, axis=1)
-    return read_trajectory(config, logits, choice, picked, run.image_mask, limits, bias)
 
 
 def select_parallel(params, config, memory, *, decoder=POINTER, **given):

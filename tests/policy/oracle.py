@@ -321,13 +321,6 @@ def soft_topk(scores, k, temperature, where):
     return alpha
 
 
-def noise_gate(x, alpha, noise):
-    out = np.zeros_like(x)
-    for i in range(len(x)):
-        out[i] = math.sqrt(alpha[i]) * x[i] + math.sqrt(1 - alpha[i]) * noise[i]
-    return out
-
-
 def denoise(weights, x):
     w, out = weights["denoiser"], []
     for row in x:

@@ -1,16 +1,13 @@
 """Properties of SoftTopK and of the noise gate."""
 
-import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax.policy import Inputs, PolicyConfig, init_policy, noise_gate, soft_topk
 from stepprune_jax.policy.noise import gate_tokens
-from stepprune_jax.policy.scores import soft_scores
 
 alpha_of = jax.jit(soft_topk)
 
@@ -40,17 +37,7 @@ def test_mass_is_k_and_order_is_kept(seed, scale, temperature, share, ties):
     assert (np.diff(ordered) >= -1e-5).all()
 
 
-def test_shift_and_permutation():
-    scores = jax.random.normal(jax.random.key(1), (50,)) * 3
-    alpha = alpha_of(scores, 11.0, 0.3)
-    np.testing.assert_allclose(alpha_of(scores + 100, 11.0, 0.3), alpha, atol=1e-4)
-    order = jax.random.permutation(jax.random.key(2), 50)
-    permuted = alpha_of(scores[order], 11.0, 0.3)
-    np.testing.assert_allclose(permuted, alpha[order], atol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 0.3])
-def test_gradients_are_finite_for_ties_and_masked_scores(temperature):
+def test_gradients_are_finite_for_ties_and_masked_scores():
     scores = jnp.array([2.0, 2.0, 2.0, -1e9, -1e9, 0.0])
     where = jnp.array([True, True, True, True, False, False])
 
@@ -58,33 +45,10 @@ def test_gradients_are_finite_for_ties_and_masked_scores(temperature):
         alpha = alpha_of(scores, k, temperature, where=where)
         return jnp.sum(alpha * jnp.arange(6))
 
-    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(scores, 2.0, temperature)
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(scores, 2.0, 1e-3)
     assert all(bool(jnp.isfinite(g).all()) for g in grads)
     # d alpha / d k sums to one over the tokens that can move: here three tied ones, mean index 1.
     np.testing.assert_allclose(grads[1], 1.0, rtol=1e-5)
-
-
-def test_log_scores_polarise_at_the_papers_size():
-    # 192 picks out of 576 in 288 steps from a sharp pointer: neighbouring logits lie about 1.9
-    # apart, so the best token left has probability .85. The last pick has .9^192 = 1.6e-9 of the
-    # discount of the first.
-    n, kept, steps = 576, 192, 288
-    key, order_key = jax.random.split(jax.random.key(3))
-    logits = -jnp.cumsum(jax.random.uniform(key, (n,), minval=1.0, maxval=2.8))
-    left = jnp.arange(n) >= jnp.arange(steps)[:, None]
-    prob = jax.nn.softmax(jnp.where(left, logits, -1e9), axis=-1)
-    order = jax.random.permutation(order_key, n)
-    prob = jnp.zeros((1, steps, n)).at[0, :, order].set(prob.T)
-    stop = jnp.where(jnp.arange(steps) < kept, 1e-3, 1.0)[None]
-    hard = jnp.zeros(n, bool).at[order[:kept]].set(True)
-
-    log = alpha_of(cases.log_scores(prob, stop, decay=0.9), kept, 0.3)[0]
-    iou = jnp.sum((log > 0.5) & hard) / jnp.sum((log > 0.5) | hard)
-    assert iou > 0.95
-    assert jnp.mean(log[hard]) > 0.95 and jnp.mean(log[~hard]) < 0.05
-    raw = alpha_of(soft_scores(prob, stop, decay=0.9), kept, 1.0)[0]
-    # Raw scores at temperature 1 cannot: the gate is alike inside and outside.
-    assert jnp.mean(raw[hard]) - jnp.mean(raw[~hard]) < 0.1
 
 
 def test_second_moment_is_kept():
@@ -96,8 +60,7 @@ def test_second_moment_is_kept():
     np.testing.assert_allclose(moment, jnp.ones(10), atol=4 * 0.0224)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradient_is_finite_where_alpha_is_exactly_zero_or_one(compiled):
+def test_gradient_is_finite_where_alpha_is_exactly_zero_or_one():
     x = jnp.ones((1, 4, 3))
     noise = jnp.full((1, 4, 3), 0.5)
 
@@ -105,9 +68,8 @@ def test_gradient_is_finite_where_alpha_is_exactly_zero_or_one(compiled):
         alpha = jnp.stack([jax.nn.sigmoid(u[0]), jax.nn.sigmoid(u[1]), u[2], u[3]])[None]
         return jnp.sum(noise_gate(None, x, alpha, noise=noise) ** 2)
 
-    grad = jax.grad(loss)
     u = jnp.array([40.0, -200.0, 0.0, 1.0])  # both sigmoids saturate in float32
-    value = (jax.jit(grad) if compiled else grad)(u)
+    value = jax.jit(jax.grad(loss))(u)
     assert bool(jnp.isfinite(value).all())
     assert abs(value[2]) > 0 and abs(value[3]) > 0
 
@@ -116,5 +78,5 @@ def test_the_ablation_scales():
     config = PolicyConfig(feature_width=3, text_width=0, num_heads=1, gate="scale")
     key, alpha = jax.random.key(0), jnp.array([[0.25, 1.0]])
     params = init_policy(key, config)  # the denoiser starts as the identity
-    found = gate_tokens(params, config, key, Inputs(jnp.ones((1, 2, 3))), alpha)
+    found = jax.jit(gate_tokens)(params, config, key, Inputs(jnp.ones((1, 2, 3))), alpha)
     np.testing.assert_allclose(found[..., 0], alpha, rtol=1e-6)

@@ -11,15 +11,10 @@ from stepprune_jax.policy import Inputs, Progress, encode, gate, noise_gate, sof
 from stepprune_jax.policy.noise import denoise
 from stepprune_jax.policy.objective import length_penalty
 from stepprune_jax.policy.params import param_paths
-from stepprune_jax.policy.rollout import hard_feedback
+from stepprune_jax.policy.rollout import hard_feedback, straight_through
 from stepprune_jax.policy.scores import expected_count, soft_scores
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(30)
 
 
 def test_soft_topk_gradient_in_scores_k_and_temperature(rng):
@@ -43,27 +38,26 @@ def test_soft_topk_gradient_is_zero_at_budgets_of_nothing_and_everything(rng):
     def function(scores, k, tau):
         return jnp.sum(soft_topk(scores, k, tau) * scores)
 
-    alpha = soft_topk(scores, k, 0.5)
+    alpha = jax.jit(soft_topk)(scores, k, 0.5)
     np.testing.assert_array_equal(alpha, [[0.0] * 4, [1.0] * 4])
     by_scores, by_k, by_tau = jax.jit(jax.grad(function, (0, 1, 2)))(scores, k, 0.5)
     np.testing.assert_array_equal(by_scores, alpha)  # The outer factor alone.
     assert (by_k == 0).all() and by_tau == 0
 
 
-@pytest.mark.parametrize("aggregation", ["discounted", "alive", "uniform", "last"])
-@pytest.mark.parametrize("scores_fn", [soft_scores, cases.log_scores])
-def test_score_gradients(rng, scores_fn, aggregation):
+@pytest.mark.parametrize("aggregation", ["discounted", "last"])
+def test_score_gradients(rng, aggregation):
     x = dict(prob=rng.uniform(0.05, 0.9, (2, 4, 3)), stop_prob=rng.uniform(0.1, 0.9, (2, 4)))
-    weigh = cases.weighted_sum(rng, x["prob"][:, 0])
-    arguments = dict(decay=0.7, aggregation=aggregation)
-    cases.assert_finite_differences(lambda x: weigh(scores_fn(**x, **arguments)), x, rng)
+    weigh = cases.weighted_sum(rng, [x["prob"][:, 0]] * 2)
+    how = dict(decay=0.7, aggregation=aggregation)
+    cases.assert_finite_differences(
+        lambda x: weigh([soft_scores(**x, **how), cases.log_scores(**x, **how)]), x, rng
+    )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_token_never_pointed_at_has_a_log_score_without_gradient(dtype):
-    prob = np.full((1, 3, 2), 0.25, dtype)
+def test_a_token_never_pointed_at_has_a_log_score_without_gradient():
+    prob, stop_prob = np.full((1, 3, 2), 0.25), np.full((1, 3), 0.5)
     prob[..., 1] = 0.0
-    stop_prob = np.full((1, 3), 0.5, dtype)
 
     def never(prob, stop_prob):
         return cases.log_scores(prob, stop_prob, decay=0.9)[0, 1]
@@ -73,11 +67,8 @@ def test_a_token_never_pointed_at_has_a_log_score_without_gradient(dtype):
     np.testing.assert_array_equal(by_stop, 0)
 
 
-def test_expected_count_and_length_penalty_gradients(rng):
-    count = np.array([2, 0, 3], np.int32)
-    weigh = cases.weighted_sum(rng, count)
-    x = rng.uniform(0.1, 0.9, (3, 4))
-    cases.assert_finite_differences(lambda p: weigh(expected_count(p)), x, rng)
+def test_the_length_penalty_has_the_gradient_of_the_expected_count(rng):
+    count, x = np.array([2, 0, 3], np.int32), rng.uniform(0.1, 0.9, (3, 4))
 
     def penalty(p):
         return length_penalty(count, expected_count(p), np.array([4, 5, 6]))
@@ -92,28 +83,29 @@ def test_expected_count_and_length_penalty_gradients(rng):
     )
 
 
-def test_noise_gate_gradient(rng):
-    x = dict(
-        x=rng.normal(size=(2, 3, 4)),
-        alpha=rng.uniform(0.1, 0.9, (2, 3)),
-        noise=rng.normal(size=(2, 3, 4)),
-    )
-    weigh = cases.weighted_sum(rng, x["x"])
-    cases.assert_finite_differences(lambda x: weigh(noise_gate(None, **x)), x, rng)
-
-
-def test_denoise_gradient(rng):
+def test_noise_gate_and_denoise_gradients(rng):
     config = cases.small_config(feature_width=6, width=4)
-    x = dict(params=cases.random_weights(rng, config), x=rng.normal(size=(2, 3, 6)))
-    weigh = cases.weighted_sum(rng, x["x"])
-    cases.assert_finite_differences(lambda x: weigh(denoise(x["params"], config, x["x"])), x, rng)
+    params = cases.random_weights(rng, config)
+    image, noise = rng.normal(size=(2, 2, 3, 6))
+    x = dict(params=params, image=image, noise=noise, alpha=rng.uniform(0.1, 0.9, (2, 3)))
+    weigh = cases.weighted_sum(rng, image)
+
+    def function(x):
+        noisy = noise_gate(None, x["image"], x["alpha"], noise=x["noise"])
+        return weigh(denoise(x["params"], config, noisy))
+
+    cases.assert_finite_differences(function, x, rng)
 
 
 @pytest.mark.parametrize("text_gate", quick_or_slow(["attention", "printed"], ["attention"]))
 def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
     attention = "causal" if text_gate == "printed" else "bidirectional"
     config = cases.small_config(
-        feature_width=6, width=4, text_gate=text_gate, encoder_attention=attention
+        feature_width=6,
+        width=4,
+        encoder_layers=2,
+        text_gate=text_gate,
+        encoder_attention=attention,
     )
     masks = np.array([[True, True, False]]), np.array([[False, True]])
     x = dict(
@@ -148,7 +140,7 @@ def open_trajectory(trajectory):
 
 @pytest.mark.parametrize("stop", quick_or_slow(["aligned", "softmax"], ["aligned"]))
 def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_choice(rng, stop):
-    config = cases.small_config(width=4, stop=stop, temperature=0.7)
+    config = cases.small_config(width=4, decoder_layers=2, stop=stop, temperature=0.7)
     masks = np.array([[True] * 5, [True, False, True, True, False]])
     x = dict(
         params=cases.random_weights(rng, config),
@@ -177,17 +169,63 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
     cases.assert_finite_differences(lambda x: weigh(open_trajectory(run(x))), x, rng)
 
 
+def test_straight_through_has_value_and_gradient_as_printed(rng):
+    """M^T (onehot(a) - sg(p) + p), Eq. (9)."""
+    memory, prob = jnp.array(rng.normal(size=(3, 7, 4))), jnp.array(rng.random((3, 7)))
+    choice, cotangent = jnp.array([0, 6, 2]), jnp.array(rng.normal(size=(3, 4)))
+    given = memory, prob
+
+    def printed(memory, prob):
+        mixed = jax.nn.one_hot(choice, 7) - jax.lax.stop_gradient(prob) + prob
+        return jnp.einsum("bmd,bm->bd", memory, mixed)
+
+    found, backward = jax.vjp(lambda *given: straight_through(*given, choice), *given)
+    expected, backward_as_printed = jax.vjp(printed, *given)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    cases.assert_trees_close(backward(cotangent), backward_as_printed(cotangent), 1e-12)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(),
+        dict(group=3),  # the steps are no whole number of groups
+        pytest.param(dict(decoder_layers=3), marks=pytest.mark.slow),
+        pytest.param(dict(decoder_layers=2, stop="hazard", group=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, fields):
+    config = cases.small_config(**fields)
+    x = dict(
+        params=cases.random_weights(rng, config),
+        memory=rng.normal(size=(3, 10, 8)),
+        stop_bias=rng.normal(size=3),
+    )
+    how = dict(mask=cases.random_mask(rng, 3, 9), max_steps=7)
+    how |= dict(min_tokens=np.array([1, 0, 0]), max_tokens=np.array([6, 2, 0]))
+    weigh = cases.weighted_sum(rng, [np.zeros((3, 7, 9)), np.zeros((3, 7)), np.zeros((3, 7, 9))])
+
+    def value_and_gradient(chooser, **more):
+        def loss(x):
+            given = (x["params"], config, x["memory"])
+            run = chooser(*given, stop_bias=x["stop_bias"], **how, **more)
+            return weigh([run.prob, run.stop_prob, jnp.where(run.prob > 0, run.log_prob, 0)])
+
+        return jax.jit(jax.value_and_grad(loss))(x)
+
+    value, found = value_and_gradient(cases.select_parallel)
+    expected_value, expected = value_and_gradient(cases.select, loop={"feedback": hard_feedback})
+    np.testing.assert_allclose(value, expected_value, rtol=1e-9)
+    cases.assert_trees_close(found, expected, 1e-9)
+    assert np.abs(found["params"]["decoder"]["pointer"]["key"]["kernel"]).max() > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("score_space", ["log", "linear"])
 def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(rng, score_space):
     """Parallel estimator, frozen k: the loss is smooth but for the hard value of the penalty."""
-    config = cases.small_config(
-        decoder_layers=1,
-        encoder_layers=1,
-        soft_budget="batch_mean",
-        score_space=score_space,
-        max_steps=3,
-    )
+    config = cases.small_config(soft_budget="batch_mean", score_space=score_space, max_steps=3)
     inputs = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5)))
     weigh, key = cases.weighted_sum(rng, inputs.image), jax.random.key(1)
     progress = Progress(text_gate=0.5)
@@ -211,20 +249,15 @@ def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(
 @pytest.mark.parametrize(
     ("make", "fields"),
     [
-        (cases.small_config, dict(decoder_layers=1, text_width=0, encoder_layers=1, gate="scale")),
+        (cases.small_config, dict(text_width=0, gate="scale")),
         pytest.param(
             cases.small_config,
-            dict(decoder_layers=3, feature_width=6, width=8),
+            dict(encoder_layers=2, decoder_layers=3, feature_width=6, width=8),
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            cases.small_literal,
-            dict(decoder_layers=1, feature_width=6, width=8, encoder_layers=1),
-            marks=pytest.mark.slow,
-        ),
-        (cases.small_literal, dict(decoder_layers=3, encoder_layers=1)),
+        (cases.small_literal, dict(decoder_layers=2)),
     ],
-    ids=["default-1-blind", "default-3-wide", "literal-1-wide", "literal-3"],
+    ids=["default-1-blind", "default-3-wide", "literal-2"],
 )
 def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fields):
     config = make(max_steps=5, **fields)

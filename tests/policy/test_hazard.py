@@ -13,11 +13,6 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 @pytest.fixture
-def rng():
-    return np.random.default_rng(90)
-
-
-@pytest.fixture
 def case(rng):
     config = cases.small_config(width=8, stop="hazard", decoder_layers=2)
     x = dict(params=cases.random_weights(rng, config), memory=rng.normal(size=(2, 6, 8)))

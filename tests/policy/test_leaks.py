@@ -14,16 +14,13 @@ import pytest
 from quick import quick_or_slow
 
 from stepprune_jax.policy import POINTER, DecoderFns, Inputs, Limits, encode, gate, select
-from stepprune_jax.policy.encoder import memory
 from stepprune_jax.policy.noise import denoise
 from stepprune_jax.policy.rollout import hard_feedback, straight_through
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(50)
+# So that what one token may not see could reach it through another.
+TWO_BLOCKS = dict(feature_width=4, width=4, text_width=3, encoder_layers=2)
 
 
 def jacobian(function, x):
@@ -55,8 +52,9 @@ def test_no_later_query_reaches_the_logits_of_an_earlier_step(rng, layers):
     assert (flow[~later] > 0).all()
 
 
-def flow_between_steps(rng, what, feedback):
-    """[t, u]: how much prob of step t depends on a nudge of the query or the logits of step u."""
+@pytest.mark.parametrize("feedback", [straight_through, hard_feedback])
+def test_what_reaches_the_probabilities_of_other_steps(rng, feedback):
+    """By a nudge of each step's query, and of its logits."""
     config = cases.small_config(width=4, min_tokens=0, decoder_layers=2)
     params, slots = cases.random_weights(rng, config), rng.normal(size=(1, 6, 4))
 
@@ -64,10 +62,10 @@ def flow_between_steps(rng, what, feedback):
         return POINTER.init(params["policy"], *arguments)
 
     def step(params, config, context, query, cache, t):
-        nudge = params["nudge"][t]
-        query = query + nudge[:4] if what == "query" else query
+        nudge = params["nudge"]
+        query = query + nudge["query"][t]
         logits, cache = POINTER.step(params["policy"], config, context, query, cache, t)
-        return logits + nudge if what == "logits" else logits, cache
+        return logits + nudge["logits"][t], cache
 
     def probabilities(nudge):
         return cases.select(
@@ -79,27 +77,15 @@ def flow_between_steps(rng, what, feedback):
             loop={"feedback": feedback},
         ).prob[0]
 
-    return np.abs(jacobian(probabilities, np.zeros((4, 6)))).max(axis=(1, 3))
-
-
-@pytest.mark.parametrize(
-    "feedback", quick_or_slow([straight_through, hard_feedback], [hard_feedback])
-)
-def test_a_query_reaches_its_own_and_later_steps_and_no_earlier_one(rng, feedback):
-    flow = flow_between_steps(rng, "query", feedback)
-    later = np.triu(np.ones((4, 4), bool), 1)
-    assert (flow[later] == 0).all()
-    assert (flow[~later] > 0).all()
-
-
-def test_probabilities_reach_later_steps_through_straight_through_alone(rng):
+    flow = jacobian(probabilities, dict(query=np.zeros((4, 4)), logits=np.zeros((4, 6))))
+    by_query, by_logits = (np.abs(flow[name]).max(axis=(1, 3)) for name in ("query", "logits"))
     later, diagonal = np.triu(np.ones((4, 4), bool), 1), np.eye(4, dtype=bool)
-    through = flow_between_steps(rng, "logits", straight_through)
-    assert (through[later] == 0).all()
-    assert (through[~later] > 0).all()
-    cut = flow_between_steps(rng, "logits", hard_feedback)
-    assert (cut[~diagonal] == 0).all()
-    assert (cut[diagonal] > 0).all()
+    assert (by_query[later] == 0).all()
+    assert (by_query[~later] > 0).all()
+    # Those of a step reach later ones through straight-through alone.
+    reached = ~later if feedback is straight_through else diagonal
+    assert (by_logits[~reached] == 0).all()
+    assert (by_logits[reached] > 0).all()
 
 
 def whole_selection(params, config, inputs):
@@ -110,7 +96,7 @@ def whole_selection(params, config, inputs):
 
 @pytest.mark.parametrize("estimator", quick_or_slow(["straight_through", "parallel"], ["parallel"]))
 def test_neither_rows_nor_padding_reach_other_results_and_text_does(rng, estimator):
-    config = cases.small_config(feature_width=4, width=4, text_width=3, estimator=estimator)
+    config = cases.small_config(**TWO_BLOCKS, estimator=estimator)
     params = cases.random_weights(rng, config)
     x = dict(image=rng.normal(size=(2, 4, 4)), text=rng.normal(size=(2, 3, 3)))
     masks = dict(
@@ -125,26 +111,8 @@ def test_neither_rows_nor_padding_reach_other_results_and_text_does(rng, estimat
             np.testing.assert_array_equal(by_token[row, row] > 0, mask[row])
 
 
-@pytest.mark.slow
-def test_the_stop_embedding_reaches_the_stop_probability(rng):
-    config = cases.small_config(width=4, text_width=0)
-    params = cases.random_weights(rng, config)
-    encoded = jnp.asarray(rng.normal(size=(1, 4, 4)))
-
-    def stop_prob(stop):
-        slots = memory(params | dict(stop=stop), encoded)
-        return cases.select(params, config, slots, max_steps=3, min_tokens=1).stop_prob[0]
-
-    flow = np.abs(jacobian(stop_prob, params["stop"])).max(axis=1)
-    assert flow[0] == 0  # The stop is not available yet.
-    assert (flow[1:] > 0).all()
-
-
-@pytest.mark.parametrize("text_gate", ["attention", "printed"])
-def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_text(rng, text_gate):
-    config = cases.small_config(
-        feature_width=4, width=4, text_width=3, encoder_attention="causal", text_gate=text_gate
-    )
+def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_text(rng):
+    config = cases.small_config(**TWO_BLOCKS, encoder_attention="causal", text_gate="printed")
     params = cases.random_weights(rng, config)
     x = dict(image=rng.normal(size=(1, 4, 4)), text=rng.normal(size=(1, 2, 3)))
     flow = jacobian(lambda x: encode(params, config, Inputs(**x), 0.5), x)
@@ -157,7 +125,7 @@ def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_t
 
 @pytest.mark.parametrize("text_gate", quick_or_slow(["attention", "printed"], ["attention"]))
 def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
-    config = cases.small_config(feature_width=4, width=4, text_width=3, text_gate=text_gate)
+    config = cases.small_config(**TWO_BLOCKS, text_gate=text_gate)
     params = cases.random_weights(rng, config)
     image, text = rng.normal(size=(1, 4, 4)), rng.normal(size=(2, 1, 2, 3))
     run = jax.jit(lambda text: encode(params, config, Inputs(image, text), 0.0))
@@ -167,7 +135,7 @@ def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
 @pytest.mark.parametrize("estimator", quick_or_slow(["straight_through", "parallel"], ["parallel"]))
 def test_whatever_stands_in_the_padding_changes_no_value_and_no_gradient(rng, estimator):
     """Through the whole training pathway; the consumer ignores tokens at padded positions."""
-    config = cases.small_config(estimator=estimator, encoder_layers=1, max_steps=3)
+    config = cases.small_config(estimator=estimator, max_steps=3)
     params = cases.random_weights(rng, config)
     masks = dict(
         image_mask=np.array([[True, False, True, True], [True, True, True, False]]),

@@ -21,16 +21,12 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_init_has_the_abstract_shapes(config):
+def test_init_has_the_abstract_shapes_and_each_weight_exactly_one_rule(config):
     params = policy.init_policy(jax.random.key(0), config)
     chex.assert_trees_all_equal_shapes_and_dtypes(params, policy.abstract_policy(config))
     assert all(leaf.dtype == jnp.float32 and not leaf.weak_type for leaf in jax.tree.leaves(params))
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_every_weight_is_matched_by_exactly_one_rule(config):
     rules = policy.partition_rules(config, {"embed": "fsdp", "hidden": "tensor"})
-    for path in tables.param_paths(policy.abstract_policy(config)):
+    for path in tables.param_paths(params):
         assert sum(bool(re.search(pattern, path)) for pattern, _ in rules) == 1
 
 
@@ -77,12 +73,8 @@ def test_weights_cast_once_give_the_same_result_to_the_bit():
     kernels = {path for path in tables.param_paths(params) if path.endswith("kernel")}
     assert kernels <= narrow
 
-    @jax.jit
-    def run(params, image, text):
-        inputs = Inputs(image, text)
-        return policy.select(params, config, inputs), policy.choose(params, config, inputs)
-
-    image = jax.random.normal(jax.random.key(1), (2, 6, 16))
-    text = jax.random.normal(jax.random.key(2), (2, 3, 12))
-    jax.tree.map(np.testing.assert_array_equal, run(cast, image, text), run(params, image, text))
+    draw, rank = jax.random.normal, jax.jit(policy.rank)
+    inputs = Inputs(draw(jax.random.key(1), (2, 6, 16)), draw(jax.random.key(2), (2, 3, 12)))
+    found, expected = (rank(weights, config, inputs) for weights in (cast, params))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert policy.cast_weights(params, None) is params

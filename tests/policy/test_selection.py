@@ -1,6 +1,7 @@
 """Selection as users meet it: counts, biases, early exit, buckets, compile counts."""
 
 import dataclasses
+import functools
 
 import cases
 import chex
@@ -104,16 +105,11 @@ def test_training_step_traces_once_over_steps_and_budgets(params, inputs):
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, key, length_weight, progress):
+        how = {"progress": progress, "length_weight": length_weight}
+
         def loss(params):
-            return policy.train_loss(
-                params,
-                CONFIG,
-                key,
-                inputs,
-                lambda x: jnp.mean(x**2),
-                progress=progress,
-                length_weight=length_weight,
-            )
+            given = (params, CONFIG, key, inputs, lambda x: jnp.mean(x**2))
+            return policy.train_loss(*given, **how)
 
         grads, aux = jax.grad(loss, has_aux=True)(params)
         new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
@@ -154,43 +150,29 @@ def test_prices_are_log_uniform():
     assert abs(drawn.mean()) < 4 * 0.052 and abs(drawn.std() - 1.155) < 0.1
 
 
-@pytest.mark.parametrize("mode", ["straight_through", "batch_mean"])
-def test_soft_budget_reading(params, inputs, mode):
-    @jax.jit
-    def value(bias, params, inputs):
-        bounds = jnp.array([1, 1, 1, 4]), jnp.array([9, 9, 9, 4])
-        t = policy.select(params, CONFIG, inputs, Limits(None, *bounds), stop_bias=bias)
-        config = dataclasses.replace(CONFIG, soft_budget=mode)
-        return budget.soft_budget(config, t, jnp.array(6.5), jnp.full(B, 12)), t
-
-    found, t = value(0.0, params, inputs)
-    expected = np.full(B, 6.5) if mode == "batch_mean" else np.asarray(t.count, np.float32)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    grads = jax.jit(jax.jacrev(lambda *x: value(*x)[0]))(0.0, params, inputs)
-    if mode == "straight_through":
-        # A higher stop bias means fewer tokens, except at an exact budget.
-        assert (np.asarray(grads[:3]) < 0).all() and grads[3] == 0
-    else:
-        np.testing.assert_array_equal(grads, np.zeros(B))
-
-
 def test_what_a_token_is_worth_is_heard_up_to_a_bound(params, inputs):
     """Of a mean over four rows of twelve tokens, 10 nats per twelve tokens are 10 / 12 / 4."""
-    config = dataclasses.replace(CONFIG, soft_budget="straight_through")
-    worth, bound = jnp.array([-0.1, 0.1, -9.0, 9.0]), 10 / 12 / 4
+    worth, bound = jnp.array([-0.1, 9.0, -9.0, 9.0]), 10 / 12 / 4
+    limits = Limits(None, jnp.array([1, 1, 1, 4]), jnp.array([9, 9, 9, 4]))
+    tokens = jnp.full(B, 12)
 
     @jax.jit
-    def slope(worth, params, inputs):
+    def slope(params, inputs):
         def of(bias):
-            t = policy.select(params, CONFIG, inputs, stop_bias=bias)
-            k = budget.soft_budget(config, t, 0.0, jnp.full(B, 12))
-            return jnp.sum(worth * k), budget.differentiable_count(CONFIG, t)
+            t = policy.select(params, CONFIG, inputs, limits, stop_bias=bias)
+            k = budget.soft_budget(CONFIG, t, 0.0, tokens)
+            return (worth * k, budget.differentiable_count(CONFIG, t)), (k, t)
 
-        counts = jax.jacrev(lambda bias: of(bias)[1])(jnp.zeros(B))
-        return jax.grad(lambda bias: of(bias)[0])(jnp.zeros(B)), jnp.diag(counts)
+        by_bias, found = jax.jacrev(of, has_aux=True)(jnp.zeros(B))
+        return *map(jnp.diag, by_bias), *found
 
-    found, of_count = slope(worth, params, inputs)
-    np.testing.assert_allclose(found, np.array([-0.1, 0.1, -bound, bound]) * of_count, rtol=1e-5)
+    found, of_count, k, t = slope(params, inputs)
+    np.testing.assert_array_equal(k, t.count)
+    np.testing.assert_allclose(found, np.clip(worth, -bound, bound) * of_count, rtol=1e-5)
+    # A higher stop bias means fewer tokens, except at an exact budget.
+    assert (of_count[:3] < 0).all() and of_count[3] == 0
+    printed = dataclasses.replace(CONFIG, soft_budget="batch_mean")
+    np.testing.assert_array_equal(budget.soft_budget(printed, t, 6.5, tokens), np.full(B, 6.5))
 
 
 def test_a_probe_decides_in_the_last_quarter_of_its_budget(params, inputs):
@@ -200,17 +182,18 @@ def test_a_probe_decides_in_the_last_quarter_of_its_budget(params, inputs):
     asked = [[1], [3], [4, 5], [9, 10, 11]]
 
     @jax.jit
-    def count(bias, params, inputs):
+    @functools.partial(jax.jacrev, has_aux=True)
+    def slope_of(bias, params, inputs):
         t = policy.select(params, config, inputs, Limits(None, limits, limits), stop_bias=bias)
-        return budget.differentiable_count(config, t), t
+        count = budget.differentiable_count(config, t)
+        return count, (count, t)
 
-    found, t = count(0.0, params, inputs)
+    slope, (found, t) = slope_of(0.0, params, inputs)
     np.testing.assert_array_equal(t.count, limits)
     assert t.margin.shape[1] == 12
     go_on = [1 / (1 + np.exp(np.asarray(t.margin)[row, at] / 0.5)) for row, at in enumerate(asked)]
     np.testing.assert_allclose(found, [10 * p.mean() for p in go_on], rtol=1e-5)
     # A stop bias of db lowers each probability to go on by p (1 - p) db / temperature.
-    slope = jax.jit(jax.jacrev(lambda *x: count(*x)[0]))(0.0, params, inputs)
     np.testing.assert_allclose(slope, [-20 * (p * (1 - p)).mean() for p in go_on], rtol=1e-4)
 
 

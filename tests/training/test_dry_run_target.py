@@ -34,22 +34,6 @@ def test_the_targets_own_compiler_plans(world, tmp_path, capsys, name, kind):
     assert f"{named.accelerator}: " in printed and "GiB, fits" in printed
 
 
-@pytest.mark.slow
-def test_without_that_compiler_the_cpus_plans_and_a_line_says_so(
-    world, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(plan, "missing", lambda name: "XLA's CUDA compiler is missing: pip x")
-    run = quick_run(world)
-    assert dry_run(run, tmp_path, "h200:2").devices == 2
-    printed = capsys.readouterr().out
-    assert (
-        "h200:2: XLA's CUDA compiler is missing: pip x; planning with the CPU's compiler" in printed
-    )
-    assert "2 virtual CPU device(s)" in printed and "as XLA's CPU compiler plans" in printed
-    assert "h200: 131.3 GiB, fits" in printed
-    assert run.accelerator.name == "rtx-a6000"  # the run's own settings are as they were
-
-
 def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monkeypatch):
     asked = []
     planned = Plan(2, 0, Usage(0, 0, 0, 0), 1.0, {Bucket(16, 16, 11): 1})
@@ -68,28 +52,21 @@ def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monke
 
 
 def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "missing", lambda name: "not here")
+    monkeypatch.setattr(plan, "missing", lambda name: "pip x")
     large = Plan(2, 10, Usage(20, 0, 10**12, 10**12 + 20), 1e9, {Bucket(64, 64, 8): 1})
     monkeypatch.setattr(plan, "make_plan", lambda *arguments: large)
     dry_run(quick_run(world), tmp_path, "a6000:2")
-    verdict, change = capsys.readouterr().out.splitlines()[-4:-2]
+    printed = capsys.readouterr().out
+    assert "a6000:2: pip x; planning with the CPU's compiler" in printed
+    verdict, change = printed.splitlines()[-4:-2]
     assert "rtx-a6000: 44.7 GiB, DOES NOT FIT (2083%)" in verdict
-    assert change.strip().startswith("to change: lower config.model.rows_at_once")
-    assert "set config.model.remat=True" in change
     assert "set config.mesh=fsdp (shards the weights over 2 devices)" in change
 
-
-def test_a_compiler_that_refuses_for_memory_is_one_line(world, tmp_path, monkeypatch):
     def refuse(*arguments):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Used 26.4G of 15.75G hbm.\nLargest allocations: ..."
-        )
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 26.4G of 15.75G hbm.\nAll: ...")
 
-    monkeypatch.setattr(plan, "missing", lambda name: "not here")
     monkeypatch.setattr(plan, "make_plan", refuse)
-    with pytest.raises(
-        ValueError, match=r"remat=True .*mesh=fsdp .*2 devices.* 26.4G of"
-    ) as refused:
+    with pytest.raises(ValueError, match=r"mesh=fsdp .*2 devices.* 26.4G of") as refused:
         dry_run(quick_run(world), tmp_path, "a6000:2")
     assert is_user_error(refused.value) and "\n" not in str(refused.value)
 

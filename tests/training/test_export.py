@@ -8,21 +8,12 @@ import jax
 import numpy as np
 import pytest
 from commands import status
-from tiny_run import make_run
+from tiny_run import metrics
 
 from stepprune_jax import export, load_policy
 from stepprune_jax.checkpoints import safetensors
-from stepprune_jax.cli.generate import main as generate
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_policies
-from stepprune_jax.training import train
 from stepprune_jax.workdir.checkpoints import Checkpoints
-
-
-@pytest.fixture(scope="module")
-def run(world, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("run")
-    train(make_run(*world), workdir)
-    return workdir
 
 
 def equal(one, other):
@@ -30,38 +21,30 @@ def equal(one, other):
 
 
 @pytest.mark.slow
-def test_the_exported_policy_is_the_run_s_own(world, run, tmp_path, capsys):
-    export.main([str(run), "--out", str(tmp_path / "release"), "--stop_bias=-0.5"])
+def test_the_exported_policy_is_the_run_s_own(world, whole, tmp_path, capsys):
+    export.main([str(whole), "--out", str(tmp_path / "release"), "--stop_bias=-0.5"])
     path = tmp_path / "release" / "policy.safetensors"
     assert capsys.readouterr().out.split() == [str(path), str(path.with_name("README.md"))]
-    found, own = load_policy(path), load_policy(run / "policy.safetensors")
+    found, own = load_policy(path), load_policy(whole / "policy.safetensors")
     equal((found.params, found.stats), (own.params, own.stats))
     assert found.config == own.config and found.stop_bias == -0.5
     about = json.loads(safetensors.read_contents(path)[1]["about"])
-    described = json.loads((run / "run.json").read_text())
+    described = json.loads((whole / "run.json").read_text())
     assert about == {"step": 6, **described}
-    # One of the programs that take it, and what the other one does with --policy.
-    image = str(world[1] / "images" / "0.png")
-    arguments = ["--model", str(world[0]), "--image", image, "--prompt", "two ?", "--max_tokens=2"]
-    generate([*arguments, "--policy", str(path), "--json"])
-    assert 0 < json.loads(capsys.readouterr().out)["kept"] <= 9
     assert read_policies(EvalSettings(), tmp_path, path)[DEFAULT].stop_bias == -0.5
 
 
 @pytest.mark.slow
-def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
-    export.export(run, tmp_path)
+def test_the_card_says_what_the_policy_was_trained_on(world, whole, tmp_path):
+    export.export(whole, tmp_path)
     card = (tmp_path / "README.md").read_text()
-    described = json.loads((run / "run.json").read_text())
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    described = json.loads((whole / "run.json").read_text())
+    last = metrics(whole)[-1]
     for said in (
         f"| frozen model | `{world[0]}`",
         described["model"],
         described["data"],
-        str(world[1]),
         "| updates | 6 of 6, each of 8 conversations |",
-        "32 and 48 wide",
-        "- training, after update 6: ",
         f" loss {last['loss']:.4g}, ",
         '"policy.width": 8',
     ):
@@ -75,14 +58,14 @@ def test_the_card_says_what_the_policy_was_trained_on(world, run, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_unfinished_run_gives_its_latest_whole_checkpoint(run, tmp_path, capsys):
-    workdir = shutil.copytree(run, tmp_path / "run")
+def test_an_unfinished_run_gives_its_latest_whole_checkpoint(whole, tmp_path, capsys):
+    workdir = shutil.copytree(whole, tmp_path / "run")
     (workdir / "policy.safetensors").unlink()
     torn = workdir / "checkpoints" / "7.orbax-checkpoint-tmp"
     shutil.copytree(workdir / "checkpoints" / "4", torn)
     before = sorted(workdir.rglob("*"))
     policy = load_policy(export.export(workdir, tmp_path / "a"))
-    equal(policy.params, load_policy(run / "policy.safetensors").params)
+    equal(policy.params, load_policy(whole / "policy.safetensors").params)
     assert sorted(workdir.rglob("*")) == before  # what is being written is left alone
     (workdir / "checkpoints" / "6" / "beside" / "metadata").write_text("{")
     path = export.export(workdir, tmp_path / "b")
@@ -99,17 +82,15 @@ def error_of(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_exported_is_told_in_one_line(run, tmp_path, capsys):
+def test_what_cannot_be_exported_is_told_in_one_line(whole, tmp_path, capsys):
     assert "has no checkpoints/" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     (tmp_path / "checkpoints").mkdir()
     assert "no checkpoint yet" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     with contextlib.closing(Checkpoints(tmp_path, 1)) as checkpoints:
         checkpoints.save(3, {"x": np.ones(3)})
     assert "no checkpoints of a policy" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
-    (tmp_path / "checkpoints" / "3" / "arrays" / "_METADATA").write_text("{}")
-    assert "is damaged" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     assert not (tmp_path / "a").exists()
     (tmp_path / "README.md").write_text("mine")
-    assert "README.md exists" in error_of(capsys, run, "--out", tmp_path)
+    assert "README.md exists" in error_of(capsys, whole, "--out", tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
-    assert "--out" in error_of(capsys, run)
+    assert "--out" in error_of(capsys, whole)

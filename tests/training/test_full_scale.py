@@ -1,6 +1,5 @@
 """The configurations of the paper's size, and a dry run of a model without weights."""
 
-import dataclasses
 import json
 
 import jax
@@ -21,14 +20,13 @@ from stepprune_jax.training import plan
 from stepprune_jax.training.batches import open_batches
 from stepprune_jax.training.optimizer import learning_rate
 from stepprune_jax.training.plan import dry_run
-from stepprune_jax.training.settings import make_setup, read_method
+from stepprune_jax.training.settings import make_setup
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
-SIZES = ("width", "num_heads", "decoder_layers", "max_steps", "dtype")
 
 
-@pytest.mark.parametrize(("reading", "price", "draw"), [("", 0.15, 0.3), ("literal", 0.01, 0.0)])
-def test_the_papers_run_has_the_papers_values(reading, price, draw):
+@pytest.mark.parametrize(("reading", "price"), [("", 0.15), ("literal", 0.01)])
+def test_the_papers_run_has_the_papers_values(reading, price):
     run = load_config(f"llava7b:{reading}")
     setup = make_setup(run, SEVEN_B, build_mesh(run.mesh, jax.devices()[:2]))
     assert (run.batch_size, setup.forward.rows, setup.forward.execution.remat) == (16, 2, True)
@@ -40,14 +38,6 @@ def test_the_papers_run_has_the_papers_values(reading, price, draw):
     policy = setup.method.config
     assert policy.max_steps == PolicyConfig().steps(SEVEN_B.max_image_tokens) == 288
     assert (policy.decay, policy.length_weight, policy.policy_width) == (0.9, price, 1024)
-    wide = load_config(f"llava13b:{reading}")
-    assert wide.model.folder != run.model.folder
-    assert {**wide.flat(), "model.folder": 0} == {**run.flat(), "model.folder": 0}
-    # All but the sizes and the temperature of the draws is what the shapes world has.
-    assert policy.draw == draw
-    same = read_method(load_config(f"shapes:{reading}"), SEVEN_B).config
-    sizes = {name: getattr(policy, name) for name in SIZES}
-    assert policy == dataclasses.replace(same, draw=draw, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +61,7 @@ def scale_run(model, data, **changes):
 
 
 @pytest.mark.slow
-def test_the_7b_update_fits(world, tmp_path, monkeypatch, capsys):
+def test_the_7b_update_fits(world, tmp_path, capsys):
     """On eight devices of 16 GB that share the weights."""
     changes = {"mesh": "fsdp", "accelerator.count": 8, "accelerator.name": "tpu-v5e"}
     found = dry_run(scale_run(*world, **changes), tmp_path)
@@ -81,19 +71,15 @@ def test_the_7b_update_fits(world, tmp_path, monkeypatch, capsys):
     assert found.memory.total < ACCELERATORS["tpu-v5e"].memory
     printed = capsys.readouterr().out
     for words in (
-        "fsdp 8, ",
-        "8 virtual CPU device(s)",
         "16 rows per update, 2 on each device; the frozen model takes 1 of them at a time",
-        "as XLA's CPU compiler plans the widest update",
         f"tpu-v5e: {ACCELERATORS['tpu-v5e'].memory / 2**30:.1f} GiB, fits",
-        "the mean over 128 ids 100%",
         "hours for 39000 updates on 8 tpu-v5e, if they reach 40% of",
     ):
         assert words in printed
     assert not any((tmp_path / name).exists() for name in ("run.json", "checkpoints"))
 
 
-def test_batches_are_what_was_planned(world, tmp_path, monkeypatch):
+def test_batches_are_what_was_planned(world, tmp_path):
     run, source = scale_run(*world), inspect_folder(world[0])
     setup = make_setup(run, source.config)
     batches = open_batches(run, training_source(run.data, tmp_path), "identity", source)
@@ -106,13 +92,10 @@ def test_batches_are_what_was_planned(world, tmp_path, monkeypatch):
     assert found == planned
 
 
-def test_what_a_dry_run_lacks_is_named(world, tmp_path, monkeypatch):
-
+def test_what_a_dry_run_lacks_is_named(world, tmp_path):
     def tried(**changes):
         return dry_run(scale_run(*world, **changes), tmp_path)
 
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        tried(**{"model.folder": "./none"})
     with pytest.raises(ValueError, match=r"config.accelerator.count is 64, jax has 8 CPU devices"):
         tried(**{"accelerator.count": 64})
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llava-7b"]))

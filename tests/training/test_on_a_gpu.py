@@ -53,7 +53,7 @@ def test_every_attention_is_that_of_the_products(
     np.testing.assert_allclose(np.asarray(products, np.float32), expected, atol=tolerance)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("stop", ["hazard", "aligned", "softmax"])
 def test_a_gpu_chooses_what_select_chooses_on_the_cpu(gpu, cpu, rows, stop):
     config = PolicyConfig(
@@ -74,14 +74,8 @@ def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
     run = make_run(*world)
     model = load_vlm(world[0], None, jnp.float32, progress=False)
     setup = settings.make_setup(run, model.config)
-    batch = open_tiny(run, tmp_path)[0]
-    state = step.init_state(jax.random.key(0), setup)
-    arguments = (
-        state,
-        FeatureStats.start(setup.model.feature_width),
-        batch,
-        jax.random.key(1),
-    )
+    batch, stats = open_tiny(run, tmp_path)[0], FeatureStats.start(setup.model.feature_width)
+    arguments = (step.init_state(jax.random.key(0), setup), stats, batch, jax.random.key(1))
     result = {}
     for name, device in (("gpu", gpu), ("cpu", cpu)):
         params, rest = jax.device_put((model.params, arguments), device)

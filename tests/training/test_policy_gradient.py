@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_run, metrics, open_tiny, write_data
+from tiny_run import make_run, metrics, open_tiny
 
-from stepprune_jax import Policy, load_policy, load_vlm, save_policy, testing
-from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax import Policy, load_policy, save_policy
 from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.pruning import VisionSelectorConfig
 from stepprune_jax.training import settings, step, train
@@ -17,15 +16,9 @@ from stepprune_jax.training.language_loss import answer_losses, lm_loss
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    return testing.tiny_llava(folder / "model"), write_data(folder / "data")
-
-
-@pytest.fixture(scope="module")
-def first(world, tmp_path_factory):
+def first(world, llava_model, tmp_path_factory):
     """A policy of the run's method and shape."""
-    setup = settings.make_setup(make_run(*world), inspect_folder(world[0]).config)
+    setup = settings.make_setup(make_run(*world), llava_model.config)
     policy = Policy.init(jax.random.key(0), setup.method.config, FeatureStats.start(32))
     return save_policy(policy, tmp_path_factory.mktemp("first") / "policy.safetensors")
 
@@ -57,9 +50,8 @@ def test_what_cannot_begin_or_be_sampled_is_refused(world, first, tmp_path):
         train(scorer, tmp_path / "scorer")
 
 
-def test_sets_are_answered_at_the_positions_that_are_asked_for(world, tmp_path):
-    run = make_run(*world, **SAMPLED)
-    model = load_vlm(world[0], None, jnp.float32, progress=False)
+def test_sets_are_answered_at_the_positions_that_are_asked_for(world, llava_model, tmp_path):
+    run, model = make_run(*world, **SAMPLED), llava_model
     batch = jax.tree.map(jnp.asarray, open_tiny(run, tmp_path)[0])
     setup = settings.make_setup(run, model.config)
     image = step.selector_inputs(model.params, setup, batch).image

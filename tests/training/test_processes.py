@@ -5,6 +5,7 @@ import pytest
 from stepprune_jax.parallel import distributed
 
 PLAIN = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+PLAIN_FOUND = {"coordinator_address": "node1:1234", "num_processes": 4, "process_id": 3}
 SLURM = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
 SLURM_FOUND = {"cluster_detection_method": "slurm"}
 K8S = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
@@ -14,16 +15,13 @@ K8S = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
     ("environment", "expected"),
     [
         ({}, None),
-        (
-            PLAIN,
-            {"coordinator_address": "node1:1234", "num_processes": 4, "process_id": 3},
-        ),
+        (PLAIN, PLAIN_FOUND),
         (PLAIN | {"JAX_NUM_PROCESSES": "1"}, None),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, SLURM_FOUND),  # a task for each GPU
         (SLURM, SLURM_FOUND | {"local_device_ids": range(8)}),  # a task for each node
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_NTASKS": "4"}, None),  # an allocation, not a step of it
-        (SLURM | PLAIN, {"coordinator_address": "node1:1234", "num_processes": 4, "process_id": 3}),
+        (SLURM | PLAIN, PLAIN_FOUND),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, {}),
         ({"TPU_WORKER_HOSTNAMES": "a"}, None),
         (K8S, {"cluster_detection_method": "k8s"}),
@@ -41,7 +39,6 @@ def test_the_environment_says_who_is_there(environment, expected):
         {"JAX_PROCESS_ID": ""},
         {"JAX_COORDINATOR_ADDRESS": "node1"},
         {"JAX_PROCESS_ID": "4"},
-        {"JAX_NUM_PROCESSES": "all"},
     ],
 )
 def test_variables_that_do_not_fit_are_named(change):

@@ -11,7 +11,6 @@ from experiments.studies.variants import variant_configs
 from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.training import DataSettings, run, train
 from stepprune_jax.training.settings import make_mesh, make_setup, read_method
 
@@ -25,37 +24,32 @@ def build(run):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"data.missing": "replace"},
-            "config.data.missing is 'replace', expected one of stop, skip",
-        ),
-        ({"seed": 2**70}, "config.seed is 1180591620717411303424, expected an integer from 0, bel"),
-        ({"optimizer.warmup": 6}, r"config.optimizer.warmup is 6, .* below config.steps \(6\)"),
-        ({"model.dtype": "int8"}, "config.model.dtype is 'int8', expected one of float32"),
-        ({"model.rows_at_once": -1}, "rows_at_once is -1, expected an integer from 0"),
-        ({"mesh": "data", "batch_size": 12}, "batch_size is 12, expected a multiple of the 8 dev"),
-        (
-            {"mesh": "fsdp=4,tensor=2", "batch_size": 24},
-            "rows_at_once is 4, expected 0 or a divisor of the 6 rows of each device",
-        ),
+        ({"data.missing": "replace"}, r"config\.data\.missing is 'replace', expected one of stop"),
+        ({"optimizer.warmup": 6}, r"config\.optimizer\.warmup is 6"),
+        ({"mesh": "data", "batch_size": 12}, r"config\.batch_size is 12"),
+        ({"mesh": "fsdp=4,tensor=2", "batch_size": 24}, r"config\.model\.rows_at_once is 4"),
+        ({"data.folder": ""}, r"config\.data\.folder is empty"),
     ],
 )
-def test_bad_fields_are_named(tmp_path, change, message):
-    testing.tiny_llava(tmp_path / "model")
-    write_data(tmp_path / "data", count=1)
+def test_bad_fields_are_named_before_the_model_is_loaded(
+    world, tmp_path, monkeypatch, change, message
+):
+    monkeypatch.setattr(run, "load_vlm", None)
     with pytest.raises(ValueError, match=message):
-        train(make_run(tmp_path / "model", tmp_path / "data", **change), tmp_path / "run")
+        train(make_run(*world, **change), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_missing_folders_and_fields_are_named(tmp_path):
+def test_missing_folders_and_bad_samples_are_named(world, tmp_path):
     with pytest.raises(FileNotFoundError, match="no folder"):
-        train(make_run(tmp_path / "none", tmp_path / "data"), tmp_path / "run")
-    model = testing.tiny_llava(tmp_path / "model")
+        train(make_run(tmp_path / "none", world[1]), tmp_path / "run")
     with pytest.raises(FileNotFoundError, match=r"config.data.folder: no folder .*data"):
-        train(make_run(model, tmp_path / "data"), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"config.data.folder is empty"):
-        train(make_run(model, ""), tmp_path / "run")
+        train(make_run(world[0], tmp_path / "data"), tmp_path / "run")
+    data = write_data(tmp_path / "data", count=2, entries=[{"id": "x", "image": "0.png"}])
+    with pytest.raises(ValueError, match=r'train\.json: sample 2: "conversations" is missing'):
+        train(make_run(world[0], data), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"config.data.context_limit is 9"):
+        train(make_run(*world, **{"data.context_limit": 9}), tmp_path / "run")
 
 
 def test_the_training_file_may_lie_elsewhere(tmp_path):
@@ -73,19 +67,6 @@ def test_the_training_file_may_lie_elsewhere(tmp_path):
     data = dataclasses.replace(data, train_file="none.json")
     with pytest.raises(FileNotFoundError, match=r"config.data.train_file: no file none.json"):
         training_source(data, tmp_path)
-
-
-def test_bad_samples_are_named_before_the_model_is_loaded(tmp_path, monkeypatch):
-    testing.tiny_llava(tmp_path / "model")
-    monkeypatch.setattr(run, "load_vlm", None)
-    write_data(tmp_path / "data", count=2, entries=[{"id": "x", "image": "0.png"}])
-    folders = tmp_path / "model", tmp_path / "data"
-    message = r'train\.json: sample 2: "conversations" is missing'
-    with pytest.raises(ValueError, match=message):
-        train(make_run(*folders), tmp_path / "run")
-    message = r"config.data.context_limit is 9, expected more than .* 9"
-    with pytest.raises(ValueError, match=message):
-        train(make_run(*folders, **{"data.context_limit": 9}), tmp_path / "other")
 
 
 def test_only_fields_that_change_what_is_learned_count():
@@ -106,43 +87,21 @@ def test_a_selector_may_be_blind_to_the_question():
     assert build(shapes) == dataclasses.replace(blind, text_width=MODEL.text.hidden_size)
 
 
-def test_shipped_configurations_build_what_they_say():
-    shape = {"feature_width": 32, "text_width": 48, "width": 64, "num_heads": 4}
-    # One recipe: that of the class, but for the temperature of the draws.
-    assert build(load_config("shapes")) == PolicyConfig(draw=1.0, **shape)
-    scale = {"width": 1024, "num_heads": 16, "max_steps": 288, "dtype": "float32"}
-    assert build(load_config("llava7b")) == PolicyConfig(**(shape | scale))
-    literal = build(load_config("shapes:literal"))
-    assert literal == PolicyConfig.literal(decoder_layers=1, **shape)
-    wide = build(load_config("shapes_wide"))
-    assert wide == PolicyConfig(draw=1.0, **(shape | {"width": 128, "length_weight": 0.08}))
-    for first in ("shapes", "llava7b:short"):
-        run, before = load_config(f"sampled:{first}"), load_config(first)
-        assert run.policy_gradient.samples == 8
-        assert run.start == f"runs/{first.replace(':', '-')}/policy.safetensors"
-        assert build(run) == dataclasses.replace(build(before), draw=1.0)
-        assert (run.model, run.data, run.mesh) == (before.model, before.data, before.mesh)
-    for name in ("shapes", "llava7b", "qwen25vl_3b"):
-        with pytest.raises(ValueError, match=r"is 'loose', expected literal"):
-            load_config(f"{name}:loose")
+def test_configurations_take_readings_and_ablations():
+    both = build(load_config("llava7b:literal,last"))
+    assert (both.stop, both.aggregation, both.policy_width) == ("softmax", "last", 1024)
+    assert build(load_config("shapes:literal")).stop == "softmax"
+    for name in ("shapes:loose", "llava7b:last,alive", "qwen25vl_3b:loose"):
+        with pytest.raises(ValueError, match="expected literal"):
+            load_config(name)
 
 
-def test_ablations_of_the_paper_change_one_field():
-    for base in ("", "literal"):
-        whole = build(load_config(f"llava7b:{base}"))
-        for row, change in {
-            "causal": {"encoder_attention": "causal"},
-            "last": {"aggregation": "last"},
-            "uniform": {"aggregation": "uniform"},
-            "alive": {"aggregation": "alive"},
-        }.items():
-            for name in (f"{base},{row}", f"{row},{base}"):
-                found = build(load_config(f"llava7b:{name}"))
-                assert found == dataclasses.replace(whole, **change) != whole
-    with pytest.raises(
-        ValueError, match=r"is 'last,alive', expected literal, short, one of causal"
-    ):
-        load_config("llava7b:last,alive")
+@pytest.mark.parametrize("first", ["shapes", "llava7b:short"])
+def test_a_second_stage_begins_with_the_policy_of_the_first(first):
+    run, before = load_config(f"sampled:{first}"), load_config(first)
+    assert run.policy_gradient.samples == 8
+    assert run.start == f"runs/{first.replace(':', '-')}/policy.safetensors"
+    assert build(run) == dataclasses.replace(build(before), draw=1.0)
 
 
 def test_the_command_line_changes_fields():
@@ -157,14 +116,10 @@ def test_the_command_line_changes_fields():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("policy.decoder_layer=2", r"config.policy.decoder_layer is not a .* decoder_layers\?$"),
         ("optimizer.warmpu=1", r"config.optimizer.warmpu is not a field. Did you mean warmup\?$"),
-        ("batchsize=1", r"config.batchsize is not a field. Did you mean batch_size\?$"),
         ("steps.x=1", r"config.steps.x is not a field$"),
         ("optimizer=3", r"config.optimizer is 3, expected OptimizerSettings"),
-        ("steps=many", r"config.steps is 'many', expected an integer from 1"),
         ("steps", r"'steps' is no change of a field, expected FIELD=VALUE"),
-        ("accelerator.name=abacus", "config.accelerator.name is 'abacus', expected one of rtx"),
         ("accelerator.utilisation=1.5", "config.accelerator.utilisation is 1.5, expected a share"),
     ],
 )
@@ -186,7 +141,7 @@ def test_a_variant_shares_the_changes_of_the_command_line():
 
 @pytest.mark.parametrize(
     ("mesh", "rows", "expected"),
-    [("single", 4, 4), ("single", 0, 0), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
+    [("single", 4, 4), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
 )
 def test_rows_at_once_are_those_of_each_device(mesh, rows, expected):
     tiny = make_run("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_run import make_run, open_tiny, optimizer_settings, write_data
+from tiny_run import make_run, open_tiny, optimizer_settings
 from visual import visual_of
 
-from stepprune_jax import load_vlm, policy, testing
+from stepprune_jax import policy
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.parallel.sharding import build_mesh, shardings
@@ -20,14 +20,11 @@ from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_ro
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
-    testing.tiny_llava(folder / "model")
-    write_data(folder / "data")
-    model = load_vlm(folder / "model", None, jnp.float32, progress=False)
-    tiny = make_run(folder / "model", folder / "data")
-    setup, batches = settings.make_setup(tiny, model.config), open_tiny(tiny, folder)
-    return model, setup, jax.tree.map(jnp.asarray, batches[0])
+def run(world, llava_model, tmp_path_factory):
+    tiny = make_run(*world)
+    setup = settings.make_setup(tiny, llava_model.config)
+    batch = open_tiny(tiny, tmp_path_factory.mktemp("run"))[0]
+    return llava_model, setup, jax.tree.map(jnp.asarray, batch)
 
 
 def fresh(run):
@@ -76,7 +73,7 @@ def test_the_loss_and_its_slope_are_those_of_the_full_logits(run):
 
 def test_map_rows_keeps_their_order():
     x = np.arange(12.0).reshape(6, 2)
-    for rows in (0, 1, 2, 3, 6):
+    for rows in (0, 2):
         options = ForwardOptions(rows=rows)
         found = map_rows(lambda x: (x * 2, x.sum(1)), options, jnp.asarray(x))
         np.testing.assert_array_equal(found[0], 2 * x)
@@ -139,25 +136,6 @@ def test_a_bad_batch_is_skipped_and_counted(run):
             after = jax.tree.map(np.array, state)
     jax.tree.map(np.testing.assert_array_equal, before[:3], after[:3])
     assert counts == [(1, 1), (2, 2), (2, 0), (3, 1)]
-
-
-def test_what_the_policy_sees_does_not_depend_on_the_answer(run):
-    model, setup, batch = run
-    params = fresh(run)[0].params
-
-    def encoded(embedding):
-        language = model.params["language"] | {"embed": {"embedding": embedding}}
-        seen = step.selector_inputs(model.params | {"language": language}, setup, batch)
-        found = policy.encode(params, setup.method.config, seen)
-        return jnp.sum(found**2)
-
-    table = model.params["language"]["embed"]["embedding"]
-    slope = np.abs(np.asarray(jax.jit(jax.grad(encoded))(table))).sum(1)
-    asked = {int(i) for row, n in zip(batch.text, batch.text_length, strict=True) for i in row[:n]}
-    answers = {int(i) for i in batch.targets.target[batch.targets.supervised]} - asked
-    assert answers and all(slope[i] == 0 for i in answers)
-    assert all(slope[i] > 0 for i in asked)
-    assert set(np.flatnonzero(slope).tolist()) == asked  # nor the template, nor the padding
 
 
 def test_schedules_by_hand():

@@ -6,9 +6,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from PIL import Image
-from tiny_run import looks, make_run, metrics, write_data, write_questions
+from tiny_run import looks, make_run, metrics
 
-from stepprune_jax import RunOptions, generate, load_policy, load_vlm, make_method, testing
+from stepprune_jax import RunOptions, generate, load_policy, make_method
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.pruning import PRUNERS, Ranking, TrainedMethod
 from stepprune_jax.pruning.ordering import by_score
@@ -46,10 +46,10 @@ class Linear(TrainedMethod):
         return Ranking(by_score(scores, inputs.image_mask)[:, :steps])
 
 
-def test_a_method_of_ones_own_is_trained_saved_and_run(tmp_path, monkeypatch):
+def test_a_method_of_ones_own_is_trained_saved_and_run(world, llava_model, tmp_path, monkeypatch):
     monkeypatch.setitem(PRUNERS, "linear", Linear)
-    folder, data = testing.tiny_llava(tmp_path / "model"), write_data(tmp_path / "data")
-    run = make_run(folder, write_questions(data), **{"validation.every": 3, "log_every": 3})
+    changes = {"validation.every": 3, "validation.overlays": 0, "log_every": 3}
+    run = make_run(*world, **changes)
     run = dataclasses.replace(run, method="linear", policy=LinearConfig(1, sharpness=2.0))
     train(run, tmp_path / "run")
     first, last = metrics(tmp_path / "run")
@@ -57,12 +57,11 @@ def test_a_method_of_ones_own_is_trained_saved_and_run(tmp_path, monkeypatch):
     assert [row["k_mean"] for row in looks(tmp_path / "run")] == [2, 2]  # a quarter of nine
     policy = load_policy(tmp_path / "run" / "policy.safetensors")
     assert policy.config == LinearConfig(32, 0, 2.0) and not policy.has_stop
-    model = load_vlm(folder, dtype=jnp.float32, progress=False)
-    image = Image.open(data / "images" / "0.png")
+    image = Image.open(world[1] / "images" / "0.png")
     against = policy.replace(params=jax.tree.map(jnp.negative, policy.params))
     kept = []
     for scorer, budget in ((policy, 4), (against, 5)):
         method, options = make_method(None, budget, policy=scorer), RunOptions(2, warm_up=False)
-        (answer,) = generate(model, ["dog ?"], [[image]], method, options=options)
+        (answer,) = generate(llava_model, ["dog ?"], [[image]], method, options=options)
         kept += answer.kept_indices[0]
     assert sorted(kept) == list(range(9))  # the best four, and by the opposite order the others

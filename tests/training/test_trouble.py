@@ -55,11 +55,7 @@ def test_a_run_that_is_stopped_while_it_loads_leaves_at_once(world, tmp_path, mo
     monkeypatch.setattr(run, "load_vlm", loading)
     train(make_run(*world), tmp_path)
     assert "Stopped before the first update" in capsys.readouterr().out
-    assert not metrics_file(tmp_path).exists()
-
-
-def metrics_file(workdir):
-    return workdir / "metrics.jsonl"
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_folder_in_use_is_refused_before_anything_is_written(world, tmp_path):
@@ -85,7 +81,6 @@ def test_too_little_memory_is_reported_in_one_line(world, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "there", "absent"),
     [
-        ({"model.rows_at_once": 0}, "all 8 rows", "ways"),
         ({"model.rows_at_once": 1}, "model.remat=True", "rows_at_once"),
         ({"model.remat": True, "mesh": "data"}, "mesh=fsdp (shards the weights over 8", "remat"),
         ({"mesh": "fsdp", "batch_size": 16}, "lower config.batch_size (16", "config.mesh"),
@@ -99,8 +94,8 @@ def test_too_little_memory_is_reported_in_one_line(world, tmp_path, monkeypatch)
 def test_what_would_help_depends_on_what_is_left_to_do(world, changes, there, absent):
     with pytest.raises(ValueError) as error, memory_advice(make_run(*world, **changes)):
         exhaust()
-    found = str(error.value).partition(". jax says")[0]
-    assert there in found and absent not in found
+    said = str(error.value)
+    assert there in said and absent not in said
 
 
 def test_other_errors_of_the_devices_are_left_alone(world):
