@@ -43,10 +43,10 @@ def inputs():
     return image, jax.random.normal(jax.random.key(2), (B, L, 6))
 
 
-def gated(params, inputs, mask=None, text_gate=1.0, progress=1.0, key=3):
+def gated(params, inputs, mask=None, text_gate=1.0, key=3):
     mask = jnp.ones((B, N), bool) if mask is None else mask
     given = Inputs(*inputs, mask, stats=STATS)
-    return gate(params, CONFIG, jax.random.key(key), given, Progress(progress, text_gate))
+    return gate(params, CONFIG, jax.random.key(key), given, Progress(1.0, text_gate))
 
 
 def test_the_gate_holds_the_drawn_budget(params, inputs):

@@ -12,8 +12,6 @@ from small_world import glimpse
 from views import llava
 from visual import noise
 
-from stepprune_jax import testing
-from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, read_request
 from stepprune_jax.pruning import Budget, GlimpsePrune, Policy, Survivors, make_method
 from stepprune_jax.pruning.glimpseprune import attention_map
@@ -111,13 +109,6 @@ def drawn(seed=3):
         leaf + 0.3 * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys, strict=True)
     ]
     return policy.replace(params=tree.unflatten(moved))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    changes = {"text": {"num_hidden_layers": 3}, "vision": {"image_size": 32}}
-    folder = testing.tiny_llava(tmp_path_factory.mktemp("model"), **changes)
-    return load_vlm(folder, dtype=jnp.float32, progress=False)
 
 
 PROMPTS = ["is the red dog in a chat or no", "What?", "two"]
