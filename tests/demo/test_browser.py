@@ -2,13 +2,13 @@
 
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 
 import pytest
+from processes import free_port
 
 from stepprune_jax.demo.examples import shapes_examples
 
@@ -22,9 +22,7 @@ def page(tmp_path_factory):
     api = pytest.importorskip("playwright.sync_api", reason="a browser is driven by playwright")
     if CHROMIUM is None:
         pytest.skip("there is no chromium")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "stepprune_jax.demo", "--port", str(port)]
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:

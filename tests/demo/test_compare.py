@@ -44,23 +44,12 @@ def test_both_answers_and_what_was_kept(llava_model, choices):
     shown = compare(llava_model, method, IMAGE.convert("RGBA"), "red dog?")
     assert (shown.full.kept, shown.pruned.kept) == (9, 3) and shown.pruned.ttft_ms > 0
     # Patches of 160 pixels; below their marks, the kept ones are as they are and others darker.
-    order = shown.pruned.kept_indices[0]
-    assert seen_patches(llava_model, IMAGE, (3, 3), order).patches == list(order)
-    assert bright(llava_model, shown) == sorted(order)
+    seen = seen_patches(llava_model, IMAGE, (3, 3), []).image
+    same = (np.asarray(shown.picture) == read_square(seen, 480)).all(-1)
+    bright = np.flatnonzero(same.reshape(3, 160, 3, 160).mean((1, 3)) > 0.5).tolist()
+    assert bright == sorted(shown.pruned.kept_indices[0])
     average = choices["calibrated"].method(ON_AVERAGE, 2.5)
     assert average.params.stop_bias == pytest.approx(0.0)
-
-
-def bright(model, shown):
-    """Patches of the picture, 160 pixels wide, in which most pixels are those of the image."""
-    seen = seen_patches(model, IMAGE, (3, 3), []).image
-    same = (np.asarray(shown.picture) == read_square(seen, 480)).all(-1)
-    return np.flatnonzero(same.reshape(3, 160, 3, 160).mean((1, 3)) > 0.5).tolist()
-
-
-def test_merged_tokens_are_no_patches(llava_model, choices):
-    shown = compare(llava_model, choices["visionzip"].method(EXACTLY, 4), IMAGE, "two?")
-    assert shown.pruned.kept == 4 and len(bright(llava_model, shown)) == 2
 
 
 def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
@@ -80,17 +69,9 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
         assert here[0].tobytes() == here[1].tobytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "question", "mode", "count", "message"),
-    [
-        ("mine", " ", EXACTLY, 3, "question is empty"),
-        ("mine", "two?", EXACTLY, 9, "budget is 9"),
-        ("mine", "two?", ON_AVERAGE, 3, "no calibration"),
-    ],
-)
-def test_mistakes_are_said(llava_model, choices, name, question, mode, count, message):
-    with pytest.raises(ValueError, match=message):
-        compare(llava_model, choices[name].method(mode, count), IMAGE, question)
+def test_an_empty_question_is_refused(llava_model, choices):
+    with pytest.raises(ValueError, match="question is empty"):
+        compare(llava_model, choices["mine"].method(EXACTLY, 3), IMAGE, " ")
 
 
 def test_images_to_begin_with():

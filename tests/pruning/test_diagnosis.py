@@ -91,17 +91,12 @@ def test_it_compares_the_sets_it_names(reader):
     assert "no better than random" in str(found) and "2 tokens" in str(found)
 
 
-def test_losses_of_another_shape_are_named(reader):
-    config = AutoSelectConfig(feature_width=4, text_width=0, num_heads=2, encoder_layers=1)
-    policy = Policy.init(jax.random.key(1), config, None)
-    with pytest.raises(ValueError, match=r"shape \(\), expected one for each of the 64 rows"):
-        policy.diagnose(lambda pruned: jnp.mean(pruned.tokens), reader[0], None, [1])
-
-
 def test_a_policy_that_sees_no_question_has_none_of_another(reader):
     config = AutoSelectConfig(feature_width=4, text_width=0, num_heads=2, encoder_layers=1)
     policy = Policy.init(jax.random.key(1), config, None)
     (found,) = policy.diagnose(needs_the_marked, reader[0], None, [2])
     assert OTHER not in found.loss and "no better than random" in str(found)
+    with pytest.raises(ValueError, match=r"shape \(\), expected one for each of the 64 rows"):
+        policy.diagnose(lambda pruned: jnp.mean(pruned.tokens), reader[0], None, [1])
     with pytest.raises(ValueError, match="budget is 10, expected"):
         policy.diagnose(needs_the_marked, reader[0], None, [N + 1])

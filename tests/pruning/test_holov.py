@@ -1,54 +1,21 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 import torch_pruning
 import torch_stages
 from generation_reference import ask, traced
 from views import select, view
 
+from stepprune_jax.policy import layers
 from stepprune_jax.pruning import Budget, HoloV, Method
 
 
-def selected(tokens, attention, count, crops, capacity=None):
-    """What is kept of rows of tokens [r, n, e] by attention [r, n], with a padded capacity."""
-    tokens, attention = (jnp.asarray(x, jnp.float32) for x in (tokens, attention))
-    heads = jnp.pad(jnp.stack([1.5 * attention, 0.5 * attention], 1), ((0, 0), (0, 0), (1, 0)))
-    pruner = HoloV(Budget("count", count), crops).program()
-    capacity = min(attention.shape[1], count + 2) if capacity is None else capacity
-    return select(pruner, view(tokens, heads, count=count), capacity)
+def plain(tokens, attention, crops, count, hands_on=False):
+    """One image in float64 loops: indices crop by crop, without zero vectors.
 
-
-TOKENS = [[1, 0], [1, 0.2], [0, 1], [0.5, 0.5], [1, 1], [-1, 0], [0, -1], [1, -1]]
-ATTENTION = [0.10, 0.02, 0.05, 0.03, 0.04, 0.20, 0.01, 0.06]
-
-
-def test_an_image_worked_by_hand():
-    # Means of likeness in crop 0: .562561 .669581 .301074 .748753, variances .276194 .265208
-    # .119056 .190346, factor 235.07, scores 105.8 25.6 52.5 34.0 with mean 54.5; in crop 1 the
-    # mean is 84.475. Shares .392 and .608 of three: one each, and one more for crop 1.
-    kept = selected([TOKENS], [ATTENTION], 3, 2)
-    assert kept.index[0].tolist() == [0, 5, 7, -1, -1] and kept.count.tolist() == [3]
-    np.testing.assert_array_equal(kept.tokens[0, :3], np.array(TOKENS)[[0, 5, 7]])
-    # A larger share is in the order of attention: 2.35 and 3.65 of six, and one more for crop 1,
-    # which has no more than four, and so keeps all of them as they stand.
-    assert selected([TOKENS], [ATTENTION], 6, 2).index[0].tolist() == [0, 2, 4, 5, 6, 7, -1, -1]
-    # One crop is plain attention.
-    assert selected([TOKENS], [ATTENTION], 4, 1, 4).index[0].tolist() == [5, 0, 7, 2]
-
-
-def test_zero_vectors_stand_for_what_a_crop_does_not_have():
-    # Crop 0 gets next to all of the attention, and has two tokens.
-    tokens, attention = np.ones((1, 4, 3)), [[0.5, 0.5, 0.001, 0.002]]
-    kept = selected(tokens, attention, 3, 2, 4)
-    assert kept.index[0].tolist() == [0, 1, -1, -1]
-    assert kept.valid[0].tolist() == [True, True, True, False] and kept.count.tolist() == [3]
-    assert kept.place[0].tolist() == [0, 1, 3, 0]
-    assert not np.asarray(kept.tokens)[0, 2:].any()
-
-
-def plain(tokens, attention, crops, count, alpha=0.09):
-    """One image in float64 loops: indices crop by crop, without zero vectors."""
+    `hands_on`: whether the surplus of full crops goes to others, as without a class token.
+    """
     parts = [part for part in np.array_split(np.arange(len(tokens)), crops) if len(part)]
     scores = []
     for part in parts:
@@ -64,12 +31,15 @@ def plain(tokens, attention, crops, count, alpha=0.09):
         scaled = [1000 * attention[i] for i in part]
         factor = np.mean(scaled) / (np.mean(variance) + 1e-6)
         scores.append(
-            np.mean([a + alpha * factor * v for a, v in zip(scaled, variance, strict=True)])
+            np.mean([a + 0.09 * factor * v for a, v in zip(scaled, variance, strict=True)])
         )
     weights = np.array(scores) / (sum(scores) + 1e-6)
     share = np.floor(weights * count).astype(int)
     for crop in torch_stages.best(weights, count - share.sum()):
         share[crop] += 1
+    share = np.minimum(share, [len(part) for part in parts])
+    for crop in torch_stages.best(weights, len(parts) if hands_on else 0):
+        share[crop] += min(count - share.sum(), len(parts[crop]) - share[crop])
     kept = []
     for part, number in zip(parts, share, strict=True):
         best = part[torch_stages.best(attention[part], number)]
@@ -78,23 +48,50 @@ def plain(tokens, attention, crops, count, alpha=0.09):
 
 
 def test_many_images_equal_a_plain_loop():
+    """Zero vectors stand for what a crop does not have."""
     random = np.random.default_rng(0)
     zeros = 0
     for n, crops, count in ((16, 3, 5), (16, 3, 15), (16, 16, 6), (9, 16, 4), (40, 7, 12)):
         tokens = random.standard_normal((20, n, 6)) + random.standard_normal((20, 1, 6))
         attention = random.random((20, n)) ** 3
-        kept = selected(tokens, attention, count, crops)
+        heads = np.pad(np.stack([1.5 * attention, 0.5 * attention], 1), ((0, 0), (0, 0), (1, 0)))
+        shown = view(jnp.float32(tokens), jnp.float32(heads), count=count)
+        kept = select(HoloV(Budget("count", count), crops).program(), shown, count + 1)
+        np.testing.assert_array_equal(kept.valid, [[True] * count + [False]] * 20)
         for row in range(20):
             expected = plain(tokens[row], attention[row], crops, count)
-            zeros += count - len(expected)
-            expected += [-1] * (kept.index.shape[1] - len(expected))
-            assert kept.index[row].tolist() == expected
+            missing = count - len(expected)
+            zeros += missing
+            assert kept.index[row].tolist() == expected + [-1] * (missing + 1)
+            assert kept.place[row].tolist() == expected + [n - 1] * missing + [0]
+            own = np.float32(tokens[row, expected])
+            np.testing.assert_array_equal(kept.tokens[row, : len(expected)], own)
+            assert not np.asarray(kept.tokens)[row, len(expected) :].any()
     assert zeros > 0
 
 
-@pytest.mark.parametrize(("count", "crops"), [pytest.param(5, 16, marks=pytest.mark.slow), (7, 2)])
-def test_generation_equals_the_torch_reference(llava_pair, count, crops):
-    pruner = HoloV(Budget("count", count), crops)
+def test_without_a_class_token_crops_share_the_budget_of_images_of_any_size(monkeypatch):
+    random, sizes, counts = np.random.default_rng(0), (23, 40, 12), (8, 13, 1)
+    tokens = random.standard_normal((3, 40, 6), np.float32)
+    received = random.random((3, 40), np.float32)
+    received[1, :3] = 50  # so that the first crop gets more than it has
+    valid = np.arange(40) < np.array(sizes)[:, None]
+    shown = view(tokens, received, count=counts, valid=valid)
+    kept = select(HoloV(), shown, 16)
+    assert kept.count.tolist() == list(counts)
+    for row, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        crops = max(1, 16 * size // (9 * count))
+        expected = plain(tokens[row, :size], received[row, :size], crops, count, hands_on=True)
+        assert kept.index[row].tolist() == sorted(expected) + [-1] * (16 - count)
+    # Many tokens are compared some at a time: six parts, with two tokens of padding.
+    monkeypatch.setattr(layers, "MANY_QUERIES", 8)
+    monkeypatch.setattr(layers, "QUERIES", 7)
+    in_parts = jax.jit(lambda shown: HoloV().select((), shown, 16))(shown)
+    np.testing.assert_array_equal(in_parts.index, kept.index)
+
+
+def test_generation_equals_the_torch_reference(llava_pair):
+    count, crops = 7, 2
 
     def choose(tokens, tower, pixels):
         _, attention, _ = torch_pruning.tower_signals(tower, pixels)
@@ -104,5 +101,6 @@ def test_generation_equals_the_torch_reference(llava_pair, count, crops):
             [tokens[kept], torch.zeros(missing, tokens.shape[1])]
         )
 
-    for asked in traced(llava_pair, ask(3, seed=count), Method(pruner), 1):
+    method = Method(HoloV(Budget("count", count), crops))
+    for asked in traced(llava_pair, ask(3, seed=count), method, 1):
         torch_pruning.check(llava_pair, asked, choose, projected=True)

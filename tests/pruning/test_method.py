@@ -27,14 +27,10 @@ from stepprune_jax.pruning import (
     ("text", "budget"),
     [
         (None, Budget()),
-        ("all", Budget()),
         ("own", Budget("own")),
-        ("64", Budget("count", 64)),
         (64, Budget("count", 64)),
         ("1/3", Budget("rate", Fraction(1, 3))),
         ("22.2%", Budget("rate", Fraction(222, 1000))),
-        ("100%", Budget("rate", Fraction(1))),
-        ("mean:31.5", Budget("mean", 31.5)),
         ("mean:1234567.25", Budget("mean", 1234567.25)),
     ],
 )
@@ -43,22 +39,17 @@ def test_budgets_are_read_and_written(text, budget):
     assert Budget.parse(str(budget)) == budget
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("0", "-3", "4.5", 0.5, "5/4", "1/0", "101%", "mean:0", "mean:x", "", True),
-        "1e999999999%",  # as a fraction it would take forever
-    ],
-)
+# As a fraction the last would take forever.
+NO_BUDGETS = ("0", "4.5", 0.5, "5/4", "1/0", "101%", "mean:0", "", "1e999999999%")
+
+
+@pytest.mark.parametrize("text", NO_BUDGETS)
 def test_what_is_no_budget_is_refused(text):
     with pytest.raises(ValueError, match=r"^budget is"):
         Budget.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [("count", 0), ("count", True), ("rate", 1.5), ("mean", 1e300), ("own", 3), ("some", 3)],
-)
+@pytest.mark.parametrize(("kind", "value"), [("count", True), ("own", 3), ("some", 3)])
 def test_budgets_check_themselves(kind, value):
     with pytest.raises(ValueError, match=r"^budget"):
         Budget(kind, value)
@@ -83,7 +74,6 @@ def test_methods_are_made_from_what_a_user_says():
         "pyramiddrop", options={"layer_list": "[1, 2]", "image_token_ratio_list": (1, 0.5)}
     ).pruner
     assert pyramid == PyramidDrop(layer_list=(1, 2), image_token_ratio_list=(1.0, 0.5))
-    assert make_method("sparsevlm", 4, options={"noise": "0"}).pruner.noise == 0
     zipped = make_method("visionzip", 6, options={"contextual": 2}).pruner
     assert zipped == VisionZip(budget=Budget("count", 6), contextual=2)
     learned = make_method(policy=stepprune())
@@ -100,17 +90,12 @@ LEARNED, SCORER = stepprune(), one_shot()
     [
         ({"name": "fastvv"}, r"unknown pruner 'fastvv'.* Did you mean fastv\?$"),
         ({"budget": 3}, "--budget.*--pruner"),
-        ({"name": "visionzip"}, "'visionzip' needs a budget .--budget"),
-        ({"name": "all", "budget": 3}, "budget 3"),
         ({"name": "random", "budget": "own"}, "budget own, only all, count, rate"),
         ({"name": "sparsevlm", "options": {"noise": 0}}, "'sparsevlm' needs a budget"),
-        ({"policy": SCORER}, "'autoselect' needs a budget"),
         ({"name": "autoselect", "policy": SCORER, "budget": "mean:3"}, "budget mean:3"),
         ({"name": "autoselect", "budget": 3}, "'autoselect' is trained.*--policy"),
         ({"name": "random", "budget": 3, "policy": LEARNED}, "'stepprune', not to 'random'"),
-        ({"name": "stepprune", "policy": SCORER}, "'autoselect', not to 'stepprune'"),
         ({"name": "random", "budget": 3, "stop_bias": 0.5}, "--stop_bias.*--policy"),
-        ({"policy": SCORER, "budget": 3, "stop_bias": 0.5}, "--stop_bias.*--policy"),
         ({"policy": LEARNED, "stop_bias": float("nan")}, "--stop_bias"),
     ],
 )
@@ -123,7 +108,6 @@ def test_what_cannot_be_made_is_refused(arguments, message):
     ("name", "options"),
     [
         ("fastv", {"layers": 2}),
-        ("grid", {"budget": 2}),
         ("stepprune", {"config": 2}),
         ("stepprune", {"group": "0"}),
         ("fastv", {"layer": "two"}),
@@ -150,7 +134,6 @@ TEN = Budget("count", 10)
     [
         (Grid(TEN), "budget"),
         (StepPrune(Budget("count", 5), LEARNED.config), "budget"),
-        (StepPrune(Budget("rate", 2 / 3), LEARNED.config), "budget"),
         (FastV(layer=32), "layer"),
         (FastV(Budget("count", 1), layer=4, average=True), "budget"),
         (PyramidDrop(Budget("count", 1)), "budget"),

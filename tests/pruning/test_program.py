@@ -41,7 +41,8 @@ def run(folder, program, *arguments):
 
 @pytest.fixture(scope="module")
 def policy():
-    config = sp.PolicyConfig(feature_width=16, text_width=8, width=8, num_heads=2)
+    sizes = {"feature_width": 16, "text_width": 8, "width": 8, "num_heads": 2}
+    config = sp.PolicyConfig(encoder_layers=1, **sizes)
     return sp.Policy.init(jax.random.key(0), config, sp.FeatureStats.start(16))
 
 

