@@ -12,6 +12,7 @@ from experiments.studies import seeds
 from experiments.studies.processes import Job, run_jobs
 from experiments.studies.variants import TRIALS, VARIANTS, variant_configs
 from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.workdir.checkpoints import FOLDER
 
 CONFIG = str(ROOT / "configs" / "shapes.py")
 
@@ -35,6 +36,7 @@ def trained(monkeypatch):
         calls.append(folder.name)
         one = config.method == "autoselect"
         save_policy((one_shot if one else stepprune)(config.seed), folder / "policy.safetensors")
+        (folder / FOLDER / "100").mkdir(parents=True)  # a folder with a checkpoint is claimed
 
     monkeypatch.setattr(seeds.training, "train", train)
     return calls
