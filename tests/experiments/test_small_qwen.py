@@ -154,7 +154,8 @@ def test_padding_is_neither_drawn_nor_kept_in_noise():
     for sharpness in (0.0, 2.0):
         drawn = thinned(jax.random.key(0), jnp.zeros((2, 12)), 5, jnp.full(2, sharpness), real)
         assert drawn[0].tolist() == [0, 1, 2, 3, 4]
-    features, score = jax.random.normal(jax.random.key(1), (2, 12, 3)), jnp.zeros((2, 12))
+    features = jax.random.normal(jax.random.key(1), (2, 12, 3))
+    score = jnp.tile(jnp.arange(12.0), (2, 1))  # that of padding is the highest
     _, clear = noised(jax.random.key(2), features, score, real)
     assert not clear[0, 5:].any() and 2 <= clear[0].sum() <= 5
 
