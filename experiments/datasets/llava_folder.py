@@ -45,10 +45,10 @@ def write_conversations(out: Path, asked: Sequence[Asked]) -> None:
         said.append({"from": "human", "value": question if said else f"<image>\n{question}"})
         said.append({"from": "gpt", "value": answer})
     samples = [
-        {"id": f"train_{Path(image).stem}", "image": image, "conversations": said}
+        {"id": Path(image).stem, "image": image, "conversations": said}
         for image, said in turns.items()
     ]
-    (out / "train.json").write_text(json.dumps(samples, indent=1) + "\n", encoding="utf-8")
+    (out / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
 
 
 def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:

@@ -8,27 +8,23 @@ from collections.abc import Sequence
 
 from experiments.pretrain.run import pretrain
 from experiments.pretrain.settings import Pretraining
-from experiments.report.training import draw_training
 from stepprune_jax.command_line import Parser, add_config, exit_with, read_config
 from stepprune_jax.parallel import distributed
 from stepprune_jax.user_input import user_input
 from stepprune_jax.workdir.lock import locked
-from stepprune_jax.workdir.metrics import METRICS
 
 _NAME = "experiments.pretrain"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the arguments, trains, and draws curves."""
+    """Reads the arguments and trains."""
     parser = Parser(prog=_NAME, description=__doc__)
     add_config(parser)
     given, settings = read_config(parser, arguments, Pretraining)
     with user_input():
         distributed.use_cores(settings.cpu_devices)
-    workdir = given.workdir
-    with locked(workdir):
-        if pretrain(settings, workdir, settings.data.folder) is not None:
-            draw_training(workdir / "language.png", workdir / "language" / METRICS)
+    with locked(given.workdir):
+        pretrain(settings, given.workdir, settings.data.folder)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from experiments.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
 from experiments.pretrain.settings import Pretraining
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels, stack_images
+from stepprune_jax.user_input import check
 
 PATCHES_FILE = "train_patches.npz"
 _KINDS = {"words": TEXT, "class": INTEGERS}  # by the first word of a name; of the others: numbers
@@ -51,12 +52,9 @@ class Data(NamedTuple):
 def read_samples(folder: Path) -> list[Sample]:
     """Reads conversations, each of which must have an image."""
     samples = read_conversations(folder / "train.json", folder / "images")
-    bare = next((sample for sample in samples if sample.image is None), None)
-    if bare is not None:
-        raise ValueError(
-            f"{folder / 'train.json'}: sample {bare.index} ({bare.id}) has no image; all must have "
-            "one here"
-        )
+    for sample in samples:
+        where = f"{folder / 'train.json'}: sample {sample.index} ({sample.id})"
+        check((sample.image is not None, f"{where} has no image; all must have one here"))
     return samples
 
 
@@ -68,16 +66,11 @@ def read_data(
     groups, patches = _measure(model, samples, pixels)
     labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
     tower = bool(labels) and run.tower.steps > 0
-    if not tower and not run.language.train_tower and not run.init:
-        why = "config.tower.steps is 0" if labels else f"{folder} has no {PATCHES_FILE}"
-        raise ValueError(
-            f"nothing would train the tower: {why}, and config.language.train_tower is False; set "
-            "it to True"
-        )
+    trains = tower or run.language.train_tower or bool(run.init)
+    expected = f"True: nothing else trains the tower, without steps or {folder / PATCHES_FILE}"
+    run.language.require("train_tower", trains, expected)
     most = int(np.bincount(groups).max())
-    expected = f"at most the {most} samples of {folder / 'train.json'}"
-    if most < len(samples):
-        expected += " whose images have one size"
+    expected = f"at most the {most} samples of {folder / 'train.json'} with images of one size"
     for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
         stage.require("batch_size", stage.batch_size <= most, expected)
     if run.language.filled is not None:

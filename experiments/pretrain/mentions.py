@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from experiments.pretrain.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.tower import linear_head
+from stepprune_jax.user_input import check
 
 MENTIONS_FILE = "train_mentions.npz"
 _FIELDS = {"sample": 1, "exchange": 1, "word": 1, "number": 1, "value": 2}
@@ -60,21 +61,16 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
     if not path.is_file():
         return None
     arrays = read_arrays(path, lambda name: _KINDS.get(name, NUMBERS))
-    shapes = {name: (array.ndim, *array.shape[:1]) for name, array in arrays.items()}
-    rows = shapes.get("sample", ())[1:]
-    if shapes != {name: (axes, *rows) for name, axes in _FIELDS.items()}:
-        raise ValueError(
-            f"{path}: expected {', '.join(_FIELDS)} with a row for each mention, got "
-            f"{ ({name: array.shape for name, array in arrays.items()}) }"
-        )
+    axes = {name: array.ndim for name, array in arrays.items()}
+    fits = axes == _FIELDS and len({*map(len, arrays.values())}) == 1
+    expected = f"expected {', '.join(_FIELDS)} with a row for each mention"
+    check((fits, f"{path}: {expected}, got {axes}"))
     mentions = Mentions(**arrays)
     order = np.lexsort((mentions.exchange, mentions.sample))
     known = ((mentions.sample >= 0) & (mentions.sample < samples)).all()
-    if not known or (np.diff(order) < 0).any() or (mentions.number < 0).any():
-        raise ValueError(
-            f"{path}: expected rows by sample, 0 to {samples - 1}, and exchange, in their order, "
-            "with numbers from 0"
-        )
+    fits = bool(known and (np.diff(order) >= 0).all() and (mentions.number >= 0).all())
+    expected = f"expected rows by sample, 0 to {samples - 1}, and exchange, with numbers from 0"
+    check((fits, f"{path}: {expected}"))
     return mentions
 
 

@@ -125,11 +125,6 @@ class ShapeSettings(Settings, path="config.model"):
         return self.patch_size * (1 if self.family == "llava" else 2)
 
     @property
-    def grid(self) -> int:
-        """Visual tokens along an edge of the largest images."""
-        return self.image_size // self.token_size
-
-    @property
     def least_grid(self) -> int:
         """Visual tokens along an edge of the smallest images."""
         return (self.least_size or self.image_size) // self.token_size

@@ -76,11 +76,8 @@ def percent(correct: Bool[np.ndarray, "q"]) -> float:
 
 
 def full_row(rows: Sequence[Records]) -> Records:
-    """Finds the row that keeps all tokens."""
-    full = [row for row in rows if row.method == ALL]
-    if not full:
-        raise ValueError(f"the rows lack {ALL!r}, the reference of retention")
-    return full[0]
+    """Finds the row that keeps all tokens, the reference of retention."""
+    return next(row for row in rows if row.method == ALL)
 
 
 def accuracy_table(rows: Sequence[Records], seed: int) -> list[JsonObject]:

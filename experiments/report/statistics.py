@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import scipy.stats
@@ -27,8 +26,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 
 def image_numbers(questions: Sequence[Question]) -> Int[np.ndarray, "q"]:
     """Returns the number of each question's image."""
-    numbers: dict[Path, int] = {}
-    return np.array([numbers.setdefault(q.image, len(numbers)) for q in questions])
+    return np.unique([str(question.image) for question in questions], return_inverse=True)[1]
 
 
 def paired_difference(

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from experiments.shapes.world import preview, write_world
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.user_input import user_input
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and writes; reports errors in one line and exits with status 2."""
+    """Reads the arguments and writes."""
     parser = Parser(prog="experiments.shapes", description=__doc__.partition(":")[0])
     parser.add_argument("--out", required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of train, validation scenes")
@@ -22,15 +23,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--emphasis", type=float, default=1.0, help="factor on slow families")
     parser.add_argument("--patches", action="store_true", help="also label every training patch")
-    parser.add_argument("--preview", type=int, default=0, help="scenes on a contact sheet")
+    sheet = "scenes on a contact sheet"
+    parser.add_argument("--preview", type=integer_from(0), default=0, help=sheet)
     options = vars(parser.parse_args(argv))
     out, count = options.pop("out"), options.pop("preview")
-    if count < 0:
-        parser.error(f"--preview is {count}, expected a number >= 0")
-    try:
+    with user_input():
         folder = write_world(out, **options)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     print(f"wrote {folder}")
     if count:
         print(f"wrote {preview(folder, options['seed'], count, options['level'])}")

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from experiments.datasets.llava_folder import Asked, write_questions
+from experiments.datasets.llava_folder import Asked, write_conversations, write_questions
 from experiments.shapes import crowds
 from experiments.shapes.draw import label_words, patch_labels, presence, render
 from experiments.shapes.levels import LEVELS, ask
@@ -59,6 +59,10 @@ def _name(split: str, number: int) -> str:
     return f"{split}_{number:06d}.png"
 
 
+def _asked(query: Query, split: str, number: int) -> Asked:
+    return Asked(query.text, query.answer, query.family, _name(split, number))
+
+
 def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[Scene, list[Query]]]:
     """Draws the images of a split, one after the other."""
     for number in tqdm(
@@ -72,15 +76,9 @@ def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[S
 
 def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
     """Writes conversations of all questions about an image, as LLaVA merges its VQA data."""
-    samples, labels, asked = [], [], []
+    said, labels, asked = [], [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, "train", count)):
-        turns = []
-        for query in queries:
-            mark = "" if turns else "<image>\n"
-            turns.append({"from": "human", "value": mark + query.text})
-            turns.append({"from": "gpt", "value": query.answer})
-        name = _name("train", number)
-        samples.append({"id": f"train_{number:06d}", "image": name, "conversations": turns})
+        said += [_asked(query, "train", number) for query in queries]
         if patches:
             grid = to.size(number)[1]
             label = patch_labels(scene, grid, to.relative)
@@ -88,7 +86,7 @@ def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
                 label["value_next"] = crowds.distances(scene, grid)
             labels.append(label | {"image_presence": presence(scene)})
             asked.append(queries)
-    (to.folder / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
+    write_conversations(to.folder, said)
     if patches:
         arrays = {key: _stack([label[key] for label in labels]) for key in labels[0]}
         crowd, words = LEVELS[to.level].crowd, label_words()
@@ -141,7 +139,7 @@ def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
             more["alike"] = crowds.alike(scene, to.size(number)[1])
         for query in queries:
             name = f"{split}_{len(asked):06d}"
-            asked.append(Asked(query.text, query.answer, query.family, _name(split, number)))
+            asked.append(_asked(query, split, number))
             relevant = list(query.relevant)
             scenes.append(
                 {"question_id": name, "complexity": scene.complexity, "relevant": relevant} | more
@@ -260,10 +258,9 @@ def _is_written(folder: Path, settings: dict[str, object]) -> bool:
             )
         return False
     written = read_json_object(manifest)
-    names = [*settings, *sorted({"level", "sizes"} & (written.keys() - settings.keys()))]
     differ = [
         f"{name} is {written.get(name)}, not {settings.get(name)}"
-        for name in names
+        for name in settings | written
         if written.get(name) != settings.get(name)
     ]
     if differ:

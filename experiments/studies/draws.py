@@ -9,7 +9,6 @@ training opens; the model answers from each prefix. Settings of a policy are cho
 and never on test questions.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from stepprune_jax import configurations
+from experiments.studies.command import read_study, study_parser
 from stepprune_jax import policy as functions
 from stepprune_jax.benchmarks.folder import BENCHMARK, is_right
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from
+from stepprune_jax.command_line import exit_with, integer_from
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.encode import encode_questions
@@ -34,10 +33,10 @@ from stepprune_jax.evaluation.split import Split, read_split, thin
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.inference.sets import Batching, answer_all, rank_all
-from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.policy.buckets import bucket_ladder
 from stepprune_jax.pruning import Policy, Ranking, StepPrune, Trained, View, make_method
+from stepprune_jax.user_input import user_input
 
 _TEMPERATURES = (0.3, 1.0)
 
@@ -138,29 +137,22 @@ def as_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Runs the command."""
+    parser = study_parser(__doc__)
     add = parser.add_argument
-    add("--config", required=True, help="configuration of the model and the data")
     add("--policy", nargs="+", required=True, help="policy files, or names of shipped ones")
     add("--budgets", type=integer_from(1), nargs="+", default=[4, 8, 16, 32], help="tokens")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of the draws")
     add("--limit", type=integer_from(0), default=0, help="most questions; 0 for all")
     add("--json", help="file for all figures")
-    change = add("--set", nargs="+", default=[], dest="changes")
-    change.metavar, change.help = "FIELD=VALUE", "fields to change, such as seed=1"
     given = parser.parse_args(argv)
-    try:
-        json_file = file_to_write("--json", given.json) if given.json else None
-        run = configurations.load(given.config, given.changes)
+    with user_input():
+        run, json_file = read_study(given)
         split = thin(read_split(run.root(BENCHMARK.name), "validation"), given.limit)
-        distributed.use_cores(run.cpu_devices)
         policies = {name: load_policy(name) for name in given.policy}
         rows = compare(run, split, policies, given.budgets, given.seeds)
-        if json_file:
-            write_json(json_file, rows)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    if json_file:
+        write_json(json_file, rows)
     print(as_markdown(rows), end="")
 
 

@@ -20,7 +20,9 @@ from stepprune_jax.benchmarks.pope import SPLITS
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import read_answers, read_questions
+from stepprune_jax.user_input import user_input
 
+_SCENES = 60  # enough for an image with a yes and a no for each task of MME
 _POPE_STEP = 10**7  # distance between ids of POPE's splits in LLaVA's list
 
 
@@ -33,26 +35,19 @@ class Known(NamedTuple):
     answer: str
 
 
-def write_example(out: str | Path, *, scenes: int = 60, seed: int = 0) -> Path:
+def write_example(out: str | Path) -> Path:
     """Writes the three benchmarks."""
     root = Path(out) / "eval"
     if root.exists():
         raise FileExistsError(f"{root} exists: remove it, or give another --out")
-    world = write_world(Path(out) / "world", seed=seed, train=0, validation=0, test=scenes)
+    world = write_world(Path(out) / "world", seed=0, train=0, validation=0, test=_SCENES)
     asked = read_questions(world / "test.jsonl", world / "images")
     answers = read_answers(world / "test_answers.jsonl", asked)
     pairs = zip(asked, answers, strict=True)
     known = [Known(q.text, q.image, q.category, answer) for q, answer in pairs]
-    both = _pairs(known)
-    tasks = (*PERCEPTION, *COGNITION)
-    if len(both) < len(tasks):
-        raise ValueError(
-            f"{scenes} scenes have {len(both)} images with a yes and a no, MME needs "
-            f"{len(tasks)}: more --scenes"
-        )
     _write_gqa(root / "gqa", [row for row in known if row.kind != "existence"])
     _write_pope(root / "pope", [row for row in known if row.kind == "existence"])
-    _write_mme(root / "MME", dict(zip(tasks, both, strict=False)))
+    _write_mme(root / "MME", dict(zip((*PERCEPTION, *COGNITION), _pairs(known), strict=False)))
     return root
 
 
@@ -122,16 +117,12 @@ def _copy(image: Path, target: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
+    """Runs the command."""
     parser = Parser(prog="experiments.studies.example", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--scenes", type=int, default=60, help="scenes of the shapes world")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the scenes")
     arguments = parser.parse_args(argv)
-    try:
-        root = write_example(arguments.out, scenes=arguments.scenes, seed=arguments.seed)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    with user_input():
+        root = write_example(arguments.out)
     print(f"wrote {root}: pass it as --data, or as --config.eval.data")
 
 

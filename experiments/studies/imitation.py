@@ -17,10 +17,8 @@ out of the comparison, and what is left is what an architecture can express and 
 tower of the model is used.
 """
 
-import argparse
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,9 +30,9 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import trange
 
 from experiments.report.statistics import families
-from stepprune_jax import configurations
+from experiments.studies.command import read_study, study_parser
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.command_line import Parser, exit_with, file_to_write
+from stepprune_jax.command_line import exit_with
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.encode import encode_chunks
@@ -42,7 +40,6 @@ from stepprune_jax.evaluation.generate_stage import load_model
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.inference.pipeline import see
 from stepprune_jax.inference.sets import batches
-from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import (
     POINTER,
@@ -61,7 +58,7 @@ from stepprune_jax.pruning import AutoSelect, method_of
 from stepprune_jax.training import Run
 from stepprune_jax.training.optimizer import make_optimizer
 from stepprune_jax.training.settings import read_method
-from stepprune_jax.user_input import expect
+from stepprune_jax.user_input import user_input
 
 PATHS = ("one step", "two steps", "three steps")
 LONGEST, WORDS = 4, 32  # patches of the longest path, and words of a question
@@ -221,13 +218,12 @@ def order(learner: Learner, params, inputs: Inputs, steps: int) -> Int[Array, "b
 
 
 def learn(
-    learner: Learner, run: Run, steps: int, seed: int, train: Paths, test: Paths, stats
+    learner: Learner, run: Run, steps: int, train: Paths, test: Paths, stats
 ) -> list[np.ndarray]:
     """Trains an architecture; returns the first tokens that it keeps for the test's questions."""
-    key = jax.random.key(seed)
-    params = draw_params(key, learner.specs)
+    params = draw_params(jax.random.key(run.seed), learner.specs)
     tx = make_optimizer(run.optimizer, steps, AutoSelect(config=run.autoselect))
-    state, random = tx.init(params), np.random.default_rng(seed)
+    state, random = tx.init(params), np.random.default_rng(run.seed)
     for number in (bar := trange(steps, mininterval=10)):
         rows = random.integers(len(train.path), size=BATCH)
         given = (number, train.inputs(rows, stats), train.path[rows])
@@ -255,39 +251,26 @@ def followed(order: Int[np.ndarray, "q t"], path: Int[np.ndarray, "q 4"]) -> dic
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="configuration, a name or a file")
+    """Runs the command."""
+    parser = study_parser(__doc__)
     parser.add_argument("--steps", type=int, default=2000, help="updates of each")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", help="some of the architectures")
     parser.add_argument("--json", help="file for all figures")
-    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
-    change.metavar, change.help = "FIELD=VALUE", "fields to change, such as seed=1"
     options = parser.parse_args(argv)
-    try:
-        json_file = file_to_write("--json", options.json) if options.json else None
-        run = configurations.load(options.config, options.changes)
-        distributed.use_cores(run.cpu_devices)
+    with user_input():
+        run, json_file = read_study(options)
         model, folder = load_model(run), run.data.folder
         config = read_method(run, model.config).config
-        known = learners(config)
-        chosen = options.only or [*known]
-        expect("--only", chosen, known.keys() >= {*chosen}, f"some of {', '.join(known)}")
         train, test = (
             read_paths(model, read_split(folder, name), run, config)
             for name in ("validation", "test")
         )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     stats = update_stats(
         FeatureStats.start(config.feature_width), jnp.asarray(train.features[:500])
     )
     rows = []
-    for name, seed in itertools.product(chosen, options.seeds):
-        given = (run, options.steps, seed, train, test, stats)
-        found = followed(learn(known[name], *given), test.path)
-        rows.append({"learner": name, "seed": seed} | found)
+    for name, learner in learners(config).items():
+        kept = learn(learner, run, options.steps, train, test, stats)
+        rows.append({"learner": name, "seed": run.seed} | followed(kept, test.path))
         print(rows[-1], flush=True)
     if json_file:
         write_json(json_file, {"steps": options.steps, "rows": rows})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.evaluation.table import average_retention
+from stepprune_jax.user_input import user_input
 
 DATA = Path(__file__).parents[1] / "paper_tables.json"
 
@@ -205,14 +206,12 @@ def _ablation(ablation: dict[str, Any], table: PrintedTable) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
+    """Runs the command."""
     parser = Parser(prog="experiments.studies.paper_tables", description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="paper-tables.md", help="file to write")
     arguments = parser.parse_args(argv)
-    try:
+    with user_input():
         Path(arguments.out).write_text(page(read_paper()), encoding="utf-8")
-    except OSError as error:
-        parser.error(str(error))
     print(f"wrote {arguments.out}")
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from stepprune_jax.parallel import distributed
 
-_WAIT = 0.5  # seconds between checks of the processes
+_WAIT = 0.1  # seconds between checks of the processes
 _SHOWN = 20  # lines of a failed program's log
 
 
@@ -41,29 +41,25 @@ def shares(processes: int) -> list[list[int]]:
 
 def run_jobs(jobs: Sequence[Job], processes: int) -> None:
     """Runs programs, several at a time."""
-    slots: dict[int, tuple[Job, subprocess.Popen]] = {}
-    waiting, cpus = list(jobs), shares(processes)
-    begin, done = time.monotonic(), 0
+    waiting, free = list(jobs), shares(processes)
+    running: dict[subprocess.Popen, tuple[Job, list[int]]] = {}
     with _exit_when_terminated():
         try:
-            while waiting or slots:
-                for slot in range(processes):
-                    if slot not in slots and waiting:
-                        slots[slot] = (waiting[0], _start(waiting.pop(0), cpus[slot]))
+            while waiting or running:
+                while waiting and free:
+                    job, cpus = waiting.pop(0), free.pop(0)
+                    running[_start(job, cpus)] = job, cpus
                 time.sleep(_WAIT)
-                for slot, (job, process) in list(slots.items()):
-                    if process.poll() is None:
-                        continue
-                    del slots[slot]
+                for process in [process for process in running if process.poll() is not None]:
+                    job, cpus = running.pop(process)
+                    free.append(cpus)
                     _check(job, process.returncode)
-                    done += 1
-                    left = (time.monotonic() - begin) / done * (len(jobs) - done)
-                    progress = f"{done} of {len(jobs)}, {left:.0f} s left"
-                    distributed.say(f"trained {job.name} ({progress})")
+                    left = len(waiting) + len(running)
+                    distributed.say(f"trained {job.name} ({left} of {len(jobs)} left)")
         finally:
-            for _, process in slots.values():
+            for process in running:
                 process.terminate()
-            for _, process in slots.values():
+            for process in running:
                 process.wait()
 
 

@@ -23,7 +23,6 @@ import optax
 import stepprune_jax as sp
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.pruning import AutoSelectConfig, PolicyGradientSettings
-from stepprune_jax.user_input import expect, user_input
 
 HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32
 WIDTH = 3 * HALF
@@ -135,7 +134,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--sampled", type=float, default=0.0, help="share of the updates")
-    parser.add_argument("--methods", nargs="+", help="some of the rows alone")
     flags = parser.parse_args(argv)
     shape = {"feature_width": WIDTH, "text_width": HALF, "num_heads": 4, "draw": 0.0}
     rows = {
@@ -145,11 +143,8 @@ def main(argv: list[str] | None = None) -> None:
         "small budgets at once": sp.PolicyConfig(**shape, budget_anneal=0.0),
         "autoselect": AutoSelectConfig(**shape),
     }
-    methods = flags.methods or [*rows]
-    with user_input():
-        expect("--methods", methods, rows.keys() >= {*methods}, f"some of {', '.join(rows)}")
     for n, hops in itertools.product(flags.tokens, flags.hops):
-        for name, seed in itertools.product(methods, flags.seeds):
+        for name, seed in itertools.product(rows, flags.seeds):
             found = train(rows[name], seed, n, hops, flags.updates, flags.sampled)
             about = {"tokens": n, "hops": hops, "updates": flags.updates, "seed": seed}
             about |= {"sampled": flags.sampled}

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from experiments.report.records import Records, accuracy_table, full_row, read_records
 from experiments.report.statistics import stop_figures
+from experiments.studies.command import study_parser
 from experiments.studies.processes import Job, run_jobs
 from experiments.studies.spread import (
     budget_table,
@@ -42,7 +43,7 @@ from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.command_line import exit_with, integer_from
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation.cells import markdown_rows
@@ -55,6 +56,7 @@ from stepprune_jax.evaluation.settings import (
 )
 from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.pruning import Policy
+from stepprune_jax.user_input import user_input
 from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
 
@@ -88,25 +90,19 @@ class Run(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains missing runs and evaluates; reports user errors in one line, with status 2."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="the default row's, a name or a file")
+    """Trains missing runs and evaluates."""
+    parser = study_parser(__doc__)
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     rows = parser.add_argument("--rows", nargs="+", default=list(VARIANTS))
     rows.help = f"some of {', '.join(VARIANTS)}; or trials of them, with +{', +'.join(TRIALS)}"
-    parser.add_argument("--processes", type=int, default=1, help="runs trained at a time")
-    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
-    change.metavar = "FIELD=VALUE"
-    change.help = "fields to change in every configuration, such as steps=100"
+    at_a_time = "runs trained at a time"
+    parser.add_argument("--processes", type=integer_from(1), default=1, help=at_a_time)
     # For child processes: only train, on these processors.
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    try:
-        run_seeds(**vars(options))
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    with user_input():
+        run_seeds(**vars(parser.parse_args(argv)))
 
 
 def run_seeds(
@@ -124,8 +120,6 @@ def run_seeds(
     if cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cpus)
     workdir = Path(workdir).resolve()
-    if processes < 1:
-        raise ValueError(f"--processes is {processes}, expected at least 1")
     evaluation = configurations.load(config, changes)
     planned = variant_configs(config, rows, changes)
     # Child processes only write to the folders of their own runs.

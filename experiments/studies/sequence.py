@@ -11,7 +11,6 @@ budgets. The answers are those of eval.py and are kept in the same place.
 `--workdir` takes several runs, and `--scorer` a file for each: the result has means over runs.
 """
 
-import argparse
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -25,14 +24,14 @@ from jaxtyping import Array, Float, Int
 
 from experiments.report.records import Records, percent, read_records
 from experiments.report.statistics import families, image_numbers, paired_difference
+from experiments.studies.command import read_study, study_parser
 from experiments.studies.oracle import make_oracle
-from stepprune_jax import configurations
 from stepprune_jax import policy as functions
 from stepprune_jax.benchmarks import BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
 from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.command_line import Parser, exit_with, file_to_write
+from stepprune_jax.command_line import exit_with
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Scene
 from stepprune_jax.evaluation.cells import markdown_rows
@@ -45,15 +44,15 @@ from stepprune_jax.evaluation.settings import (
     check_policies,
     read_policies,
 )
-from stepprune_jax.evaluation.split import Split, read_split, thin
+from stepprune_jax.evaluation.split import Split, read_split
 from stepprune_jax.inference.pipeline import place_method, see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.noise import standardise
 from stepprune_jax.pruning import Budget, Method, Policy, View, make_method
+from stepprune_jax.user_input import expect, user_input
 from stepprune_jax.workdir.lock import locked
 
 SCORER = "AutoSelect-like"
@@ -64,13 +63,7 @@ FIRST_STEP, ORACLE = "first step", "oracle"
 _MOST_TOKENS = 1 << 20  # more than any image has
 
 
-def compare(
-    run: EvaluationRun,
-    workdir: str | Path,
-    *,
-    policy: str | Path | None = None,
-    limit: int = 0,
-) -> dict[str, Any]:
+def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     """Compares ways of choosing on the test split of the shapes world, or of data in its format."""
     workdir, shares = Path(workdir), [b for b in run.eval.budgets if isinstance(b, str)]
     if shares:
@@ -81,7 +74,7 @@ def compare(
     settings = dataclasses.replace(
         run.eval, benchmarks=BENCHMARK.name, methods=methods, adaptive=()
     )
-    policies, source = read_policies(settings, workdir, policy), run.model.inspect()
+    policies, source = read_policies(settings, workdir), run.model.inspect()
     check_policies(policies, source.config, settings)
     policies[FIRST_STEP] = first_step(policies[DEFAULT])
     # The rows of this study are named; what is left out are rows without training.
@@ -89,9 +82,6 @@ def compare(
     settings = dataclasses.replace(settings, rows=rows, methods=",".join([ALL, *policies]))
     run = dataclasses.replace(run, eval=settings)
     test, folder = read_split(data, "test"), workdir / ANSWERS
-    if limit:
-        folder = folder.with_name(f"{folder.name}_of_{limit}")
-        test = thin(test, limit)
     model = load_model(run)
     asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
     further = oracle_rows(settings.budgets, test.scenes, run.seed)
@@ -309,46 +299,29 @@ def _shown(row: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command; reports user errors in one line and exits with status 2."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="configuration, a name or a file")
+    """Runs the command."""
+    parser = study_parser(__doc__)
     parser.add_argument(
         "--workdir", required=True, nargs="+", help="folder of the run that trained the policy"
     )
-    parser.add_argument("--policy", help="another policy for the row StepPrune")
     parser.add_argument(
         "--scorer", nargs="+", help=f"policy file of the one-shot row {SCORER!r}, for each folder"
     )
-    parser.add_argument("--limit", type=int, default=0, help="most questions; 0 for all")
     parser.add_argument("--json", help="file for all figures")
-    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
-    change.metavar, change.help = "FIELD=VALUE", "fields to change, such as seed=1"
-    options = parser.parse_args(argv)
-    try:
-        if options.limit < 0:
-            raise ValueError(f"--limit is {options.limit}, expected a number >= 0")
-        if len({*options.workdir}) != len(options.workdir):
-            raise ValueError(f"--workdir is {options.workdir}, expected distinct folders")
-        scorers = options.scorer or [None] * len(options.workdir)
-        if len(scorers) != len(options.workdir):
-            raise ValueError(
-                f"--scorer has {len(scorers)} files, expected one for each of the "
-                f"{len(options.workdir)} folders of --workdir"
-            )
-        json_file = file_to_write("--json", options.json) if options.json else None
-        run = configurations.load(options.config, options.changes)
-        distributed.use_cores(run.cpu_devices)
-        results = []
-        for workdir, scorer in zip(options.workdir, scorers, strict=True):
-            rows = {**run.eval.rows, **({SCORER: scorer} if scorer else {})}
+    given = parser.parse_args(argv)
+    scorers, results = given.scorer or [None] * len(given.workdir), []
+    with user_input():
+        fits = len(scorers) == len(given.workdir)
+        expect("--scorer", scorers, fits, "a file for each folder of --workdir")
+        run, json_file = read_study(given)
+        for workdir, scorer in zip(given.workdir, scorers, strict=True):
+            rows = run.eval.rows | ({SCORER: scorer} if scorer else {})
             one = dataclasses.replace(run, eval=dataclasses.replace(run.eval, rows=rows))
             with locked(Path(workdir)):
-                results.append(compare(one, workdir, policy=options.policy, limit=options.limit))
+                results.append(compare(one, workdir))
         result = over_runs(results) if len(results) > 1 else results[0]
-        if json_file:
-            write_json(json_file, result)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    if json_file:
+        write_json(json_file, result)
     print(as_markdown(result), end="")
 
 

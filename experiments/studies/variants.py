@@ -32,9 +32,6 @@ class Variant(NamedTuple):
 VARIANTS = {
     "default": Variant(DEFAULT, stop=True),
     "literal": Variant("StepPrune literal", ":literal", stop=True),
-    "literal_raw": Variant(
-        "StepPrune literal, raw features", ":literal", ("data.stats_images=0",), stop=True
-    ),
     # With the text gate and the learning rates that serve it better: experiments/RESULTS.md.
     "autoselect": Variant(
         "AutoSelect-like", changes=("method=autoselect", "text_gate_anneal=0.1"), rates=0.5

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 
+SIDES, HEIGHTS = ("left", "right"), ("above", "below")
 NUMBERS = ["zero", "one", "two", "three", "four", "five"]
 # Of shapes of radius 1.
 AREAS = {
@@ -35,14 +36,6 @@ def the(scene, words):
     return shape
 
 
-def _color(scene, kind):
-    return the(scene, kind).color, [the(scene, kind)]
-
-
-def _shape(scene, color):
-    return the(scene, color).kind, [the(scene, color)]
-
-
 def _existence(scene, words):
     found = matching(scene, words)
     return yes(found), found
@@ -59,16 +52,13 @@ def _comparison(scene, one, two):
     return yes(len(first) > len(second)), first + second
 
 
-def _across(scene, one, two):
-    a, b = the(scene, one), the(scene, two)
-    assert abs(a.x - b.x) >= 10
-    return ("left" if a.x < b.x else "right"), [a, b]
+def _relation(axis, words):
+    def act(scene, one, two):
+        a, b = the(scene, one), the(scene, two)
+        assert abs(getattr(a, axis) - getattr(b, axis)) >= 10
+        return words[getattr(a, axis) > getattr(b, axis)], [a, b]
 
-
-def _down(scene, one, two):
-    a, b = the(scene, one), the(scene, two)
-    assert abs(a.y - b.y) >= 10
-    return ("above" if a.y < b.y else "below"), [a, b]
+    return act
 
 
 def _position(scene, words):
@@ -98,13 +88,13 @@ def _more_dots(scene, one, two):
 
 
 _RULES = [
-    ("color", r"What color is the (\w+)\?", _color),
-    ("shape", r"What shape is (\w+)\?", _shape),
+    ("color", r"What color is the (\w+)\?", lambda s, kind: (the(s, kind).color, [the(s, kind)])),
+    ("shape", r"What shape is (\w+)\?", lambda s, color: (the(s, color).kind, [the(s, color)])),
     ("existence", r"Is there a (\w+ \w+)\?", _existence),
     ("counting", r"How many (.+) are there\?", _counting),
     ("comparison", r"Are there more (\w+) shapes than (\w+) shapes\?", _comparison),
-    ("relation", r"Is the (\w+ \w+) left or right of the (\w+ \w+)\?", _across),
-    ("relation", r"Is the (\w+ \w+) above or below the (\w+ \w+)\?", _down),
+    ("relation", r"Is the (\w+ \w+) left or right of the (\w+ \w+)\?", _relation("x", SIDES)),
+    ("relation", r"Is the (\w+ \w+) above or below the (\w+ \w+)\?", _relation("y", HEIGHTS)),
     ("position", r"Which side is the (\w+ \w+) on\?", _position),
     ("size", r"Is the (\w+ \w+) larger than the (\w+ \w+)\?", _size),
     ("majority", r"What color are most dots\?", _most_dots),

@@ -28,23 +28,14 @@ def plain(value):
 def as_python_2(protocol):
     out = io.BytesIO()
     Python2(out, protocol).dump(VALUE)
-    return as_numpy_1(out.getvalue())
+    return out.getvalue().replace(b"cnumpy._core.", b"cnumpy.core.")
 
 
-def as_numpy_1(data):
-    assert b"cnumpy._core." in data
-    return data.replace(b"cnumpy._core.", b"cnumpy.core.")
-
-
+# As text, in binary, and with buffers.
 @pytest.mark.parametrize(
     "data",
-    [
-        *(pickle.dumps(VALUE, protocol) for protocol in range(6)),
-        *(as_numpy_1(pickle.dumps(VALUE, protocol)) for protocol in range(4)),
-        as_python_2(0),
-        as_python_2(2),
-    ],
-    ids=[*(f"python3-{p}" for p in range(6)), *(f"numpy1-{p}" for p in range(4)), "py2-0", "py2-2"],
+    [*(pickle.dumps(VALUE, protocol) for protocol in (0, 2, 5)), as_python_2(0), as_python_2(2)],
+    ids=["0", "2", "5", "python2-0", "python2-2"],
 )
 @pytest.mark.filterwarnings("ignore:numpy.core")
 def test_what_is_read_is_what_was_written(tmp_path, data):
@@ -52,7 +43,6 @@ def test_what_is_read_is_what_was_written(tmp_path, data):
     path.write_bytes(data)
     found = plain(read_pickle(path))
     np.testing.assert_equal(found, VALUE)
-    np.testing.assert_equal(found, pickle.loads(data, encoding="latin1"))
     assert [type(number) for number in found[2]] == [float, int, bool, int, float]
 
 
@@ -64,23 +54,16 @@ class Evil:
         return self.reduced
 
 
-class Subclass(np.ndarray):
-    pass
-
-
 @pytest.mark.parametrize(
     ("make", "name"),
     [
         (lambda mark: Evil(os.system, f"touch {mark}"), r"'(posix|nt)\.system'"),
-        (lambda mark: Evil(eval, f"open({str(mark)!r}, 'w')"), r"'(builtins|__builtin__)\.eval'"),
         (lambda mark: Evil(np.save, str(mark), 1), r"'numpy\.save'"),
         (lambda mark: np.asarray([Evil(os.mkdir, str(mark))]), "the dtype 'O8'"),
-        (lambda mark: np.zeros(1, "f4,f4"), "the dtype 'V8'"),
-        (lambda mark: np.zeros(2).view(Subclass), r"'test_array_pickle\.Subclass'"),
     ],
-    ids=["os", "eval", "numpy", "objects", "fields", "subclass"],
+    ids=["os", "numpy", "objects"],
 )
-@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("protocol", [0, 4])
 def test_any_other_name_is_refused_before_it_is_looked_up(tmp_path, make, name, protocol):
     path, mark = tmp_path / "a.pickle", tmp_path / "mark"
     path.write_bytes(pickle.dumps([np.ones(2), make(mark)], protocol))
@@ -94,13 +77,10 @@ def test_any_other_name_is_refused_before_it_is_looked_up(tmp_path, make, name, 
     [
         (b"c_codecs\nencode\n(Va\nVrot13\ntR.", "names the codec 'rot13'"),
         (b"\x80\x04\x8c\x05numpy\x8c\x0dndarray.dumps\x93.", "names 'numpy.ndarray.dumps'"),
-        (b"cos\nsystem\n.", "names 'os.system'"),
         (b"cno such\x0bmodule\nx\n.", r"names 'no such\\x0bmodule.x'"),
         (b"Pa\n.", "not a readable pickle"),  # a persistent id
         (b"cnumpy\nndarray\n}b.", "not a readable pickle"),  # a class given a state
         (b"", "not a readable pickle: Ran out of input"),
-        (b"id,answer\n1,2\n", "not a readable pickle"),
-        (pickle.dumps(VALUE)[:-30], "not a readable pickle"),
         (pickle.dumps(np.ones(3), 2).replace(b"K\x03", b"K\x04"), "not a readable pickle"),
     ],
 )
@@ -110,8 +90,3 @@ def test_hostile_and_damaged_files_are_one_line(tmp_path, data, message):
     with pytest.raises(ValueError, match=message) as found:
         read_pickle(path)
     assert str(path) in str(found.value) and "\n" not in str(found.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file at .*a\.pickle"):
-        read_pickle(tmp_path / "a.pickle")

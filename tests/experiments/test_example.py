@@ -11,7 +11,7 @@ from stepprune_jax.benchmarks import BENCHMARKS
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("example")
-    example.main(["--out", str(out), "--scenes", "30"])
+    example.main(["--out", str(out)])
     return out
 
 
@@ -19,23 +19,21 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def truths(folder):
+def truths(world):
     """Right answers by the picture's content and the question."""
-    world, found = folder / "world", {}
     right = {row["question_id"]: row["answer"] for row in lines(world / "test_answers.jsonl")}
-    for row in lines(world / "test.jsonl"):
-        picture = (world / "images" / row["image"]).read_bytes()
-        found[picture, row["text"]] = right[row["question_id"]]
-    return found
+    return {
+        ((world / "images" / row["image"]).read_bytes(), row["text"]): right[row["question_id"]]
+        for row in lines(world / "test.jsonl")
+    }
 
 
 @pytest.mark.parametrize(("name", "best"), [("gqa", 100.0), ("mme", 2800.0), ("pope", 100.0)])
 def test_right_answers_score_all_points_and_wrong_ones_none(folder, tmp_path, name, best):
-    right = truths(folder)
-    benchmark, root = BENCHMARKS[name], folder / "eval"
+    right, benchmark, root = truths(folder / "world"), BENCHMARKS[name], folder / "eval"
     questions = benchmark.read_questions(root)
     assert len(questions) >= 10
-    for change, expected in ((lambda text: text, best), (other, 0.0)):
+    for change, expected in ((str, best), (other, 0.0)):
         with (tmp_path / "answers.jsonl").open("w") as out:
             for question in questions:
                 text = change(right[question.image.read_bytes(), question.text])

@@ -1,14 +1,11 @@
 """A small Qwen2.5-VL from scratch, on images that differ in their number of tokens."""
 
-import json
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
+import tiny_run
+from tiny_pretraining import FIELDS
 
 from experiments.pretrain import small_qwen
 from experiments.pretrain.conversations import Sample
@@ -26,13 +23,12 @@ from experiments.pretrain.language import (
 )
 from experiments.pretrain.packing import pack
 from experiments.pretrain.run import pretrain
+from experiments.pretrain.structure import AROUND
 from experiments.pretrain.tower import init_heads, tower_loss
 from experiments.pretrain.vocabulary import build_tokenizer
 from experiments.shapes import write_world
-from stepprune_jax import configurations
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
-from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models import vlm
 from stepprune_jax.models.attention import attention_weights
@@ -42,29 +38,21 @@ from stepprune_jax.models.qwen2_5_vl.images import Patches
 # The models are made and kept; these run when pretraining changes.
 pytestmark = pytest.mark.slow
 
-CONFIG = str(Path(__file__).parents[2] / "experiments/configs/pretrain_shapes_qwen.py")
 TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
 GRIDS = np.array([[2, 2], [3, 3]])
 
 
-def tiny_run(**changes):
-    sizes = {"vision_width": 16, "vision_mlp": 16, "vision_layers": 2, "vision_heads": 2}
-    sizes |= {name.replace("vision", "text"): size for name, size in sizes.items()}
-    sizes |= {"image_size": 24, "least_size": 16, "window_size": 16, "full_blocks": (1,)}
-    sizes |= {"text_kv_heads": 1, "rope_sections": (1, 1, 2)}
-    fields = {f"model.{name}": size for name, size in sizes.items()}
-    fields |= {"micro_batch": 2, "dtype": "float32", "log_every": 1, "checkpoint_every": 2}
-    for stage in ("tower", "language", "noise"):
-        fields |= {f"{stage}.steps": 2, f"{stage}.batch_size": 4}
-    fields |= {"language.kept": (4,), "language.whole_steps": 1}
-    fields |= {"language.thinned_share": 1.0, "noise.thinned_share": 1.0}
-    return configurations.load(CONFIG).replace(fields | changes)
+def make_run(**changes):
+    sizes = {"vision_layers": 2, "text_layers": 2, "text_kv_heads": 1, "rope_sections": (1, 1, 2)}
+    sizes |= {"least_size": 16, "window_size": 16, "full_blocks": (1,)}
+    fields = FIELDS | {f"model.{name}": size for name, size in sizes.items()}
+    return tiny_run.load_config("pretrain_shapes_qwen").replace(fields | changes)
 
 
 @pytest.fixture(scope="module")
 def model():
     tokenizer = build_tokenizer((text for turns in TURNS for text in turns), small_qwen.TEMPLATE)
-    config = small_qwen.model_config(tiny_run().model, tokenizer)
+    config = small_qwen.model_config(make_run().model, tokenizer)
     return small_qwen.init_params(jax.random.key(0), config), config, tokenizer
 
 
@@ -77,7 +65,7 @@ def images(model):
 
 
 def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
-    run = tiny_run(**{"model.vision_heads": 4, "model.vision_width": 64, "model.window_size": 64})
+    run = make_run(**{"model.vision_heads": 4, "model.vision_width": 64, "model.window_size": 64})
     config = small_qwen.model_config(run.model, build_tokenizer([], small_qwen.TEMPLATE))
     params = small_qwen.init_params(jax.random.key(3), config)
     side = 6
@@ -93,13 +81,9 @@ def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
     row, column = np.divmod(np.arange(side**2), side)
     within = np.divmod(np.arange(4), 2)
     at = np.stack([2 * row[:, None] + within[0], 2 * column[:, None] + within[1]]).reshape(2, -1)
-    around = [(-1, -1), (-1, 0), (-1, 1), (0, -1)]
     inner = ((at > 0) & (at < 2 * side - 1)).all(0)
-    right = [
-        (at[:, looked[head]] == at + np.array(step)[:, None]).all(0)[inner].mean()
-        for head, step in enumerate(around)
-    ]
-    assert min(right) > 0.9
+    for head, step in enumerate(AROUND[:4]):
+        assert (at[:, looked[head]] - at == np.array(step)[:, None]).all(0)[inner].mean() > 0.9
 
 
 def test_packed_logits_are_those_of_each_prompt_alone(model, images):
@@ -170,7 +154,8 @@ def test_padding_is_neither_drawn_nor_kept_in_noise():
     for sharpness in (0.0, 2.0):
         drawn = thinned(jax.random.key(0), jnp.zeros((2, 12)), 5, jnp.full(2, sharpness), real)
         assert drawn[0].tolist() == [0, 1, 2, 3, 4]
-    features, score = jax.random.normal(jax.random.key(1), (2, 12, 3)), jnp.zeros((2, 12))
+    features = jax.random.normal(jax.random.key(1), (2, 12, 3))
+    score = jnp.tile(jnp.arange(12.0), (2, 1))  # that of padding is the highest
     _, clear = noised(jax.random.key(2), features, score, real)
     assert not clear[0, 5:].any() and 2 <= clear[0].sum() <= 5
 
@@ -185,41 +170,16 @@ def test_the_batches_of_an_epoch_have_images_of_one_size():
     assert np.concatenate(epoch).tolist() != np.concatenate(later).tolist()
 
 
-@pytest.mark.slow
-def test_a_run_goes_through_all_stages_and_transformers_gives_the_same_answers(tmp_path):
-    run = tiny_run()
+def test_a_run_goes_through_all_stages_and_answers_about_images_of_both_sizes(tmp_path):
     sizes = {"train": 8, "validation": 0, "test": 0, "sizes": (16, 24)}
     data = write_world(tmp_path / "data", seed=1, patches=True, **sizes)
-    made = pretrain(run, tmp_path / "run", data)
+    made = pretrain(make_run(), tmp_path / "run", data)
     for stage, shown in (("tower", "class_kind"), ("language", "lm_loss"), ("noise", "told")):
-        lines = (tmp_path / "run" / stage / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [1, 2]
-        assert all(np.isfinite(json.loads(line)[shown]) for line in lines)
-    ours = load_vlm(made, dtype=jnp.float32, progress=False)
-    assert (ours.config.min_pixels, ours.config.max_pixels) == (256, 576)
-    theirs = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(made).eval()
-    processor = transformers.Qwen2VLImageProcessor.from_pretrained(made)
-    for number in range(2):  # of 2 x 2 and of 3 x 3 tokens
-        path = data / "images" / f"train_{number:06d}.png"
-        question = "What is the background?"
-        options = RunOptions(4, warm_up=False)
-        answer = generate(ours, [question], [[path]], options=options)[0]
-        pixels = processor(transformers.image_utils.load_image(str(path)), return_tensors="pt")
-        count = int(pixels["image_grid_thw"].prod()) // 4
-        assert count == (4, 9)[number] == len(answer.kept_indices[0])
-        prompt = QWEN2_5_VL.conversation([QWEN2_5_VL.place_images(question, 1)])
-        ids = tokenize_with_images(ours.tokenizer, prompt, 1)
-        pad = ours.config.image_token_id
-        ids = torch.tensor([[t for x in ids for t in ([pad] * count if x == IMAGE_TOKEN else [x])]])
-        with torch.no_grad():
-            told = theirs.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=(ids == pad).int(),
-                **pixels,
-                do_sample=False,
-                max_new_tokens=4,
-            )
-        ends = ours.config.eos_token_ids
-        expected = [token for token in told[0, ids.shape[1] :].tolist() if token not in ends]
-        assert [token for token in answer.token_ids if token not in ends] == expected
+        assert all(np.isfinite(row[shown]) for row in tiny_run.metrics(tmp_path / "run" / stage))
+    model = load_vlm(made, dtype=jnp.float32, progress=False)
+    shape = small_qwen.model_config(make_run().model, model.tokenizer)
+    assert model.config == shape and (shape.min_pixels, shape.max_pixels) == (256, 576)
+    images = [[data / "images" / f"train_00000{number}.png"] for number in range(2)]
+    options = RunOptions(4, warm_up=False)
+    answers = generate(model, ["What is the background?"] * 2, images, options=options)
+    assert [len(answer.kept_indices[0]) for answer in answers] == [4, 9]

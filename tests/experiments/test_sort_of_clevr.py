@@ -16,14 +16,11 @@ from stepprune_jax.data.llava import read_answers, read_questions
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
 # Subtype, colour, other colour, class; one in words.
 TERNARY = [(0, "red", "blue", 4), (1, "gray", "green", 0), (2, "orange", "yellow", 8)]
+OBTUSE = "How many objects form an obtuse triangle with the orange and the yellow object?"
 TERNARY_WORDS = [
     ("How many objects are between the red and the blue object?", "zero", "between"),
     ("Is an object on the line through the gray and the green object?", "yes", "line"),
-    (
-        "How many objects form an obtuse triangle with the orange and the yellow object?",
-        "four",
-        "obtuse",
-    ),
+    (OBTUSE, "four", "obtuse"),
 ]
 
 
@@ -62,9 +59,11 @@ def expected(question, things):
     return me.shape, "shape"
 
 
-@pytest.mark.parametrize("layout", [{}, {"width": 18}, {"width": 18, "ternary": TERNARY}])
-@pytest.mark.parametrize("pickler", [pickle.Pickler, Python2])
-def test_every_question_has_its_answer_in_words(worlds, tmp_path, layout, pickler):
+@pytest.mark.parametrize(
+    ("pickler", "layout"),
+    [(pickle.Pickler, {}), (Python2, {"width": 18, "ternary": TERNARY})],
+)
+def test_every_question_has_its_answer_in_words(worlds, tmp_path, pickler, layout):
     source, out = write(tmp_path / "soc.pickle", worlds, pickler, **layout), tmp_path / "out"
     counts = sort_of_clevr.convert(source, out, validation_share=0.4)
     assert counts == {"train": 3 * 36, "validation": 2 * 36, "test": 2 * 36}
@@ -84,10 +83,9 @@ def test_every_question_has_its_answer_in_words(worlds, tmp_path, layout, pickle
         things = worlds[image.parent.name][int(image.stem)]
         right, family = expected(question, things)
         assert (answer, category or family) == (right, family), question
-        seen.add((family, answer))
-    assert {family for family, _ in seen} >= {"shape", "horizontal", "vertical", "closest", "count"}
-    answers = {"left", "right", "top", "bottom", "rectangle", "circle", "two", "three", "four"}
-    assert {answer for _, answer in seen} >= answers
+        seen |= {family, answer}
+    assert seen >= {"shape", "horizontal", "vertical", "closest", "furthest", "count"}
+    assert seen >= {"left", "right", "top", "bottom", "rectangle", "circle", "two", "three", "four"}
 
 
 def test_red_is_red_and_left_is_left(worlds, tmp_path):
@@ -111,46 +109,24 @@ def test_ternary_questions_are_taken_where_wanted(worlds, tmp_path, capsys):
     answers = read_answers(tmp_path / "test_answers.jsonl", asked)
     found = [(q.text, a, q.category) for q, a in zip(asked, answers, strict=True)]
     assert found[:3] == found[39:42] == TERNARY_WORDS
-    source = write(tmp_path / "soc.pickle", worlds)
-    with pytest.raises(ValueError, match="train: expected ternary questions, got none"):
-        sort_of_clevr.convert(source, tmp_path, ternary=True)
 
 
-def with_(things, change):
-    """The entry with one part replaced: (place in the entry, ..., value)."""
-    made = [list(part) if isinstance(part, tuple) else part for part in entry(things)]
-    *path, last, value = change
-    inner = made
-    for step in path:
-        inner = inner[step]
-    inner[last] = value
-    return made
+RED_FIRST = draw(place(np.random.default_rng(0)))[..., ::-1]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("image", "message"),
     [
-        ((0, [[1.0]]), "expected an image .*, got list"),
-        ((0, np.ones((6, 10))), r"got an array \[6, 10\] of float64"),
-        ((0, np.ones((4, 4, 3), np.uint8)), r"got an array \[4, 4, 3\] of uint8"),
-        ((0, np.full((4, 4, 3), 2.0)), "numbers from 0 to 1"),
+        ([[1.0]], "test: image 1: expected an image .*, got list"),
+        (np.ones((4, 4, 3), np.uint8), r"test: image 1: .*got an array \[4, 4, 3\] of uint8"),
+        (np.full((4, 4, 3), 2.0), "test: image 1: .*numbers from 0 to 1"),
+        (RED_FIRST, "test: image 1: nothing is orange.* blue first"),
+        (RED_FIRST[..., ::-1], "train: expected ternary questions, got none"),
     ],
 )
-def test_entries_of_another_form_are_refused_before_anything_is_written(
-    worlds, tmp_path, change, message
-):
-    good = entry(worlds["train"][0])
-    path = tmp_path / "soc.pickle"
-    path.write_bytes(pickle.dumps(([good] * 3, [good, with_(worlds["test"][0], change)])))
-    with pytest.raises(ValueError, match=rf"soc\.pickle: test: image 1: .*{message}") as found:
-        sort_of_clevr.convert(path, tmp_path / "out")
+def test_other_files_are_refused_before_anything_is_written(worlds, tmp_path, image, message):
+    good, path = entry(worlds["train"][0]), tmp_path / "soc.pickle"
+    path.write_bytes(pickle.dumps(([good] * 3, [good, (image, *good[1:])])))
+    with pytest.raises(ValueError, match=rf"soc\.pickle: {message}") as found:
+        sort_of_clevr.convert(path, tmp_path / "out", ternary=True)
     assert "\n" not in str(found.value) and not (tmp_path / "out").exists()
-
-
-def test_images_with_red_first_are_refused(worlds, tmp_path):
-    good = entry(worlds["train"][0])
-    other = (draw(worlds["test"][0])[..., ::-1], *good[1:])
-    path = tmp_path / "soc.pickle"
-    path.write_bytes(pickle.dumps(([good] * 3, [other])))
-    with pytest.raises(ValueError, match=r"test: image 0: nothing is orange.* blue first"):
-        sort_of_clevr.convert(path, tmp_path / "out")

@@ -3,41 +3,28 @@ import math
 import numpy as np
 import pytest
 
-from experiments.studies.spread import (
-    differences,
-    pack,
-    summarise,
-)
+from experiments.studies.spread import differences, pack, summarise
 
 
 def row(method, mode, rate, accuracy, seed, mean_k=3.0, correct=(1, 0, 1)):
-    return {
-        "correct": pack(np.array(correct, bool)),
-        "method": method,
-        "mode": mode,
-        "pruning_rate": rate,
-        "accuracy": accuracy,
-        "retention": accuracy + 1,
-        "mean_k": mean_k,
-        "questions": 3,
-        "seed": seed,
-    }
+    made = {"method": method, "mode": mode, "pruning_rate": rate, "accuracy": accuracy}
+    made |= {"retention": accuracy + 1, "mean_k": mean_k, "questions": len(correct), "seed": seed}
+    return made | {"correct": pack(np.array(correct, bool))}
+
+
+def stepprune(seed, exact, fewer, adaptive, own, rate):
+    return [
+        row("StepPrune", "exact", 66.7, exact, seed),
+        row("StepPrune", "exact", 77.8, fewer, seed),
+        row("StepPrune", "adaptive", 66.7, adaptive, seed),
+        row("StepPrune, own stop", "adaptive", rate, own, seed),
+    ]
 
 
 UNTRAINED = [row("all tokens", "exact", 0.0, 80.0, 0, 9.0)]
 TABLES = [
-    [
-        row("StepPrune", "exact", 66.7, 70.0, 0),
-        row("StepPrune", "exact", 77.8, 60.0, 0),
-        row("StepPrune", "adaptive", 66.7, 71.0, 0),
-        row("StepPrune, own stop", "adaptive", 50.0, 76.0, 0),
-    ],
-    [
-        row("StepPrune", "exact", 66.7, 74.0, 1),
-        row("StepPrune", "exact", 77.8, 66.0, 1),
-        row("StepPrune", "adaptive", 66.7, 77.0, 1),
-        row("StepPrune, own stop", "adaptive", 40.0, 78.0, 1),
-    ],
+    stepprune(0, 70.0, 60.0, 71.0, 76.0, 50.0),
+    stepprune(1, 74.0, 66.0, 77.0, 78.0, 40.0),
     [row("AutoSelect-like", "exact", 66.7, 71.0, 0)],
     [row("AutoSelect-like", "exact", 66.7, 69.0, 1)],
 ]
@@ -60,11 +47,8 @@ def test_means_and_deviations_worked_by_hand():
 
 
 def test_what_is_said_of_stops_is_averaged_where_there_is_one():
-    own = [
-        table[3] | {"at_bounds": share} for table, share in zip(TABLES, (2.0, 5.0), strict=False)
-    ]
-    found = summarise(UNTRAINED, [[one] for one in own])
-    assert [row["at_bounds"] for row in found] == [None, 3.5]
+    own = [[TABLES[run][3] | {"at_bounds": share}] for run, share in enumerate((2.0, 5.0))]
+    assert [row["at_bounds"] for row in summarise(UNTRAINED, own)] == [None, 3.5]
 
 
 def test_differences_worked_by_hand():
@@ -85,12 +69,12 @@ def test_differences_worked_by_hand():
 
 
 def test_the_error_of_the_questions_is_that_of_paired_answers():
-    tables = [
-        [row("StepPrune", "exact", 66.7, 70.0, 0, correct=(1, 1, 0, 1, 1, 0, 0, 1, 1))],
-        [row("AutoSelect-like", "exact", 66.7, 71.0, 0, correct=(1, 0, 0, 1, 1, 1, 0, 1, 0))],
-    ]
-    for (line,) in tables:
-        line["questions"] = 9
-    (found,) = differences(tables)
-    gaps = [0, 1, 0, 0, 0, -1, 0, 0, 1]
+    ours, theirs = (1, 1, 0, 1, 1, 0, 0, 1, 1), (1, 0, 0, 1, 1, 1, 0, 1, 0)
+    (found,) = differences(
+        [
+            [row("StepPrune", "exact", 66.7, 70.0, 0, correct=ours)],
+            [row("AutoSelect-like", "exact", 66.7, 71.0, 0, correct=theirs)],
+        ]
+    )
+    gaps = np.subtract(ours, theirs)
     assert found["questions_error"] == round(100 * np.std(gaps, ddof=1) / 3, 2)

@@ -20,21 +20,11 @@ ADAPTIVE = records("StepPrune", "adaptive", 3, [1, 2, 4, 5], [1, 1, 0, 0])
 
 
 def test_the_table_worked_by_hand():
-    table = accuracy_table([FULL, ADAPTIVE], seed=7)
-    assert table[1] == {
-        "method": "StepPrune",
-        "mode": "adaptive",
-        "pruning_rate": 66.7,
-        "accuracy": 50.0,
-        "retention": 66.67,
-        "mean_k": 3.0,
-        "questions": 4,
-        "seed": 7,
-    }
+    row = accuracy_table([FULL, ADAPTIVE], seed=7)[1]
+    assert (row["pruning_rate"], row["accuracy"], row["retention"]) == (66.7, 50.0, 66.67)
+    assert (row["mean_k"], row["questions"], row["seed"]) == (3.0, 4, 7)
     nothing = FULL._replace(correct=np.zeros(4, bool))
     assert accuracy_table([nothing, ADAPTIVE], 0)[1]["retention"] is None
-    with pytest.raises(ValueError, match="lack 'all tokens'"):
-        accuracy_table([ADAPTIVE], 0)
 
 
 def test_correlation_worked_by_hand():
@@ -46,10 +36,8 @@ def test_correlation_worked_by_hand():
 
 def test_a_stop_that_decides_is_told_from_one_at_its_bounds():
     scenes = [Scene(1, tuple(range(n))) for n in (1, 2, 3, 4)]
-    row = ADAPTIVE
-    assert stop_figures(row, scenes, 1, 9) == {"spearman_relevant": 1.0, "at_bounds": 25.0}
-    assert stop_figures(row, scenes, 2, 5)["at_bounds"] == 75.0
-    assert stop_figures(row, None, 0, 9) == {"spearman_relevant": None, "at_bounds": 0.0}
+    assert stop_figures(ADAPTIVE, scenes, 1, 9) == {"spearman_relevant": 1.0, "at_bounds": 25.0}
+    assert stop_figures(ADAPTIVE, None, 2, 5) == {"spearman_relevant": None, "at_bounds": 75.0}
     assert set(stop_figures(FULL, scenes, 1, 9).values()) == {None}
 
 
@@ -57,8 +45,7 @@ def test_paired_differences_worked_by_hand():
     first, second = np.array([1, 1, 0, 1], bool), np.array([0, 1, 0, 1], bool)
     # Differences 100, 0, 0, 0: mean 25, standard deviation 50 over 4 questions.
     found = paired_difference(first, second, np.arange(4))
-    assert found["difference"] == 25.0 and found["standard_error"] == 25.0
-    assert found["standard_error_by_image"] == pytest.approx(25.0)
+    assert found["difference"] == found["standard_error"] == 25.0
     # Two images with residual sums 50 and -50: sqrt(5000 * 2) / 4.
     pairs = paired_difference(first, second, np.array([0, 0, 1, 1]))
     assert pairs["standard_error_by_image"] == pytest.approx(math.sqrt(5000 * 2) / 4, abs=1e-3)

@@ -1,15 +1,10 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.pretrain.structure import (
-    fourier_code,
-    init_tower,
-    shift,
-)
+from experiments.pretrain.structure import AROUND, fourier_code, init_tower, shift
 from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
 
@@ -29,19 +24,15 @@ def test_the_code_is_cosines_and_sines_of_odd_multiples_of_the_place():
     np.testing.assert_allclose(third, expected, atol=1e-7)
 
 
-@pytest.mark.parametrize("offset", [(-1, -1), (0, 1), (1, -1), (2, 0), (-2, 2)])
+@pytest.mark.parametrize("offset", [(1, -1), (-2, 0)])
 def test_a_shift_turns_a_code_into_that_of_the_neighbour(offset):
     side, width = 6, 16
-    code = fourier_code(side, width)
-    matrix = shift(offset, side, width)
+    code, matrix = fourier_code(side, width), shift(offset, side, width)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(width), atol=1e-6)
-    for row in range(side):
-        for column in range(side):
-            r, c = row + offset[0], column + offset[1]
-            if 0 <= r < side and 0 <= c < side:
-                np.testing.assert_allclose(
-                    code[row * side + column] @ matrix, code[r * side + c], atol=1e-6
-                )
+    turned = (code @ matrix).reshape(side, side, width)
+    there = np.roll(code.reshape(side, side, width), (-offset[0], -offset[1]), (0, 1))
+    inside = np.s_[2:-2, 2:-2]  # whose neighbours are in the image
+    np.testing.assert_allclose(turned[inside], there[inside], atol=1e-6)
 
 
 def test_heads_of_the_first_block_begin_as_looks_at_one_neighbour():
@@ -53,26 +44,15 @@ def test_heads_of_the_first_block_begin_as_looks_at_one_neighbour():
     attention = jax.tree.map(lambda leaf: np.asarray(leaf[0]), params["layers"]["attention"])
     query, key = ((x @ attention[n]["kernel"]).reshape(-1, heads, width) for n in ("query", "key"))
     looked = np.einsum("qhc,khc->hqk", query, key)[:, 1:].argmax(-1)
-    around = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
-    right = [
-        looked[head, row * side + column] == 1 + (row + r) * side + column + c
-        for head, (r, c) in enumerate(around)
-        for row in range(1, side - 1)
-        for column in range(1, side - 1)
-    ]
-    assert np.mean(right) > 0.98
+    row, column = np.divmod(np.arange(side**2), side)
+    inside = (np.minimum(row, column) > 0) & (np.maximum(row, column) < side - 1)
+    right = [looked[h] == 1 + (row + r) * side + column + c for h, (r, c) in enumerate(AROUND)]
+    assert np.mean(np.array(right)[:, inside]) > 0.98
 
 
 def test_later_blocks_leave_half_of_their_heads_as_they_were():
     plain, local = (make(jax.random.key(0), CONFIG) for make in (clip.init_vision, init_tower))
     for name in ("query", "key"):
         before, after = (t["layers"]["attention"][name]["kernel"] for t in (plain, local))
-        changed = [
-            [bool(jnp.any(before[layer, :, s] != after[layer, :, s])) for s in heads_of(8, 16)]
-            for layer in range(3)
-        ]
-        assert changed == [[True] * 8, [True] * 8, [True] * 4 + [False] * 4]
-
-
-def heads_of(count, width):
-    return [slice(head * width, (head + 1) * width) for head in range(count)]
+        changed = (before != after).reshape(3, -1, 8, 16).any((1, 3))
+        assert changed.tolist() == [[True] * 8, [True] * 8, [True] * 4 + [False] * 4]

@@ -9,15 +9,10 @@ SMALL = ["--preset=tiny", "--length=8", "--batch=2", "--new_tokens=2", "--repeat
 
 def cells(output, start):
     """Rows of the printed table whose first header starts with `start`, by column."""
-    lines = [line.strip().strip("|").split(" | ") for line in output.splitlines()]
-    lines = [[cell.strip() for cell in line] for line in lines]
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in output.splitlines()]
     first = next(i for i, line in enumerate(lines) if line[0].startswith(start))
-    rows = []
-    for line in lines[first + 2 :]:
-        if len(line) != len(lines[first]):
-            break
-        rows.append(dict(zip(lines[first], line, strict=True)))
-    return rows
+    rows = [line for line in lines[first + 2 :] if len(line) == len(lines[first])]
+    return [dict(zip(lines[first], line, strict=True)) for line in rows]
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from stepprune_jax import configurations
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
@@ -32,7 +33,7 @@ from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.parallel.targets import Target, make_target
 from stepprune_jax.user_input import user_input
 from tools.aot.hlo import loops
-from tools.aot.programs import DTYPES, ROWS, Programs, load_run
+from tools.aot.programs import DTYPES, ROWS, Programs
 
 NAME = "python -m tools.aot"
 COLUMNS = (
@@ -66,7 +67,7 @@ class Group(NamedTuple):
     configs: Sequence[str]
     dtypes: Sequence[str]
     programs: Sequence[str] = ()
-    changes: Sequence[str] = ()  # to each configuration, as in `load_run`
+    changes: Sequence[str] = ()  # to each configuration
 
 
 SHORT = (
@@ -92,7 +93,7 @@ FULL = (
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The flags."""
+    """Reads the flags, and sets the groups that they request."""
     parser = Parser(
         prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -106,26 +107,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, help="file that saves results as JSON lines")
     flags = parser.parse_args(arguments)
-    if flags.full and (flags.target or flags.config or flags.dtype or flags.program or flags.set):
+    chosen = flags.target or flags.config or flags.dtype or flags.program or flags.set
+    if flags.full and chosen:
         parser.error("--full has its own targets, configurations and programs: use it alone")
-    return flags
-
-
-def groups(flags: argparse.Namespace) -> Sequence[Group]:
-    """Returns the groups that the flags request."""
-    if flags.full:
-        return FULL
-    if not (flags.target or flags.config or flags.dtype or flags.program or flags.set):
-        return SHORT
-    return (
-        Group(
-            flags.target or ("h200", "v5e"),
-            flags.config or (SHAPES,),
-            flags.dtype or ("float32",),
-            flags.program or (),
-            flags.set,
-        ),
+    own = Group(
+        flags.target or ("h200", "v5e"),
+        flags.config or (SHAPES,),
+        flags.dtype or ("float32",),
+        flags.program or (),
+        flags.set,
     )
+    flags.groups = FULL if flags.full else (own,) if chosen else SHORT
+    return flags
 
 
 def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[list[str], bool]:
@@ -178,9 +171,8 @@ def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
             kind = to.devices[0].device_kind
             # TPUs have less memory each: there the frozen weights are sharded.
             preset = "fsdp" if kind.startswith("TPU") else "data"
-            programs = Programs(
-                load_run(config, group.changes), build_mesh(preset, to.devices), dtype
-            )
+            run = configurations.load(config, group.changes)
+            programs = Programs(run, build_mesh(preset, to.devices), dtype)
             known = programs.names()
             unknown = sorted(set(group.programs) - set(known))
             if unknown:
@@ -221,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = Results(flags.results)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     failed = 0
-    for group in groups(flags):
+    for group in flags.groups:
         for row, compiled in rows(group, done):
             print("| " + " | ".join(row) + " |", flush=True)
             failed += not compiled

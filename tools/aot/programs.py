@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from stepprune_jax import configurations
 from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.base import Pairs, Plan, Texts
@@ -42,11 +41,6 @@ NEW_TOKENS = 32  # longest answer
 ROWS = (1, 2, 8)
 
 _WHOLE = ((r".*", P()),)
-
-
-def load_run(name: str, changes: Sequence[str] = ()) -> Run:
-    """Reads and checks a configuration."""
-    return configurations.load(name, changes)
 
 
 def model_of(run: Run) -> ModelConfig:

@@ -41,6 +41,7 @@ from stepprune_jax.user_input import user_input
 from tools.bench.timing import machine, time_side_by_side
 
 PARTS = ("gradient", "loop", "operations", "agreement")
+COUNTS = (48, 32, 16, 8)  # tokens of which the shares that agree are shown
 
 ESTIMATORS = {
     "loop": select_loop,
@@ -185,12 +186,12 @@ def loop_report(
     return table(header, rows)
 
 
-def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str:
+def agreement_report(run: Path, model: str) -> str:
     """Reports how far a trained policy's choices agree with those step by step in float32."""
     with user_input():
         learned = load_policy(run / "policy.safetensors")
         vlm = load_vlm(model, dtype=jnp.float32, progress=False)
-        split = thin(read_split(run / "data", "test"), most)
+        split = thin(read_split(run / "data", "test"), 1000)
     encoded = encode_questions(vlm, split.questions, batch_size=32)
 
     @functools.partial(jax.jit, static_argnames=("config", "tables"))
@@ -212,12 +213,12 @@ def agreement_report(run: Path, model: str, most: int, counts: list[int]) -> str
     rows = [
         [
             name,
-            *(_shared(found, reference, count) for count in counts),
+            *(_shared(found, reference, count) for count in COUNTS),
             float((found == reference).all(1).mean()),
         ]
         for name, found in orders.items()
     ]
-    header = [f"{len(reference)} questions", *(f"share of {count}" for count in counts)]
+    header = [f"{len(reference)} questions", *(f"share of {count}" for count in COUNTS)]
     return table([*header, f"all {reference.shape[1]} in the same order"], rows)
 
 
@@ -242,8 +243,6 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--repeats", type=integer_from(1), default=3)
     parser.add_argument("--run", type=Path, help="folder of a finished training run")
     parser.add_argument("--model", default=str(SHAPES_MODEL), help="model it was trained with")
-    parser.add_argument("--questions", type=integer_from(0), default=1000)
-    parser.add_argument("--counts", type=integer_from(1), nargs="+", default=[48, 32, 16, 8])
     flags = parser.parse_args(arguments)
     if "agreement" in flags.parts and not flags.run:
         parser.error("--parts agreement needs the folder of a training run (--run)")
@@ -279,7 +278,7 @@ def main(arguments: list[str] | None = None):
         header = [f"{layers} decoder layer{'s' * (layers > 1)}" for layers in flags.layers]
         print(table([f"10^9 operations per image, K = {flags.kept}", *header], rows), "\n")
     if "agreement" in flags.parts:
-        print(agreement_report(flags.run, flags.model, flags.questions, flags.counts))
+        print(agreement_report(flags.run, flags.model))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """No weight is copied by the programs that answer: read off what the compilers wrote."""
 
-import copy
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from aot_targets import made
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,41 +16,29 @@ from stepprune_jax.models.decoder import init_cache
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.models.weights import flatten
-from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.placement import jit_for_weights
 from tools.aot.hlo import copied_weights
+from tools.bench.backbone import PRESETS
 
-DEPTH = {"text_config": 2, "vision_config": 3}
 TOKENS = 40
 
 
 @functools.cache
 def config_of(name):
     """A few layers, as wide as LLaVA-7B's: what a compiler does depends on the widths."""
-    raw = copy.deepcopy(MODELS["llava-7b"])
-    wide = {"hidden_size": 4096, "intermediate_size": 11008, "vocab_size": 512}
-    raw["text_config"] |= wide | {"num_attention_heads": 32, "num_key_value_heads": 32}
+    text, vision = {"num_hidden_layers": 2}, {"num_hidden_layers": 3}
     if name == "cpu":  # to be quick
-        raw = copy.deepcopy(testing.tiny_hf_config())
-        raw["text_config"] |= {"hidden_size": 384, "intermediate_size": 640}
-        raw["vision_config"] |= {"hidden_size": 320, "intermediate_size": 768}
-    for part, layers in DEPTH.items():
-        raw[part]["num_hidden_layers"] = layers
-    return LlavaConfig.from_hf(raw)
-
-
-def devices(name):
-    """Those of a target, or a CPU."""
-    if name == "cpu":
-        return targets.Target(name, tuple(jax.devices()[:1]), {})
-    if missing := targets.missing(name):
-        pytest.skip(missing)
-    return targets.make_target(name)
+        text |= {"hidden_size": 384, "intermediate_size": 640}
+        vision |= {"hidden_size": 320, "intermediate_size": 768}
+    else:
+        text |= PRESETS["7b"] | {"vocab_size": 512, "num_hidden_layers": 2}
+        vision = MODELS["llava-7b"]["vision_config"] | vision
+    return LlavaConfig.from_hf(testing.tiny_hf_config(vision=vision, text=text))
 
 
 def copies(name, layers, program):
     """What a program writes in the shape of a weight, compiled for a target."""
-    to, config = devices(name), config_of(name)
+    to, config = made(name), config_of(name)
     whole = NamedSharding(Mesh(to.devices, "x"), P())
 
     def place(tree):
@@ -67,10 +55,7 @@ def copies(name, layers, program):
             lambda params, pixels: config.family.encode_image(params, config, pixels)[0],
             (jax.ShapeDtypeStruct((1, 3, side, side), jnp.float32),),
         ),
-        "prefill": (
-            lambda params, sequence: vlm.prefill(params, config, sequence, 3),
-            (sequence,),
-        ),
+        "prefill": (lambda params, row: vlm.prefill(params, config, row, 3), (sequence,)),
         "decode": (
             lambda params, token, cache: vlm.decode_step(params, config, token, cache),
             (rows, cache),

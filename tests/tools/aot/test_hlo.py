@@ -28,48 +28,39 @@ PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[
   ROOT %fusion.1 = f32[4]{0} fusion(%p.3), kind=kLoop, calls=%fused
 }
 
-%inner_body (at: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %at = (s32[], f32[4]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%at), index=0
-  %x = f32[4]{0} get-tuple-element(%at), index=1
-  %fusion.2 = (f32[4]{0}, /*index=1*/s32[]) fusion(%x, %i), kind=kLoop, calls=%fused
-  %y = f32[4]{0} get-tuple-element(%fusion.2), index=0
-  ROOT %next = (s32[], f32[4]{0}) tuple(%i, %y)
+%inner_body (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %fusion.2 = (f32[4]{0}, /*index=1*/s32[]) fusion(%x), kind=kLoop, calls=%fused
+  ROOT %y = f32[4]{0} get-tuple-element(%fusion.2), index=0
 }
 
-%inner_condition (at.1: (s32[], f32[4])) -> pred[] {
-  %at.1 = (s32[], f32[4]{0}) parameter(0)
-  %j = s32[] get-tuple-element(%at.1), index=0
-  ROOT %compare = pred[] fusion(%j), kind=kLoop, calls=%fused
+%inner_condition (x.1: f32[4]) -> pred[] {
+  %x.1 = f32[4]{0} parameter(0)
+  ROOT %compare = pred[] fusion(%x.1), kind=kLoop, calls=%fused
 }
 
-%outer_body (at.2: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %at.2 = (s32[], f32[4]{0}) parameter(0)
-  %k = s32[] get-tuple-element(%at.2), index=0
-  %z = f32[4]{0} get-tuple-element(%at.2), index=1
+%outer_body (z: f32[4]) -> f32[4] {
+  %z = f32[4]{0} parameter(0)
+  %k = s32[] constant(0)
   %w = f32[4]{0} call(%z), to_apply=%commands
   %product = (f32[4]{0}, s8[8]{0}) custom-call(%w, %w), custom_call_target="__cublas$gemm"
   %v = f32[4]{0} get-tuple-element(%product), index=0
   %begin = ((f32[4]{0}), f32[4]{0}) all-reduce-start(%v), to_apply=%fused
   %end = f32[4]{0} all-reduce-done(%begin)
   %chosen = f32[4]{0} conditional(%k, %end, %end), branch_computations={%small, %large}
-  %again = (s32[], f32[4]{0}) tuple(%k, %chosen)
-  ROOT %in = (s32[], f32[4]{0}) while(%again), condition=%inner_condition, body=%inner_body, \
+  ROOT %in = f32[4]{0} while(%chosen), condition=%inner_condition, body=%inner_body, \
 metadata={op_name="jit(f)/while/body/while"}
 }
 
-%outer_condition (at.3: (s32[], f32[4])) -> pred[] {
-  %at.3 = (s32[], f32[4]{0}) parameter(0)
+%outer_condition (z.1: f32[4]) -> pred[] {
+  %z.1 = f32[4]{0} parameter(0)
   ROOT %true = pred[] constant(true)
 }
 
 ENTRY %main (p.4: f32[4]) -> f32[4] {
   %p.4 = f32[4]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %begin.1 = (s32[], f32[4]{0}) tuple(%zero, %p.4)
-  %out = (s32[], f32[4]{0}) while(%begin.1), condition=%outer_condition, body=%outer_body, \
+  ROOT %out = f32[4]{0} while(%p.4), condition=%outer_condition, body=%outer_body, \
 metadata={op_name="jit(f)/while"}
-  ROOT %result = f32[4]{0} get-tuple-element(%out), index=1
 }
 """
 
@@ -82,11 +73,9 @@ def test_loops_by_hand():
 
 def test_branches_by_predicate_are_read_too():
     old = "branch_computations={%small, %large}"
-    assert old in PROGRAM
-    text = PROGRAM.replace(old, "true_computation=%large, false_computation=%small")
-    assert loops(text) == loops(PROGRAM)
-    shorter = PROGRAM.replace(old, "true_computation=%small, false_computation=%small")
-    assert loops(shorter)[0].kernels == loops(PROGRAM)[0].kernels - 1
+    for branch, kernels in (("large", 5), ("small", 4)):
+        new = f"true_computation=%{branch}, false_computation=%small"
+        assert loops(PROGRAM.replace(old, new))[0].kernels == kernels
 
 
 def test_a_program_of_xla_is_read():
