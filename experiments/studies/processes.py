@@ -43,6 +43,7 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> None:
     """Runs programs, several at a time."""
     waiting, free = list(jobs), shares(processes)
     running: dict[subprocess.Popen, tuple[Job, list[int]]] = {}
+    begin = time.monotonic()
     with _exit_when_terminated():
         try:
             while waiting or running:
@@ -55,7 +56,10 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> None:
                     free.append(cpus)
                     _check(job, process.returncode)
                     left = len(waiting) + len(running)
-                    distributed.say(f"trained {job.name} ({left} of {len(jobs)} left)")
+                    done = len(jobs) - left
+                    seconds = (time.monotonic() - begin) / done * left
+                    progress = f"{done} of {len(jobs)}, {seconds:.0f} s left"
+                    distributed.say(f"trained {job.name} ({progress})")
         finally:
             for process in running:
                 process.terminate()
