@@ -12,10 +12,8 @@ from stepprune_jax.benchmarks.answer_files import (
     append,
     claim,
     outstanding,
-    questions_digest,
     read_files,
 )
-from stepprune_jax.benchmarks.answers import read_answers
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 
 # The third has the id of the first, as TextVQA's may; the last is the second once more.
@@ -26,27 +24,23 @@ ASKED = [
     BenchmarkQuestion("b", "\ud800", "\ud800", None),
     BenchmarkQuestion(7, "Which?\nSay.", "Which?", None, {"round_id": 0, "options": ["x"]}),
 ]
-
-
-def provenance(**fields):
-    about = {
-        "benchmark": "pope",
-        "questions": questions_digest(ASKED[:3]),
-        "asked": 5,
-        "method": "StepPrune",
-        "mode": "adaptive",
-        "budget": 3,
-        "num_tokens": 9,
-        "stop_bias": 0.25,
-        "model": "tiny",
-        "made": {"policy": "p", "positions": "original"},
-    }
-    return Provenance(**(about | fields))
+MADE = Provenance(
+    benchmark="pope",
+    questions="q",
+    asked=5,
+    method="StepPrune",
+    mode="adaptive",
+    budget=3,
+    num_tokens=9,
+    stop_bias=0.25,
+    model="tiny",
+    made={"policy": "p", "positions": "original"},
+)
 
 
 @pytest.fixture
 def file(tmp_path):
-    found = AnswerFile.of(tmp_path, provenance())
+    found = AnswerFile.of(tmp_path, MADE)
     claim(found)
     return found
 
@@ -61,36 +55,26 @@ def said(file):
 
 def test_lines_have_the_fields_of_llava_in_its_order(file):
     value = answer_object(file, 1, ASKED[1], AnswerLine("A", 2, 0.12345, {"order": [5, 3]}))
-    assert list(value) == [
-        *("question_id", "round_id", "prompt", "text", "options", "answer_id", "model_id"),
-        *("metadata", "kept", "ms", "order"),
-    ]
-    assert value["question_id"] == 7 and value["prompt"] == "Which?" and value["order"] == [5, 3]
-    assert value["kept"] == 2 and value["ms"] == 0.123 and value["model_id"] == "tiny"
-    assert "order" not in lines(file, 0)[0]
-    assert file.path.name == "stepprune-adaptive-66.7.jsonl" and file.path.parent.name == "pope"
+    assert json.dumps(value) == (
+        '{"question_id": 7, "round_id": 0, "prompt": "Which?", "text": "A", "options": ["x"], '
+        '"answer_id": "stepprune-adaptive-66.7-1", "model_id": "tiny", "metadata": {}, '
+        '"kept": 2, "ms": 0.123, "order": [5, 3]}'
+    )
 
 
-def test_names_tell_rows_apart():
-    assert provenance(method="all tokens", mode="exact", budget=9).slug == "all-tokens"
-    assert provenance(method="StepPrune, own stop", budget=None).slug == "stepprune-own-stop"
-    assert provenance(method="PruMerge+").slug == "prumerge-plus-adaptive-66.7"
+def test_a_plus_is_part_of_a_file_s_name():
+    assert MADE._replace(method="PruMerge+").slug == "prumerge-plus-adaptive-66.7"
 
 
-def test_what_is_missing_is_what_was_not_answered(file):
-    assert outstanding(file, ASKED) == [0, 1, 2, 3, 4]
+def test_each_time_that_a_question_is_asked_has_one_answer(file):
     append(file.path, lines(file, 2, 1))
     assert outstanding(file, ASKED) == [0, 3, 4]
-    assert said(file) == ["said 1", "said 2"]
     append(file.path, lines(file, 0, 3, 1, 0))  # one is listed twice, and one answered too often
     assert outstanding(file, ASKED) == []
     assert said(file) == ["said 0", "said 1", "said 2", "said 3", "said 1"]
-    assert [row.text for row in read_answers(file.path)] == said(file)
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(st.permutations(range(5)), st.integers(0, 5), st.integers(0, 400), st.integers(0, 2))
 def test_any_interruption_of_any_process_is_gone_on_with(file, order, share, cut, part):
     for path in file.parts():
@@ -132,7 +116,7 @@ def test_broken_lines_and_answers_to_other_questions_are_refused(file):
 def test_other_settings_do_not_add_to_a_file(file):
     append(file.path, lines(file, 0))
     claim(file)
-    other = provenance(stop_bias=0.5, made={"policy": "q", "positions": "original"})
+    other = MADE._replace(stop_bias=0.5, made={"policy": "q", "positions": "original"})
     with pytest.raises(ValueError, match=r"policy: 'p' -> 'q'; stop_bias: 0.25 -> 0.5"):
         claim(AnswerFile.of(file.path.parents[1], other))
     file.provenance_path.unlink()
@@ -142,11 +126,11 @@ def test_other_settings_do_not_add_to_a_file(file):
 
 def test_provenance_is_read_again(file, tmp_path):
     append(file.path, lines(file, 0, 1))
-    empty = AnswerFile.of(tmp_path, provenance(method="grid"))
+    empty = AnswerFile.of(tmp_path, MADE._replace(method="grid"))
     claim(empty)
     assert read_files(tmp_path / "pope") == [file] and said(file) == ["said 0", "said 1"]
     poem = tmp_path / "pope" / "poem.json"
-    for text in ('{"line": 1}', json.dumps(provenance()._asdict() | {"num_tokens": 0})):
+    for text in ('{"line": 1}', json.dumps(MADE._asdict() | {"num_tokens": 0})):
         poem.write_text(text)
         with pytest.raises(ValueError, match=r"poem.json is not the provenance"):
             read_files(tmp_path / "pope")

@@ -7,18 +7,13 @@ from stepprune_jax.benchmarks.gqa import convert, distribution, predicted, score
 
 
 def question(right, structural="query", group=None, semantic="attr", program=(), balanced=True):
-    operations = [{"operation": o, "argument": a, "dependencies": []} for o, a in program]
     return {
         "question": "What colour is it?",
-        "imageId": "n1",
         "answer": right,
         "isBalanced": balanced,
-        "types": {"structural": structural, "semantic": semantic, "detailed": "x"},
-        "groups": {"global": group, "local": None},
-        "semantic": operations,
-        "entailed": [],
-        "equivalent": [],
-        "fullAnswer": right,
+        "types": {"structural": structural, "semantic": semantic},
+        "groups": {"global": group},
+        "semantic": [{"operation": name, "argument": given} for name, given in program],
     }
 
 
@@ -44,13 +39,9 @@ def write(root, said):
 @pytest.mark.parametrize(
     "text, prediction",
     [
-        ("Red.", "red"),
-        ("red...", "red"),
+        ("Red...", "red"),
         ("Red. ", "red. "),  # the stops are not at the end
-        (".red", ".red"),
         ("A red, old Cup", "a red, old cup"),
-        ("", ""),
-        ("ROT。", "rot。"),
     ],
 )
 def test_only_trailing_stops_and_case_go(text, prediction):
@@ -94,24 +85,13 @@ def test_an_unanswered_question_is_refused_unless_it_is_left_out(root):
     assert any("2 of 4 questions have no answer" in warning for warning in found.warnings)
 
 
-def test_submission_has_each_line(root):
-    answers = write(root, [("1", "Red."), ("7", "x"), ("1", "Blue")])
+def test_a_submission_has_each_line(root):
     out = root / "new" / "p.json"
-    assert convert(root, answers, out) == []
+    assert convert(root, write(root, [("1", "Red."), ("7", "x"), ("1", "Blue")]), out) == []
     assert json.loads(out.read_text()) == [
         {"questionId": "1", "prediction": "red"},
         {"questionId": "7", "prediction": "x"},
         {"questionId": "1", "prediction": "blue"},
     ]
-
-
-def test_a_submission_stands_until_the_next_one_is_whole(root):
-    out = root / "p.json"
-    convert(root, write(root, [("1", "Red")]), out)
-    before = out.read_bytes()
-    (root / "a.jsonl").write_text('{"question_id": "1", "te')
-    with pytest.raises(ValueError, match="line 1"):
-        convert(root, root / "a.jsonl", out)
-    assert out.read_bytes() == before
     with pytest.raises(IsADirectoryError):
-        convert(root, write(root, [("1", "Red")]), root)
+        convert(root, root / "a.jsonl", root)

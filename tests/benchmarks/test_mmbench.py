@@ -1,12 +1,12 @@
+import csv
 import io
-import re
 import zipfile
 from functools import partial
 from xml.etree import ElementTree
 
 import pytest
 from benchmark_files import answer, write_lines
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax.benchmarks import BENCHMARKS
@@ -19,28 +19,24 @@ from stepprune_jax.benchmarks.mmbench import (
     xlsx,
 )
 
-COLUMNS = (
-    *("index", "question", "hint", "A", "B", "C", "D", "answer", "category", "image"),
-    *("source", "l2-category", "comment", "split"),
-)
 DEV = "mmbench_dev_20230712.tsv"
 TEST = "mmbench_test_20230712.tsv"
 
 
-def row(index, options, right, category="north", coarse="fine", question="Which way?"):
-    texts = [*options, "", "", ""][:4]
-    return (index, question, "", *texts, right, category, "/9j/", "made", coarse, "", "dev")
+def row(index, options, right, category="north", coarse="fine", **fields):
+    texts = dict.fromkeys("ABCD", "") | dict(zip("ABCD", options, strict=False))
+    asked = {"index": index, "question": "Which way?", "hint": ""}
+    about = {"answer": right, "category": category, "image": "/9j/", "source": "made"}
+    kind = {"l2-category": coarse, "comment": "", "split": "dev"}
+    return asked | texts | about | kind | fields
 
 
-def write_rows(path, rows, columns=COLUMNS):
-    def quoted(text):
-        return '"' + text.replace('"', '""') + '"' if re.search(r'["\n\t]', text) else text
-
-    kept = [COLUMNS.index(column) for column in columns]
-    lines = [columns, *([str(cells[k]) for k in kept] for cells in rows)]
+def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = "".join("\t".join(map(quoted, cells)) + "\n" for cells in lines)
-    path.write_text(content, encoding="utf-8")
+    with path.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]), dialect="excel-tab", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     return path
 
 
@@ -79,27 +75,20 @@ def sheet_of(content):
 @pytest.mark.parametrize(
     "text, letter",
     [
-        ("B", "B"),
-        ("B.", "B"),
         ("(B)", "B"),
-        ("B) dog", "B"),
         ("B。", None),  # the full-width stop is no mark
         ("b", None),
-        ("", None),
-        ("The answer: B", "B"),
         ("B is what I think here", None),  # not among the last four words
         ("I think B is right here", "B"),
         ("B I see it in the B", None),  # its first place counts
         ("A or B", None),
         ("A dog", "A"),  # a lone letter goes before the text
-        ("Z", "Z"),
         ("Z or B", "B"),
         ("Not any: Z", "Z"),
         ("B or C? The correct answer is **C**", "C"),
         ("the ANSWER is c, A or B", "C"),
         ("B or C. answer is E", None),
         ("a dog", "B"),
-        ("DOG!", "B"),
         ("dog and cat", None),
         ("a dog " * 10, None),  # longer than twice all options
     ],
@@ -109,28 +98,19 @@ def test_letters_by_hand(text, letter):
 
 
 def test_only_letters_that_are_options_count():
-    assert option_letter("C", {"A": "cat", "B": "dog"}) is None
     assert option_letter("the answer is C", {"A": "cat", "B": "dog"}) is None
     # Not C, hence exactly one letter is named.
     assert option_letter("A, not C", {"A": "cat", "B": "dog"}) == "A"
 
 
-def test_empty_cells_are_those_of_pandas(tmp_path):
-    texts = ["None", "NA", "none", "n/a"]
-    path = write_rows(tmp_path / "t.tsv", [row(1, texts, "C")])
-    (found,) = read_rows(path)
-    assert options_of(found) == {"C": "none"}
-    assert found["hint"] is None and found["answer"] == "C"
-
-
-def test_fields_may_hold_newlines_quotes_and_long_pictures(tmp_path):
-    cells = list(row(1, ['say "a"', "b\tc"], "A", question="one\ntwo"))
-    cells[COLUMNS.index("image")] = "x" * 300_000
+def test_cells_are_read_as_by_pandas(tmp_path):
+    options = ['say "a"', "b\tc", "n/a", "none"]
+    cells = row(1, options, "A", question="one\ntwo", image="x" * 300_000)
     path = write_rows(tmp_path / "t.tsv", [cells])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"dev\n", b"dev\r\n"))
     (found,) = read_rows(path)
-    assert found["question"] == "one\ntwo" and found["split"] == "dev"
-    assert options_of(found) == {"A": 'say "a"', "B": "b\tc"}
+    assert found["question"] == "one\ntwo" and found["split"] == "dev" and found["hint"] is None
+    assert options_of(found) == {"A": 'say "a"', "B": "b\tc", "D": "none"}
     assert len(found["image"]) == 300_000
 
 
@@ -161,26 +141,18 @@ def test_rotations_made_by_the_program_are_refused(root):
             stage(root, answers)
 
 
-@pytest.mark.parametrize("name", ["mmbench", "mmbench_cn"])
-def test_the_test_split_is_refused_with_the_way_to_the_server(tmp_path, name):
-    benchmark = BENCHMARKS[name]
-    dev = tmp_path / benchmark.question_files[0]
-    dev.parent.mkdir()
-    server = rf"convert {name}` and upload it at https://mmbench"
-    with pytest.raises(FileNotFoundError, match=server):
-        benchmark.score(tmp_path, write(tmp_path, RIGHT))
-    write_rows(dev, ROWS)
+def test_the_test_split_is_refused_with_the_way_to_the_server(root):
+    server = r"convert mmbench` and upload it at https://mmbench"
     with pytest.raises(ValueError, match=server):
-        benchmark.score(tmp_path, write(tmp_path, [(3, "A")]))
-    write_rows(dev, [*ROWS, row(9, ["up", "down"], "")])
+        score(root, write(root, [(3, "A")]))
+    write_rows(root / "mmbench" / DEV, [*ROWS, row(9, ["up", "down"], "")])
     with pytest.raises(ValueError, match=f"index 9: .*{server}"):
-        benchmark.score(tmp_path, write(tmp_path, RIGHT))
+        score(root, write(root, RIGHT))
 
 
-@pytest.mark.parametrize("folder", ["mmbench", "mmbench_cn"])
-def test_the_chinese_file_is_found_in_either_folder(tmp_path, folder):
-    rows = [row(7, ["上", "下"], "A", question="哪个方向?"), row(1_000_007, ["下", "上"], "B")]
-    write_rows(tmp_path / folder / "mmbench_dev_cn_20231003.tsv", rows)
+def test_the_chinese_file_is_also_found_where_llava_s_documentation_puts_it(tmp_path):
+    rows = [row(7, ["上", "下"], "A"), row(1_000_007, ["下", "上"], "B")]
+    write_rows(tmp_path / "mmbench" / "mmbench_dev_cn_20231003.tsv", rows)
     found = BENCHMARKS["mmbench_cn"].score(tmp_path, write(tmp_path, [(7, "上"), (1_000_007, "B")]))
     assert (found.headline, found.parts["letter_only"]) == (100, 0)
 
@@ -206,40 +178,32 @@ def test_submission_by_hand(root):
 
 
 def test_the_file_of_the_answered_questions_is_submitted(root):
-    columns = [column for column in COLUMNS if column != "answer"]
-    write_rows(root / "mmbench" / TEST, [row(3, ["up", "down"], "")], columns)
-    out = root / "s.xlsx"
-    convert(root, write(root, [(3, "A")]), out)
-    cells = sheet_of(out.read_bytes())
-    names = ["index", "question", "A", "B", "C", "D", "prediction", "split"]
-    assert [text for place, (_, text) in cells.items() if re.fullmatch("[A-Z]1", place)] == names
-    assert cells["G2"] == ("inlineStr", "A")
-    with pytest.raises(ValueError, match="no answer is to a question"):
-        convert(root, write(root, [(4, "A")]), root / "s.xlsx")
+    asked = row(3, ["up", "down"], "")
+    del asked["answer"]
+    write_rows(root / "mmbench" / TEST, [asked])
+    convert(root, write(root, [(3, "A")]), root / "s.xlsx")
+    cells = sheet_of((root / "s.xlsx").read_bytes())
+    assert cells["G1"] == ("inlineStr", "prediction") and cells["G2"] == ("inlineStr", "A")
+    assert cells["H1"] == ("inlineStr", "split") and "A3" not in cells
 
 
 def test_cells_keep_what_xml_can_hold():
-    texts = [
-        "=1+1",
-        "#N/A",
-        " two  blanks ",
-        "a\nb\r\nc\td",
-        "\x00\x0b\ufffe\ud800é\U0001f600",
-        "x" * 40_000,
+    pairs = {
+        "=1+1": "=1+1",
+        "#N/A": "#N/A",
+        " two  blanks ": " two  blanks ",
+        "a\nb\r\nc\td": "a\nb\nc\td",
+        "\x00\x0b\ufffe\ud800é\U0001f600": "é\U0001f600",
+        "x" * 40_000: "x" * 32_767,
+    }
+    cells = sheet_of(xlsx([[*pairs, None, 7]]))
+    assert [cells[f"{column}1"] for column in "ABCDEF"] == [
+        ("inlineStr", text) for text in pairs.values()
     ]
-    cells = sheet_of(xlsx([[*texts, None, 7]]))
-    assert [cells.get(f"{column}1") for column in "ABCDEFGH"] == [
-        ("inlineStr", "=1+1"),
-        ("inlineStr", "#N/A"),
-        ("inlineStr", " two  blanks "),
-        ("inlineStr", "a\nb\nc\td"),
-        ("inlineStr", "é\U0001f600"),
-        ("inlineStr", "x" * 32_767),
-        None,
-        ("n", "7"),
-    ]
+    assert "G1" not in cells and cells["H1"] == ("n", "7")
 
 
+@settings(max_examples=25)
 @given(st.text(), st.lists(st.text(min_size=1), min_size=2, max_size=4))
 def test_any_text_is_an_answer(text, texts):
     options = dict(zip("ABCD", texts, strict=False))

@@ -1,41 +1,29 @@
+from functools import partial
+
 import pytest
 from benchmark_files import answer, write_lines
-from PIL import Image
 
-from stepprune_jax.benchmarks.mme import (
-    COGNITION,
-    PERCEPTION,
-    convert,
-    on_one_line,
-    reading,
-    score,
-)
+from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION, RELEASE, convert, reading, score
 
 TASKS = (*PERCEPTION, *COGNITION)
 NESTED = ("artwork", "celebrity", "landmark", "posters", "scene")
 SUFFIX = "\nAnswer the question using a single word or phrase."
-STEMS = ("0001", "tt2")
 
 
 def layout(root):
     """A release of two images a task with their four questions; all answers right, in order."""
     answers = []
     for task in TASKS:
-        place = root / "MME" / "MME_Benchmark_release_version" / task
-        texts = place / "questions_answers_YN" if task in NESTED else place
-        images = place / "images" if task in NESTED else place
+        nested = task in NESTED
+        texts = root / "MME" / RELEASE / task / ("questions_answers_YN" if nested else "")
         texts.mkdir(parents=True)
-        images.mkdir(exist_ok=True)
-        for stem in STEMS:
-            Image.new("RGB", (2, 2)).save(images / f"{stem}.png")
-            asked = [f"Is this {task}?", "Is this nöthing?"]
-            # Two blanks before the request, and no line end, as some files of the release.
-            lines = [f"{asked[0]} Please answer yes or no.\tYes"]
-            lines += [f"{asked[1]}  Please answer yes or no.\tNo"]
+        for stem in ("0001", "tt2"):
+            asked = {f"Is this {task}?": "Yes", "Is this nöthing? ": "No"}
+            # No line end, and in some questions of the release two blanks before the request.
+            lines = [f"{text} Please answer yes or no.\t{truth}" for text, truth in asked.items()]
             (texts / f"{stem}.txt").write_text("\n".join(lines), encoding="utf-8")
-            folder = f"{task}/images" if task in NESTED else task
-            for question, truth in zip(asked, ("Yes", "No"), strict=True):
-                answers.append(answer(f"{folder}/{stem}.png", truth, question + SUFFIX))
+            name = f"{task}/images/{stem}.png" if nested else f"{task}/{stem}.png"
+            answers += [answer(name, truth, text.strip() + SUFFIX) for text, truth in asked.items()]
     return answers
 
 
@@ -47,31 +35,17 @@ def scored(root, rows, **options):
     "text, read",
     [
         ("Yes", "yes"),
-        ("no", "no"),
-        ("Not sure", "no"),
-        ("Know", "no"),
-        ("Nope", "no"),
-        ("Noon", "no"),
-        ("The answer is yes", "other"),
-        ("A: no", "other"),
-        ("Y", "other"),
-        ("Yea", "other"),
-        ("", "other"),
         ("Ayes", "yes"),
-        ("eyes", "yes"),
-        ("(yes)", "yes"),
+        ("Know", "no"),
         ("  no", "no"),
         ("   no", "other"),
+        ("A: no", "other"),
+        ("The answer is yes", "other"),
+        ("Yea", "other"),
     ],
 )
 def test_answers_are_read_by_their_first_four_characters(text, read):
     assert reading(text) == read
-
-
-def test_tabs_and_line_ends_are_taken_out():
-    assert on_one_line("\tNo\n") == "No"
-    assert on_one_line("Yes\tit\r\nis") == "Yes it  is"
-    assert on_one_line("   no") == "   no"
 
 
 def test_a_wrong_answer_costs_its_question_and_its_image(tmp_path):
@@ -119,41 +93,26 @@ def test_missing_answers(tmp_path):
     result = scored(tmp_path, rows[2:])  # a whole image: the rest is scored
     assert result.headline == 2800.0
     assert "2 of 56 questions have no answer" in result.warnings[1]
-    with pytest.raises(ValueError, match=r"existence/0001.txt: one of the two .* 'Is this nöth"):
-        scored(tmp_path, rows[1:])
     with pytest.raises(ValueError, match="no answer to a question of task existence"):
         scored(tmp_path, rows[4:])
-    rows[5]["prompt"] = "Is this news?"
-    with pytest.raises(ValueError, match=r"count/0001.txt: one of the two"):
-        scored(tmp_path, rows)
+    half = write_lines(tmp_path / "a.jsonl", rows[1:])
+    for stage in (score, partial(convert, out=tmp_path / "o")):
+        with pytest.raises(ValueError, match=r"existence/0001.txt: one of the two .*nöthing"):
+            stage(tmp_path, half)
+    assert not (tmp_path / "o").exists()
 
 
 def test_text_files_are_those_of_the_official_program(tmp_path):
     rows = layout(tmp_path)
-    rows[1]["text"] = "No\tway\n\ud800"
+    rows[1]["text"] = "\t No\tway\n\ud800\n"
     out = tmp_path / "o" / "mine"
-    assert convert(tmp_path, write_lines(tmp_path / "a.jsonl", rows), out) == []
+    # Pairs stand together in the order of the answers; the last of several answers counts.
+    mixed = [rows[3], rows[1] | {"text": "?"}, rows[2], rows[0], rows[1], *rows[4:]]
+    assert convert(tmp_path, write_lines(tmp_path / "a.jsonl", mixed), out) == []
     assert sorted(file.name for file in out.iterdir()) == sorted(f"{task}.txt" for task in TASKS)
     assert (out / "existence.txt").read_bytes().decode() == (
-        "0001.txt\tIs this existence? Please answer yes or no.\tYes\tYes\n"
-        "0001.txt\tIs this nöthing?  Please answer yes or no.\tNo\tNo way ?\n"
-        "tt2.txt\tIs this existence? Please answer yes or no.\tYes\tYes\n"
         "tt2.txt\tIs this nöthing?  Please answer yes or no.\tNo\tNo\n"
+        "tt2.txt\tIs this existence? Please answer yes or no.\tYes\tYes\n"
+        "0001.txt\tIs this nöthing?  Please answer yes or no.\tNo\t No way ?\n"
+        "0001.txt\tIs this existence? Please answer yes or no.\tYes\tYes\n"
     )
-
-
-def test_converted_pairs_stand_together_in_the_order_of_the_answers(tmp_path):
-    rows = layout(tmp_path)
-    mixed = [rows[3], rows[1] | {"text": "?"}, rows[2], rows[0], rows[1], *rows[4:]]
-    out = tmp_path / "o"
-    convert(tmp_path, write_lines(tmp_path / "a.jsonl", mixed), out)
-    lines = (out / "existence.txt").read_text(encoding="utf-8").splitlines()
-    assert [line.split("\t")[0] for line in lines] == ["tt2.txt"] * 2 + ["0001.txt"] * 2
-    assert [line.split("\t")[3] for line in lines] == ["No", "Yes", "No", "Yes"]
-
-
-def test_nothing_is_written_where_an_answer_is_missing(tmp_path):
-    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path)[1:])
-    with pytest.raises(ValueError, match="one of the two"):
-        convert(tmp_path, answers, tmp_path / "o")
-    assert not (tmp_path / "o").exists()

@@ -7,11 +7,9 @@ from stepprune_jax.benchmarks import folder as module
 @pytest.fixture
 def folder(tmp_path):
     """Four questions of two kinds."""
-    kinds = ["count", "colour", "colour", None]
-    questions = [
-        {"question_id": n, "image": "a.png", "text": "?", **({"category": kind} if kind else {})}
-        for n, kind in enumerate(kinds)
-    ]
+    questions = [{"question_id": n, "image": "a.png", "text": "?"} for n in range(4)]
+    for question, kind in zip(questions, ("count", "colour", "colour"), strict=False):
+        question["category"] = kind
     write_lines(tmp_path / "test.jsonl", questions)
     truths = ["2", "red", "Straße", "no"]
     pairs = [{"question_id": n, "answer": truth} for n, truth in enumerate(truths)]
@@ -47,14 +45,7 @@ def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
     assert module.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"question_id": "x"}, "no answer to question 'x'"),
-        ({"question_id": 0, "category": None}, '"category" is null, expected a text'),
-    ],
-)
-def test_questions_that_do_not_fit_are_named(folder, fields, words):
-    write_lines(folder / "test.jsonl", [fields | {"image": "a.png", "text": "?"}])
-    with pytest.raises(ValueError, match=f"test.jsonl: line 1: {words}"):
+def test_questions_without_an_answer_are_named(folder):
+    write_lines(folder / "test.jsonl", [{"question_id": "x", "image": "a.png", "text": "?"}])
+    with pytest.raises(ValueError, match=r"test.jsonl: line 1: no answer to question 'x'"):
         module.score(folder, said(folder, (0, "2")))

@@ -5,33 +5,27 @@ from hypothesis import strategies as st
 
 from stepprune_jax.benchmarks.pope import Counts, says_yes, score
 
-# Labels of the questions of each split, and an answer to each.
-LABELS = {
-    "adversarial": ["yes", "yes", "no", "no"],
-    "random": ["yes", "no", "no"],
-    "popular": ["yes", "no"],
-}
-SAID = {
-    "adversarial": ["Yes", "No", "Yes", "No"],
-    "random": ["yes.", "No", "No."],
-    "popular": ["Yes", "Yes"],
-}
 OFFSETS = {"adversarial": 0, "random": 10_000_000, "popular": 20_000_000}
+# Labels of the questions of each split, with an answer to each.
+CASES = {
+    "adversarial": [("yes", "Yes"), ("yes", "No"), ("no", "Yes"), ("no", "No")],
+    "random": [("yes", "yes."), ("no", "No"), ("no", "No.")],
+    "popular": [("yes", "Yes"), ("no", "Yes")],
+}
 
 
 def layout(root):
     """A list with these labels in LLaVA's layout; its answers, in its order."""
     questions, answers = [], []
-    for split, labels in LABELS.items():
+    for split, cases in CASES.items():
         rows = []
-        for number, label in enumerate(labels, start=1):
+        for number, (label, said) in enumerate(cases, start=1):
+            image, name = f"COCO_val2014_{number // 3:012d}.jpg", OFFSETS[split] + number
             text = f"Is there a thing {number} in the image?"
-            image = f"COCO_val2014_{number // 3:012d}.jpg"
-            rows.append({"question_id": number, "image": image, "text": text, "label": label})
-            name = OFFSETS[split] + number
+            rows.append({"image": image, "text": text, "label": label})
             text += "\nAnswer the question using a single word or phrase."
             questions.append({"question_id": name, "image": image, "text": text, "category": split})
-            answers.append(answer(name, SAID[split][number - 1], text))
+            answers.append(answer(name, said, text))
         write_lines(root / "pope" / "coco" / f"coco_pope_{split}.json", rows)
     write_lines(root / "pope" / "llava_pope_test.jsonl", questions)
     return answers
@@ -56,12 +50,12 @@ def test_any_text_is_read_as_the_official_program_reads_it(text):
 
 
 def test_figures_by_hand():
-    # 3 of 4 predicted yes are right, 1 yes was missed: precision 3/4, recall 3/4, F1 3/4.
-    assert Counts(tp=3, fp=1, tn=5, fn=1).figures() == {
-        "accuracy": 80.0,
+    # 3 of 4 predicted yes are right, 2 of 5 yes were missed, 7 of 10 answers are right.
+    assert Counts(tp=3, fp=1, tn=4, fn=2).figures() == {
+        "accuracy": 70.0,
         "precision": 75.0,
-        "recall": 75.0,
-        "f1": 75.0,
+        "recall": 60.0,
+        "f1": pytest.approx(200 / 3),
         "yes_ratio": 40.0,
     }
     # Never yes: the official program divides by zero, here precision and F1 are 0.
@@ -96,16 +90,10 @@ def test_order_does_not_matter_unless_asked(tmp_path):
     assert score(tmp_path, turned, join="position").headline == official
 
 
-def test_duplicates_missing_and_unknown_answers_are_told(tmp_path):
+def test_missing_answers_do_not_count_and_a_split_has_some(tmp_path):
     rows = layout(tmp_path)
-    rows = [answer(1, "No"), *rows[:-1], answer(77, "No")]
-    result = score(tmp_path, write_lines(tmp_path / "a.jsonl", rows))
+    result = score(tmp_path, write_lines(tmp_path / "a.jsonl", rows[:-1]))
     # Popular without its second answer: one true positive.
     assert result.parts["popular"]["f1"] == 100.0 and result.parts["answered"] == 8
-    assert len(result.warnings) == 3 + 3  # sizes; repeated, unknown and missing answers
-
-
-def test_a_split_without_answers_is_refused(tmp_path):
-    rows = layout(tmp_path)[:7]
     with pytest.raises(ValueError, match="no answer to a question of split popular"):
-        score(tmp_path, write_lines(tmp_path / "a.jsonl", rows))
+        score(tmp_path, write_lines(tmp_path / "a.jsonl", rows[:7]))

@@ -53,11 +53,7 @@ def test_mmbench_has_hint_question_and_options_up_to_the_first_empty_one(root):
     assert third.prompt == "Which way?\nA. down" and third.fields["option_char"] == ["A"]
     assert fourth.prompt == "Is it?\nA. yes\nB. no"
     assert Image.open(io.BytesIO(first.image)).size == (96, 96)
-
-
-def test_the_chinese_file_may_lie_in_either_folder(root):
-    found = read(root, "mmbench_cn")[0]
-    assert found.text == "Is it?\nA. yes\nB. no\n请直接回答选项字母。"
+    assert read(root, "mmbench_cn")[0].text == "Is it?\nA. yes\nB. no\n请直接回答选项字母。"
 
 
 def test_ocr_tokens_can_be_left_out(root):
@@ -75,10 +71,7 @@ def test_the_official_questions_of_vqav2_are_asked_as_llavas(root):
 
 
 def test_a_list_of_vqav2_finds_the_images_of_its_split(tmp_path):
-    names = {
-        "COCO_val2014_000000000008.jpg": "val2014",
-        "COCO_test2015_000000000009.jpg": "test2015",
-    }
+    names = {"COCO_val2014_000000000008.jpg": "val2014", "9.jpg": "test2015"}
     for name, split in names.items():
         (tmp_path / "vqav2" / split).mkdir(parents=True)
         (tmp_path / "vqav2" / split / name).write_bytes(b"")

@@ -15,17 +15,10 @@ PROBLEMS = {
 def layout(root):
     """These problems, and another of the training split."""
     problems = {
-        name: {
-            "question": "Which one?",
-            "choices": [f"choice {n}" for n in range(choices)],
-            "answer": right,
-            "hint": "",
-            "image": image,
-            "split": "test",
-        }
+        name: {"choices": ["a choice"] * choices, "answer": right, "image": image}
         for name, (choices, right, image) in PROBLEMS.items()
     }
-    problems["3"] = problems["1"] | {"split": "train"}
+    problems["3"] = problems["1"]
     write_json(root / "scienceqa" / "problems.json", problems)
     write_json(root / "scienceqa" / "pid_splits.json", {"train": ["3"], "test": list(PROBLEMS)})
     return [
@@ -41,20 +34,15 @@ def scored(root, rows):
 @pytest.mark.parametrize(
     "text, found",
     [
-        ("A", "A"),
         ("E", "E"),
         ("B. north", "B"),
-        ("B. ", "B"),
-        ("The answer is C.", "C"),
         ("So, the rest. The answer is C, of course", "C"),
         ("The answer is Z!", "Z"),
         ("B.", None),
-        ("(B)", None),
         ("b", None),
         ("F", None),
         ("F. north", None),
         ("B) text", None),
-        ("B.north", None),
         ("The answer is B", None),
         ("The answer is B\n", None),  # any character but a line end
         ("The answer is A. The answer is B.", None),
@@ -83,12 +71,6 @@ def test_accuracies_by_hand(tmp_path):
         "without_letter": 1,
     }
     assert len(result.warnings) == 2  # other sizes
-
-
-def test_a_letter_beyond_the_choices_is_wrong(tmp_path):
-    rows = layout(tmp_path)
-    rows[1]["text"] = "D"  # three choices
-    assert scored(tmp_path, rows).headline == pytest.approx(200 / 3)
 
 
 def test_an_unanswered_question_leaves_the_image_accuracy_only(tmp_path):

@@ -34,9 +34,7 @@ def write(root, said):
     [
         ("What is IT?" + SUFFIX, "what is it?"),
         ("What is it?" + OCR + SUFFIX, "what is it?"),
-        ("What is it?\nReference OCR token: " + SUFFIX, "what is it?"),
         ("Reference OCR token: a, b\nWhat is it?" + SUFFIX, "what is it?"),
-        ("OCR tokens: a b. Question: What is it? Short answer:", "what is it?"),
         ("OCR tokens: a\nb\nQuestion: What\nis it? Short answer:", "what\nis it?"),
     ],
 )
@@ -44,9 +42,7 @@ def test_the_question_is_found_in_each_form_of_prompt(prompt, question):
     assert question_of(prompt) == question
 
 
-@pytest.mark.parametrize(
-    "prompt", ["What is it?", "a\nb\nc", "a\nReference OCR token: b\nc\nd", "OCR tokens: a b"]
-)
+@pytest.mark.parametrize("prompt", ["What is it?", "a\nb\nc", "OCR tokens: a b"])
 def test_another_form_of_prompt_has_no_question(prompt):
     assert question_of(prompt) is None
 
@@ -64,28 +60,14 @@ def test_figures_by_hand(root):
     assert len(found.warnings) == 2  # another size, and two answers to one question
 
 
-def test_unanswered_questions_leave_the_denominator_with_a_warning(root):
-    found = score(root, write(root, [("i1", "What number?" + OCR, "24")]))
-    assert found.headline == 100
-    assert any("1 answers to 1 of 3 questions" in warning for warning in found.warnings)
+def test_unanswered_questions_and_prompts_without_ocr_tokens_are_told(root):
+    found = score(root, write(root, [("i1", "What number?", "24")]))
+    assert found.headline == 100 and found.parts == {"samples": 1, "with_ocr": 0}
+    assert "1 answers to 1 of 3 questions" in found.warnings[1]
+    assert found.warnings[2].startswith("1 of 1 prompts carry no OCR")
 
 
-def test_prompts_without_ocr_tokens_are_told(root):
-    said = [
-        ("i1", "What brand is it?", "ACME"),
-        ("i1", "What number?" + OCR, "24"),
-        ("i2", "What brand is it?" + OCR, "none"),
-    ]
-    found = score(root, write(root, said))
-    assert found.parts == {"samples": 3, "with_ocr": 2}
-    assert found.warnings[1].startswith("1 of 3 prompts carry no OCR")
-
-
-@pytest.mark.parametrize(
-    "image, prompt",
-    [("i2", "What number?" + OCR), ("i1", "What number?" + OCR + OCR), ("i1", "")],
-)
-def test_an_answer_to_no_question_is_refused_by_line(root, image, prompt):
-    answers = write(root, [("i1", "What number?" + OCR, "24"), (image, prompt, "24")])
+def test_an_answer_to_no_question_is_refused_by_line(root):
+    answers = write(root, [("i1", "What number?", "24"), ("i2", "What number?", "24")])
     with pytest.raises(ValueError, match=r"a.jsonl: line 2: "):
         score(root, answers)

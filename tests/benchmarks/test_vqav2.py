@@ -12,14 +12,9 @@ TEST = "llava_vqav2_mscoco_test2015.jsonl"
 def annotation(number, people, question_type="what is", answer_type="other"):
     return {
         "question_id": number,
-        "image_id": 1,
         "question_type": question_type,
         "answer_type": answer_type,
-        "multiple_choice_answer": people[0],
-        "answers": [
-            {"answer": text, "answer_confidence": "yes", "answer_id": n}
-            for n, text in enumerate(people, start=1)
-        ],
+        "answers": [{"answer": text} for text in people],
     }
 
 
@@ -45,7 +40,6 @@ def write(root, said):
     "prediction, people, expected",
     [
         # All ten agree: compared as it is written.
-        ("yes", ["yes"] * 10, 1),
         ("Yes", ["yes"] * 10, 0),
         ("2.", ["2"] * 10, 0),
         ("new\tyork\n", ["new york"] * 10, 1),
@@ -53,7 +47,6 @@ def write(root, said):
         ("Yes.", ["yes"] * 9 + ["no"], 1),
         ("Two", ["2"] * 2 + ["two"] + ["no"] * 7, 0.9),
         ("the kite", ["a kite"] + ["bird"] * 9, 0.3),
-        ("kite", ["Kite"] * 9 + ["kite"], 1),
         # Differing only before they are normalised is not agreeing.
         ("KITE", ["Kite"] * 9 + ["kite"], 1),
     ],

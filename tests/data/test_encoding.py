@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import pytest
 from hypothesis import given, settings
@@ -79,19 +80,13 @@ WORDS = st.lists(st.sampled_from(["red", "dog", "no", "two", "x?", "é", "12."])
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(rounds=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), images=st.integers(0, 1))
 def test_labels_are_those_of_the_counting_scheme(tokenizer, rounds, images):
     turns = [turn for pair in rounds for turn in pair]
     for legacy, used in ((True, tokenizer), (False, first_blank_only())):
         encoded = llava_encoder(used).encode(turns, images)
         assert encoded.labels == counted(used, turns, images, legacy)
-
-
-def test_several_conversations_are_encoded_as_each_alone(tokenizer):
-    turns = [["What?", "red"], ["two dogs?", "no", "And?", "é </s> x"], ["<image>\nIs?", "yes"]]
-    expected = [llava_encoder(tokenizer).encode(each, 1) for each in turns]
-    assert llava_encoder(tokenizer).encode_all(turns, 1) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,20 +102,12 @@ def test_answers_that_the_counting_scheme_gives_up_are_learnt_whole(tokenizer, a
     assert tokenizer.decode(labels) == f"no</s> {learnt}"
 
 
-def test_byte_pieces_and_blanks_of_an_answer_are_supervised(tokenizer):
-    names = tokenizer.convert_ids_to_tokens(
-        supervised(llava_encoder(tokenizer).encode(["What?", "\né 漢"], 0))
-    )
-    accent, sign = ["<0xC3>", "<0xA9>"], ["<0xE6>", "<0xBC>", "<0xA2>"]
-    assert names == ["▁", "<0x0A>", *accent, "▁", *sign, "</s>"]
-
-
 SAID = st.text(st.sampled_from("redog no?.\né漢</s>USER:"), min_size=1, max_size=12).filter(
     str.strip
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(turns=st.lists(SAID, min_size=2, max_size=6), images=st.integers(0, 2))
 def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_does(
     tokenizer, turns, images
@@ -154,13 +141,7 @@ def test_a_tokenizer_whose_pieces_cross_the_boundary_supervises_the_piece():
     assert encoded.ids == [0, 0] and encoded.labels == [IGNORE, 0]
 
 
-def test_tokenizers_without_places_are_refused(tokenizer):
-    class Slow:
-        is_fast = False
-        bos_token_id = 1
-
-        def __call__(self, text, **options):
-            return tokenizer(text, **options)
-
+def test_tokenizers_without_places_are_refused():
+    slow = types.SimpleNamespace(is_fast=False)
     with pytest.raises(ValueError, match="expected a fast one"):
-        llava_encoder(Slow()).encode(["a", "b"], 0)
+        llava_encoder(slow).encode(["a", "b"], 0)

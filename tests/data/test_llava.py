@@ -84,11 +84,9 @@ OUTSIDE = '"image" must be a path inside the image folder'
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ("text", 'expected a JSON object, got "text"'),
         ({"image": "a.png"}, '"conversations" is missing'),
         ({"conversations": says("a", "b", "c")}, "a question that has no answer"),
         ({"conversations": [{"from": "user", "value": "x"}]}, '[0]: "from" is "user", expected'),
-        ({"conversations": says("a", " \n")}, 'conversations[1]: "value" is " \\n", expected'),
         ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
         ({"conversations": says("a", "b", "<image>c", "d"), "image": "a.png"}, "first question"),
         ({"image": "../a.png", "conversations": GOOD}, OUTSIDE),
@@ -102,17 +100,6 @@ def test_bad_samples_are_refused_by_index_and_field(root, sample, message):
     assert "train.json: sample 1: " in str(refused.value) and message in str(refused.value)
 
 
-def test_missing_images_and_folders_are_named(root):
-    entry = {"image": "gone.png", "conversations": GOOD}
-    with pytest.raises(FileNotFoundError, match=r'sample 0: "image": no file at .*gone\.png$'):
-        conversations(root, entry)
-    with pytest.raises(FileNotFoundError, match=r"no file at .*the image folder does not exist"):
-        read_conversations(root / "train.json", root / "nowhere")
-    for name in ("deep", "x\0y", "n" * 5000):
-        with pytest.raises(FileNotFoundError, match="sample 0"):
-            conversations(root, {"image": name, "conversations": GOOD})
-
-
 def test_marks_of_windows_are_accepted(root):
     rows = [question(n, text="Größe? \u2028 da") for n in (1, 2)]
     text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n\r\n"
@@ -120,9 +107,6 @@ def test_marks_of_windows_are_accepted(root):
     found = read_questions(root / "test.jsonl", root / "images")
     assert [q.question_id for q in found] == ["1", "2"]
     assert found[0].text == "Größe? \u2028 da"
-    sample = json.dumps([{"image": "a.png", "conversations": GOOD}], indent=1).replace("\n", "\r\n")
-    (root / "train.json").write_bytes(b"\xef\xbb\xbf" + sample.encode())
-    assert read_conversations(root / "train.json", root / "images")[0].turns == ("What?", "red")
 
 
 def test_questions_answers_and_scenes(root):
@@ -157,15 +141,13 @@ def answer(number, text="x"):
     ("name", "rows", "message"),
     [
         ("test", [question(), question()], "2: \"question_id\" '1' was already given at line 1"),
-        ("test", [question(), question(None)], '2: "question_id" is null, expected'),
         ("test", [question(2, text="<image>\n")], '1: "text" is empty except for <image>'),
         ("test", [question(2, image="../a.png")], f"1: {OUTSIDE}"),
         ("test", [question(2, image="no.png")], '1: "image": no file at '),
+        ("test", [question(2, image="x\0y")], '1: "image": no file at '),
         ("answers", [answer(1)], ".jsonl: no answer for question_id '2' and 1 more"),
-        ("answers", [answer(1), answer(2), answer(3, " ")], '3: "answer" is " ", expected'),
         ("answers", [answer(1), answer(9)], "2: \"question_id\" '9' belongs to no question"),
         ("answers", [answer(1), answer(2, "\ud800"), answer(3)], '2: "answer" is "\\ud800"'),
-        ("answers", [answer(1, 4), answer(2), answer(3)], '1: "answer" is 4, expected a text'),
         ("scenes", [answer(n) | {"complexity": 1} for n in (1, 2, 3)], '1: "relevant" is missing'),
         ("scenes", [answer(n) | {"complexity": -1} for n in (1, 2, 3)], '1: "complexity" is -1'),
     ],

@@ -3,21 +3,18 @@
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from benchmark_folders import SIZES, write_benchmarks
+from benchmark_folders import write_benchmarks
 from processes import free_port, outputs
 from small_world import one_width, small_run, tiny_model, write_split
 
 from stepprune_jax.evaluation import generate_stage
 
 SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
-SIZES = SIZES | {"folder": 9}
-METHODS = ("all-tokens", "grid-exact-77.8")
 SETTINGS = {
     "benchmarks": "folder,pope,mme",
     "methods": "all tokens,grid",
@@ -71,16 +68,13 @@ def written(workdir):
     return {path: path.read_bytes() for path in (workdir / "answers").rglob("*.jsonl")}
 
 
-def wait_for(processes, workdir, lines):
-    """Waits until so many lines are written."""
+def kill_after(processes, workdir, lines):
+    """Kills processes as soon as they have written so many lines."""
     while sum(content.count(b"\n") for content in written(workdir).values()) < lines:
         assert all(process.poll() is None for process in processes), processes[0].stdout.read()
         time.sleep(0.002)
-
-
-def kill(processes):
     for process in processes:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
     for process in processes:
         process.communicate()
 
@@ -91,23 +85,6 @@ def pair(world, workdir):
     return [start(world, workdir, **about, JAX_PROCESS_ID=str(number)) for number in range(2)]
 
 
-# Killed within the folder, and within a public benchmark.
-@pytest.mark.slow
-@pytest.mark.parametrize("lines", [7, 23])
-def test_a_killed_run_resumes_with_what_is_missing(world, whole, tmp_path, lines):
-    process = start(world, tmp_path)
-    wait_for([process], tmp_path, lines)
-    kill([process])
-    before = written(tmp_path)
-    asked = sum(map(len, whole.values()))
-    assert lines <= sum(content.count(b"\n") for content in before.values()) < asked
-    torn = next(path for path, content in before.items() if content)
-    torn.write_bytes(before[torn] + b'{"question_id": 1, "pro')
-    assert answer_here(world, tmp_path) == whole
-    # What was answered stays, with its time.
-    assert all(path.read_bytes().startswith(content) for path, content in before.items())
-
-
 @pytest.mark.slow
 def test_two_processes_answer_what_one_does(world, whole, tmp_path):
     processes = pair(world, tmp_path / "whole")
@@ -116,8 +93,8 @@ def test_two_processes_answer_what_one_does(world, whole, tmp_path):
     assert read(tmp_path / "whole") == whole
     # Killed, both have written parts; one process resumes with them.
     killed = tmp_path / "killed"
-    processes = pair(world, killed)
-    wait_for(processes, killed, 12)
-    kill(processes)
-    assert any(".part-1" in path.name for path in written(killed))
+    kill_after(pair(world, killed), killed, 12)
+    before = written(killed)
+    assert any(".part-1" in path.name for path in before)
+    assert sum(content.count(b"\n") for content in before.values()) < sum(map(len, whole.values()))
     assert answer_here(world, killed) == whole

@@ -1,3 +1,5 @@
+"""One evaluation, of public benchmarks and a folder: what its rows keep, answer and write."""
+
 import dataclasses
 import json
 import shutil
@@ -8,27 +10,36 @@ import pytest
 from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
-from small_world import changed, one_shot, small_run, stepprune, write_split
+from small_world import changed, glimpse, one_shot, small_run, stepprune, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import append, check_claim, claim
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation import encode, generate_stage
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
-from stepprune_jax.evaluation.encode import cut_prompts, encode_questions
+from stepprune_jax.evaluation.encode import check_lengths, cut_prompts, encode_questions
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import Conditions, plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import EvaluationRun
-from stepprune_jax.inference import RunOptions, generate
+from stepprune_jax.inference import RunOptions, generate, sets
+from stepprune_jax.inference.decoding import run_decode
+from stepprune_jax.inference.programs import run_begin, run_rank
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruning import Budget, Policy, make_method
 
 NAMES = ("folder", "pope", "mmbench", "scienceqa", "textvqa")
 PUBLIC = NAMES[1:]
-METHODS = "all tokens,random,StepPrune,AutoSelect-like"
+METHODS = "all tokens,random,CDPruner,StepPrune,AutoSelect-like,GlimpsePrune"
+ROWS = 15  # all tokens, two budgets of each method, and what stops by itself
+GLIMPSE = Policy.init(
+    jax.random.key(1),
+    glimpse(selected_layers=(0,), reduce_layer=0, use_attention_logits=True),
+    None,
+)
 pytestmark = pytest.mark.usefixtures("few_programs")
 
 
@@ -43,14 +54,15 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def config(model, root, tmp_path_factory):
-    other = save_policy(one_shot(), tmp_path_factory.mktemp("rows") / "other.safetensors")
+    policies = {"AutoSelect-like": one_shot(), "GlimpsePrune": GLIMPSE}
+    folder = tmp_path_factory.mktemp("rows")
     return small_run(
         model.folder,
         root,
         benchmarks=",".join(NAMES),
         data=str(root),
         methods=METHODS,
-        rows={"AutoSelect-like": str(other)},
+        rows={name: str(save_policy(policy, folder / name)) for name, policy in policies.items()},
         max_new_tokens=3,
         validation_questions=8,
         samples=2,
@@ -66,11 +78,39 @@ def new_run(folder):
     return folder
 
 
+def num_compiled():
+    return [program.num_compiled() for program in (run_begin, run_decode, run_rank)]
+
+
 @pytest.fixture(scope="module")
-def run(config, tmp_path_factory):
-    workdir = new_run(tmp_path_factory.mktemp("run"))
+def first(config, tmp_path_factory):
+    """The folder of the run, and how many programs it has compiled."""
+    before, workdir = num_compiled(), new_run(tmp_path_factory.mktemp("run"))
     generate_answers(config, workdir)
-    return workdir
+    return workdir, np.subtract(num_compiled(), before)
+
+
+@pytest.fixture(scope="module")
+def run(first):
+    return first[0]
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "run")
+
+
+@pytest.fixture
+def ranked(monkeypatch):
+    """The rankings that are made: by which pruner, of how many questions, of how many tokens."""
+    made, rank = [], generate_stage.rank_all
+
+    def watched(model, method, prompts, vision, **options):
+        made.append((method.pruner.name, len(prompts.length), options["steps"]))
+        return rank(model, method, prompts, vision, **options)
+
+    monkeypatch.setattr(generate_stage, "rank_all", watched)
+    return made
 
 
 def lines(run, benchmark, method):
@@ -81,105 +121,109 @@ def lines(run, benchmark, method):
 def files(run):
     """All lines of all answer files, without their times."""
     return {
-        str(path.relative_to(run)): [
-            {name: value for name, value in json.loads(line).items() if name != "ms"}
-            for line in path.read_text().splitlines()
+        (path.parent.name, path.stem): [
+            line | {"ms": 0} for line in lines(run, path.parent.name, path.stem)
         ]
-        for path in sorted((run / "answers").rglob("*.jsonl"))
+        for path in (run / "answers").rglob("*.jsonl")
     }
+
+
+def provenance(run, benchmark, method):
+    return json.loads((run / "answers" / benchmark / f"{method}.json").read_text())
 
 
 def test_every_row_answers_every_question_in_order(run, root):
     found = files(run)
-    assert len(found) == len(NAMES) * 10
-    for name in NAMES:
+    assert len(found) == len(NAMES) * ROWS
+    for (name, _), rows in found.items():
         asked = asked_by(name, root)
-        for path, rows in found.items():
-            if f"/{name}/" in path:
-                assert [(r["question_id"], r["prompt"]) for r in rows] == [
-                    (q.question_id, q.prompt) for q in asked
-                ]
+        heads = [(row["question_id"], row["prompt"], row["kept"] > 0) for row in rows]
+        assert heads == [(q.question_id, q.prompt, q.image is not None) for q in asked]
     assert all(line["ms"] > 0 for line in lines(run, "pope", "random-exact-55.6"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "method, options",
+    "name",
+    ["folder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scienceqa", "mmbench"))],
+)
+@pytest.mark.parametrize(
+    ("method", "options"),
     [
         ("all-tokens", {}),
+        ("cdpruner-exact-55.6", {"name": "cdpruner", "budget": 4}),
         ("stepprune-exact-77.8", {"policy": stepprune(), "budget": 2}),
-        ("stepprune-own-stop", {"policy": stepprune(), "stop_bias": 0.0}),
+        ("stepprune-adaptive-77.8", {"policy": stepprune()}),
+        ("stepprune-own-stop", {"policy": stepprune()}),
+        ("glimpseprune-exact-77.8", {"policy": GLIMPSE, "budget": 2}),
+        ("glimpseprune-own-stop", {"policy": GLIMPSE, "budget": Budget("own")}),
     ],
 )
-def test_answers_are_those_of_generate(run, root, model, method, options):
-    for name in ("folder", "scienceqa", "mmbench"):
-        asked = asked_by(name, root)
-        images = [question.image for question in asked]
-        how = RunOptions(3, warm_up=False)
-        said = generate(model, [q.text for q in asked], images, make_method(**options), options=how)
-        rows = lines(run, name, method)
-        assert [row["text"] for row in rows] == [answer.text for answer in said]
-        assert [row["kept"] for row in rows] == [answer.kept for answer in said]
-        assert [row["kept"] == 0 for row in rows] == [q.image is None for q in asked]
+def test_answers_are_those_of_generate(run, root, model, name, method, options):
+    asked = asked_by(name, root)
+    bias = provenance(run, name, method)["stop_bias"]
+    said = generate(
+        model,
+        [question.text for question in asked],
+        [question.image for question in asked],
+        make_method(**options, stop_bias=bias),
+        options=RunOptions(3, "original", warm_up=False),
+    )
+    rows = lines(run, name, method)
+    assert [row["text"] for row in rows] == [answer.text for answer in said]
+    assert [row["kept"] for row in rows] == [answer.kept for answer in said]
+    for row, answer in zip(rows, said, strict=True):
+        assert row.get("order") in (None, list(*answer.kept_indices))
+    assert len({row["text"] for row in rows}) > 1
 
 
 def test_random_rows_are_those_of_the_seed_and_the_number_of_the_question(run, root, config):
     shown = len(asked_by("folder", root))
     drawn = jax.random.uniform(jax.random.key(config.seed), (shown, 9))
-    for row, order in zip(
-        lines(run, "folder", "random-exact-55.6"), np.argsort(drawn, axis=1).tolist(), strict=True
-    ):
-        assert row["order"] == order[:4]
+    orders = [row["order"] for row in lines(run, "folder", "random-exact-55.6")]
+    assert orders == np.argsort(drawn, axis=1)[:, :4].tolist()
 
 
 def test_adaptive_rows_meet_their_budgets_on_average(run):
     entries = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     drawn, public = sorted(entries, key=lambda entry: "split" not in entry)
     # Of the folder on its validation split, else on as many questions of each benchmark.
-    assert drawn["split"] == "validation" and drawn["questions"] == 8
-    assert public["questions"] == 8 and drawn["biases"] != public["biases"]
+    assert drawn["split"] == "validation" and drawn["questions"] == public["questions"] == 8
     assert set(drawn["biases"]) == set(public["biases"]) == {"4", "2"}
     # On the questions that the biases were computed on, and on some of another split.
-    for names, biases, near in (
-        (PUBLIC, public["biases"], 0.7),
-        (["folder"], drawn["biases"], 1.0),
-    ):
-        kept = [
-            row["kept"]
-            for name in names
-            for row in lines(run, name, "stepprune-adaptive-77.8")
-            if row["kept"]
-        ]
+    for names, biases, near in ((PUBLIC, public["biases"], 0.7), (["folder"], drawn["biases"], 1)):
+        rows = [row for name in names for row in lines(run, name, "stepprune-adaptive-77.8")]
+        kept = [row["kept"] for row in rows if row["kept"]]
         assert abs(np.mean(kept) - 2) < near and len(set(kept)) > 1
-        path = run / "answers" / names[0] / "stepprune-adaptive-77.8.json"
-        card = json.loads(path.read_text())
+        card = provenance(run, names[0], "stepprune-adaptive-77.8")
         assert card["stop_bias"] == biases["2"] and card["made"]["positions"] == "original"
+    assert provenance(run, "folder", "stepprune-own-stop")["stop_bias"] == 0
 
 
 def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
     rows = lines(run, "textvqa", "stepprune-adaptive-55.6")
     assert [number for number, row in enumerate(rows) if "order" in row] == [0, 2]
-    assert len(rows[0]["order"]) == rows[0]["kept"]
-    assert all(
-        len(row["order"]) == row["kept"] for row in lines(run, "folder", "random-exact-55.6")
-    )
+    rows += lines(run, "folder", "random-exact-55.6")
+    assert all(len(row["order"]) == row["kept"] for row in (rows[0], *rows[4:]))
     assert "order" not in lines(run, "folder", "all-tokens")[0]
 
 
+def test_few_programs_serve_all_rows_and_none_is_made_twice(first, config, copied):
+    workdir, new = first
+    assert (new <= [10, 10, 4]).all()
+    before = num_compiled()
+    shutil.rmtree(copied / "answers" / "folder")
+    generate_answers(config, copied)
+    assert num_compiled() == before and files(copied) == files(workdir)
+
+
 # Stopped within the folder, and within a public benchmark.
-@pytest.mark.parametrize(
-    ("batch_size", "appends", "names"),
-    [(1, 20, ("folder", "textvqa")), pytest.param(4, 37, NAMES, marks=pytest.mark.slow)],
-)
-def test_interrupted_runs_resume_with_what_is_missing(
-    run, config, tmp_path, batch_size, appends, names, monkeypatch
-):
-    workdir, config = new_run(tmp_path), changed(config, batch_size=batch_size)
-    config = changed(config, benchmarks=",".join(names))
+@pytest.mark.parametrize("appends", [9, 24])
+def test_interrupted_runs_resume_with_what_is_missing(run, config, tmp_path, appends, monkeypatch):
+    workdir = new_run(tmp_path)
+    config = changed(config, benchmarks="folder,textvqa", methods="random,StepPrune")
     monkeypatch.setattr(encode, "CHUNK", 4)
     (workdir / "answers").mkdir()
-    biases = (run / "answers" / "stop_biases.json").read_text()
-    (workdir / "answers" / "stop_biases.json").write_text(biases)
+    shutil.copy(run / "answers" / "stop_biases.json", workdir / "answers")
     written, append = [], generate_stage.append
 
     def stopped(path, rows):
@@ -191,13 +235,12 @@ def test_interrupted_runs_resume_with_what_is_missing(
     monkeypatch.setattr(generate_stage, "append", stopped)
     with pytest.raises(KeyboardInterrupt):
         generate_answers(config, workdir)
-    assert written[-1].parent.name == ("folder" if appends == 20 else "pope")
+    assert written[-1].parent.name == ("folder" if appends == 9 else "textvqa")
     for cut in (written[0], written[-1]):
         cut.write_bytes(cut.read_bytes()[:-9])
     monkeypatch.setattr(generate_stage, "append", append)
     generate_answers(config, workdir)
-    whole = {path: rows for path, rows in files(run).items() if path.split("/")[1] in names}
-    assert files(workdir) == whole
+    assert len(files(workdir)) == 14 and files(workdir).items() <= files(run).items()
 
 
 def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_path, monkeypatch):
@@ -205,6 +248,21 @@ def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_p
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"holds answers of another provenance.* policy: "):
         generate_answers(config, run, policy=other)
+
+
+def test_what_is_answered_is_scored_and_not_asked_again(run, config, copied, monkeypatch):
+    monkeypatch.setattr(generate_stage, "load_model", None)
+    path = copied / "answers" / "folder" / "random-exact-55.6.jsonl"
+    text = path.read_text()
+    # In another order than the questions: answers are put in it again.
+    path.write_text("".join(text.splitlines(keepends=True)[::-1]))
+    evaluate(changed(config, benchmarks="folder,mmbench"), copied)
+    assert path.read_text() == text and files(copied) == files(run)
+    scores = json.loads((copied / "report" / "scores.json").read_text())
+    assert len(scores) == 2 * ROWS
+    assert {score["problem"] for score in scores} == {None}
+    flops = {s["method"]: s["gflops"] for s in scores if s["benchmark"] == "folder"}
+    assert 0 < flops["random"] < flops["AutoSelect-like"] < flops["all tokens"]
 
 
 def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_made_with(
@@ -222,17 +280,14 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     assert json.loads(file.read_text())["StepPrune"][:-1] == old
     # Another sample is another matter, other budgets are added to what is known.
-    other = Sample({"split": "validation", "sample": "other"}, sample.questions)
-    assert biases.known(other) == {}
+    assert biases.known(Sample({"sample": "other"}, sample.questions)) == {}
     more = StopBiases(file, "w", digests, (4, 3))
     assert more.known(sample) == {}
-    assert (
-        more.compute(model, policies, sample, Execution(), 4)["StepPrune"][4] == new["StepPrune"][4]
-    )
-    assert biases.known(sample) == new
+    both = more.compute(model, policies, sample, Execution(), 4)
+    assert both["StepPrune"][4] == new["StepPrune"][4] and biases.known(sample) == new
 
 
-def test_samples_for_stop_biases_are_spread_over_benchmarks(root):
+def test_samples_for_stop_biases_are_spread_over_benchmarks(root, config):
     asked = {name: asked_by(name, root) for name in ("pope", "scienceqa")}
     some = spread(asked, 4)
     assert some == [asked["pope"][n] for n in (0, 3)] + [asked["scienceqa"][n] for n in (0, 2)]
@@ -241,29 +296,19 @@ def test_samples_for_stop_biases_are_spread_over_benchmarks(root):
     nothing = {"pope": [question._replace(image=None) for question in asked["pope"]]}
     with pytest.raises(ValueError, match="no question of pope has an image"):
         spread(nothing, 8)
-
-
-def test_stop_biases_are_calibrated_on_all_questions_or_some(config):
-    def sample(**fields):
-        return generate_stage.read_sample(changed(config, **fields), "folder")
-
-    some, whole = sample(validation_questions=4), sample(validation_questions=0)
-    assert (len(some.questions), len(whole.questions)) == (4, 12) and some.about != whole.about
+    few, whole = (
+        generate_stage.read_sample(changed(config, validation_questions=most), "folder")
+        for most in (4, 0)
+    )
+    assert (len(few.questions), len(whole.questions)) == (4, 12) and few.about != whole.about
 
 
 def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
-    run, config, tmp_path, monkeypatch
+    run, config, copied, ranked, monkeypatch
 ):
-    workdir = tmp_path / "run"
-    shutil.copytree(run, workdir)
-    shutil.rmtree(workdir / "answers" / "folder")
+    shutil.rmtree(copied / "answers" / "folder")
     monkeypatch.setattr(encode, "CHUNK", 8)
-    ranked, encoded, seen = [], [], []
-    rank, tower = generate_stage.rank_all, generate_stage.encode_questions
-
-    def ranking(model, method, prompts, vision, **options):
-        ranked.append((method.pruner.name, len(prompts.length)))
-        return rank(model, method, prompts, vision, **options)
+    encoded, seen, tower = [], [], generate_stage.encode_questions
 
     def encoding(model, questions, **options):
         found = tower(model, questions, **options)
@@ -271,29 +316,20 @@ def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
         seen.extend(found.prompts.number.tolist())
         return found
 
-    monkeypatch.setattr(generate_stage, "rank_all", ranking)
     monkeypatch.setattr(generate_stage, "encode_questions", encoding)
-    generate_answers(config, workdir)
+    generate_answers(config, copied)
     # Nine questions on three images, in chunks of eight and one.
-    names = ["random", "autoselect", "stepprune"]
-    assert ranked == [(name, 8) for name in names] + [(name, 1) for name in names]
+    names = ["random", "cdpruner", "autoselect", "stepprune"]
+    assert ranked == [(name, count, 4) for count in (8, 1) for name in names]
     assert encoded == [3, 1] and seen == list(range(9))
-    assert files(workdir) == files(run)
+    assert files(copied) == files(run)
 
 
-def test_only_rows_with_something_missing_are_computed(run, config, tmp_path, monkeypatch):
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / "answers" / "pope" / "autoselect-like-exact-55.6.jsonl").unlink()
-    ranked, rank = [], generate_stage.rank_all
-
-    def counted(model, method, prompts, vision, **options):
-        ranked.append((method.pruner.name, len(prompts.length), options["steps"]))
-        return rank(model, method, prompts, vision, **options)
-
-    monkeypatch.setattr(generate_stage, "rank_all", counted)
-    generate_answers(config, tmp_path / "run")
+def test_only_rows_with_something_missing_are_computed(run, config, copied, ranked):
+    (copied / "answers" / "pope" / "autoselect-like-exact-77.8.jsonl").unlink()
+    generate_answers(config, copied)
     assert ranked == [("autoselect", SIZES["pope"], 4)]
-    assert files(tmp_path / "run") == files(run)
+    assert files(copied) == files(run)
 
 
 def test_rows_that_would_share_a_file_are_refused(config, tmp_path, monkeypatch):
@@ -314,21 +350,26 @@ def test_a_run_with_an_option_that_is_a_list_can_be_resumed(config, model, root,
     check_claim(file)
 
 
-def test_devices_share_the_questions_one_each(run, config, tmp_path):
-    config = changed(config, benchmarks="pope", methods="all tokens", rows={}, batch_size=1)
-    config = dataclasses.replace(config, mesh="data")
-    widths, answer = [], generate_stage.answer_all
+@pytest.mark.parametrize(
+    ("mesh", "rows", "methods"),
+    [
+        ("data", 8, "all tokens"),
+        pytest.param("data_tensor", 4, "all tokens,StepPrune", marks=pytest.mark.slow),
+    ],
+)
+def test_devices_share_the_questions(run, config, tmp_path, monkeypatch, mesh, rows, methods):
+    config = changed(config, benchmarks="pope", methods=methods, batch_size=1, adaptive=())
+    config = dataclasses.replace(config, mesh=mesh)
+    widths, answer = set(), generate_stage.answer_all
 
     def watched(model, method, prompts, images, options, batching, **more):
-        widths.append((batching.batch_size, row_count(mesh_of(model.params))))
+        widths.add((batching.batch_size, row_count(mesh_of(model.params))))
         return answer(model, method, prompts, images, options, batching, **more)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate_stage, "answer_all", watched)
-        generate_answers(config, tmp_path)
-    assert widths == [(8, 8)]
-    found = [line["text"] for line in lines(tmp_path, "pope", "all-tokens")]
-    assert found == [line["text"] for line in lines(run, "pope", "all-tokens")]
+    monkeypatch.setattr(generate_stage, "answer_all", watched)
+    generate_answers(config, new_run(tmp_path))
+    assert widths == {(rows, rows)}
+    assert files(tmp_path) and files(tmp_path).items() <= files(run).items()
 
 
 @given(st.integers(0, 2000), st.integers(1, 300), st.integers(1, 5))
@@ -343,13 +384,7 @@ def test_every_question_is_dealt_to_one_process(questions, size, count):
 
 
 def test_chunks_are_whole_batches_that_fit_into_memory(model, monkeypatch):
-    assert [encode.chunk_size(model, size) for size in (1, 32, 100, 1000, 5000)] == [
-        1024,
-        1024,
-        1000,
-        1000,
-        5000,
-    ]
+    assert [encode.chunk_size(model, size) for size in (32, 100, 5000)] == [1024, 1000, 5000]
     # A question's features are 9 x 32 numbers of four bytes.
     monkeypatch.setattr(encode, "_CHUNK_BYTES", 9 * 32 * 4 * 70)
     assert [encode.chunk_size(model, size) for size in (1, 32, 100)] == [70, 64, 100]
@@ -362,7 +397,16 @@ def test_time_is_that_of_questions_with_an_image(model, root, monkeypatch):
     assert encoded.seconds == (6.0 + 6.0 * 2 / 4) / 2
 
 
-def test_questions_without_any_image_are_answered(run, model, config, root, tmp_path, monkeypatch):
+def test_a_question_takes_as_long_in_a_batch_that_is_not_full(config, tmp_path, monkeypatch):
+    # The last of nine questions is alone in a batch of four, whose time is that of a full one.
+    monkeypatch.setattr(sets, "timed", lambda run: (run(), 6.0))
+    monkeypatch.setattr(encode, "timed", lambda run: (run(), 0.0))
+    generate_answers(changed(config, benchmarks="folder", methods="all tokens,random"), tmp_path)
+    for method, taken in (("all-tokens", 1500), ("random-exact-55.6", 3000)):
+        assert {line["ms"] for line in lines(tmp_path, "folder", method)} == {taken}
+
+
+def test_questions_without_any_image_are_answered(run, config, root, tmp_path, monkeypatch):
     asked = [question for question in asked_by("scienceqa", root) if question.image is None]
     monkeypatch.setattr(EvaluationRun, "questions", lambda *_: asked)
     config = changed(config, benchmarks="scienceqa", methods="random,AutoSelect-like")
@@ -373,34 +417,20 @@ def test_questions_without_any_image_are_answered(run, model, config, root, tmp_
 
 
 def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, model):
-    settings, seed = config.eval, 3
-
-    def rows(**changes):
-        changed = dataclasses.replace(settings, benchmarks="pope", **changes)
-        return plan_rows(changed, model.config, {}, {}, seed)
-
     def labels(methods, options=""):
-        return {row.label for row in rows(methods=methods, options=options)}
+        settings = dataclasses.replace(config.eval, methods=methods, options=options)
+        return {row.label: row for row in plan_rows(settings, model.config, {}, {}, 3)}
 
     # FastV drops tokens behind the second layer, of which the tiny model has no more; where both
     # layers count, the first one alone takes more than PyramidDrop's mean.
-    before = {"all tokens", "random", "grid", "downsample", "[CLS] top-K", "VisionZip"}
-    between = {"SparseVLM", "SparseVLM v2"}
-    assert labels("") == before | between | {
-        "PruMerge",
-        "PruMerge+",
-        "HoloV",
-        "DivPrune",
-        "CDPruner",
-    }
-    assert labels("grid") == {"grid"}
+    behind = {"FastV", "PyramidDrop"}
+    assert {"VisionZip", "SparseVLM"} <= labels("").keys() and not behind & labels("").keys()
     with pytest.raises(ValueError, match="fastv: layer is 2, expected 1 to 1"):
         labels("grid,fastv")
     # Unless options say otherwise.
-    given = "fastv layer=1; pyramiddrop average=False layer_list=[1]; random seed=5"
-    assert labels("", given) == labels("") | {"FastV", "PyramidDrop"}
-    (own,) = {row.method.pruner.seed for row in rows(methods="random", options=given)}
-    assert own == 5
+    given = labels("", "fastv layer=1; pyramiddrop average=False layer_list=[1]; random seed=5")
+    assert given.keys() == labels("").keys() | behind
+    assert given["random"].method.pruner.seed == 5
     for options, message in {
         "fastv layer": r"config.eval.options: 'layer', expected KEY=VALUE",
         "fastv rank=2": "fastv has no option 'rank'; its options: average, layer",
@@ -409,20 +439,20 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
             labels("", options)
 
 
-def test_prompts_beyond_the_context_lose_their_end(model, root):
-    encoded = encode_questions(
-        model, asked_by("scienceqa", root), batch_size=4, numbers=[7, 8, 9, 10]
-    )
+def test_prompts_beyond_the_context_lose_their_end_or_are_refused(model, root):
+    numbers, limit = [7, 8, 9, 10], LLAVA.CONTEXT_LIMIT
+    encoded = encode_questions(model, asked_by("scienceqa", root), batch_size=4, numbers=numbers)
     prompts = encoded.prompts
-    long = prompts._replace(length=np.full_like(prompts.length, LLAVA.CONTEXT_LIMIT))
+    long = encoded._replace(prompts=prompts._replace(length=np.full_like(prompts.length, limit)))
     with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
-        cut = cut_prompts(encoded._replace(prompts=long), LLAVA.CONTEXT_LIMIT)
-    assert cut.prompts.length.tolist() == [LLAVA.CONTEXT_LIMIT - 8, LLAVA.CONTEXT_LIMIT] * 2
+        cut = cut_prompts(long, limit)
+    assert cut.prompts.length.tolist() == [limit - 8, limit] * 2
+    check_lengths(cut, limit)
+    with pytest.raises(ValueError, match=f"question 0 takes {limit + 8} embeddings"):
+        check_lengths(long, limit)
 
 
 def test_a_prompt_may_be_longer_than_any_width(model):
     text = "red " * 70_000
-    ids = encode_questions(
-        model, [BenchmarkQuestion(0, text, text, None)], batch_size=1
-    ).prompts.ids
-    assert ids.shape[1] > 1 << 16
+    asked = [BenchmarkQuestion(0, text, text, None)]
+    assert encode_questions(model, asked, batch_size=1).prompts.ids.shape[1] > 1 << 16

@@ -1,8 +1,6 @@
 """An evaluation of a model whose images differ in their number of tokens."""
 
 import json
-import shutil
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +9,6 @@ from benchmark_folders import write_benchmarks
 from PIL import Image
 from small_world import changed, one_width, small_run
 
-from experiments.shapes import write_world
 from stepprune_jax import PolicyConfig, testing
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluate import evaluate
@@ -24,7 +21,7 @@ SHARE = "1/3"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A run on POPE with a random policy, its images, and the tokens of each."""
+    """A run on POPE with a random policy, and the tokens of each question's image."""
     base = tmp_path_factory.mktemp("base")
     root, tokens = write_benchmarks(base / "eval"), {}
     for number, path in enumerate(sorted((root / "pope").rglob("*.jpg"))):
@@ -46,19 +43,19 @@ def world(tmp_path_factory):
         validation_questions=6,
         budgets=(SHARE,),
     )
-    return run, base / "run", tokens
+    with pytest.MonkeyPatch.context() as patch:
+        one_width(patch)
+        evaluate(run, base / "run")
+    lines = (root / "pope" / "llava_pope_test.jsonl").read_text().splitlines()
+    asked = {row["question_id"]: tokens[row["image"]] for row in map(json.loads, lines)}
+    return run, base / "run", asked
 
 
 def test_budgets_are_shares_of_each_image(world):
-    run, workdir, tokens = world
-    assert len({*tokens.values()}) > 1
-    with pytest.MonkeyPatch.context() as patch:
-        one_width(patch)
-        folder = generate_answers(run, workdir)["pope"]
-    questions = Path(run.eval.data, "pope/llava_pope_test.jsonl").read_text().splitlines()
-    asked = {q["question_id"]: tokens[q["image"]] for q in map(json.loads, questions)}
+    _, workdir, asked = world
+    assert len({*asked.values()}) > 1
     kept = {}
-    for path in folder.glob("*.jsonl"):
+    for path in (workdir / "answers" / "pope").glob("*.jsonl"):
         lines = list(map(json.loads, path.read_text().splitlines()))
         kept[path.stem] = {line["question_id"]: line["kept"] for line in lines}
         assert kept[path.stem].keys() == asked.keys()
@@ -73,37 +70,28 @@ def test_budgets_are_shares_of_each_image(world):
     assert np.mean(list(kept[adaptive].values())) == pytest.approx(mean, abs=1)
     for name in (adaptive, own):
         assert all(count <= max(1, asked[n] // 2) for n, count in kept[name].items())
-    made = json.loads((folder / f"{exact[0]}.json").read_text())["made"]
+    provenance = workdir / "answers" / "pope" / f"{exact[0]}.json"
+    made = json.loads(provenance.read_text())["made"]
     assert made["share"] == SHARE and made["min_pixels"] == 256
 
 
-@pytest.mark.parametrize("name", ["cls", "prumerge", "prumerge_plus"])
+def test_the_report_knows_the_size_of_each_image(world):
+    _, workdir, asked = world
+    tokens = np.array([*asked.values()])
+    whole, own, random, exact, _ = json.loads((workdir / "report" / "table.json").read_text())
+    assert whole["mean_k"] == round(tokens.mean(), 2)
+    for row in (random, exact):
+        assert row["mean_k"] == round(((2 * tokens + 3) // 6).mean(), 2)
+        assert row["pruning_rate"] == 66.7
+    rate = 100 * (1 - own["mean_k"] / round(tokens.mean()))
+    assert own["pruning_rate"] == pytest.approx(rate, abs=0.1)
+    # A larger image takes more operations.
+    assert whole["gflops"] > random["gflops"] > 0
+    page = (workdir / "report" / "index.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 3
+
+
+@pytest.mark.parametrize("name", ["cls", "prumerge"])
 def test_pruners_that_need_a_class_token_are_refused_by_name(world, tmp_path, name):
     with pytest.raises(ValueError, match=rf"{name}: the model's tower has no \[CLS\] attention"):
         generate_answers(changed(world[0], methods=name), tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore:Glyph")
-def test_a_report_knows_the_size_of_each_image(world, tmp_path):
-    run, workdir, _ = world
-    splits = {"train": 0, "validation": 3, "test": 3}
-    data = write_world(tmp_path / "data", seed=0, sizes=(16, 24, 32), **splits)
-    shutil.copy(workdir / "policy.safetensors", tmp_path)
-    folder = Path(run.model.folder)
-    run = small_run(folder, data, methods="all,grid,StepPrune", max_new_tokens=1, budgets=(SHARE,))
-    with pytest.MonkeyPatch.context() as patch:
-        one_width(patch)
-        evaluate(run, tmp_path)
-    lines = map(json.loads, (data / "test.jsonl").read_text().splitlines())
-    tokens = np.array([(2, 3, 4)[int(line["image"][-5])] ** 2 for line in lines])
-    whole, own, grid, exact, _ = json.loads((tmp_path / "report" / "table.json").read_text())
-    assert whole["mean_k"] == round(tokens.mean(), 2)
-    for row in (grid, exact):
-        assert row["mean_k"] == round(((2 * tokens + 3) // 6).mean(), 2)
-        assert row["pruning_rate"] == 66.7
-    mean = round(tokens.mean())
-    assert own["pruning_rate"] == pytest.approx(100 * (1 - own["mean_k"] / mean), abs=0.1)
-    # A larger image takes more operations.
-    assert whole["gflops"] > grid["gflops"] > 0
-    page = (tmp_path / "report" / "index.html").read_text()
-    assert page.count('src="data:image/png;base64,') == 2  # nothing is right, so none of retention

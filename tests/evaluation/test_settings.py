@@ -11,10 +11,8 @@ from stepprune_jax.evaluation.settings import read_policies
 @pytest.mark.parametrize(
     "fields",
     [
-        {"colour": 1},
         {"budgets": (3, 3)},
         {"benchmarks": "pope,popes"},
-        {"questions": {"popes": "x"}},
         {"methods": "grid,step"},
         {"options": "stepprune group=2"},
         {"rows": {"StepPrune": "x"}},
@@ -42,10 +40,15 @@ def test_methods_are_named_by_pruners_or_labels():
     assert [label for label in settings.labels if settings.wants(label)] == wanted
 
 
-def test_a_missing_policy_is_an_error_only_where_it_was_asked_for(tmp_path, capsys):
-    def policies(policy=None, **fields):
+@pytest.fixture
+def policies(tmp_path):
+    def read(policy=None, **fields):
         return read_policies(small_run("model", "data", **fields).eval, tmp_path, policy)
 
+    return read
+
+
+def test_a_missing_policy_is_an_error_only_where_it_was_asked_for(policies, capsys):
     assert [*policies("shapes", rows={"mine": "nowhere"})] == ["StepPrune"]
     assert "no row 'mine': no policy file at nowhere" in capsys.readouterr().out
     assert not policies(methods="grid", rows={"mine": "nowhere"})
@@ -56,13 +59,9 @@ def test_a_missing_policy_is_an_error_only_where_it_was_asked_for(tmp_path, caps
         policies(methods="mine", rows={"mine": "nowhere"})
 
 
-def test_the_row_of_the_run_has_the_name_of_its_method(tmp_path):
+def test_the_row_of_the_run_has_the_name_of_its_method(policies, tmp_path):
     scorer = load_policy(ROOT / "experiments/policies/autoselect.safetensors")
     save_policy(scorer, tmp_path / "policy.safetensors")
-
-    def policies(policy=None, **fields):
-        return read_policies(small_run("model", "data", **fields).eval, tmp_path, policy)
-
     rows = {"AutoSelect-like": "nowhere", "mine": "shapes"}
     assert [*policies()] == [*policies(methods="all,autoselect")] == ["AutoSelect-like"]
     assert [*policies(rows=rows)] == ["mine", "AutoSelect-like"]  # it takes the other's place
