@@ -58,13 +58,6 @@ def write_split(folder, name, pictures, seed):
     return questions
 
 
-def write_answers(folder, questions, answers):
-    """Replaces the test split's right answers."""
-    pairs = zip(questions, answers, strict=True)
-    lines = [{"question_id": q["question_id"], "answer": a or "none"} for q, a in pairs]
-    write_lines(folder / "test_answers.jsonl", lines)
-
-
 def drawn(specs, seed):
     """Large random weights without a compilation; policies are sharp, so counts differ."""
     random = np.random.default_rng(seed)
