@@ -33,9 +33,9 @@ class Pair(NamedTuple):
     theirs: transformers.LlavaForConditionalGeneration
 
 
-def pair(folder, seed=0, **fields):
+def pair(folder, **fields):
     """Both models on the same folder, in float32."""
-    testing.tiny_llava(folder, seed=seed, **fields)
+    testing.tiny_llava(folder, **fields)
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
     theirs.generation_config.pad_token_id, theirs.generation_config.eos_token_id = 0, 2
     return Pair(load_vlm(folder, dtype=jnp.float32, progress=False), theirs.eval())
