@@ -118,6 +118,10 @@ def test_a_storage_lies_within_the_file(tmp_path):
         path.write_bytes(archive(**members | {"data.pkl": content.replace(b"K\x05", number)}))
         with pytest.raises(ValueError, match="it has not all of its tensor 0"):
             read_tensors(path)
+    storage, _, rest = content.rpartition(b"K\x05")  # the tensor alone is larger
+    path.write_bytes(archive(**members | {"data.pkl": storage + b"K\x06" + rest}))
+    with pytest.raises(ValueError, match=r"shape \(6,\) is not one piece of its storage"):
+        read_tensors(path)
 
 
 def test_a_pickle_changes_no_object_of_others(tmp_path):
