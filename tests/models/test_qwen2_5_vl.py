@@ -281,7 +281,7 @@ def test_position_ids_and_logits_equal_the_reference(pair, seen):
 @pytest.mark.slow
 def test_published_widths_equal_the_reference(tmp_path):
     """One block of the tower, and one layer of the 3B."""
-    tower = {"depth": 1, "fullatt_block_indexes": [0], "hidden_size": 1280}
+    tower = {"depth": 1, "fullatt_block_indexes": [0], "hidden_size": 1280, "patch_size": 14}
     tower |= {"model_type": "qwen2_5_vl", "out_hidden_size": 2048}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "num_hidden_layers": 1}
     pair = make_pair(
