@@ -374,6 +374,8 @@ def test_every_layout_is_loaded_and_written(tmp_path, write, tied):
     assert again.config == model.config
     assert again.image_settings == model.image_settings
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    other = dataclasses.replace(model.config, eos_token_ids=(5, 6, 7))
+    assert QWEN2_5_VL.read_config(other.to_hf("float32"), None).eos_token_ids == (5, 6, 7)
 
 
 def conversation(*turns):
