@@ -2,16 +2,16 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
 import torch
 from hub_server import serving
 from visual import noise
 
-from stepprune_jax import load_policy, save_policy, testing
+from stepprune_jax import load_policy, save_policy
 from stepprune_jax.cli.generate import main
 from stepprune_jax.evaluation.settings import find_policy
+from stepprune_jax.models.weights import flatten
 from stepprune_jax.pruning import GlimpsePrune, GlimpsePruneConfig
 
 E, VISION, HEADS, F, C = 48, 32, 4, 8, 16
@@ -44,7 +44,7 @@ QWEN = CONFIG | {
 }
 
 
-def modules(seed=0):
+def modules():
     """The modules of the authors' program: [out, in]."""
     block = {f"attn.{name}_proj.weight": (F + C, F + C) for name in "qk"}
     block |= {f"attn.{name}_proj.weight": (F, F) for name in "vo"}
@@ -57,7 +57,7 @@ def modules(seed=0):
         fuser |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
         fuser |= {f"cond_in_projs.{i}.weight": (C, VISION), f"cond_in_projs.{i}.bias": (C,)}
     fuser |= {"attn_out_projs.1.weight": (1, F), "attn_out_projs.1.bias": (1,)}
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def drawn(shapes):
         made = {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
@@ -71,10 +71,10 @@ def modules(seed=0):
     }
 
 
-def write(folder, config=CONFIG, tree=None):
-    folder.mkdir(exist_ok=True)
+def write(folder, config=CONFIG):
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    torch.save(modules() if tree is None else tree, folder / "new_modules_gp.pt")
+    torch.save(modules(), folder / "new_modules_gp.pt")
     return folder
 
 
@@ -90,45 +90,46 @@ EXPECTED = GlimpsePruneConfig(
 )
 
 
-def check(policy, tree):
+def check(policy):
     """Every weight is where its name says."""
     assert policy.config == EXPECTED and policy.stats is None
-    params, fuser = policy.params, tree["attn_fuser"]
+    tree = modules()
+    expected = {
+        "glimpse/embeddings": tree["learnable_embeddings"],
+        "glimpse/scale": tree["le_norm"]["weight"],
+    }
 
-    def same(ours, theirs):
-        assert ours.dtype == np.float32
-        np.testing.assert_array_equal(ours, theirs.float().numpy())
+    def layer(ours, part, theirs=""):
+        expected[f"{ours}/kernel"] = part[f"{theirs}weight"].T
+        if f"{theirs}bias" in part:
+            expected[f"{ours}/bias"] = part[f"{theirs}bias"]
 
-    same(params["glimpse"]["embeddings"], tree["learnable_embeddings"])
-    same(params["glimpse"]["scale"], tree["le_norm"]["weight"])
-    same(params["glimpse"]["kernel"], tree["le_proj"]["weight"].T)
-    same(params["glimpse"]["bias"], tree["le_proj"]["bias"])
-    same(params["attention_in"]["kernel"], fuser["attn_in_proj.weight"].T)
-    same(params["out"]["bias"], fuser["attn_out_projs.1.bias"])
+    fuser = tree["attn_fuser"]
+    layer("glimpse", tree["le_proj"])
+    layer("attention_in", fuser, "attn_in_proj.")
+    layer("out", fuser, "attn_out_projs.1.")
     for i in range(2):
-        same(params[f"state_{i}"]["kernel"], fuser[f"cond_in_projs.{i}.weight"].T)
-        block, theirs = params[f"block_{i}"], f"layers.{i}"
-        for ours, name in zip(("query", "key", "value", "out"), "qkvo", strict=True):
-            same(block[ours]["kernel"], fuser[f"{theirs}.attn.{name}_proj.weight"].T)
+        layer(f"state_{i}", fuser, f"cond_in_projs.{i}.")
+        for name in ("query", "key", "value", "out"):
+            layer(f"block_{i}/{name}", fuser, f"layers.{i}.attn.{name[0]}_proj.")
         for name in ("gate", "up", "down"):
-            same(block[name]["kernel"], fuser[f"{theirs}.mlp.{name}_proj.weight"].T)
-            same(block[name]["bias"], fuser[f"{theirs}.mlp.{name}_proj.bias"])
-        same(block["norm2"], fuser[f"{theirs}.norm2.weight"])
-    count = sum(
-        x.numel() for part in (fuser, tree["le_proj"], tree["le_norm"]) for x in part.values()
-    )
-    assert (
-        sum(x.size for x in jax.tree.leaves(params)) == count + tree["learnable_embeddings"].numel()
-    )
+            layer(f"block_{i}/{name}", fuser, f"layers.{i}.mlp.{name}_proj.")
+        for name in ("norm1", "norm2"):
+            expected[f"block_{i}/{name}"] = fuser[f"layers.{i}.{name}.weight"]
+    found = flatten(policy.params)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == np.float32
+        np.testing.assert_array_equal(found[name], tensor.float().numpy(), err_msg=name)
 
 
 def test_a_folder_its_file_and_our_own_format_are_read(tmp_path):
     folder = write(tmp_path / "folder")
     for path in (folder, folder / "new_modules_gp.pt"):
-        check(load_policy(path), modules())
+        check(load_policy(path))
         assert find_policy(path) == folder / "new_modules_gp.pt"
     own = save_policy(load_policy(folder), tmp_path / "own" / "policy.safetensors")
-    check(load_policy(own), modules())
+    check(load_policy(own))
 
 
 def test_a_repository_of_the_hub_is_read(tmp_path, monkeypatch):
@@ -137,7 +138,7 @@ def test_a_repository_of_the_hub_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with serving(tmp_path / "cache", monkeypatch) as server:
         server.commit("org/modules", files | {"other.bin": b"something else"})
-        check(load_policy("org/modules"), modules())
+        check(load_policy("org/modules"))
         assert not any(path.endswith("other.bin") for path in server.asked)
 
 
@@ -148,35 +149,14 @@ def test_states_of_qwens_tower_are_numbered_by_the_block_before(tmp_path):
     assert config.use_attention_logits
 
 
-def test_every_weight_is_there_and_used(tmp_path):
-    tree = modules()
-    del tree["le_proj"]["bias"]
-    fuser = tree["attn_fuser"]
-    fuser["layers.0.norm1.weight"] = fuser["layers.0.norm1.weight"][:5].clone()
-    fuser["attn_out_projs.0.weight"] = torch.zeros(1, F)
-    with pytest.raises(ValueError, match="do not fit their GlimpsePruneConfig") as error:
-        load_policy(write(tmp_path / "folder", tree=tree))
-    for line in (
-        "missing: glimpse/bias",
-        f"wrong shape: block_0/norm1 is [5], expected [{F}]",
-        "unused: attn_fuser.attn_out_projs.0.weight",
-    ):
-        assert line in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "llama"}, "model_type is 'llama', expected one of llava_llama_gp"),
-        ({"model_type": ["llava_llama_gp"]}, "model_type is .*, expected one of llava_llama_gp"),
-        ({"attn_fuse_type": "AttnFuserV2"}, "attn_fuse_type is 'AttnFuserV2', expected"),
         ({"deep_supervision": True}, "deep_supervision is True, expected False"),
         ({"anchor_positions": ["tl"]}, "anchor_positions is .*, expected none"),
-        ({"le_length": 2}, "le_length is 2, expected 1"),
         (QWEN | {"attn_fuse_global": False}, "attn_fuse_global is False, expected True"),
-        ({"le_layers": None}, "le_layers"),
         ({"selected_visual_layers": None}, "NoneType"),
-        ({"selected_visual_layers": []}, "selected_visual_layers"),
         ({"reduce_layer": 0}, "reduce_layer is 0, expected at least 1"),
     ],
 )
@@ -193,30 +173,10 @@ def test_a_configuration_belongs_to_it(tmp_path):
         load_policy(folder)
 
 
-@pytest.fixture
-def answer(tmp_path, capsys):
-    """What the command answers about an image, given a policy, a model and more flags."""
+def test_the_command_prunes_with_it(tmp_path, qwen_folder, capsys):
     noise(0, (40, 56)).save(tmp_path / "x.png")
-
-    def ask(policy, folder, *more):
-        given = [*("--model", folder, "--image", tmp_path / "x.png", "--prompt", "What?", "--json")]
-        given += ["--pruner", GlimpsePrune.name, "--policy", policy, "--max_tokens", "2"]
-        main([str(part) for part in (*given, "--dtype", "float32", *more)])
-        return json.loads(capsys.readouterr().out)
-
-    return ask
-
-
-def test_the_command_prunes_with_it(tmp_path, answer):
-    policy = write(tmp_path / "folder")
-    model = testing.tiny_llava(tmp_path / "model", text={"num_hidden_layers": 3})
-    own = answer(policy, model)
-    assert 1 <= own["kept"] <= own["visual_tokens"]
-    assert answer(policy, model, "--budget", "2")["kept"] == 2
-    least = answer(policy, model, "--pruner_options", "max_remain_ratio=0.1")["kept"]
-    assert least == max(1, min(own["kept"], int(0.1 * own["visual_tokens"])))
-
-
-def test_the_command_prunes_a_qwen_with_it(tmp_path, answer):
-    own = answer(write(tmp_path / "folder", QWEN), testing.tiny_qwen(tmp_path / "model"))
-    assert 1 <= own["kept"] <= own["visual_tokens"]
+    given = [*("--model", qwen_folder, "--image", tmp_path / "x.png", "--prompt", "What?")]
+    given += ["--pruner", GlimpsePrune.name, "--policy", write(tmp_path / "folder", QWEN)]
+    main([*map(str, given), "--max_tokens", "2", "--dtype", "float32", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert 1 <= answer["kept"] <= answer["visual_tokens"]

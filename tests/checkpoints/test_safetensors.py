@@ -26,16 +26,13 @@ def _raw(path, header, data=b""):
 
 def test_files_are_those_of_the_safetensors_package(tmp_path):
     a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.float16([1, 2])
-    path = _write(tmp_path / "model.safetensors", a=a, b=b)
-    theirs = safetensors.numpy.load_file(path)
-    np.testing.assert_array_equal(theirs["a"], a)
-    np.testing.assert_array_equal(theirs["b"], b)
-    safetensors.numpy.save_file(
-        {"a": a, "scalar": np.array(3, np.float32)}, tmp_path / "theirs.safetensors"
-    )
+    tensors = {"a": a, "b": b, "scalar": np.array(3, np.float32)}
+    theirs = safetensors.numpy.load_file(_write(tmp_path / "ours.safetensors", **tensors))
+    safetensors.numpy.save_file(tensors, tmp_path / "theirs.safetensors")
     entries = ours.read_header(tmp_path / "theirs.safetensors")
-    np.testing.assert_array_equal(ours.read_tensor(entries["a"]), a)
-    assert ours.read_tensor(entries["scalar"]) == 3
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(theirs[name], tensor)
+        np.testing.assert_array_equal(ours.read_tensor(entries[name]), tensor)
 
 
 @settings(max_examples=40, deadline=None)
@@ -60,11 +57,9 @@ RECORD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     "content",
     [
         b"",
-        b"PK\x03\x04 a zip archive",
         b"version https://git-lfs.github.com/spec/v1\n",
         (99).to_bytes(8, "little") + b"{}",
         (4).to_bytes(8, "little") + b"{]}}",
-        (2).to_bytes(8, "little") + b"[]",
         (50_000).to_bytes(8, "little") + b"[" * 50_000,
         (19).to_bytes(8, "little") + b'{"__metadata__":[]}',
         *(  # a header that can be read in two ways
@@ -88,12 +83,10 @@ def test_a_file_without_a_good_header_is_named(tmp_path, content):
     [
         RECORD | {"data_offsets": [8, 16]},
         RECORD | {"data_offsets": [0, 4]},
-        RECORD | {"data_offsets": [0]},
+        RECORD | {"data_offsets": [-8, 0]},
         RECORD | {"dtype": "F4"},
-        {"dtype": "F32"},
         RECORD | {"shape": [-1, -2]},
         RECORD | {"shape": [10**30]},
-        RECORD | {"data_offsets": [-8, 0]},
         [],
     ],
 )
@@ -119,19 +112,16 @@ def test_tensors_that_share_bytes_are_refused(tmp_path):
     [
         *(
             (value, stored, stored, problem)
-            for stored in ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+            for stored in ("F32", "BF16", "F8_E4M3", "F8_E5M2")
             for value, problem in ((-0.0, ""), (-1.5, ""), (np.nan, "NaN"), (-np.inf, "infinity"))
         ),
         (65504, "F32", "F16", ""),
         (65520, "F32", "F16", "too large for float16"),
-        (65280, "BF16", "F16", ""),
         (65536, "BF16", "F16", "too large for float16"),
         (1e300, "F64", "F32", "too large for float32"),
-        (-3.4e38, "F64", "F32", ""),
         (3.4e38, "F32", "BF16", "too large for bfloat16"),
         (3.3e38, "F32", "BF16", ""),
         (65504, "F16", "BF16", ""),
-        (448, "F8_E4M3", "F32", ""),
     ],
 )
 def test_numbers_that_the_wanted_dtype_does_not_hold_are_refused(

@@ -5,6 +5,8 @@ import io
 import os
 import pickle
 import zipfile
+from zipfile import ZIP_DEFLATED as DEFLATED
+from zipfile import ZIP_STORED as STORED
 
 import numpy as np
 import pytest
@@ -39,7 +41,7 @@ class Command:
         return os.system, ("exit 3",)
 
 
-def archive(tree=None, compression=zipfile.ZIP_STORED, **members):
+def archive(tree=None, compression=STORED, **members):
     """A file as torch writes it, of any pickle and members."""
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w", compression) as file:
@@ -50,18 +52,15 @@ def archive(tree=None, compression=zipfile.ZIP_STORED, **members):
     return raw.getvalue()
 
 
+def members_of(raw):
+    with zipfile.ZipFile(io.BytesIO(raw)) as file:
+        return {name.partition("/")[2]: file.read(name) for name in file.namelist()}
+
+
 def saved(tree, **how):
     raw = io.BytesIO()
     torch.save(tree, raw, **how)
     return raw.getvalue()
-
-
-def compressed(raw):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(raw)) as before, zipfile.ZipFile(packed, "w", 8) as after:
-        for name in before.namelist():
-            after.writestr(name, before.read(name))
-    return packed.getvalue()
 
 
 def pickled(body):
@@ -85,18 +84,15 @@ for _ in range(60):
     [
         (b"no archive", "is not a file of tensors.*zip"),
         (archive(), "data.pkl"),
-        (archive(Command()), "names 'posix.system', which is not loaded"),
-        (archive({"a": Command()}), "names 'posix.system'"),
+        (archive({"a": Command()}), "names 'posix.system', which is not loaded"),
         (archive({"a": [1]}), "'a' is a list"),
-        (archive(3), "'' is a int"),
         (archive(collections.OrderedDict(a=torch.Size([2]))), "names 'torch.Size'"),
         (archive({}, byteorder=b"big"), "big-endian"),
         (saved({"a": torch.tensor([True])}), "names 'torch.BoolStorage'"),
         (saved({"a": torch.zeros(2, 3).T}), r"shape \(3, 2\) is not one piece"),
-        (saved({"a": torch.nn.Linear(1, 1)}), "names 'torch.nn.modules.linear.Linear'"),
         (saved(VALUES, _use_new_zipfile_serialization=False), "is not a file of tensors"),
         (saved(VALUES)[:-2000], "is not a file of tensors"),
-        (compressed(saved(VALUES)), "a tensor is compressed"),
+        (archive(None, DEFLATED, **members_of(saved(VALUES))), "a tensor is compressed"),
         # What would take memory or time without end, or change what other code uses.
         (pickled(b"}r\xff\xff\xff\x7f."), "its pickle is damaged"),
         (archive(TWICE), "'a.* is another of its dicts"),
@@ -115,20 +111,17 @@ def test_anything_else_is_refused(tmp_path, content, message):
 
 def test_a_storage_lies_within_the_file(tmp_path):
     """Its claimed size, and the place of a tensor in it, are checked."""
-    path, raw = tmp_path / "x.pt", saved({"a": torch.zeros(5)})
-    for number in (b"M\x00\x02", b"K\x06"):  # 512 and 6 in place of 5, in the pickle
-        with zipfile.ZipFile(io.BytesIO(raw)) as file:
-            members = {name.partition("/")[2]: file.read(name) for name in file.namelist()}
-        pickled = members.pop("data.pkl")
-        assert pickled.count(b"K\x05") == 2  # the storage's numbers, and the tensor's
-        packed = io.BytesIO()
-        with zipfile.ZipFile(packed, "w") as file:
-            file.writestr("x/data.pkl", pickled.replace(b"K\x05", number))
-            for name, value in members.items():
-                file.writestr(f"x/{name}", value)
-        path.write_bytes(packed.getvalue())
+    path, members = tmp_path / "x.pt", members_of(saved({"a": torch.zeros(5)}))
+    content = members["data.pkl"]
+    assert content.count(b"K\x05") == 2  # the storage's numbers, and the tensor's
+    for number in (b"M\x00\x02", b"K\x06"):  # 512 and 6 in place of 5
+        path.write_bytes(archive(**members | {"data.pkl": content.replace(b"K\x05", number)}))
         with pytest.raises(ValueError, match="it has not all of its tensor 0"):
             read_tensors(path)
+    storage, _, rest = content.rpartition(b"K\x05")  # the tensor alone is larger
+    path.write_bytes(archive(**members | {"data.pkl": storage + b"K\x06" + rest}))
+    with pytest.raises(ValueError, match=r"shape \(6,\) is not one piece of its storage"):
+        read_tensors(path)
 
 
 def test_a_pickle_changes_no_object_of_others(tmp_path):

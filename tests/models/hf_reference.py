@@ -1,15 +1,15 @@
-"""Small random torch models of `transformers`, their weights as our tree, and comparisons.
+"""A small random LLaVA of `transformers`, ours on the folder that it writes, and comparisons."""
 
-The mapping is written out here on purpose, independent of the package's loader.
-"""
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
 
-from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.load import load_params
+from stepprune_jax.models.llava.config import LlavaConfig
 
 torch.set_num_threads(1)
 
@@ -37,9 +37,17 @@ NUM_PATCHES = 16
 IMAGE_ID = 95
 
 
-def randomise(model, seed=0):
+class Llava(NamedTuple):
+    """The reference and ours, with the same weights."""
+
+    torch: transformers.LlavaForConditionalGeneration
+    config: LlavaConfig
+    params: dict[str, Any]
+
+
+def randomise(model):
     """Gives every weight, norms and biases too, values that matter."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         fan = weight[0].numel() if weight.ndim > 1 else 1
@@ -50,134 +58,19 @@ def randomise(model, seed=0):
     return model.eval().requires_grad_(False)
 
 
-def arrays(model):
-    return {name: w.detach().float().numpy() for name, w in model.named_parameters()}
-
-
-def stack(weights, pattern, num_layers, transform=lambda w: w):
-    return np.stack([transform(weights[pattern.format(i)]) for i in range(num_layers)])
-
-
-def vision_tree(weights, prefix, num_layers):
-    def dense(name):
-        at = prefix + "encoder.layers.{}." + name
-        return {
-            "kernel": stack(weights, at + ".weight", num_layers, np.transpose),
-            "bias": stack(weights, at + ".bias", num_layers),
-        }
-
-    def norm(name):
-        at = prefix + "encoder.layers.{}." + name
-        return {
-            "scale": stack(weights, at + ".weight", num_layers),
-            "bias": stack(weights, at + ".bias", num_layers),
-        }
-
-    def single(name):
-        return {
-            "scale": weights[prefix + name + ".weight"],
-            "bias": weights[prefix + name + ".bias"],
-        }
-
-    kernel = weights[prefix + "embeddings.patch_embedding.weight"]
-    return {
-        "class_embedding": weights[prefix + "embeddings.class_embedding"],
-        "patch_embedding": {"kernel": kernel.transpose(2, 3, 1, 0).reshape(-1, kernel.shape[0])},
-        "position_embedding": weights[prefix + "embeddings.position_embedding.weight"],
-        "pre_norm": single("pre_layrnorm"),
-        "post_norm": single("post_layernorm"),
-        "layers": {
-            "attention": {
-                "query": dense("self_attn.q_proj"),
-                "key": dense("self_attn.k_proj"),
-                "value": dense("self_attn.v_proj"),
-                "out": dense("self_attn.out_proj"),
-            },
-            "norm1": norm("layer_norm1"),
-            "norm2": norm("layer_norm2"),
-            "mlp": {"up": dense("mlp.fc1"), "down": dense("mlp.fc2")},
-        },
-    }
-
-
-def language_tree(weights, prefix, num_layers):
-    def dense(name):
-        at = prefix + "layers.{}." + name + ".weight"
-        return {"kernel": stack(weights, at, num_layers, np.transpose)}
-
-    def norm(name):
-        return {"scale": stack(weights, prefix + "layers.{}." + name + ".weight", num_layers)}
-
-    tree = {
-        "embed": {"embedding": weights[prefix + "embed_tokens.weight"]},
-        "norm": {"scale": weights[prefix + "norm.weight"]},
-        "layers": {
-            "attention": {
-                "query": dense("self_attn.q_proj"),
-                "key": dense("self_attn.k_proj"),
-                "value": dense("self_attn.v_proj"),
-                "out": dense("self_attn.o_proj"),
-            },
-            "norm1": norm("input_layernorm"),
-            "norm2": norm("post_attention_layernorm"),
-            "mlp": {name: dense(f"mlp.{name}_proj") for name in ("gate", "up", "down")},
-        },
-    }
-    if "lm_head.weight" in weights:
-        tree["head"] = {"kernel": weights["lm_head.weight"].T}
-    return tree
-
-
-def clip_pair(seed=0, **changes):
-    """(torch model, our config, our weights) of a tiny tower."""
-    fields = {**VISION, **changes}
-    config = transformers.CLIPVisionConfig(**fields)
-    config._attn_implementation = "eager"
-    model = randomise(transformers.CLIPVisionModel(config), seed)
-    weights = {name.removeprefix("vision_model."): w for name, w in arrays(model).items()}
-    params = vision_tree(weights, "", fields["num_hidden_layers"])
-    return model, ClipConfig.from_hf(fields), jax.device_put(params)
-
-
-def llama_pair(seed=0, **changes):
-    """(torch model, our config, our weights) of a tiny Llama."""
-    fields = {**TEXT, **changes}
-    config = transformers.LlamaConfig(**fields)
-    config._attn_implementation = "eager"
-    model = randomise(transformers.LlamaForCausalLM(config), seed)
-    tree = language_tree(arrays(model), "model.", fields["num_hidden_layers"])
-    return model, LlamaConfig.from_hf(fields), jax.device_put(tree)
-
-
-def llava_pair(**changes):
-    """(torch model, our config, our weights) of a tiny LLaVA."""
-    fields = {
-        "vision_config": VISION,
-        "text_config": TEXT,
-        "image_token_index": IMAGE_ID,
+def make_llava(folder, vision=None, text=None, **changes):
+    """A LLaVA whose parts differ in some fields from `VISION` and `TEXT`."""
+    config = transformers.LlavaConfig(
+        vision_config=VISION | (vision or {}),
+        text_config=TEXT | (text or {}),
+        image_token_index=IMAGE_ID,
         **changes,
-    }
-    config = transformers.LlavaConfig(**fields, attn_implementation="eager")
+    )
     model = randomise(transformers.LlavaForConditionalGeneration(config))
-    model.set_attn_implementation("eager")
-    weights = arrays(model)
-    vision_prefix = "model.vision_tower."
-    if any(name.startswith(vision_prefix + "vision_model.") for name in weights):
-        vision_prefix += "vision_model."
-    ours = LlavaConfig.from_hf({"model_type": "llava", **fields})
-    projector = {
-        our: {
-            "kernel": weights[f"model.multi_modal_projector.{theirs}.weight"].T,
-            "bias": weights[f"model.multi_modal_projector.{theirs}.bias"],
-        }
-        for our, theirs in (("up", "linear_1"), ("down", "linear_2"))
-    }
-    tree = {
-        "vision": vision_tree(weights, vision_prefix, ours.vision.num_layers),
-        "projector": projector,
-        "language": language_tree(weights, "model.language_model.", ours.text.num_layers),
-    }
-    return model, ours, jax.device_put(tree)
+    model.set_attn_implementation("eager")  # which returns its weights
+    model.save_pretrained(folder)
+    source = inspect_folder(folder)
+    return Llava(model, source.config, load_params(source, dtype=jnp.float32, progress=False))
 
 
 def as_torch(array):

@@ -1,4 +1,4 @@
-"""Tokens with three position ids, in images that have sizes of their own."""
+"""Tokens with three position ids, in pruned images that have sizes of their own."""
 
 import functools
 
@@ -21,48 +21,24 @@ EMBEDDING = jnp.broadcast_to(jnp.arange(10.0)[:, None], (10, 2))
 PARAMS = {"language": {"embed": {"embedding": EMBEDDING}}}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def rows(positions, index, valid, capacity=None):
-    """Row 0: an image of 2 x 3 tokens and one of 4 x 1; row 1: one of 1 x 2 that comes first."""
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def rows(positions, capacity=None):
+    """Row 0: an image of 2 x 3 tokens and one of 4 x 1; row 1: one of 1 x 2 that comes first.
+
+    Left are tokens 1 and 5 of the first image and token 2 of the second, none of the third.
+    """
     grid = jnp.array([[[2, 3], [4, 1]], [[1, 2], [0, 0]]])
+    index = jnp.array([[[1, 5], [2, 0]], [[0, 0], [0, 0]]])
+    valid = jnp.array([[[1, 1], [1, 0]], [[0, 0], [0, 0]]], bool)
     tokens = (100.0 * (1 + jnp.arange(2))[:, None] + index)[..., None]
-    tokens = jnp.broadcast_to(tokens, (2, 2, 6, 2))
+    tokens = jnp.broadcast_to(tokens, (2, 2, 2, 2))
     visual = vlm.Visual(tokens, valid, index, index, grid)
     ids = jnp.array([[1, 2, S, 3, S, 4], [S, 5, 6, 0, 0, 0]])
     return vlm.assemble(PARAMS, CONFIG, ids, jnp.array([6, 3]), visual, positions, capacity)
 
 
-def whole():
-    """All tokens of every image, in order."""
-    count = jnp.array([[6, 4], [2, 0]])
-    index = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (2, 2, 6))
-    return index, index < count[..., None]
-
-
-def test_images_of_their_own_size_have_the_positions_of_m_rope():
-    sequence = rows("original", *whole())
-    np.testing.assert_array_equal(sequence.length, [14, 4])
-    # Text at 0 and 1; rows 2 and 3, columns 2 to 4; text at 5; rows 6 to 9; text at 10.
-    np.testing.assert_array_equal(
-        sequence.position[0, :, :14],
-        [
-            [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 6, 6, 10],
-            [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 9, 10],
-            [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 6, 6, 10],
-        ],
-    )
-    np.testing.assert_array_equal(
-        sequence.position[1, :, :5], [[0, 0, 2, 3, 0], [0, 0, 2, 3, 0], [0, 1, 2, 3, 0]]
-    )
-    np.testing.assert_array_equal(sequence.next_position, [11, 4])
-    # Cut after the tokens (2, 2), (2, 3) and (2, 4) of the image, a row continues after them.
-    np.testing.assert_array_equal(rows("original", *whole(), 5).next_position, [5, 4])
-
-
 def test_pruned_images_keep_the_positions_of_what_is_left():
-    index = jnp.zeros((2, 2, 6), jnp.int32).at[0, 0, :2].set(jnp.array([1, 5])).at[0, 1, 0].set(2)
-    valid = jnp.arange(6) < jnp.array([[2, 1], [0, 0]])[..., None]
-    sequence = rows("original", index, valid)
+    sequence = rows("original")
     np.testing.assert_array_equal(sequence.hidden[0, :7, 0], [1, 2, 101, 105, 3, 202, 4])
     np.testing.assert_array_equal(
         sequence.position[0, :, :7],
@@ -71,6 +47,8 @@ def test_pruned_images_keep_the_positions_of_what_is_left():
     # The image that is gone altogether still takes up its two columns.
     np.testing.assert_array_equal(sequence.position[1, :, :2], [[2, 3]] * 3)
     np.testing.assert_array_equal(sequence.next_position, [11, 4])
-    compact = rows("compact", index, valid)
+    # Cut after the token at (2, 3, 4) of the first image, a row continues after it.
+    np.testing.assert_array_equal(rows("original", 4).next_position, [5, 4])
+    compact = rows("compact")
     np.testing.assert_array_equal(compact.position[0, :, :7], [list(range(7))] * 3)
     np.testing.assert_array_equal(compact.next_position, [7, 2])

@@ -4,19 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import prompts
-import pytest
-from hf_reference import llava_pair
 
 from stepprune_jax.models import vlm
 
 
-@pytest.fixture(scope="module")
-def llava():
-    return llava_pair()[1:]
-
-
 def test_no_later_token_and_no_padding_reaches_an_earlier_one(llava):
-    config, params = llava
+    _, config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
 
     @jax.jit
@@ -43,7 +36,7 @@ def test_no_later_token_and_no_padding_reaches_an_earlier_one(llava):
 
 
 def test_loss_reaches_kept_visual_tokens_only(llava):
-    config, params = llava
+    _, config, params = llava
     batch = prompts.batch(noise=1.0)
 
     @jax.jit
@@ -60,7 +53,7 @@ def test_loss_reaches_kept_visual_tokens_only(llava):
 
 
 def test_decoding_reads_no_row_but_its_own(llava):
-    config, params = llava
+    _, config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
     cache = jax.jit(vlm.prefill, static_argnums=(1, 3))(params, config, sequence, 2).cache
 

@@ -6,19 +6,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import (
-    TEXT,
-    as_torch,
-    assert_close,
-    llama_pair,
-)
+from hf_reference import TEXT, as_torch, assert_close, make_llava, normal
 
 from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.rotary import rotary, rotary_frequencies
+from stepprune_jax.models.rotary import rotary
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Execution
+
+
+@pytest.fixture(scope="module")
+def language(llava):
+    """(config, weights)."""
+    return language_of(llava)
+
+
+def language_of(llava):
+    return llava.config.text, llava.params["language"]
 
 
 def inputs(b=2, s=11):
@@ -35,9 +40,8 @@ def run(params, config, ids, position, valid, execution=Execution(), **wanted):
     return llama.logits(params, config, stage.hidden), stage
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
-    model, config, params = llama_pair(num_key_value_heads=kv_heads)
+def test_logits_and_every_intermediate_equal_the_reference(llava, language):
+    config, params = language
     ids, position, valid = inputs()
     taps = [Tap("hidden", layer) for layer in range(5)]
     taps += [Tap(kind, layer) for kind in ("attention", "keys", "mlp_input") for layer in range(4)]
@@ -46,15 +50,19 @@ def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
     ours, stage = run(
         params, config, ids, position, valid, taps=tuple(taps), query_index=query_index
     )
-    read = []
-    for block in model.model.layers:
-        block.mlp.register_forward_hook(lambda _, given, __: read.append(given[0]))
+    model = llava.torch.model.language_model
+    read, hooks = [], []
+    for block in model.layers:
+        hook = block.mlp.register_forward_hook(lambda _, given, __: read.append(given[0]))
+        hooks.append(hook)
     cache = transformers.DynamicCache(config=model.config)
     # By position: transformers 5.24 renamed the cache's argument.
     theirs = model(
         as_torch(ids), None, None, cache, output_hidden_states=True, output_attentions=True
     )
-    assert_close(ours, theirs.logits, what="logits")
+    for hook in hooks:
+        hook.remove()
+    assert_close(ours, llava.torch.lm_head(theirs.last_hidden_state), what="logits")
     for layer in range(4):
         assert_close(stage.taps[f"hidden.{layer}"], theirs.hidden_states[layer])
         full = theirs.attentions[layer]
@@ -62,67 +70,46 @@ def test_logits_and_every_intermediate_equal_the_reference(kv_heads):
         assert_close(stage.taps[f"attention.{layer}"], rows, what=f"attention {layer}")
         assert_close(stage.taps[f"keys.{layer}"], cache.layers[layer].keys)
         assert_close(stage.taps[f"mlp_input.{layer}"], read[layer], what=f"mlp input {layer}")
-        normed = model.model.norm(theirs.hidden_states[layer])
+        normed = model.norm(theirs.hidden_states[layer])
         assert_close(stage.taps[f"normed.{layer}"], normed, what=f"normed {layer}")
     # The reference norms its last hidden state.
     assert_close(stage.taps["normed.4"], theirs.hidden_states[4])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "rope_theta": 500000.0,
-            }
-        },
-        {"head_dim": 32, "tie_word_embeddings": True},
-        pytest.param(
-            {
-                "hidden_size": 4096,
-                "intermediate_size": 11008,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 32,
-                "num_hidden_layers": 1,
-            },
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["linear", "llama3", "wide heads and tied head", "widths of Vicuna 7B"],
-)
-def test_variants_equal_the_reference(changes):
-    model, config, params = llama_pair(**{"num_hidden_layers": 2} | changes)
-    if config.tie_embeddings:
-        assert "head" not in params
-    ids, _, valid = inputs()
-    position = 20 * jnp.broadcast_to(jnp.arange(11), ids.shape)
+def test_wide_heads_and_a_tied_head_equal_the_reference(tmp_path):
+    fields = {"head_dim": 32, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    made = make_llava(tmp_path, text=fields, tie_word_embeddings=True)
+    config, params = language_of(made)
+    assert "head" not in params
+    ids, position, valid = inputs()
     ours, _ = run(params, config, ids, position, valid)
-    theirs = model(as_torch(ids), position_ids=as_torch(position))
-    assert_close(ours, theirs.logits)
+    assert_close(ours, made.torch(as_torch(ids)).logits)
 
 
-def test_rotary_angles_equal_the_reference_at_far_positions():
-    fields = {**TEXT, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 4.0}, LLAMA3])
+def test_rotary_angles_equal_the_reference_at_far_positions(scaling):
+    rope = {"rope_type": "default", "rope_theta": 10000.0} | scaling
+    fields = TEXT | {"hidden_size": 4096, "num_attention_heads": 32, "rope_parameters": rope}
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
         transformers.LlamaConfig(**fields)
     )
-    config = LlamaConfig.from_hf(fields)
-    np.testing.assert_allclose(rotary_frequencies(config), theirs.inv_freq.numpy(), rtol=2e-7)
     position = jnp.arange(0, 2048, 89)[None]
-    cosine, sine = theirs(torch.zeros(1), as_torch(position))
-    ours = rotary(config, position)
-    np.testing.assert_allclose(ours[0], cosine.numpy(), atol=3e-4)
-    np.testing.assert_allclose(ours[1], sine.numpy(), atol=3e-4)
+    ours = rotary(LlamaConfig.from_hf(fields), position)
+    for part, expected in zip(ours, theirs(torch.zeros(1), as_torch(position)), strict=True):
+        np.testing.assert_allclose(part, expected.numpy(), atol=3e-4)
 
 
-def test_bfloat16_is_within_its_rounding_of_float32():
-    _, config, params = llama_pair()
+def test_bfloat16_is_within_its_rounding_of_float32(language):
+    config, params = language
     ids, position, valid = inputs()
     wide, _ = run(params, config, ids, position, valid)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
@@ -133,8 +120,8 @@ def test_bfloat16_is_within_its_rounding_of_float32():
     assert_close(ours, wide, 12 * 2.0**-9)
 
 
-def test_fused_attention_equals_matrix_products_on_padded_rows():
-    _, config, params = llama_pair()
+def test_fused_attention_equals_matrix_products_on_padded_rows(language):
+    config, params = language
     ids, position, valid = inputs()
     valid = valid.at[1, 6:].set(False)
     plain, _ = run(params, config, ids, position, valid)
@@ -143,9 +130,9 @@ def test_fused_attention_equals_matrix_products_on_padded_rows():
     assert_close(fused[1, :6], plain[1, :6])
 
 
-def test_training_through_the_layers_keeps_no_copy_of_the_weights():
-    _, config, params = llama_pair(num_hidden_layers=4, hidden_size=128, intermediate_size=512)
-    ids, position, valid = inputs(b=1, s=4)
+def test_training_through_the_layers_keeps_no_copy_of_the_weights(language):
+    config, params = language
+    hidden, position, valid = normal(7, 1, 4, 64), *inputs(b=1, s=4)[1:]
     gradients = []
     for remat in (False, True):
 
@@ -159,7 +146,6 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
 
             return jax.grad(loss)(hidden)
 
-        hidden = llama.embed(params, ids)
         compiled = gradient.lower(hidden, params).compile()
         stack = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
         # One layer's slice at a time is fine, a quarter of the stack; with it its transpose.
@@ -168,17 +154,28 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights():
     assert_close(*gradients)
 
 
-@pytest.mark.parametrize(
-    ("span", "wanted", "message"),
-    [
-        ((0, 4), {"taps": [Tap("attention", 0)]}, "tap attention.0: needs query_index"),
-        ((0, 2), {"taps": [Tap("keys", 3)]}, "tap keys.3"),
-        ((0, 4), {"taps": [Tap("values", 0)]}, "tap values.0"),
-    ],
-)
-def test_stages_that_do_not_fit_are_refused(span, wanted, message):
-    _, config, params = llama_pair()
-    ids, position, valid = inputs(b=1, s=4)
-    rows = Rows(llama.embed(params, ids), position, valid)
-    with pytest.raises(ValueError, match=message):
-        llama.run_layers(params, config, rows, span, wanted=llama.Wanted(**wanted))
+@pytest.mark.parametrize("tap", [Tap("attention", 0), Tap("keys", 3), Tap("values", 0)])
+def test_taps_without_queries_outside_of_the_stage_and_unknown_are_refused(language, tap):
+    config, params = language
+    rows = Rows(normal(8, 1, 4, 64), *inputs(b=1, s=4)[1:])
+    with pytest.raises(ValueError, match=f"tap {tap.kind}.{tap.layer}: "):
+        llama.run_layers(params, config, rows, (0, 2), wanted=llama.Wanted(taps=[tap]))
+
+
+@pytest.mark.slow
+def test_published_widths_equal_the_reference(tmp_path):
+    """One block of CLIP-L, and one of Vicuna 7B."""
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    vision |= {"num_hidden_layers": 1, "image_size": 336, "patch_size": 14}
+    text = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
+    text |= {"num_hidden_layers": 1, "num_key_value_heads": 32}
+    made = make_llava(tmp_path, vision, text, vision_feature_layer=-1)
+    pixels = normal(4, 2, 3, 336, 336)
+    features, _ = made.config.family.encode_image(made.params, made.config, pixels)
+    theirs = made.torch.model.vision_tower(as_torch(pixels), output_hidden_states=True)
+    assert_close(features, theirs.hidden_states[-1][:, 1:])
+    config, params = language_of(made)
+    ids, _, valid = inputs()
+    position = 20 * jnp.broadcast_to(jnp.arange(11), ids.shape)
+    ours, _ = run(params, config, ids, position, valid)
+    assert_close(ours, made.torch(as_torch(ids), position_ids=as_torch(position)).logits)

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import prompts
 import pytest
-from hf_reference import llava_pair, normal
+from hf_reference import normal
 
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.decoder import Wanted
-from stepprune_jax.models.stack import lay_out, layout_of, run_stack
+from stepprune_jax.models.stack import lay_out, layout_of
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -33,8 +33,8 @@ def answer(params, config, pixels, sequence):
     return seen, stage, pruned, vlm.decode_step(params, config, token, pruned.cache)
 
 
-def test_layers_apart_give_what_stacked_ones_do_with_taps_cuts_and_caches():
-    config, params = llava_pair()[1:]
+def test_layers_apart_give_what_stacked_ones_do_with_taps_cuts_and_caches(llava):
+    _, config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
     apart, pixels = lay_out(params, "apart"), normal(1, 2, 3, 28, 28)
     stacked = answer(params, config, pixels, sequence)
@@ -53,16 +53,3 @@ def test_large_layers_lie_apart_unless_told_otherwise():
     assert (layout(8191), layout(8192, "stacked")) == ("stacked", "stacked")
     with pytest.raises(ValueError, match="layers is 'loop', expected one of auto, stacked, apart"):
         lay_out({}, "loop")
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_blocks_by_hand(apart):
-    """Each block appends its number; block 2 is watched, the carry before 1 and 4 is wanted."""
-
-    def body(carry, index):
-        return carry * 10 + index, carry
-
-    carry, seen, before = run_stack(body, jnp.int32(9), (1, 4), (2,), (1, 4), apart=apart)
-    assert int(carry) == 9123
-    assert {k: int(v) for k, v in seen.items()} == {2: 91}
-    assert {k: int(v) for k, v in before.items()} == {1: 9, 4: 9123}

@@ -6,14 +6,14 @@ import numpy as np
 import prompts
 import pytest
 import torch
-from hf_reference import IMAGE_ID, NUM_PATCHES, as_torch, assert_close, llava_pair, normal
+from hf_reference import IMAGE_ID, as_torch, assert_close, normal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_decoder import loop_assemble
 from visual import visual_of
 
-from stepprune_jax.models import decoder, vlm
-from stepprune_jax.models.sequence import POSITIONS, Rows, Sequence, compress, last_slots, renumber
+from stepprune_jax.models import vlm
+from stepprune_jax.models.sequence import POSITIONS, Sequence, compress, last_slots, renumber
 
 S = vlm.IMAGE_TOKEN
 ANSWER = jnp.array([[33, 34, 35], [36, 37, 38], [39, 40, 41], [43, 44, 45], [46, 47, 48]])
@@ -21,19 +21,9 @@ prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("all_logi
 decode_step = jax.jit(vlm.decode_step, static_argnums=1)
 
 
-@pytest.fixture(scope="module")
-def llava():
-    return llava_pair()
-
-
-def prefix(params, config, batch=None, positions="original"):
-    return prompts.assemble(params, config, *(batch or prompts.batch()), positions=positions)
-
-
 def test_llava_with_several_images_equals_the_reference(llava):
     model, config, params = llava
     n = config.max_image_tokens
-    assert n == NUM_PATCHES
     pixels = normal(1, 3, 3, 28, 28)
     rows = [[1, S, 4, S, 5, 6], [1, 8, 9, 3, S, 7]]
     images = [[0, 1], [2]]
@@ -41,8 +31,8 @@ def test_llava_with_several_images_equals_the_reference(llava):
     tokens = config.family.project(params, config, features)
     assert_close(tokens, torch.stack(model.get_image_features(as_torch(pixels)).pooler_output))
     tokens = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
-    batch = jnp.array(rows), jnp.array([6, 6]), visual_of(config, tokens)
-    sequence = prefix(params, config, batch)
+    lengths, visual = jnp.array([6, 6]), visual_of(config, tokens)
+    sequence = prompts.assemble(params, config, jnp.array(rows), lengths, visual)
     ours = prefill(params, config, sequence, 0, all_logits=True).logits
     for row, (ids, chosen) in enumerate(zip(rows, images, strict=True)):
         expanded = [x for t in ids for x in ([IMAGE_ID] * n if t == S else [t])]
@@ -85,7 +75,8 @@ def test_assembled_rows_equal_a_plain_loop(data):
 def test_pruned_rows_and_cached_decode_equal_hand_built_reference_runs(llava, positions):
     model, config, params = llava
     # Whatever lies in the padding, rows equal those of the reference one by one.
-    sequence = prefix(params, config, prompts.batch(noise=5.0), positions)
+    batch = prompts.batch(noise=5.0)
+    sequence = prompts.assemble(params, config, *batch, positions=positions)
     every = prefill(params, config, sequence, 3, all_logits=True).logits
     logits, cache, *_ = prefill(params, config, sequence, 3)
     np.testing.assert_array_equal(cache.length, sequence.length)
@@ -103,20 +94,6 @@ def test_pruned_rows_and_cached_decode_equal_hand_built_reference_runs(llava, po
         assert_close(ours, theirs[-4:], what=f"answer {row}")
 
 
-def test_several_tokens_may_be_appended_at_once(llava):
-    _, config, params = llava
-    cache = prefill(params, config, prefix(params, config), 4).cache
-    language = params["language"]
-    position = cache.next_position[:, None, None] + jnp.arange(3)
-    rows = Rows(decoder.embed(language, ANSWER), position, jnp.ones((5, 3), bool))
-    run = jax.jit(decoder.run_layers, static_argnums=(1, 3))
-    together, one_by_one = run(language, config.text, rows, (0, 4), cache), cache
-    for step in range(3):
-        logits, one_by_one = decode_step(params, config, ANSWER[:, step], one_by_one)
-    assert_close(decoder.logits(language, config.text, together.hidden[:, 2]), logits)
-    jax.tree.map(assert_close, together.cache, one_by_one)
-
-
 # Visual tokens dropped between layers.
 
 
@@ -130,7 +107,8 @@ def test_compressed_rows_by_hand():
     sequence = Sequence(hidden, position, length, following, image, index, note)
     # The last kept slot of row 1 lies in its padding, and so is not kept.
     keep = jnp.array([[1, 0, 1, 0, 1], [0, 1, 1, 0, 1]], bool)
-    short = compress(sequence, keep, 4)
+    compressed = jax.jit(compress, static_argnums=2)
+    short = compressed(sequence, keep, 4)
     np.testing.assert_array_equal(short.hidden[..., 0], [[0, 2, 4, 0], [6, 7, 0, 0]])
     np.testing.assert_array_equal(short.position[:, 0], [[0, 2, 4, 0], [11, 12, 0, 0]])
     np.testing.assert_array_equal(short.length, [3, 2])
@@ -142,4 +120,4 @@ def test_compressed_rows_by_hand():
     np.testing.assert_array_equal(anew.position[:, 0], [[0, 1, 2, 0], [0, 1, 0, 0]])
     np.testing.assert_array_equal(anew.next_position, [3, 2])
     np.testing.assert_array_equal(last_slots(short, 3), [[0, 1, 2], [0, 0, 1]])
-    np.testing.assert_array_equal(compress(sequence, keep, 2).length, [2, 2])
+    np.testing.assert_array_equal(compressed(sequence, keep, 2).length, [2, 2])
