@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
@@ -187,7 +186,7 @@ class Checkpoints:
         if step == self.latest:
             return
         parts = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(_copy(saved)), beside=ocp.args.JsonSave(about or {})
+            arrays=ocp.args.StandardSave(saved), beside=ocp.args.JsonSave(about or {})
         )
         with self._written():
             self._manager.wait_until_finished()
@@ -244,12 +243,6 @@ class Checkpoints:
         """Waits for pending writes; raises an OSError as `save` does."""
         with self._written():
             self._manager.close()
-
-
-@jax.jit
-def _copy(tree: PyTree) -> PyTree:
-    """Copies the arrays, as the next update reuses the buffers of a state being written."""
-    return jax.tree.map(jnp.copy, tree)
 
 
 def _shapes(tree: PyTree) -> dict[str, str]:
