@@ -9,10 +9,10 @@ such as runs/llava7b-short for `llava7b:short`; `--config.start=FILE` names anot
 world it repairs weak runs and gains at all budgets, without gradients of the model, see
 experiments/RESULTS.md; it has not been tried at 7B.
 
-Sets are small, because few tokens are what is hard to choose, and the stop of the first stage is
-left as it is. `--config.policy_gradient.stops=0.5 --config.policy_gradient.longest=0.25
---config.policy.length_weight=0.6` trains it, too: a token's price is paid in probability here, in
-nats before, and is four times that of the first stage.
+Sets are small, because a few tokens are what is hard to choose, and the stop stays that of the
+first stage. `--config.policy_gradient.stops=0.5 --config.policy_gradient.longest=0.25
+--config.policy.length_weight=0.6` trains it, too. The weight is four times that of the first stage,
+as what a token gains is measured in probability here, and in nats there.
 """
 
 from stepprune_jax import configurations

@@ -151,9 +151,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         split = thin(read_split(run.root(BENCHMARK.name), "validation"), given.limit)
         policies = {name: load_policy(name) for name in given.policy}
         rows = compare(run, split, policies, given.budgets, given.seeds)
+    print(as_markdown(rows), end="")
     if json_file:
         write_json(json_file, rows)
-    print(as_markdown(rows), end="")
 
 
 if __name__ == "__main__":

@@ -320,9 +320,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             with locked(Path(workdir)):
                 results.append(compare(one, workdir))
         result = over_runs(results) if len(results) > 1 else results[0]
+    print(as_markdown(result), end="")
     if json_file:
         write_json(json_file, result)
-    print(as_markdown(result), end="")
 
 
 if __name__ == "__main__":
