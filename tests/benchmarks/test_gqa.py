@@ -95,3 +95,13 @@ def test_a_submission_has_each_line(root):
     ]
     with pytest.raises(IsADirectoryError):
         convert(root, root / "a.jsonl", root)
+
+
+def test_a_submission_stands_until_the_next_one_is_whole(root):
+    out = root / "p.json"
+    convert(root, write(root, [("1", "Red")]), out)
+    before = out.read_bytes()
+    (root / "a.jsonl").write_text('{"question_id": "1", "te')
+    with pytest.raises(ValueError, match="line 1"):
+        convert(root, root / "a.jsonl", out)
+    assert out.read_bytes() == before
