@@ -47,11 +47,13 @@ def sample(
     """Draws g sets for each row, tokens and stop alike, at a temperature of 1.
 
     The stop is one more action: before each token from `min_tokens` on, the episode ends with its
-    probability. The inputs are encoded once for all draws.
+    probability. The inputs are encoded once for all draws. The gradient is that of `"parallel"`
+    whatever the estimator: what was drawn is given, and straight-through would add to it. With a
+    hazard, the gradient of the stop reaches the hazard's own weights alone, as it always does.
 
     Args:
         params: policy weights.
-        config: policy configuration; `draw` is not read.
+        config: policy configuration; `draw` and `estimator` are not read.
         inputs: image and question.
         limits: bounds on the counts. An exact budget leaves the stop no choice.
         keys: a PRNG key for each draw, consumed.
@@ -65,7 +67,7 @@ def sample(
     Raises:
         ValueError: as `select`.
     """
-    config = dataclasses.replace(config, draw=1.0)
+    config = dataclasses.replace(config, draw=1.0, estimator="parallel")
     b = inputs.image.shape[0]
     started = begin(params, config, inputs, limits, text_gate, stop_bias, decoder)
 

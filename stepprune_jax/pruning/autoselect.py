@@ -325,6 +325,6 @@ class AutoSelect(TrainedMethod):
     def opened(
         self, weights: Params, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """The scores with the noise of a draw, and the mean entropy of their softmax."""
+        """The scores, and the mean entropy of their softmax."""
         found = scores(weights, self.config, inputs)
-        return drawn(self.config, found, None), entropy(found)
+        return found, entropy(found)

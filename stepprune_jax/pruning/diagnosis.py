@@ -19,8 +19,8 @@ from stepprune_jax.pruning.trained import TrainedMethod, Weights, run_choose
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
 
 # Differences count from this many standard errors of the paired mean, and from this share of what
-# all tokens gain over none.
-_ERRORS, _SHARE = 2.0, 0.05
+# all tokens gain over none. A policy that keeps less than half of that gain is far from them.
+_ERRORS, _SHARE, _FAR = 2.0, 0.05, 0.5
 # Nats below which a distribution is as good as decided.
 _SATURATED = 0.05
 
@@ -34,8 +34,8 @@ class Diagnosis(NamedTuple):
             those of the "policy", and those it would keep for "another's question" if it reads any.
         accuracy: share of right answers, likewise; empty if not known.
         entropy: mean entropy in nats of the distributions that tokens are taken from.
-        agreement: mean share of the kept tokens that training opens widest at this budget.
-        findings: what is wrong, each with a remedy; empty if nothing is.
+        agreement: mean share of the kept tokens that the gate opens widest at this budget.
+        findings: what is wrong, each with a remedy; empty if nothing was found.
     """
 
     budget: int
@@ -52,7 +52,7 @@ class Diagnosis(NamedTuple):
             for name, loss in self.loss.items()
         ]
         lines.append(f"entropy {self.entropy:.2f} nats; agreement {self.agreement:.2f}")
-        return "\n".join([f"{self.budget} tokens", *lines, *(self.findings or ("healthy",))])
+        return "\n".join([f"{self.budget} tokens", *lines, *(self.findings or ("nothing found",))])
 
 
 def describe(
@@ -65,29 +65,35 @@ def describe(
     """Puts in words what the losses of the same questions with different tokens say."""
     gain = float(np.mean(loss[NONE] - loss[ALL]))
 
-    def as_good(other: str) -> bool:
-        """Whether other tokens are not clearly worse than the policy's."""
-        apart = loss[other] - loss[OWN]
+    def lower(case: str, other: str) -> bool:
+        """Whether the losses of a case are clearly lower than those of another."""
+        apart = loss[other] - loss[case]
         error = float(np.std(apart)) / math.sqrt(len(apart))
-        return float(np.mean(apart)) <= max(_ERRORS * error, _SHARE * gain)
+        return float(np.mean(apart)) > max(_ERRORS * error, _SHARE * gain)
 
     findings = []
-    if gain <= 0:
+    if not lower(ALL, NONE):
         findings.append(
-            "the loss with all tokens is no lower than with none: the frozen model, or the loss, "
-            "does not read the image; nothing can be learned from it"
+            "the loss with all tokens is not clearly lower than with none: the frozen model, or "
+            "the loss, does not read the image, or the questions are few; nothing can be learned"
         )
     else:
-        short = float(np.mean(loss[OWN] - loss[ALL])) > _SHARE * gain
-        if short and as_good(RANDOM):
+        short = lower(ALL, OWN)
+        kept = float(np.mean(loss[NONE] - loss[OWN])) / gain
+        if short and not lower(OWN, RANDOM):
             findings.append(
                 "no better than random tokens: train longer, or with a higher learning rate; check "
                 "that questions reach the policy and that features are standardised"
             )
-        elif short and OTHER in loss and as_good(OTHER):
+        elif short and OTHER in loss and not lower(OWN, OTHER):
             findings.append(
                 "does not read the question: its tokens serve another's as well; train longer, "
                 "open the text gate from the start, or check `text` and `text_mask`"
+            )
+        elif short and kept < _FAR:
+            findings.append(
+                f"far from all tokens: {100 * kept:.0f} % of what they gain over none; keep more, "
+                "or train longer"
             )
         if short and entropy < _SATURATED:
             findings.append(

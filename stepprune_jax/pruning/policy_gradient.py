@@ -91,15 +91,12 @@ def policy_gradient_loss(
     advantage = leave_one_out(reward - cost)
     value = -jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
     count = draw.picks.count.astype(jnp.float32)
-
-    def mean(x, where):
-        return jnp.sum(jnp.where(where, x, 0)) / jnp.maximum(1, jnp.sum(where) * g)
-
+    counted = own | ~jnp.any(own)  # those that end by the stop, where there are any
     scalars = {
         "lm_loss": jnp.mean(loss),
         "reward": jnp.mean(reward),
         "reward_std": jnp.mean(jnp.std(reward, axis=0)),
-        "k_mean": mean(count, own),
+        "k_mean": jnp.mean(count, where=counted),
         "entropy": jnp.mean(draw.entropy),
     }
     return value, (scalars, jnp.asarray(progress.running_count))

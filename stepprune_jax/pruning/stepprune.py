@@ -83,7 +83,7 @@ class StepPrune(TrainedMethod):
         how = {"text_gate": progress.text_gate, "stop_bias": log_price}
         draw = policy.sample(weights, self.config, inputs, limits, keys, **how)
         count, growth = draw.picks.count, self.config.price_growth
-        # The sum of all tokens' prices, of which the last one's is the largest.
+        # The integral of a price that grows to that of the last token.
         last = jnp.exp(log_price + log_price_growth(self.config, count, size))
         return draw, self.config.length_weight * last * count / (size * (growth + 1))
 
@@ -158,8 +158,9 @@ class StepPrune(TrainedMethod):
     def opened(
         self, weights: Weights, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """The soft scores of an episode, and the mean entropy of its pointer."""
-        trajectory = policy.select(weights, self.config, inputs, Limits(budget=budget))
+        """The soft scores of the gate's episode, and the mean entropy of its pointer."""
+        best = dataclasses.replace(self.config, draw=0.0)  # as `gate` rolls out
+        trajectory = policy.select(weights, best, inputs, Limits(budget=budget))
         return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
 
     def counts(

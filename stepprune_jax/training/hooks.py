@@ -1,5 +1,6 @@
 """Training hooks: metrics, validation, profiling."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,7 +56,8 @@ class Hooks:
         if self._log is not None and (step % self._run.log_every == 0 or end):
             self._log.write(step, scalars)
         if self._validation is not None and (step % self._run.validation.every == 0 or end):
-            row = self._validation(step, policy())  # all processes take part
+            entropy = float(scalars.get("entropy", math.nan))
+            row = self._validation(step, policy(), entropy)  # all processes take part
             if self._log is not None:
                 self._log.write_validation(row)
 

@@ -143,6 +143,18 @@ def row_losses(
 
     Position ids are those of `vlm.assemble`.
     """
+    return row_scores(params, model, options, kept, targets, positions)[0]
+
+
+def row_scores(
+    params: dict[str, Any],
+    model: ModelConfig,
+    options: ForwardOptions,
+    kept: Pruned,
+    targets: Targets,
+    positions: str = "original",
+) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
+    """Computes `row_losses`, and whether every target is the most probable token at its place."""
     k = kept.tokens.shape[1]
     tokens = model.family.project(params, model, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)
@@ -167,7 +179,9 @@ def row_losses(
     hidden = jnp.take_along_axis(stage.hidden, place[..., None], axis=1)
     log_prob = jax.nn.log_softmax(decoder.logits(language, model.text, hidden), axis=-1)
     target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
-    return -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)
+    right = jnp.argmax(log_prob, axis=-1) == targets.target
+    losses = -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)
+    return losses, jnp.all(right | ~targets.supervised, axis=1)
 
 
 def answer_losses(

@@ -29,7 +29,7 @@ from stepprune_jax.policy.buckets import choose_bucket
 from stepprune_jax.pruning import Budget, Method, Policy, Ranking, make_method
 from stepprune_jax.pruning.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, describe
 from stepprune_jax.training.batches import stack_targets
-from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_losses
+from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_scores
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Setup
 from stepprune_jax.user_input import local_path
@@ -38,16 +38,14 @@ FOLDER = "overlays"
 # Sizes that kept tokens are padded to, as shares of all; each size in use is a program.
 _SHARES = (8, 4, 2, 1)
 
-# Fields of the losses in a validation's row, and the cases of a diagnosis.
-_LOSSES = {
-    "loss": OWN,
-    "loss_all": ALL,
-    "loss_none": NONE,
-    "loss_random": RANDOM,
-    "loss_other_question": OTHER,
-}
+# The cases of a diagnosis, as they are named in a validation's row.
+_CASES = {OWN: "", ALL: "_all", NONE: "_none", RANDOM: "_random", OTHER: "_other_question"}
 
-_losses = jit_for_weights(row_losses, ("model", "options"))
+_scores = jit_for_weights(row_scores, ("model", "options"))
+
+
+# Of each question: the loss of its correct answer, and whether every token of it is preferred.
+Scores = tuple[Float[np.ndarray, " q"], Bool[np.ndarray, " q"]]
 
 
 class Selection(NamedTuple):
@@ -140,23 +138,27 @@ class Validation:
         grid = self._encoded.images.grid[self._encoded.prompts.image_of[:, 0]]
         return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
 
-    def __call__(self, step: int, policy: Policy) -> dict[str, float | int]:
-        """Answers the questions from the policy's kept tokens, and draws a few."""
+    def __call__(self, step: int, policy: Policy, entropy: float) -> dict[str, float | int]:
+        """Answers the questions from the policy's kept tokens, and draws a few.
+
+        A finding may need the `entropy` of the policy's choices in training.
+        """
         begin = time.perf_counter()
         answers, selection = self.answer(policy)
         texts, count = answers.texts, answers.kept
         right = np.array(list(map(is_right, texts, self._split.answers)))
-        losses = self._compare(policy, selection)
+        found = self._compare(policy, selection)
         read = policy.config.text_width  # else another question changes nothing
-        said = {case: loss for case, loss in losses.items() if read or case != OTHER}
-        for finding in describe(round(float(count.mean())), said).findings:
+        losses = {case: loss for case, (loss, _) in found.items() if read or case != OTHER}
+        for finding in describe(round(float(count.mean())), losses, entropy).findings:
             distributed.say(f"validation at step {step}: {finding}")
         if self._settings.overlays and distributed.is_main():
             self._draw(self._folder / f"step_{step:08d}.png", answers, right)
         return {
             "step": step,
-            **{name: self._mean(losses[case]) for name, case in _LOSSES.items()},
-            "accuracy": round(100 * float(right.mean()), 2),
+            **{f"loss{name}": self._mean(found[case][0]) for case, name in _CASES.items()},
+            **{f"accuracy{name}": _percent(found[case][1]) for case, name in _CASES.items()},
+            "accuracy": _percent(right),  # of its own answers
             "k_mean": float(count.mean()),
             "k_std": float(count.std()),
             "k_min": int(count.min()),
@@ -192,16 +194,16 @@ class Validation:
         given = (self._model, method, prompts, self._encoded.images)
         return method, rank_all(*given, steps=steps, batch_size=self._size)[0]
 
-    def _compare(self, policy: Policy, selection: Selection) -> dict[str, Float[np.ndarray, " q"]]:
-        """Computes losses from a policy's tokens and from others, by the cases of a diagnosis."""
+    def _compare(self, policy: Policy, selection: Selection) -> dict[str, Scores]:
+        """Scores answers from a policy's tokens and from others, by the cases of a diagnosis."""
         prompts = self._encoded.prompts
         words, number = (np.roll(x, 1, axis=0) for x in (prompts.words, prompts.num_words))
         _, ranking = self._rank(policy, prompts._replace(words=words, num_words=number))
         return {
             **self._bounds,
-            RANDOM: self.losses(Selection(np.argsort(self._noise, axis=1), selection.count)),
-            OWN: self.losses(selection),
-            OTHER: self.losses(Selection(ranking.order, selection.count)),
+            RANDOM: self.scores(Selection(np.argsort(self._noise, axis=1), selection.count)),
+            OWN: self.scores(selection),
+            OTHER: self.scores(Selection(ranking.order, selection.count)),
         }
 
     @functools.cached_property
@@ -212,20 +214,23 @@ class Validation:
         return np.where(np.arange(n) < sizes[:, None], noise, 2)
 
     @functools.cached_property
-    def _bounds(self) -> dict[str, Float[np.ndarray, " q"]]:
-        """The losses with all tokens and with none, which no policy changes."""
+    def _bounds(self) -> dict[str, Scores]:
+        """The scores with all tokens and with none, which no policy changes."""
         sizes, n = self._encoded.sizes, self._model.config.max_image_tokens
         order = np.broadcast_to(np.arange(n), (len(sizes), n))
         counts = {ALL: sizes, NONE: np.zeros_like(sizes)}
-        return {case: self.losses(Selection(order, count)) for case, count in counts.items()}
+        return {case: self.scores(Selection(order, count)) for case, count in counts.items()}
 
     def _mean(self, losses: Float[np.ndarray, " q"]) -> float:
         """Returns the mean loss of a supervised token."""
         return float(losses.sum() / self._targets.supervised.sum())
 
-    def losses(self, selection: Selection) -> Float[np.ndarray, " q"]:
-        """Computes the summed cross-entropy of each correct answer after kept tokens, in nats."""
-        losses, vision = [], self._encoded.images
+    def scores(self, selection: Selection) -> Scores:
+        """Computes the summed cross-entropy of each correct answer after kept tokens, in nats.
+
+        Also whether each of its tokens is the most probable one.
+        """
+        scores, vision = [], self._encoded.images
         image_of = self._encoded.prompts.image_of[:, 0]
         mesh = self._options.mesh
         for rows, real in batches(len(image_of), self._size):
@@ -235,15 +240,16 @@ class Validation:
             arrays = place_rows(mesh, (vision.features[image_of[rows]], order, count, targets))
             features, order, count, targets = arrays
             kept = run_take(features, order, count, capacity=capacity)
-            of_rows = _losses(
+            of_rows = _scores(
                 self._model.params,
                 model=self._model.config,
                 options=self._options,
                 kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),
                 targets=targets,
             )
-            losses.append(fetch(of_rows)[:real])
-        return np.concatenate(losses)
+            scores.append([x[:real] for x in fetch(of_rows)])
+        losses, right = map(np.concatenate, zip(*scores, strict=True))
+        return losses, right
 
     def _draw(self, path: Path, answers: Answers, right: Bool[np.ndarray, " q"]) -> None:
         """Draws the first few questions."""
@@ -268,3 +274,8 @@ class Validation:
                 )
             )
         draw_rows(path, [shown])
+
+
+def _percent(right: Bool[np.ndarray, " q"]) -> float:
+    """Returns the share of right answers in percent."""
+    return round(100 * float(right.mean()), 2)

@@ -25,7 +25,11 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 _SHOWN = (
     ("loss {}", {"loss": 3}),
     ("lm {}", {"lm_loss": 3}),
-    ("all {} random {}", {"loss_all": 3, "loss_random": 3}),
+    (
+        "all {} none {} random {} other {}",
+        {"loss_all": 3, "loss_none": 3, "loss_random": 3, "loss_other_question": 3},
+    ),
+    ("reward {}", {"reward": 3}),
     ("told {}", {"told": 3}),
     ("kind {}", {"class_kind": 3}),
     ("color {}", {"class_color": 3}),

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from quick import quick_or_slow
 
-from stepprune_jax.policy import Inputs, Progress, encode, gate, noise_gate, soft_topk, train_loss
+from stepprune_jax.policy import (
+    Inputs,
+    Limits,
+    Progress,
+    encode,
+    gate,
+    noise_gate,
+    sample,
+    soft_topk,
+    train_loss,
+)
 from stepprune_jax.policy.noise import denoise
 from stepprune_jax.policy.objective import length_penalty
 from stepprune_jax.policy.params import param_paths
@@ -219,6 +229,19 @@ def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, fields):
     np.testing.assert_allclose(value, expected_value, rtol=1e-9)
     cases.assert_trees_close(found, expected, 1e-9)
     assert np.abs(found["params"]["decoder"]["pointer"]["key"]["kernel"]).max() > 0
+
+
+@pytest.mark.parametrize("estimator", ["parallel", "straight_through"])
+def test_probabilities_of_drawn_sets_are_differentiated_exactly(rng, estimator):
+    """Whatever the estimator, where the stop cuts no gradient."""
+    config = cases.small_config(estimator=estimator, max_steps=3)
+    inputs = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5)))
+    keys, weigh = jax.random.split(jax.random.key(1), 4), cases.weighted_sum(rng, np.zeros((4, 2)))
+
+    def value(params):
+        return weigh(sample(params, config, inputs, Limits(min_tokens=1), keys).log_prob)
+
+    cases.assert_finite_differences(value, cases.random_weights(rng, config, 0.3), rng, size=1e-6)
 
 
 @pytest.mark.slow

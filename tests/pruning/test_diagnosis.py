@@ -31,6 +31,8 @@ def words(entropy=1.0, agreement=0.9, **changes):
         ({"entropy": 0.01}, ("saturated",)),
         ({"agreement": 0.2}, ("not what training opens",)),
         ({"NONE": 0.1}, ("does not read the image",)),
+        # A sixth of what all tokens gain, whatever random ones and another question's do.
+        ({"NONE": 3.0, "RANDOM": 2.7, "OWN": 2.5, "OTHER": 2.7}, ("far from all tokens: 17 %",)),
         ({"RANDOM": 0.3, "entropy": 0.0}, ("no better than random", "saturated")),
     ],
 )
@@ -45,6 +47,10 @@ def test_differences_within_their_error_are_none():
     apart = np.tile([4.0, -2.0], B // 2)  # mean 1, deviation 3: 2.7 errors of 64, 0.9 of 8
     losses = {name: np.full(B, value) for name, value in LOSSES.items()}
     assert not describe(4, losses | {RANDOM: losses[OWN] + apart}, 1.0, 1.0).findings
+    unread = losses | {NONE: losses[ALL] + apart / 10, OWN: losses[ALL]}
+    assert not describe(4, unread, 1.0, 1.0).findings
+    (said,) = describe(4, {name: x[:8] for name, x in unread.items()}, 1.0, 1.0).findings
+    assert "does not read the image" in said
     few = {name: x[:8] for name, x in (losses | {RANDOM: losses[OWN] + apart}).items()}
     assert "random" in describe(4, few, 1.0, 1.0).findings[0]
 
@@ -87,7 +93,8 @@ def test_it_compares_the_sets_it_names(reader):
     np.testing.assert_array_equal(other.index, swapped.index[:, :2])
     assert len(np.unique(random.index, axis=0)) > 10
     assert found.accuracy[NONE] == 0 and found.loss[NONE].mean() == 1
-    assert found.agreement == 1 and 0 < found.entropy < np.log(N)
+    # Nearly even scores are drawn from: what is kept is hardly what the gate opens.
+    assert 0 < found.agreement < 0.9 and 0 < found.entropy < np.log(N)
     assert "no better than random" in str(found) and "2 tokens" in str(found)
 
 

@@ -74,7 +74,7 @@ def test_counts_and_answers_are_those_of_generate(world, whole, llava_model, loo
     images = [[world[1] / "images" / f"{i % 3}.png"] for i in range(5)]
     how = RunOptions(3, warm_up=False)
     answers = generate(llava_model, ASKED, images, make_method(policy=policy), options=how)
-    row = look(6, policy)
+    row = look(6, policy, 1.0)
     assert {k: v for k, v in row.items() if k != "seconds"} == looks(whole)[-1]
     answered, selection = look.answer(policy)
     assert answered.texts == [answer.text for answer in answers]
@@ -83,13 +83,13 @@ def test_counts_and_answers_are_those_of_generate(world, whole, llava_model, loo
     # Right are three of five, whatever their case.
     right = [text.upper() if number < 3 else "?" for number, text in enumerate(answered.texts)]
     monkeypatch.setattr(look, "_split", look._split._replace(answers=right))
-    assert look(6, policy)["accuracy"] == 60
+    assert look(6, policy, 1.0)["accuracy"] == 60
 
 
-def test_the_loss_sees_the_kept_tokens_alone_at_their_places(llava_model, look):
+def test_scores_see_the_kept_tokens_alone_at_their_places(llava_model, look):
     order = np.array([[4, 0, 8], [1, 2, 3], [7, 0, 0], [5, 6, 0], [8, 7, 6]], np.int32)
     count = np.array([3, 1, 1, 1, 3], np.int32)
-    found = look.losses(Selection(order, count))
+    losses, right = look.scores(Selection(order, count))
     split, targets = look._encoded, look._targets
     config = llava_model.config
 
@@ -112,7 +112,8 @@ def test_the_loss_sees_the_kept_tokens_alone_at_their_places(llava_model, look):
         end = ids.shape[1] - 1 + len(kept)  # conversations end with their answer
         places = range(end - len(answer) - 1, end - 1)
         expected = -sum(float(log_prob[p, t]) for p, t in zip(places, answer, strict=True))
-        np.testing.assert_allclose(found[row], expected, rtol=1e-5)
+        np.testing.assert_allclose(losses[row], expected, rtol=1e-5)
+        assert right[row] == (np.argmax(log_prob[np.array(places)], axis=1) == answer).all()
 
 
 def test_a_budget_or_a_policy_without_a_stop_keeps_so_many(look, whole, monkeypatch):
