@@ -30,7 +30,7 @@ Default = Any  # to a type checker, a field has the type of its default
 
 # Normal numbers of float32, apart from 0. Integers in JSON may be too large for any float.
 _LEAST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
-_EXPECTED = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+_WORDS = {bool: "True or False", int: "an integer of 32 bits", float: "a number", str: "a string"}
 
 
 def setting(
@@ -103,7 +103,7 @@ class Settings:
         """Raises a ValueError that names the field and what was `expected`, unless `holds`."""
         if not holds:
             value = getattr(self, name)
-            raise _refused(type(self), name, value, expected)
+            raise ValueError(f"{self._path}.{name} is {value!r}, expected {expected}")
 
     def replace(self: T, changes: Mapping[str, object]) -> T:
         """Returns these settings with some fields changed.
@@ -149,7 +149,36 @@ def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, obje
         settings: the settings that are to be changed.
         texts: values by dotted name: the text itself for a field of text, else a literal of Python.
     """
-    return {name: _read(text, _kind_at(settings, name)) for name, text in texts.items()}
+    return {name: read_value(text, _kind_at(settings, name)) for name, text in texts.items()}
+
+
+def read_value(given: object, kind: Annotation) -> object:
+    """Reads a value of a type, which may be text; what cannot be read stays text, to be refused."""
+    value = given
+    if isinstance(given, str) and kind is not str:
+        words = {"true": True, "false": False, "none": None}
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            known = given.lower() in words
+            value = words[given.lower()] if known else ast.literal_eval(given)
+    value = tuple(value) if isinstance(value, list) else value
+    return (value,) if get_origin(kind) is tuple and not isinstance(value, tuple) else value
+
+
+def accepted(
+    name: str, value: object, kind: Annotation, expected: str = "", holds: Holds = lambda _: True
+) -> object:
+    """Returns a value of a type, with integers as floats where the type has those.
+
+    Raises:
+        ValueError: it is refused; the message has its name. `expected` and `holds` as in `setting`.
+    """
+    if not _fits(value, kind) or (value is not None and not holds(value)):
+        raise ValueError(f"{name} is {value!r}, expected {expected or _expected(kind)}")
+    # `lr=1` is 1.0: one type, one program.
+    if isinstance(value, tuple) and _fits((0.5,), kind):
+        return tuple(float(item) if isinstance(item, int) else item for item in value)
+    whole = isinstance(value, int) and not isinstance(value, bool) and _fits(0.5, kind)
+    return float(value) if whole else value
 
 
 def is_count(value: object, least: int = 1) -> TypeGuard[int]:
@@ -165,18 +194,9 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _accepted(cls: type[Settings], field: dataclasses.Field, value: object) -> object:
-    """Returns a value of a field, an integer for a number as a float; raises if it is refused."""
-    kind = _kinds(cls)[field.name]
-    holds = field.metadata.get("holds", lambda _: True)
-    if not _fits(value, kind) or (value is not None and not holds(value)):
-        raise _refused(cls, field.name, value, field.metadata.get("expected") or _expected(kind))
-    # `lr=1` is 1.0: one type, one program.
-    whole = isinstance(value, int) and not isinstance(value, bool) and _fits(0.5, kind)
-    return float(value) if whole else value
-
-
-def _refused(cls: type[Settings], name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"{cls._path}.{name} is {value!r}, expected {expected}")
+    """Returns a value of a field as it is stored; raises if it is refused."""
+    limits = {name: field.metadata[name] for name in ("expected", "holds") if field.metadata}
+    return accepted(f"{cls._path}.{field.name}", value, _kinds(cls)[field.name], **limits)
 
 
 @functools.cache
@@ -202,10 +222,10 @@ def _expected(kind: Annotation) -> str:
     """Describes a type, for messages."""
     arms = [arm for arm in get_args(kind) if arm is not type(None)]
     if get_origin(kind) is tuple:
-        return "a tuple"
+        return f"a tuple, each {_expected(arms[0])}"
     if get_origin(kind) is Mapping:
         return "a mapping"
-    return _EXPECTED.get(kind) or " or ".join(map(_expected, arms)) or kind.__name__
+    return _WORDS.get(kind) or " or ".join(map(_expected, arms)) or kind.__name__
 
 
 def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
@@ -240,18 +260,6 @@ def _kind_at(settings: object, name: str) -> Annotation:
     head, _, rest = name.partition(".")
     kind, inner = _kinds(type(settings)).get(head, str), getattr(settings, head, None)
     return _kind_at(inner, rest) if rest and dataclasses.is_dataclass(inner) else kind
-
-
-def _read(text: str, kind: Annotation) -> object:
-    """Reads a value of a type; what cannot be read stays text, for the field to refuse."""
-    if kind is str:
-        return text
-    value: object = text
-    words = {"true": True, "false": False, "none": None}
-    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
-    value = tuple(value) if isinstance(value, list) else value
-    return (value,) if get_origin(kind) is tuple and not isinstance(value, tuple) else value
 
 
 def _walk(prefix: str, value: object) -> Iterator[tuple[str, object]]:

@@ -1,10 +1,6 @@
 """Construction of pruners from a name, a budget, options and a policy."""
 
-import ast
-import contextlib
 import dataclasses
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +9,7 @@ from stepprune_jax.pruning.base import Pruner, Trained
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.policy import Policy
 from stepprune_jax.pruning.registry import PRUNERS
+from stepprune_jax.settings import accepted, is_number, read_value
 from stepprune_jax.user_input import check, expect, nearest
 
 
@@ -84,7 +81,7 @@ def make_method(
     if stop_bias is not None:
         stops = policy is not None and kind.has_stop
         check((stops, "a stop bias (--stop_bias) needs a policy (--policy) that stops"))
-        expect("stop_bias", stop_bias, _is_number(stop_bias), "a finite number (--stop_bias)")
+        expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number (--stop_bias)")
     if policy is None:
         return Method(kind(budget=budget, **fields))
     bias = policy.stop_bias if stop_bias is None else stop_bias
@@ -121,38 +118,10 @@ def _read_fields(kind: type[Pruner], options: Mapping[str, Any]) -> dict[str, An
     # The types are no strings: these modules evaluate their annotations.
     known = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in ("budget", "config")}
     values = {}
-    for name, value in options.items():
+    for name, given in options.items():
         if name not in known:
             names = ", ".join(sorted(known)) or "none"
             raise ValueError(f"{kind.name} has no option {name!r}; its options: {names}")
-        if isinstance(value, str) and known[name] is not str:
-            with contextlib.suppress(ValueError, SyntaxError):
-                value = ast.literal_eval(value)
-        try:
-            values[name] = _read_value(known[name], value)
-        except TypeError as error:
-            raise ValueError(
-                f"{kind.name}: option {name} is {value!r}, expected {error}, in 32 bits"
-            ) from error
+        value = read_value(given, known[name])
+        values[name] = accepted(f"{kind.name}: option {name}", value, known[name])
     return values
-
-
-def _read_value(declared: Any, value: Any) -> Any:
-    """Converts a value to a type, or raises a TypeError that names the type."""
-    if isinstance(declared, types.UnionType):  # with None
-        return None if value is None else _read_value(typing.get_args(declared)[0], value)
-    if typing.get_origin(declared) is tuple:
-        member = typing.get_args(declared)[0]
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"a list of {member.__name__}")
-        return tuple(_read_value(member, x) for x in value)
-    if declared is float and type(value) is int:
-        value = float(value)
-    if type(value) is not declared or not (declared is str or _is_number(value)):
-        raise TypeError(declared.__name__)
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    """Returns whether a value is an integer or a finite number of 32 bits."""
-    return isinstance(value, int | float) and abs(value) < 1 << (31 if type(value) is int else 128)
