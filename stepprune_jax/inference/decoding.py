@@ -72,11 +72,16 @@ def make_cuts(learned: PyTree, texts: Texts, plan: Plan) -> list[vlm.Cut]:
     def drop(cut, count):
         return lambda rows, taps: plan.pruner.drop(learned, cut, rows, taps, count)
 
-    compact = plan.positions == "compact"
     return [
         vlm.Cut(
-            *(cut.layer, slots, drop(cut, count), cut.taps, rows[cut.rows], compact),
-            *(cut.forgets, plan.pruner.probe(learned)),
+            layer=cut.layer,
+            slots=slots,
+            drop=drop(cut, count),
+            taps=cut.taps,
+            rows=rows[cut.rows],
+            renumber=plan.positions == "compact",
+            forgets=cut.forgets,
+            probe=plan.pruner.probe(learned),
         )
         for cut, slots, count in zip(plan.cuts, plan.slots[1:], texts.counts, strict=True)
     ]
@@ -93,9 +98,11 @@ def start(
     halted: vlm.Halted | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill, with the pruner's cuts, and draws the first tokens."""
-    how = make_cuts(learned, texts, plan), False, plan.execution, halted
-    # The last token is never read, so it needs no slot.
-    result = vlm.prefill(params, config, sequence, plan.max_tokens - 1, *how)
+    cuts = make_cuts(learned, texts, plan)
+    slots = plan.max_tokens - 1  # the last token is never read, so it needs none
+    result = vlm.prefill(
+        params, config, sequence, slots, cuts, execution=plan.execution, halted=halted
+    )
     b = len(texts.length)
     zeros, penalised = jnp.zeros(b, jnp.int32), sampling.repetition_penalty is not None
     state = Decoding(

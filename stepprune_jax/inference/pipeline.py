@@ -99,7 +99,7 @@ def choose(
         arrays = place_rows(mesh_of(model.params), arrays)
         return programs.run_take(*arrays, capacity=capacity), counts
     pairs, plan, counts = _plan_choice(
-        *(model, pruner, prompts, images), execution=execution, sizes=sizes
+        model, pruner, prompts, images, execution=execution, sizes=sizes
     )
     kept = programs.run_choose(model.params, model.config, method.params, pairs, plan=plan)
     return kept, counts if pruner.budget.is_exact else fetch(kept.count)
@@ -161,7 +161,8 @@ def prepare(
     that is longer than the context is truncated, with a warning.
     """
     config, rows, padded = model.config, _pair_up(prompts.image_of), 1
-    choice, cuts = Plan(execution=options.execution, mesh=mesh_of(model.params)), ()
+    execution = options.execution
+    choice, cuts = Plan(execution=execution, mesh=mesh_of(model.params)), ()
     if not len(rows.image):
         method, tokens = NO_PRUNING, _no_tokens(model)
         size, grid = np.zeros(1, np.int32), np.ones((1, 2), np.int32)
@@ -171,14 +172,11 @@ def prepare(
         cuts = method.pruner.cuts(config, _padded_tokens(config, images))
         if images.features is None and method.pruner.budget.is_exact:
             tokens, choice, counts = _plan_choice(
-                *(model, method.pruner, prompts, images), execution=options.execution, sizes=sizes
+                model, method.pruner, prompts, images, execution=execution, sizes=sizes
             )
         else:
             tokens, counts = choose(
-                *(model, method, prompts, images),
-                execution=options.execution,
-                sizes=sizes,
-                ranking=ranking,
+                model, method, prompts, images, execution=execution, sizes=sizes, ranking=ranking
             )
         padded = choose_bucket(counts, _kept_sizes(config, method.pruner, images, sizes))
     pruner, limit = method.pruner, options.context_limit or config.family.CONTEXT_LIMIT
@@ -207,7 +205,7 @@ def prepare(
     if cuts:
         plan = dataclasses.replace(plan, pruner=pruner.program())
     texts = Texts(
-        *(ids, prompts.length, rows.slot, rows.shown, grid[rows.slot], tuple(survivors[..., 0]))
+        ids, prompts.length, rows.slot, rows.shown, grid[rows.slot], tuple(survivors[..., 0])
     )
     # Unused parameters would still distinguish programs, so they are left out.
     learned = method.params if plan.pruner is not None else ()
@@ -219,8 +217,9 @@ def prepare(
 def _halt(model: VLM, batch: Batch, limit: int) -> Batch:
     """Runs a batch to a cut whose counts depend on its tokens, and reads them back."""
     plan = dataclasses.replace(batch.plan, max_tokens=1)
-    given = (batch.learned, batch.tokens, batch.texts)
-    halted, count = programs.run_halt(model.params, model.config, *given, plan=plan)
+    halted, count = programs.run_halt(
+        model.params, model.config, batch.learned, batch.tokens, batch.texts, plan=plan
+    )
     remain, visual = fetch(count).T
     slots = min(_bucket(int(remain.max()), ladder(limit)), plan.slots[0])
     plan = dataclasses.replace(batch.plan, slots=(plan.slots[0], slots))
@@ -244,11 +243,11 @@ def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.
 
 def begin(model: VLM, batch: Batch, sampling: Sampling) -> Begun:
     """Runs the language model, and what `prepare` left to its program, to the first tokens."""
+    plan, learned, tokens, texts, visual_tokens, kept = batch
     state, trace = programs.run_begin(
-        *(model.params, model.config, batch.learned, batch.tokens, batch.texts, sampling),
-        plan=batch.plan,
+        model.params, model.config, learned, tokens, texts, sampling, plan=plan
     )
-    return Begun(state, trace, batch.visual_tokens, batch.kept)
+    return Begun(state, trace, visual_tokens, kept)
 
 
 def finish(

@@ -137,8 +137,9 @@ def begin(
     Tokens that have not been kept before are chosen here, by `choose`.
     """
     if isinstance(tokens, vlm.Halted):
-        given = (learned, tokens.sequence, texts, sampling, plan, tokens)
-        return decoding.start(params, config, *given)
+        return decoding.start(
+            params, config, learned, tokens.sequence, texts, sampling, plan, tokens
+        )
     kept = tokens
     if isinstance(tokens, Pairs):
         kept = choose(params, config, learned, tokens, plan=plan)

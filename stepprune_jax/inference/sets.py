@@ -142,7 +142,11 @@ def answer_all(
 
         def run(rows=rows):
             batch = pipeline.prepare(
-                *(model, method, prompts.take(rows), images, options),
+                model,
+                method,
+                prompts.take(rows),
+                images,
+                options,
                 sizes=batching.sizes,
                 width=int(widths[bucket[rows[0]]]),
                 ranking=None if ranking is None else jax.tree.map(lambda x: x[rows], ranking),

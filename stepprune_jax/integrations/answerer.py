@@ -179,8 +179,8 @@ def _answer_alone(answerer: Answerer, number: int, wanted: Wanted, longest: int)
     text = wanted.text.replace(IMAGE_MARK, "").strip()
     request = read_request(answerer.model, [text], [wanted.images])._replace(number=(number,))
     options = dataclasses.replace(answerer.options, max_tokens=longest, warm_up=False)
-    how = answerer.method, Sampling(repetition_penalty=1.0), options
-    return answer(answerer.model, request, *how)[0].text
+    sampling = Sampling(repetition_penalty=1.0)
+    return answer(answerer.model, request, answerer.method, sampling, options)[0].text
 
 
 def _answer_chunk(
