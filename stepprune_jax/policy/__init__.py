@@ -6,6 +6,7 @@ globals. It imports nothing from the rest of the package and can be used on its 
 
 from stepprune_jax.policy.base import (
     DecoderFns,
+    Draw,
     FeatureStats,
     Gated,
     Inputs,
@@ -28,7 +29,7 @@ from stepprune_jax.policy.params import (
     init_policy,
     partition_rules,
 )
-from stepprune_jax.policy.sampling import Draw, leave_one_out, sample
+from stepprune_jax.policy.sampling import leave_one_out, sample
 from stepprune_jax.policy.scores import trajectory_scores
 from stepprune_jax.policy.selection import choose, rank, select
 from stepprune_jax.policy.soft_topk import soft_topk

@@ -213,6 +213,21 @@ class Pruned(NamedTuple):
     count: Int[Array, "b"]
 
 
+class Draw(NamedTuple):
+    """A set drawn for each row, of g draws where there is an axis g.
+
+    Attributes:
+        picks: the set.
+        log_prob: logarithm of the probability of its order and count, differentiable.
+        entropy: mean entropy of the distributions that its tokens were drawn from, in nats; one
+            number where that is the same for all draws.
+    """
+
+    picks: Picks
+    log_prob: Float[Array, "*g b"]
+    entropy: Float[Array, "*g"]
+
+
 class Gated(NamedTuple):
     """Result of the training pathway: all N tokens, each as noisy as the policy decides.
 

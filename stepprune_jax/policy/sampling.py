@@ -1,14 +1,13 @@
 """Sets drawn from a policy, with their probabilities: what a policy gradient needs."""
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
-from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, Picks, Trajectory
+from stepprune_jax.policy.base import DecoderFns, Draw, Inputs, Limits, Params, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.objective import pointer_entropy
@@ -16,21 +15,6 @@ from stepprune_jax.policy.selection import begin, first_picks, roll_out
 from stepprune_jax.policy.trajectory import first_true
 
 _LEAST = 1e-30  # of a probability whose logarithm is taken
-
-
-class Draw(NamedTuple):
-    """A set drawn for each row, of g draws where there is an axis g.
-
-    Attributes:
-        picks: the set.
-        log_prob: logarithm of the probability of its order and count, differentiable.
-        entropy: mean entropy of the distributions that its tokens were drawn from, in nats; one
-            number where that is the same for all draws.
-    """
-
-    picks: Picks
-    log_prob: Float[Array, "*g b"]
-    entropy: Float[Array, "*g"]
 
 
 def sample(

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Inputs, Limits, PolicyConfig, Progress
+from stepprune_jax.policy import Draw, Inputs, Limits, PolicyConfig, Progress
 from stepprune_jax.policy.budget import RANDOM_BUDGET, budget_range, draw_budgets
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens, standardise
@@ -28,7 +28,6 @@ from stepprune_jax.policy.objective import gate_metrics
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
-from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Ranking

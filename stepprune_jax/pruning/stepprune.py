@@ -10,12 +10,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
+from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.budget import draw_log_prices
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.rollout import longest
-from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
 from stepprune_jax.pruning.base import Kept, Pruner, Ranking, Trained, View, from_picks
 from stepprune_jax.pruning.budget import EXACT, Budget

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
-from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
+from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
 from stepprune_jax.policy.params import draw_params
 from stepprune_jax.policy.rollout import row_counts
-from stepprune_jax.policy.sampling import Draw
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Pruner, Ranker, Ranking, Trained, View
 from stepprune_jax.pruning.budget import EXACT
