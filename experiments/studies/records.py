@@ -83,7 +83,7 @@ def train(config: Any, seed: int, n: int, hops: int, updates: int, sampled: floa
     stats = sp.FeatureStats.start(WIDTH)
     stats = sp.update_stats(stats, draw(frozen, jax.random.key(99), 256, n, hops).image)
     policy = sp.Policy.init(jax.random.key(seed), config, stats)
-    settings = PolicyGradientSettings(samples=8)
+    settings = PolicyGradientSettings(samples=8, longest=0.25, stops=0.5)
 
     def stage(policy, first, last, sampling):
         count = last - first

@@ -33,8 +33,8 @@ class PolicyGradientSettings(Settings, path="config.policy_gradient"):
     """
 
     samples: int = setting(0, "0, or an integer from 2", lambda value: value != 1 and value >= 0)
-    longest: float = setting(0.25, "a share in (0, 1]", lambda value: 0 < value <= 1)
-    stops: float = share(0.5)
+    longest: float = setting(0.11, "a share in (0, 1]", lambda value: 0 < value <= 1)
+    stops: float = share(0.25)
     positions: str = choice("original", POSITIONS)
 
 
