@@ -17,7 +17,6 @@ from stepprune_jax.training import plan
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.step import Setup
-from tools.bench import update
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)
@@ -69,14 +68,6 @@ def test_frozen_weights_have_no_gradient_in_the_program():
     more = traced_flops(again.jaxpr) - policy_flops(setup) - found
     # Blocks are computed again, but for their last product, which nothing needs.
     assert 0.7 < more / (ROWS * 2 * cost.layer_macs) <= 1
-
-
-@pytest.mark.slow
-def test_the_table_is_printed(capsys, llava_folder):
-    small = ["--ids", "8", "--batch", "2", "--policy_text", "4", "--targets", "4"]
-    update.main(["--model", str(llava_folder), "--mesh", "fsdp=2", *small])
-    row = capsys.readouterr().out.splitlines()[3]
-    assert row.split(" | ")[1:4] == ["fsdp=2", "2", "8"]
 
 
 def test_hours_by_hand():
