@@ -12,23 +12,12 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.config import Json, LlamaConfig, ModelConfig, Tokenizer
 from stepprune_jax.models.llava import LLAVA, LlavaConfig
 from stepprune_jax.models.llava.config import ClipConfig
-from stepprune_jax.models.qwen2_5_vl import QwenConfig
-from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 
 # Words of the vicuna_v1 prompt and small talk; each word and each prefix of it becomes a piece.
 _WORDS = (
     "▁A ▁chat ▁between ▁a ▁curious ▁user ▁and ▁an ▁art ificial ▁intelligence ▁assistant . ▁The "
     "▁gives ▁helpful , ▁detailed ▁pol ite ▁answers ▁to ▁the ' s ▁questions ▁US ER : ▁ASS IST ANT "
     "▁What ▁is ▁in ▁this ▁picture ? ▁red ▁dog ▁two ▁yes ▁no"
-)
-_QWEN_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
 )
 
 
@@ -72,24 +61,6 @@ def tiny_tokenizer(image_token: bool = True) -> Tokenizer:
     return tokenizer
 
 
-def qwen_tokenizer() -> Tokenizer:
-    """Builds a small tokenizer with the rules of Qwen's: bytes, and the template's tokens last."""
-    import tokenizers
-    import transformers
-
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: number for number, piece in enumerate(alphabet)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
-    backend.normalizer = tokenizers.normalizers.NFC()
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": list(_QWEN_TOKENS)})
-    return tokenizer
-
-
 def llava_encoder(tokenizer: Tokenizer) -> ConversationEncoder:
     """Returns the encoder of LLaVA's conversations with this tokenizer."""
     return ConversationEncoder(tokenizer, LLAVA.place_images, LLAVA.conversation)
@@ -114,28 +85,6 @@ def tiny_hf_config(
     raw["vision_config"] |= vision or {}
     raw["text_config"] |= text or {}
     return raw
-
-
-def tiny_qwen_config(tokenizer: Tokenizer, **changes: object) -> Json:
-    """Describes a Qwen2.5-VL small enough to run in milliseconds, as published files do.
-
-    Args:
-        tokenizer: tokenizer from `qwen_tokenizer`, whose ids it uses.
-        **changes: fields to change.
-
-    Returns:
-        A Hugging Face ``config.json`` dict.
-    """
-    ids = {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in _QWEN_TOKENS}
-    language = LlamaConfig(
-        len(tokenizer), 48, 96, 3, 4, 2, 12, 1e6, 1e-6, max_positions=512, rope_sections=(2, 2, 2)
-    )
-    vision = QwenVisionConfig(32, 52, 3, 2, 4, window_size=16, full_blocks=(0, 2), out_size=48)
-    ends = (ids["im_end"], ids["endoftext"])
-    raw = QwenConfig(vision, language, ids["image_pad"], eos_token_ids=ends).to_hf("float32")
-    del raw["dtype"]
-    marks = {f"{name}_token_id": ids[name] for name in ("vision_start", "vision_end")}
-    return {**raw, **marks, "video_token_id": ids["video_pad"], **changes}
 
 
 def tiny_llava(
@@ -167,43 +116,7 @@ def tiny_llava(
         "crop_size": {"height": side, "width": side},
     }
     tensors = random_tensors(LlavaConfig.from_hf(raw), dtype, seed)
-    return _write_folder(folder, raw, processor, tensors, tokenizer)
-
-
-def tiny_qwen(
-    folder: str | Path,
-    *,
-    min_pixels: int = 256,
-    max_pixels: int = 2304,
-    dtype: DTypeLike = np.float32,
-    seed: int = 0,
-    **changes: object,
-) -> Path:
-    """Writes a tiny Qwen2.5-VL with random weights as a checkpoint folder.
-
-    Args:
-        folder: folder to write; created if needed.
-        min_pixels: smallest area of a resized image; a token is 64 pixels.
-        max_pixels: largest area of a resized image.
-        dtype: dtype of the tensors in the files.
-        seed: seed of the weights.
-        **changes: fields to change in the config.
-
-    Returns:
-        The folder.
-    """
-    tokenizer = qwen_tokenizer()
-    raw = tiny_qwen_config(tokenizer, **changes)
-    processor = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": min_pixels,
-        "max_pixels": max_pixels,
-        "patch_size": raw["vision_config"]["patch_size"],
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-    }
-    tensors = random_tensors(QwenConfig.from_hf(raw), dtype, seed)
-    return _write_folder(folder, raw, processor, tensors, tokenizer)
+    return write_folder(folder, raw, processor, tensors, tokenizer)
 
 
 def random_tensors(
@@ -229,13 +142,14 @@ def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray]) -> None:
     safetensors.write_file(Path(folder) / safetensors.SINGLE_NAME, specs, tensors.values())
 
 
-def _write_folder(
+def write_folder(
     folder: str | Path,
     config: Json,
     processor: Json,
     tensors: dict[str, np.ndarray],
     tokenizer: Tokenizer,
 ) -> Path:
+    """Writes a checkpoint folder, created if needed, and returns it."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in (("config.json", config), ("preprocessor_config.json", processor)):

@@ -135,9 +135,9 @@ def llava_pair(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen_folder(tmp_path_factory):
-    from stepprune_jax import testing
+    from tiny_qwen import tiny_qwen  # jaxtyping's hook comes first
 
-    return testing.tiny_qwen(tmp_path_factory.mktemp("tiny_qwen"))
+    return tiny_qwen(tmp_path_factory.mktemp("tiny_qwen"))
 
 
 @pytest.fixture(scope="session")

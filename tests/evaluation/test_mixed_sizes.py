@@ -8,8 +8,9 @@ import pytest
 from benchmark_folders import write_benchmarks
 from PIL import Image
 from small_world import changed, one_width, small_run
+from tiny_qwen import tiny_qwen
 
-from stepprune_jax import PolicyConfig, testing
+from stepprune_jax import PolicyConfig
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers
@@ -34,7 +35,7 @@ def world(tmp_path_factory):
     policy = Policy(init_policy(jax.random.key(0), config), config, FeatureStats.start(48))
     save_policy(policy, base / "run" / "policy.safetensors")
     run = small_run(
-        testing.tiny_qwen(base / "model"),
+        tiny_qwen(base / "model"),
         base / "data",
         benchmarks="pope",
         data=str(root),

@@ -10,6 +10,7 @@ import pytest
 from hostile import VALUES, cases, changed, damaged, one_line
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_qwen import qwen_tokenizer, tiny_qwen_config
 
 from stepprune_jax import configurations
 from stepprune_jax.checkpoints import safetensors
@@ -18,7 +19,7 @@ from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
 from stepprune_jax.models.llava.images import ImageSettings, to_hf
 from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.pruning.calibration import Calibration
-from stepprune_jax.testing import qwen_tokenizer, tiny_hf_config, tiny_qwen_config
+from stepprune_jax.testing import tiny_hf_config
 from stepprune_jax.workdir.checkpoints import claim
 
 LLAVA = tiny_hf_config()

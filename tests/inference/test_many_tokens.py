@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_qwen import qwen_tokenizer, tiny_qwen, tiny_qwen_config
 from visual import noise
 
-from stepprune_jax import PolicyConfig, policy, testing
+from stepprune_jax import PolicyConfig, policy
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
@@ -34,9 +35,9 @@ POLICY = PolicyConfig(**WIDTHS, encoder_layers=1, decoder_layers=1)
     ],
 )
 def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, name, tmp_path):
-    vision = testing.tiny_qwen_config(testing.qwen_tokenizer())["vision_config"]
+    vision = tiny_qwen_config(qwen_tokenizer())["vision_config"]
     vision |= {"depth": 2, "num_heads": 1, "fullatt_block_indexes": [1]}
-    folder = testing.tiny_qwen(
+    folder = tiny_qwen(
         tmp_path,
         max_pixels=64 * tokens,
         max_position_embeddings=2 * MOST,
@@ -63,7 +64,7 @@ def scores(heads, queries):
 
 
 def test_no_program_holds_all_scores_of_16_384_tokens():
-    config = QwenConfig.from_hf(testing.tiny_qwen_config(testing.qwen_tokenizer()))
+    config = QwenConfig.from_hf(tiny_qwen_config(qwen_tokenizer()))
     config = dataclasses.replace(config, min_pixels=256, max_pixels=64 * MOST)
     assert config.max_image_tokens == MOST
     names, length = ("encode", "prefill"), MOST + 64

@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from hf_reference import assert_close, error, randomise
+from tiny_qwen import tiny_qwen
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as reference
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
@@ -23,7 +24,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from transformers.vision_utils import get_vision_window_index
 from visual import noise
 
-from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.corpus import Limits, make_row
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
 
 def make_pair(folder, **changes):
-    folder = testing.tiny_qwen(folder, **changes)
+    folder = tiny_qwen(folder, **changes)
     published = (folder / "config.json").read_text()
     model = randomise(
         transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
@@ -363,7 +363,7 @@ def test_answers_with_the_repetition_penalty_of_the_folder_equal_the_reference(p
     assert [list(answer.token_ids) for answer in plain] != expected
 
 
-@pytest.mark.parametrize(("write", "tied"), [(layouts.new_qwen, False), (testing.tiny_qwen, True)])
+@pytest.mark.parametrize(("write", "tied"), [(layouts.new_qwen, False), (tiny_qwen, True)])
 def test_every_layout_is_loaded_and_written(tmp_path, write, tied):
     folder = write(tmp_path / "from", tie_word_embeddings=tied)
     model = load_vlm(folder, dtype=jnp.float32, max_pixels=1024, progress=False)

@@ -1,9 +1,10 @@
-"""Tiny checkpoints in other layouts than those of `stepprune_jax.testing`."""
+"""Tiny checkpoints in other layouts than those of `stepprune_jax.testing` and `tiny_qwen`."""
 
 import json
 from pathlib import Path
 
 from shards import to_shards
+from tiny_qwen import tiny_qwen
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import safetensors
@@ -56,7 +57,7 @@ def new_llava(folder, **options):
 
 def new_qwen(folder, **options):
     """A Qwen2.5-VL with the names of newer `transformers`, in shards."""
-    testing.tiny_qwen(folder, **options)
+    tiny_qwen(folder, **options)
     rename(folder, _NEW_QWEN_NAMES)
     to_shards(Path(folder), 3)
     return Path(folder)

@@ -5,10 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from tiny_qwen import tiny_qwen
 from tiny_run import load_config, make_run, metrics, open_tiny, write_data
 from visual import noise
 
-from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.efficiency.model_shapes import model_config
@@ -31,7 +31,7 @@ def world(tmp_path_factory):
     data = write_data(folder / "data")
     for number, size in enumerate(SIZES):
         noise(number, size).save(data / "images" / f"{number}.png")
-    return testing.tiny_qwen(folder / "model"), data
+    return tiny_qwen(folder / "model"), data
 
 
 def small_run(world, **changes):

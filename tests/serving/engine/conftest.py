@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny_qwen import qwen_tokenizer, tiny_qwen, tiny_qwen_config
 
 from stepprune_jax import testing
 from tools.bench.serving import CHAT
@@ -42,8 +43,8 @@ def wide_llava(tmp_path_factory):
 @pytest.fixture(scope="session")
 def wide_qwen(tmp_path_factory):
     """The folder of a tiny Qwen2.5-VL that vLLM takes."""
-    raw = testing.tiny_qwen_config(testing.qwen_tokenizer())
-    return testing.tiny_qwen(
+    raw = tiny_qwen_config(qwen_tokenizer())
+    return tiny_qwen(
         tmp_path_factory.mktemp("wide_qwen"),
         **_HEADS,
         num_key_value_heads=1,

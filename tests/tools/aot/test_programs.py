@@ -7,6 +7,7 @@ import types
 import jax
 import pytest
 from commands import status
+from tiny_qwen import tiny_qwen
 
 from stepprune_jax import configurations, testing
 from stepprune_jax.parallel.sharding import build_mesh
@@ -57,7 +58,7 @@ def test_every_program_has_the_dtypes_that_were_asked_for(tmp_path):
 @pytest.mark.slow
 def test_programs_of_a_model_whose_images_differ_in_size_are_traced(tmp_path):
     run = tiny(tmp_path)
-    model = dataclasses.replace(run.model, folder=str(testing.tiny_qwen(tmp_path / "qwen")))
+    model = dataclasses.replace(run.model, folder=str(tiny_qwen(tmp_path / "qwen")))
     policy = dataclasses.replace(run.policy, max_steps=None)
     programs = Programs(dataclasses.replace(run, model=model, policy=policy), build_mesh(), "mixed")
     for name in ("tower", "rank", "prefill", "prefill cut", "decode", "select own 2", "answer 2"):
