@@ -7,8 +7,9 @@ import numpy as np
 import scipy.stats
 from jaxtyping import Bool, Int
 
+from experiments.datasets.scenes import Scene
 from experiments.report.records import Records, percent
-from stepprune_jax.data.llava import Question, Scene
+from stepprune_jax.data.llava import Question
 
 
 def families(questions: Sequence[Question]) -> dict[str, Bool[np.ndarray, "q"]]:

@@ -20,6 +20,7 @@ tower of the model is used.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import trange
 
+from experiments.datasets.scenes import read_scenes
 from experiments.report.statistics import families
 from experiments.studies.command import read_study, study_parser
 from stepprune_jax.checkpoints.load import VLM
@@ -37,7 +39,7 @@ from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.encode import encode_chunks
 from stepprune_jax.evaluation.generate_stage import load_model
-from stepprune_jax.evaluation.split import Split, read_split
+from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.inference.pipeline import see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.parallel.placement import fetch
@@ -81,14 +83,15 @@ class Paths(NamedTuple):
         return Inputs(image, self.text[rows], None, self.words[rows], stats)
 
 
-def read_paths(model: VLM, split: Split, run: Run, config: PolicyConfig) -> Paths:
+def read_paths(model: VLM, split: str, run: Run, config: PolicyConfig) -> Paths:
     """Encodes the questions of a split that follow paths."""
-    if split.scenes is None:
-        raise ValueError("the data names no patches of paths (validation_scenes.jsonl)")
-    of_path = np.any([families(split.questions)[name] for name in PATHS], axis=0)
+    folder = Path(run.data.folder)
+    asked = read_split(folder, split).questions
+    scenes = read_scenes(folder / f"{split}_scenes.jsonl", asked)
+    of_path = np.any([families(asked)[name] for name in PATHS], axis=0)
     chosen = np.flatnonzero(of_path)
     pruner = method_of(config)  # any that reads the question
-    questions = [split.questions[i] for i in chosen]
+    questions = [asked[i] for i in chosen]
     chunks = encode_chunks(model, questions, batch_size=BATCH, execution=run.model.execution)
     features, image_of, text, words, before = [], [], [], [], 0
     for _, encoded in chunks:
@@ -101,7 +104,7 @@ def read_paths(model: VLM, split: Split, run: Run, config: PolicyConfig) -> Path
         before += len(features[-1])
     path = np.full((len(chosen), LONGEST), -1, np.int32)
     for row, i in zip(path, chosen, strict=True):
-        row[: len(split.scenes[i].relevant)] = split.scenes[i].relevant
+        row[: len(scenes[i].relevant)] = scenes[i].relevant
     return Paths(*map(np.concatenate, (features, image_of, text, words)), path)
 
 
@@ -258,12 +261,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with user_input():
         run, json_file = read_study(options)
-        model, folder = load_model(run), run.data.folder
+        model = load_model(run)
         config = read_method(run, model.config).config
-        train, test = (
-            read_paths(model, read_split(folder, name), run, config)
-            for name in ("validation", "test")
-        )
+        train, test = (read_paths(model, name, run, config) for name in ("validation", "test"))
     stats = update_stats(
         FeatureStats.start(config.feature_width), jnp.asarray(train.features[:500])
     )

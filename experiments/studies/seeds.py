@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.datasets.scenes import read_scenes
 from experiments.report.records import Records, accuracy_table, full_row, read_records
 from experiments.report.statistics import stop_figures
 from experiments.studies.command import study_parser
@@ -219,6 +220,8 @@ def _evaluate_missing(
     for run, _ in todo:
         check_policies({run.method: policies[run.folder]}, model.config, settings)
     ids = [question.question_id for question in test.questions]
+    file = _data(base) / "test_scenes.jsonl"
+    scenes = read_scenes(file, test.questions) if file.is_file() else None
 
     def records(
         path: Path,
@@ -252,7 +255,7 @@ def _evaluate_missing(
         if policy.has_stop:
             n = model.config.max_image_tokens
             bounds = policy.config.min_tokens, policy.config.steps(n)
-            stops = [stop_figures(row, test.scenes, *bounds) for row in trained]
+            stops = [stop_figures(row, scenes, *bounds) for row in trained]
             table = [row | stop for row, stop in zip(table, stops, strict=True)]
         _save(path, mark, table)
 

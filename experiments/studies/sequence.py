@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from experiments.datasets.scenes import Scene, read_scenes
 from experiments.report.records import Records, percent, read_records
 from experiments.report.statistics import families, image_numbers, paired_difference
 from experiments.studies.command import read_study, study_parser
@@ -33,7 +34,7 @@ from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import exit_with
 from stepprune_jax.data.json_files import write_json
-from stepprune_jax.data.llava import Scene
+from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.encode import Encoded, encode_chunks
 from stepprune_jax.evaluation.generate_stage import Task, answer_tasks, load_model
@@ -44,7 +45,7 @@ from stepprune_jax.evaluation.settings import (
     check_policies,
     read_policies,
 )
-from stepprune_jax.evaluation.split import Split, read_split
+from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.inference.pipeline import place_method, see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.models.stack import Execution
@@ -81,13 +82,14 @@ def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     rows = dict.fromkeys([*scorers, FIRST_STEP], "")
     settings = dataclasses.replace(settings, rows=rows, methods=",".join([ALL, *policies]))
     run = dataclasses.replace(run, eval=settings)
-    test, folder = read_split(data, "test"), workdir / ANSWERS
+    questions, folder = read_split(data, "test").questions, workdir / ANSWERS
+    scenes = read_scenes(data / "test_scenes.jsonl", questions)
     model = load_model(run)
-    asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in test.questions]
-    further = oracle_rows(settings.budgets, test.scenes, run.seed)
+    asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in questions]
+    further = oracle_rows(settings.budgets, scenes, run.seed)
     conditions = Conditions(run, source, policies, folder)
     answer_tasks([Task(conditions, BENCHMARK, asked, further=further)], lambda: model)
-    wanted, ids = {ALL, ORACLE, *policies}, [question.question_id for question in test.questions]
+    wanted, ids = {ALL, ORACLE, *policies}, [question.question_id for question in questions]
     labels = [*scorers, FIRST_STEP, DEFAULT]
     records = [
         row
@@ -96,12 +98,18 @@ def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     ]
     records = [row for row in records if row.method == ALL or row.budget in settings.budgets]
     rows = {(row.method, row.budget): row for row in records}
-    family = {EVERY: np.ones(len(test.questions), bool)} | families(test.questions)
+    family = {EVERY: np.ones(len(questions), bool)} | families(questions)
     choices, entropy = describe_choices(
-        model, policies[DEFAULT], test, records, run.model.execution, settings.batch_size
+        model,
+        policies[DEFAULT],
+        questions,
+        scenes,
+        records,
+        run.model.execution,
+        settings.batch_size,
     )
     pairs = [(DEFAULT, other) for other in (FIRST_STEP, *(n for n in scorers if n in policies))]
-    image = image_numbers(test.questions)
+    image = image_numbers(questions)
     return {
         "questions": {name: int(at.sum()) for name, at in family.items()},
         "accuracy": [
@@ -135,14 +143,8 @@ def first_step(policy: Policy) -> Policy:
     return policy.replace(config=dataclasses.replace(policy.config, group=_MOST_TOKENS))
 
 
-def oracle_rows(
-    budgets: Sequence[int], scenes: Sequence[Scene] | None, seed: int
-) -> list[TableRow]:
+def oracle_rows(budgets: Sequence[int], scenes: Sequence[Scene], seed: int) -> list[TableRow]:
     """Plans a row of the oracle at each budget."""
-    if scenes is None:
-        raise ValueError(
-            f"the row {ORACLE!r} needs the patches that each answer depends on (test_scenes.jsonl)"
-        )
     relevant = [scene.relevant for scene in scenes]
     known = digest([" ".join(map(str, tokens)) for tokens in relevant])
     counts = [Budget("count", budget) for budget in budgets]
@@ -192,7 +194,8 @@ def over_runs(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def describe_choices(
     model: VLM,
     policy: Policy,
-    test: Split,
+    questions: Sequence[Question],
+    scenes: Sequence[Scene],
     records: Sequence[Records],
     execution: Execution,
     size: int,
@@ -201,8 +204,7 @@ def describe_choices(
     method = place_method(model, make_method(policy=policy))
     described: list[list[dict[str, float]]] = [[] for _ in records]
     entropies = []
-    scenes = test.scenes or [Scene(0, ())] * len(test.questions)
-    chunks = encode_chunks(model, test.questions, batch_size=size, execution=execution)
+    chunks = encode_chunks(model, questions, batch_size=size, execution=execution)
     for first, encoded in chunks:
         entropies.append(_entropies(model, method, encoded, size))
         images = _directions(encoded.images.features, policy.stats)

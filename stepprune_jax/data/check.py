@@ -1,8 +1,8 @@
 """Checks a data folder before training: `python -m stepprune_jax.data.check DIR`.
 
-Reads `train.json` and the questions, answers and scenes of each existing split, and decodes every
-image that they name. Prints a count for each file and the first faults; the exit status is 1 if
-there are any. Images that only some models or settings take are listed, but are no faults.
+Reads `train.json` and the questions and answers of each existing split, and decodes every image
+that they name. Prints a count for each file and the first faults; the exit status is 1 if there are
+any. Images that only some models or settings take are listed, but are no faults.
 """
 
 import concurrent.futures
@@ -23,7 +23,6 @@ from stepprune_jax.data.llava import (
     parse_conversation,
     read_answers,
     read_questions,
-    read_scenes,
 )
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
 from stepprune_jax.user_input import local_path, one_line, user_input
@@ -84,7 +83,7 @@ def _conversations(folder: Path, images: set[Path]) -> Checked:
 
 
 def _split(folder: Path, split: str, images: set[Path]) -> list[Checked]:
-    """Checks a split's questions, answers and scenes, each up to its first fault."""
+    """Checks a split's questions and answers, each up to its first fault."""
     questions: list[Question] = []
 
     def ask() -> list[Question]:
@@ -93,10 +92,9 @@ def _split(folder: Path, split: str, images: set[Path]) -> list[Checked]:
 
     checked = [_whole(f"{split}.jsonl", "questions", ask)]
     images.update(question.image for question in questions)
-    for kind, read in (("answers", read_answers), ("scenes", read_scenes)):
-        file = folder / f"{split}_{kind}.jsonl"
-        if questions and (kind == "answers" or file.is_file()):
-            checked.append(_whole(file.name, kind, partial(read, file, questions)))
+    if questions:
+        file = folder / f"{split}_answers.jsonl"
+        checked.append(_whole(file.name, "answers", partial(read_answers, file, questions)))
     return checked
 
 

@@ -1,7 +1,7 @@
 """Training conversations and questions in LLaVA's file formats.
 
-A data folder holds ``images/``, ``train.json``, and for each split ``SPLIT.jsonl`` (questions),
-``SPLIT_answers.jsonl`` and, if the scenes are known, ``SPLIT_scenes.jsonl``.
+A data folder holds ``images/``, ``train.json``, and for each split ``SPLIT.jsonl`` (questions) and
+``SPLIT_answers.jsonl``.
 """
 
 import functools
@@ -20,7 +20,6 @@ from stepprune_jax.data.json_files import (
     words,
 )
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.settings import is_count
 
 
 class Conversation(NamedTuple):
@@ -54,21 +53,6 @@ class Question(NamedTuple):
     category: str
 
 
-class Scene(NamedTuple):
-    """Description of the image of a question.
-
-    Attributes:
-        complexity: number of objects.
-        relevant: patches that the answer depends on, numbered row by row from 0, in the order in
-            which one has to look at them, if there is one.
-        alike: patches of objects, those of look-alikes together; empty if unknown.
-    """
-
-    complexity: int
-    relevant: tuple[int, ...]
-    alike: tuple[tuple[int, ...], ...] = ()
-
-
 def parse_conversation(entry: object, index: int, where: str) -> Conversation:
     """Reads one entry of a training file.
 
@@ -96,33 +80,28 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[str]:
     """Reads the answers to questions."""
-    return [words(value, "answer", where) for where, value in _matched(file, questions, "answer")]
+    return [words(value, "answer", where) for where, value in read_for(file, questions, "answer")]
 
 
-def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
-    """Reads the descriptions of the images of questions."""
-    scenes = []
-    for where, value in _matched(file, questions, "scene"):
-        complexity = field(
-            value, "complexity", where, lambda n: is_count(n, 0), "a whole number from 0"
-        )
-        relevant = field(value, "relevant", where, _are_patches, "a list of patch numbers")
-        groups = {"alike": [], **value}
-        alike = field(groups, "alike", where, _are_groups, "lists of patch numbers")
-        scenes.append(Scene(complexity, tuple(relevant), tuple(map(tuple, alike))))
-    return scenes
+def read_for(file: str | Path, questions: Sequence[Question], kind: str) -> list[Record]:
+    """Reads the objects of a file in the order of the questions, exactly one for each."""
+    known = {question.question_id for question in questions}
+    seen: dict[str, str] = {}
+    matched: dict[str, Record] = {}
+    for record in read_json_lines(file):
+        name = _new_id(record, seen)
+        if name not in known:
+            raise ValueError(f'{record.where}: "question_id" {name!r} belongs to no question')
+        matched[name] = record
+    missing = [q.question_id for q in questions if q.question_id not in matched]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{file}: no {kind} for question_id {missing[0]!r}{others}")
+    return [matched[question.question_id] for question in questions]
 
 
 def _are_some(value: object) -> bool:
     return isinstance(value, list) and len(value) > 0
-
-
-def _are_patches(value: object) -> bool:
-    return isinstance(value, list) and all(is_count(number, 0) for number in value)
-
-
-def _are_groups(value: object) -> bool:
-    return isinstance(value, list) and all(map(_are_patches, value))
 
 
 def _turns(value: Mapping[str, object], where: str, has_image: bool) -> tuple[str, ...]:
@@ -171,20 +150,3 @@ def _new_id(record: Record, seen: dict[str, str]) -> str:
         raise ValueError(f'{where}: "question_id" {name!r} was already given at {seen[name]}')
     seen[name] = where.rpartition(": ")[2]
     return name
-
-
-def _matched(file: str | Path, questions: Sequence[Question], kind: str) -> list[Record]:
-    """Returns the objects of a file in the order of the questions, exactly one for each."""
-    known = {question.question_id for question in questions}
-    seen: dict[str, str] = {}
-    matched: dict[str, Record] = {}
-    for record in read_json_lines(file):
-        name = _new_id(record, seen)
-        if name not in known:
-            raise ValueError(f'{record.where}: "question_id" {name!r} belongs to no question')
-        matched[name] = record
-    missing = [q.question_id for q in questions if q.question_id not in matched]
-    if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{file}: no {kind} for question_id {missing[0]!r}{others}")
-    return [matched[question.question_id] for question in questions]

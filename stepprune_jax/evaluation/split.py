@@ -3,30 +3,21 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from stepprune_jax.data.llava import (
-    Question,
-    Scene,
-    read_answers,
-    read_questions,
-    read_scenes,
-)
+from stepprune_jax.data.llava import Question, read_answers, read_questions
 
 
 class Split(NamedTuple):
-    """Questions in the file's order, with their answers and, if known, scenes."""
+    """Questions in the file's order, with their answers."""
 
     questions: list[Question]
     answers: list[str]
-    scenes: list[Scene] | None
 
 
 def read_split(folder: str | Path, name: str) -> Split:
-    """Reads the split "validation" or "test" of a data folder; scenes are optional."""
+    """Reads the split "validation" or "test" of a data folder."""
     folder = Path(folder)
     questions = read_questions(folder / f"{name}.jsonl", folder / "images")
-    answers = read_answers(folder / f"{name}_answers.jsonl", questions)
-    scenes = folder / f"{name}_scenes.jsonl"
-    return Split(questions, answers, read_scenes(scenes, questions) if scenes.is_file() else None)
+    return Split(questions, read_answers(folder / f"{name}_answers.jsonl", questions))
 
 
 def thin(split: Split, most: int) -> Split:
@@ -34,7 +25,7 @@ def thin(split: Split, most: int) -> Split:
     if not 0 < most < len(split.questions):
         return split
     chosen = spread_over(len(split.questions), most)
-    return Split(*([part[at] for at in chosen] if part is not None else None for part in split))
+    return Split(*([part[at] for at in chosen] for part in split))
 
 
 def spread_over(total: int, most: int) -> list[int]:

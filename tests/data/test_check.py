@@ -14,7 +14,7 @@ def test_a_good_folder_has_counts_and_no_faults(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "train.json: 3 samples" and lines[-1] == "images: 6 images decoded"
     names = [line.partition(":")[0] for line in lines[1:-1]]
-    kinds = ("", "_answers", "_scenes")
+    kinds = ("", "_answers")
     assert names == [f"{s}{kind}.jsonl" for s in ("validation", "test") for kind in kinds]
 
 
@@ -38,7 +38,7 @@ def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys
     assert "train.json: 1 samples, 3 faults\n" in out and "sample 0" in out and "gone" not in out
     assert main([str(folder)]) == 1
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 5 + 6 and r"gone \x1b[31m.png" in out
+    assert len(out.splitlines()) == 4 + 6 and r"gone \x1b[31m.png" in out
     (folder / "train.json").write_text("{}")
     assert "expected a JSON list" in check_folder(folder)[0].faults[0]
 

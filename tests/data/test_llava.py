@@ -4,13 +4,7 @@ import pytest
 
 from experiments.pretrain.conversations import read_conversations
 from stepprune_jax.data.json_files import write_json_lines
-from stepprune_jax.data.llava import (
-    Question,
-    Scene,
-    read_answers,
-    read_questions,
-    read_scenes,
-)
+from stepprune_jax.data.llava import Question, read_answers, read_questions
 
 
 @pytest.fixture
@@ -109,7 +103,7 @@ def test_marks_of_windows_are_accepted(root):
     assert found[0].text == "Größe? \u2028 da"
 
 
-def test_questions_answers_and_scenes(root):
+def test_questions_and_answers(root):
     rows = [question("q1"), question(2, text="<image>\nAnd?"), question("q3", image="b.png")]
     del rows[2]["category"]
     asked = questions(root, *rows)
@@ -119,18 +113,14 @@ def test_questions_answers_and_scenes(root):
     answers = [{"question_id": q, "answer": a} for q, a in (("2", "no"), ("q3", "2"), ("q1", "x"))]
     file = write_lines(root, *answers, name="answers.jsonl")
     assert read_answers(file, asked) == ["x", "no", "2"]
-    scenes = [{"question_id": q, "complexity": 3, "relevant": r} for q, r in ((2, []), ("q1", [4]))]
-    file = write_lines(root, *scenes, name="scenes.jsonl")
-    assert read_scenes(file, asked[:2]) == [Scene(3, (4,)), Scene(3, ())]
 
 
 def read(root, name, rows):
-    """Reads questions, or what belongs to three of them."""
+    """Reads questions, or the answers to three of them."""
     file = write_lines(root, *rows, name=f"{name}.jsonl")
     if name == "test":
         return read_questions(file, root / "images")
-    asked = questions(root, *map(question, (1, 2, 3)))
-    return {"answers": read_answers, "scenes": read_scenes}[name](file, asked)
+    return read_answers(file, questions(root, *map(question, (1, 2, 3))))
 
 
 def answer(number, text="x"):
@@ -148,8 +138,6 @@ def answer(number, text="x"):
         ("answers", [answer(1)], ".jsonl: no answer for question_id '2' and 1 more"),
         ("answers", [answer(1), answer(9)], "2: \"question_id\" '9' belongs to no question"),
         ("answers", [answer(1), answer(2, "\ud800"), answer(3)], '2: "answer" is "\\ud800"'),
-        ("scenes", [answer(n) | {"complexity": 1} for n in (1, 2, 3)], '1: "relevant" is missing'),
-        ("scenes", [answer(n) | {"complexity": -1} for n in (1, 2, 3)], '1: "complexity" is -1'),
     ],
 )
 def test_bad_lines_are_refused_by_line_and_field(root, name, rows, message):

@@ -6,10 +6,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from experiments.datasets.scenes import read_scenes
 from experiments.shapes import LEVELS, Scene, Shape, patch_labels, scene_at, write_world
 from experiments.shapes.crowds import alike, distances
 from experiments.shapes.scene import COLORS, SHAPES
-from stepprune_jax.data.llava import read_questions, read_scenes
+from stepprune_jax.data.llava import read_questions
 
 CELL = 6.0  # of sixteen along 96 pixels
 NUMBERS = ("zero", "one", "two", "three", "four", "five")

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from small_world import one_shot, save_all, small_run, stepprune, write_split
 
+from experiments.datasets.scenes import Scene
 from experiments.report.records import read_records
 from experiments.studies.sequence import _describe, as_markdown, compare, over_runs
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.data.llava import Scene, read_questions
+from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.encode import encode_questions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_programs")]

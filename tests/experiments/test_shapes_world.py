@@ -8,11 +8,12 @@ import shapes_oracle
 from commands import status
 from PIL import Image
 
+from experiments.datasets.scenes import read_scenes
 from experiments.pretrain.conversations import read_conversations
 from experiments.shapes import FAMILIES, patch_labels, render, scene_at, world, write_world
 from experiments.shapes.__main__ import main
 from experiments.shapes.scene import BACKGROUNDS, COLORS
-from stepprune_jax.data.llava import read_answers, read_questions, read_scenes
+from stepprune_jax.data.llava import read_answers, read_questions
 
 SMALL = {"seed": 4, "train": 3, "validation": 2, "test": 2}
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from experiments.datasets.scenes import Scene
 from experiments.report.records import Records, accuracy_table
 from experiments.report.statistics import paired_difference, spearman, stop_figures
-from stepprune_jax.data.llava import Scene
 
 
 def records(method, mode, budget, count, correct):
