@@ -1,6 +1,7 @@
 """Calibration of a policy: the mean number of tokens kept at each stop bias."""
 
 import itertools
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from jaxtyping import Float, Int
 
 from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.policy.trajectory import count_at_bias
+from stepprune_jax.settings import is_count, is_number
 
 # Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25
@@ -113,51 +115,41 @@ def calibrate(
     return Calibration(means, biases, floors, caps, float(np.mean(num_tokens)), len(margin))
 
 
-_EXPECTED = {
-    "mean_count": "ascending numbers from 0 to num_tokens",
-    "stop_bias": "descending numbers, one for each mean_count",
-    "at_floor": "shares, one for each mean_count",
-    "at_cap": "shares, one for each mean_count",
-    "num_tokens": "a number",
-    "questions": "an integer from 1",
-}
-
-
 def read_calibration(value: Any) -> Calibration:
     """Reads the result of `Calibration.as_json`.
 
     Raises:
         ValueError: it has another form; the message names the field.
     """
-    if not isinstance(value, dict) or value.keys() != {*_EXPECTED}:
-        raise ValueError(f"the calibration's fields are not {', '.join(_EXPECTED)}")
-    wrong = _wrong_field(value)
+    wrong = "fields"
+    if isinstance(value, dict) and value.keys() == {*Calibration._fields}:
+        wrong = _wrong_field(value)
     if wrong is not None:
-        raise ValueError(f"the calibration's {wrong} is not {_EXPECTED[wrong]}")
+        raise ValueError(
+            f"the calibration's {wrong} is damaged, expected what stepprune-calibrate writes"
+        )
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
     return Calibration(**fields)
 
 
 def _wrong_field(value: dict[str, Any]) -> str | None:
-    """Returns the name of a field that is not as expected, or None."""
-
-    def are_numbers(values: Any) -> bool:
-        numbers = isinstance(values, list) and all(type(x) in (int, float) for x in values)
-        return numbers and all(abs(x) < 1 << 128 for x in values)  # finite in float32
-
-    means, biases, *shares = (value[name] for name in Calibration._fields[:4])
-    tokens, questions = value["num_tokens"], value["questions"]
-    for name in Calibration._fields[:4]:
-        if not are_numbers(value[name]) or not len(value[name]) == len(means) > 0:
-            return name
-    if not are_numbers([tokens]):
+    """Returns the name of a field that is not as in any calibration, or None."""
+    means, tokens = value["mean_count"], value["num_tokens"]
+    if not is_number(tokens):
         return "num_tokens"
-    if type(questions) is not int or questions < 1:
+    if not is_count(value["questions"]):
         return "questions"
-    ascends = all(a < b for a, b in itertools.pairwise(means))
-    if not ascends or not 0 <= means[0] <= means[-1] <= tokens:
-        return "mean_count"
-    if not all(a > b for a, b in itertools.pairwise(biases)):
-        return "stop_bias"
-    names = zip(("at_floor", "at_cap"), shares, strict=True)
-    return next((name for name, x in names if not all(0 <= y <= 1 for y in x)), None)
+    # The range of each table, and whether it rises (1) or falls (-1).
+    tables = {
+        "mean_count": (0, tokens, 1),
+        "stop_bias": (-math.inf, math.inf, -1),
+        "at_floor": (0, 1, 0),
+        "at_cap": (0, 1, 0),
+    }
+    for name, (low, high, sign) in tables.items():
+        column = value[name]
+        good = isinstance(column, list) and len(column) == len(means) > 0
+        good = good and all(is_number(x) and low <= x <= high for x in column)
+        if not good or (sign and any(sign * a >= sign * b for a, b in itertools.pairwise(column))):
+            return name
+    return None
