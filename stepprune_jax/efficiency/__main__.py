@@ -36,7 +36,6 @@ from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_method
 from stepprune_jax.models import vlm
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of
@@ -60,7 +59,7 @@ _ONE_IN = (3, 4.5, 9)
 _PRICE_GROWTH = 30.0
 
 
-def with_square_images(config: QwenConfig, tokens: int) -> QwenConfig:
+def with_square_images(config: ModelConfig, tokens: int) -> ModelConfig:
     """Bounds images so that the largest one is a square of so many visual tokens."""
     area = config.vision.factor**2
     config = config.family.bound_images(config, None, area, tokens * area)
@@ -195,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parse(arguments)
     with user_input():
         config = model_config(flags.model)
-        if isinstance(config, QwenConfig):
+        if config.sizes_vary:
             config = with_square_images(config, flags.tokens)
         names = flags.rows or default_rows(config)
         execution = Execution(attention=flags.attention)

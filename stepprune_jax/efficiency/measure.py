@@ -20,7 +20,6 @@ from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_image
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import Method
 
@@ -54,7 +53,7 @@ def draw_batch(config: ModelConfig, size: int, text: int) -> Batch:
         lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
         config.family.max_pixels(config, size),
     )
-    if isinstance(config, QwenConfig):
+    if config.sizes_vary:
         side = math.isqrt(config.max_image_tokens)
         pixels = pixels._replace(grid=np.full((size, 2), side, np.int32))
     most = min(config.text.vocab_size - 1, config.image_token_id)
@@ -80,7 +79,7 @@ def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
     bias = policy.calibrate_stop_bias(
         margin,
         pruner.budget.value,
-        min_tokens=pruner.config.min_tokens,
+        min_tokens=pruner.least,
         max_bias=jnp.max(jnp.abs(margin)) + 1,
     )
     learned = row.method.params._replace(stop_bias=bias)
