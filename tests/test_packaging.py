@@ -69,9 +69,11 @@ def scripts(tmp_path_factory):
         assert (unpacked / name).is_file(), name
     assert not (unpacked / "docs" / "_build").exists()
     wheel = build("wheel", unpacked, work / "wheel")
-    names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    entries = zipfile.ZipFile(wheel).infolist()
+    names = {entry.filename.partition("/")[0] for entry in entries}
     assert {name for name in names if not name.endswith(".dist-info")} == {"stepprune_jax"}
-    assert wheel.stat().st_size < 6e6
+    assets = [x.compress_size for x in entries if x.filename.startswith("stepprune_jax/assets/")]
+    assert 1e6 < sum(assets) < 6e6  # models and policies
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", work / "env"], check=True)
     places = {"base": str(work / "env"), "platbase": str(work / "env")}
     packages = Path(sysconfig.get_path("purelib", vars=places))

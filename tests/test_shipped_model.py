@@ -13,13 +13,7 @@ from stepprune_jax.benchmarks.folder import is_right
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import check_fits, load_policy
-from stepprune_jax.checkpoints.shipped import (
-    ASSETS,
-    MODELS,
-    POLICIES,
-    SHAPES_MODEL,
-    policy_names,
-)
+from stepprune_jax.checkpoints.shipped import MODELS, POLICIES, SHAPES_MODEL, policy_names
 from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.inference.base import RunOptions
@@ -64,11 +58,6 @@ def asked(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def qwen():
     return load_vlm("shapes_qwen", dtype=jnp.float32)
-
-
-def test_they_are_small():
-    size = sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file())
-    assert size < 6.5e6  # under 6 MB in a wheel
 
 
 @pytest.mark.parametrize(
