@@ -47,9 +47,10 @@ from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy
 from stepprune_jax.command_line import exit_with, integer_from
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
+from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.cells import markdown_rows
-from stepprune_jax.evaluation.generate_stage import answer_tasks, load_model, read_tasks
-from stepprune_jax.evaluation.rows import Conditions
+from stepprune_jax.evaluation.generate_stage import Task, answer_tasks, load_model, read_sample
+from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import (
     EvalSettings,
     EvaluationRun,
@@ -207,6 +208,14 @@ def evaluate_runs(base: EvaluationRun, workdir: Path, runs: Sequence[Run]) -> di
     return result
 
 
+class _Trained(Conditions):
+    """Conditions of the rows with a policy alone."""
+
+    def rows(self, biases: Biases) -> list[TableRow]:
+        """Plans the rows of policies."""
+        return [row for row in super().rows(biases) if row.policy is not None]
+
+
 def _evaluate_missing(
     base: EvaluationRun,
     test: Split,
@@ -228,13 +237,19 @@ def _evaluate_missing(
         mark: str,
         seed: int,
         policies: dict[str, Policy],
-        chosen: EvalSettings = settings,
+        stops: tuple[str, ...] = (),
     ) -> list[Records]:
         # A folder for each mark: answers of an earlier policy, or of eval.py, stay out of it.
         folder = path.parent / f"{ANSWERS}_{mark}"
+        # What `methods` leaves out are rows without training.
+        chosen = (
+            dataclasses.replace(settings, methods="", own_stops=stops) if policies else settings
+        )
         run = dataclasses.replace(base, seed=seed, eval=chosen)
-        conditions = Conditions(run, source, policies, folder, untrained=not policies)
-        answer_tasks(read_tasks(conditions), lambda: model)
+        conditions = (_Trained if policies else Conditions)(run, source, policies, folder)
+        sample = read_sample(run, BENCHMARK.name) if stops else None
+        task = Task(conditions, BENCHMARK, run.questions(BENCHMARK.name), sample)
+        answer_tasks([task], lambda: model)
         labels = [*settings.labels, *policies]
         return read_records(folder / BENCHMARK.name, _data(base), labels, ids)
 
@@ -246,11 +261,9 @@ def _evaluate_missing(
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
         path = run.folder / RESULTS
         policy = policies[run.folder]
-        # The learned stop of a trial is evaluated where its variant's is. What `methods` leaves out
-        # are rows without training.
+        # The learned stop of a trial is evaluated where its variant's is.
         stops = (run.method,) if VARIANTS[run.key.partition("+")[0]].stop else ()
-        chosen = dataclasses.replace(settings, methods="", adaptive=stops, own_stops=stops)
-        trained = records(path, mark, run.seed, {run.method: policy}, chosen)
+        trained = records(path, mark, run.seed, {run.method: policy}, stops)
         table = _table(trained, untrained, run.seed)
         if policy.has_stop:
             n = model.config.max_image_tokens

@@ -35,6 +35,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import exit_with
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question
+from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.encode import Encoded, encode_chunks
 from stepprune_jax.evaluation.generate_stage import Task, answer_tasks, load_model
@@ -64,6 +65,17 @@ FIRST_STEP, ORACLE = "first step", "oracle"
 _MOST_TOKENS = 1 << 20  # more than any image has
 
 
+@dataclasses.dataclass(frozen=True)
+class _WithOracle(Conditions):
+    """Conditions of the rows of the settings, and those of the oracle."""
+
+    oracle: Sequence[TableRow]
+
+    def rows(self, biases: Biases) -> list[TableRow]:
+        """Plans the rows."""
+        return [*super().rows(biases), *self.oracle]
+
+
 def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     """Compares ways of choosing on the test split of the shapes world, or of data in its format."""
     workdir, shares = Path(workdir), [b for b in run.eval.budgets if isinstance(b, str)]
@@ -72,9 +84,7 @@ def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     data = run.root(BENCHMARK.name)
     scorers = [*run.eval.rows]
     methods = ",".join([ALL, *scorers, DEFAULT])
-    settings = dataclasses.replace(
-        run.eval, benchmarks=BENCHMARK.name, methods=methods, adaptive=()
-    )
+    settings = dataclasses.replace(run.eval, benchmarks=BENCHMARK.name, methods=methods)
     policies, source = read_policies(settings, workdir), run.model.inspect()
     check_policies(policies, source.config, settings)
     policies[FIRST_STEP] = first_step(policies[DEFAULT])
@@ -86,9 +96,9 @@ def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     scenes = read_scenes(data / "test_scenes.jsonl", questions)
     model = load_model(run)
     asked = [BenchmarkQuestion(q.question_id, q.text, q.text, q.image) for q in questions]
-    further = oracle_rows(settings.budgets, scenes, run.seed)
-    conditions = Conditions(run, source, policies, folder)
-    answer_tasks([Task(conditions, BENCHMARK, asked, further=further)], lambda: model)
+    oracle = oracle_rows(settings.budgets, scenes, run.seed)
+    conditions = _WithOracle(run, source, policies, folder, oracle)
+    answer_tasks([Task(conditions, BENCHMARK, asked)], lambda: model)
     wanted, ids = {ALL, ORACLE, *policies}, [question.question_id for question in questions]
     labels = [*scorers, FIRST_STEP, DEFAULT]
     records = [

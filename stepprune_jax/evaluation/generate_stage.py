@@ -101,7 +101,7 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
     run, names = conditions.run, conditions.settings.benchmark_names
     asked = {name: run.questions(name) for name in names}
     own = {name: q for name, q in asked.items() if not BENCHMARKS[name].calibration}
-    stops = any(stops_itself(conditions, name) for name in conditions.policies)
+    stops = any(policy.has_stop for policy in conditions.policies.values())
     most, common, tasks = conditions.settings.validation_questions, None, []
     if own and stops:
         common = Sample({}, spread(own, most), decimals=3)
@@ -111,11 +111,6 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
             sample = read_sample(run, name) if stops else None
         tasks.append(Task(conditions, BENCHMARKS[name], questions, sample))
     return tasks
-
-
-def stops_itself(conditions: Conditions, name: str) -> bool:
-    """Returns whether the learned stop of a row is also evaluated."""
-    return name in conditions.settings.adaptive and conditions.policies[name].has_stop
 
 
 def read_sample(run: EvaluationRun, name: str) -> Sample:
@@ -140,24 +135,23 @@ class _OpenRow(NamedTuple):
 class Task:
     """The questions of a benchmark, to be answered by every row of the table.
 
-    Stop biases are computed on `sample`; `further` rows are answered besides those of the settings.
+    Stop biases are computed on `sample`; without one, no budget is a mean.
     """
 
     conditions: Conditions
     benchmark: Benchmark
     questions: Sequence[BenchmarkQuestion]
     sample: Sample | None = None
-    further: Sequence[TableRow] = ()
 
     @property
     def _biases(self) -> StopBiases:
-        conditions = self.conditions
-        digests = {n: d for n, d in conditions.digests.items() if stops_itself(conditions, n)}
+        conditions, policies = self.conditions, self.conditions.policies
+        digests = {n: d for n, d in conditions.digests.items() if policies[n].has_stop}
         path = conditions.folder / FILE
         return StopBiases(path, conditions.weights, digests, conditions.settings.budgets)
 
     def _files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
-        rows = [*self.conditions.rows(biases), *self.further]
+        rows = self.conditions.rows(biases)
         files = self.conditions.files(rows, self.benchmark, self.questions)
         return list(zip(rows, files, strict=True))
 

@@ -63,7 +63,6 @@ def plan_rows(
     policies: Mapping[str, Policy],
     biases: Biases,
     seed: int,
-    untrained: bool = True,
 ) -> list[TableRow]:
     """Plans the rows that the settings ask for, but for pruners that do not support the model.
 
@@ -72,7 +71,7 @@ def plan_rows(
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
     rows, n, given = [], config.max_image_tokens, settings.pruner_options
-    for name, kind in PRUNERS.items() if untrained else ():
+    for name, kind in PRUNERS.items():
         if kind.config_type is not None:
             continue
         options = ({"seed": seed} if kind.is_random else {}) | given.get(name, {})
@@ -111,7 +110,6 @@ class Conditions:
     source: Source
     policies: Mapping[str, Policy]
     folder: Path
-    untrained: bool = True
 
     @property
     def settings(self) -> EvalSettings:
@@ -136,9 +134,7 @@ class Conditions:
     def rows(self, biases: Biases) -> list[TableRow]:
         """Plans the rows, given stop biases as for `plan_rows`."""
         run = self.run
-        return plan_rows(
-            run.eval, self.source.config, self.policies, biases, run.seed, self.untrained
-        )
+        return plan_rows(run.eval, self.source.config, self.policies, biases, run.seed)
 
     def files(
         self, rows: Sequence[TableRow], benchmark: Benchmark, questions: Sequence[BenchmarkQuestion]

@@ -69,10 +69,8 @@ class EvalSettings(Settings, path="config.eval"):
             method's authors.
         rows: further trained rows: policy files by name of the row. A row whose file is missing is
             left out, unless `methods` names it.
-        adaptive: rows whose learned stop is also evaluated, at a bias that meets each budget on
-            average.
-        own_stops: rows of `adaptive` that are also evaluated without a bias, and rows of methods
-            that count by a threshold.
+        own_stops: rows with a learned stop that are also evaluated without a bias, and rows of
+            methods that count by a threshold.
         validation_questions: maximum number of questions that biases are calibrated on; 0 for all.
         remarks: what a reader of the report has to know about its rows.
     """
@@ -101,7 +99,6 @@ class EvalSettings(Settings, path="config.eval"):
         "a mapping from row names to policy files",
         lambda value: all(isinstance(file, str) for file in value.values()),
     )
-    adaptive: tuple[str, ...] = (DEFAULT, "StepPrune literal")
     own_stops: tuple[str, ...] = (DEFAULT, "GlimpsePrune")
     validation_questions: int = count(1000, least=0)
     remarks: tuple[str, ...] = ()
@@ -265,5 +262,3 @@ def check_policies(
         steps = policy.pruner.most(n)
         expected = f"at most the {steps} steps of row {name!r} for {n} visual tokens"
         settings.require("budgets", most <= steps, expected)
-        stops = name not in settings.adaptive or policy.has_stop
-        settings.require("adaptive", stops, f"rows with a learned stop, which {name!r} has not")

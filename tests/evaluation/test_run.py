@@ -7,7 +7,7 @@ import re
 
 import pytest
 from benchmark_folders import write_benchmarks
-from small_world import changed, one_shot, small_run, stepprune, write_split
+from small_world import changed, small_run, stepprune, write_split
 
 from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
@@ -169,14 +169,12 @@ def test_mistakes_are_found_before_the_model_is_loaded(config, llava_folder, tmp
         evaluate(config, tmp_path)
     data = dataclasses.replace(config.data, folder="absent")
     absent = changed(dataclasses.replace(config, data=data), benchmarks="folder")
-    scorer = changed(config, methods="autoselect", adaptive=("AutoSelect-like",), budgets=(2,))
     for bad, policy, error, message in (
         (changed(config, data="nowhere"), stepprune(), OSError, "no file at nowhere/pope/llava"),
         (absent, stepprune(), OSError, "config.data.folder: no f.*absent"),
         (changed(config, budgets=(10,)), stepprune(), ValueError, "expected at most the 9 visual"),
         (changed(config, budgets=(5,)), stepprune(), ValueError, "expected at most the 4 steps"),
         (config, stepprune(text_width=8), ValueError, "row 'StepPrune': .*text_width is 8"),
-        (scorer, one_shot(), ValueError, "adaptive is .*, expected rows with a learned stop"),
     ):
         save_policy(policy, tmp_path / "policy.safetensors")
         with pytest.raises(error, match=message):
