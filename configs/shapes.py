@@ -33,7 +33,10 @@ def get_config(reading: str = "") -> training.Run:
                 "Each trained row is one run: that of this folder, and earlier ones of AutoSelect-"
                 "like, a one-shot scorer with the same gate, and StepPrune literal.",
                 "Runs of one recipe differ as much as these methods do, so that no order of the "
-                "trained rows is shown here: experiments/RESULTS.md has several runs of each.",
+                "trained rows is shown here. With 32, 16 and 8 tokens, five runs of StepPrune "
+                "retain 98.4 +- 0.9, 96.6 +- 2.7 and 92.4 +- 5.4 %, four of today's AutoSelect-"
+                "like 98.2 +- 0.3, 98.0 +- 0.4 and 96.1 +- 0.3 %, on other questions: "
+                "experiments/RESULTS.md.",
             ),
         ),
     )
