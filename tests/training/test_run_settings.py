@@ -101,7 +101,7 @@ def test_a_second_stage_begins_with_the_policy_of_the_first(first):
     run, before = load_config(f"sampled:{first}"), load_config(first)
     assert run.policy_gradient.samples == 8
     assert run.start == f"runs/{first.replace(':', '-')}/policy.safetensors"
-    assert build(run) == dataclasses.replace(build(before), draw=1.0)
+    assert build(run) == dataclasses.replace(build(before), draw=1.0, length_weight=0.6)
 
 
 def test_the_command_line_changes_fields():
