@@ -12,6 +12,8 @@ experiments/RESULTS.md; it has not been tried at 7B.
 Sets are small, because a few tokens are what is hard to choose: of LLaVA-7B's 576 tokens at most
 63. A quarter of them end by the policy's stop. A token's price is four times that of the first
 stage, as what it gains is measured in probability here, and in nats there.
+
+`--config.start=` begins from drawn weights, without a first stage: better still in the first runs.
 """
 
 from stepprune_jax import configurations

@@ -32,8 +32,9 @@ def sample(
 
     The stop is one more action: before each token from `min_tokens` on, the episode ends with its
     probability. The inputs are encoded once for all draws. The gradient is that of `"parallel"`
-    whatever the estimator: what was drawn is given, and straight-through would add to it. With a
-    hazard, the gradient of the stop reaches the hazard's own weights alone, as it always does.
+    whatever the estimator: what was drawn is given, and straight-through would add to it, as a
+    decoder's own feedback still does. With a hazard, the gradient of the stop reaches the hazard's
+    own weights alone, as it always does.
 
     Args:
         params: policy weights.

@@ -123,27 +123,12 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
 def _whole_rows(
     model: ModelConfig, options: ForwardOptions, params, tokens, targets: Targets
 ) -> Float[Array, " b"]:
-    """Computes `row_losses` of rows with all N tokens."""
+    """Computes the losses of `row_scores` for rows with all N tokens."""
     b, n, _ = tokens.shape
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
     count = model.family.num_tokens(model, targets.grid)
     pruned = Pruned(index, tokens, index < count[:, None], count)
-    return row_losses(params, model, options, pruned, targets)
-
-
-def row_losses(
-    params: dict[str, Any],
-    model: ModelConfig,
-    options: ForwardOptions,
-    kept: Pruned,
-    targets: Targets,
-    positions: str = "original",
-) -> Float[Array, " b"]:
-    """Computes the cross-entropy of conversations with some of their visual tokens.
-
-    Position ids are those of `vlm.assemble`.
-    """
-    return row_scores(params, model, options, kept, targets, positions)[0]
+    return row_scores(params, model, options, pruned, targets)[0]
 
 
 def row_scores(
@@ -154,7 +139,11 @@ def row_scores(
     targets: Targets,
     positions: str = "original",
 ) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
-    """Computes `row_losses`, and whether every target is the most probable token at its place."""
+    """Computes the cross-entropy of conversations with some of their visual tokens.
+
+    Also whether every target is the most probable token at its place. Position ids are those of
+    `vlm.assemble`.
+    """
     k = kept.tokens.shape[1]
     tokens = model.family.project(params, model, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)
@@ -204,6 +193,7 @@ def answer_losses(
         sets, of = rows
         sets = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sets)
         of = jax.tree.map(lambda x: jnp.repeat(x, g, axis=0), of)
-        return row_losses(params, model, options, sets, of, positions).reshape(-1, g)
+        losses, _ = row_scores(params, model, options, sets, of, positions)
+        return losses.reshape(-1, g)
 
     return map_rows(part, options, (kept, Targets(*targets))) / count

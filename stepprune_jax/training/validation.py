@@ -157,8 +157,12 @@ class Validation:
         return {
             "step": step,
             **{f"loss{name}": self._mean(found[case][0]) for case, name in _CASES.items()},
-            **{f"accuracy{name}": _percent(found[case][1]) for case, name in _CASES.items()},
-            "accuracy": _percent(right),  # of its own answers
+            **{
+                f"accuracy{name}": _percent(found[case][1])
+                for case, name in _CASES.items()
+                if case != OWN
+            },
+            "accuracy": _percent(right),
             "k_mean": float(count.mean()),
             "k_std": float(count.std()),
             "k_min": int(count.min()),

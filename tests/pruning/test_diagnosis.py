@@ -1,5 +1,7 @@
 """A diagnosis: the sets it compares, and the words it finds."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,8 @@ def test_it_compares_the_sets_it_names(reader):
     assert found.accuracy[NONE] == 0 and found.loss[NONE].mean() == 1
     # Nearly even scores are drawn from: what is kept is hardly what the gate opens.
     assert 0 < found.agreement < 0.9 and 0 < found.entropy < np.log(N)
+    best = policy.replace(config=dataclasses.replace(config, draw=0.0))
+    assert best.diagnose(needs_the_marked, image, text, [2])[0].agreement == 1
     assert "no better than random" in str(found) and "2 tokens" in str(found)
 
 

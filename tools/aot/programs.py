@@ -26,7 +26,7 @@ from stepprune_jax.policy.selection import pick, select_parallel
 from stepprune_jax.pruning import PRUNERS, Budget, FastV, Kept, Pruner, Trained
 from stepprune_jax.training import Run, plan, step
 from stepprune_jax.training.batches import Bucket
-from stepprune_jax.training.language_loss import ForwardOptions, row_losses
+from stepprune_jax.training.language_loss import ForwardOptions, row_scores
 from stepprune_jax.training.settings import make_setup
 
 # Dtypes of the frozen model and of the selector, by name.
@@ -194,7 +194,7 @@ class Programs:
     def _validation(self) -> jax.stages.Traced:
         kept = self._kept_tokens(self._rows, self._kept)
         targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
-        return jit_for_weights(row_losses, ("model", "options")).trace(
+        return jit_for_weights(row_scores, ("model", "options")).trace(
             self._trained_through,
             model=self._model,
             options=ForwardOptions(self._execution, mesh=self._mesh),
