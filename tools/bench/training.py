@@ -196,8 +196,11 @@ def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any],
     )
 
     def learn(state, stats, inputs, key, number):
-        # Depends on every token, as a language model's loss does.
-        loss = lambda tokens: jnp.mean(tokens.astype(jnp.float32))  # noqa: E731
+        def loss(given):  # of all tokens, or of those of each set, as a language model's
+            tokens = given.tokens if setup.policy_gradient.samples else given
+            axes = (-2, -1) if setup.policy_gradient.samples else None
+            return jnp.mean(tokens.astype(jnp.float32), axis=axes)
+
         return step.learn(state, stats, inputs, loss, key, number, setup)
 
     traced = jax.jit(learn, donate_argnums=0).trace(
