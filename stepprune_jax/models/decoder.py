@@ -255,8 +255,7 @@ def _attention_before(
     layer: int,
 ) -> BlockOutput:
     """Computes queries and keys of the next block, without running the rest of it."""
-    stack = {name: params["layers"][name] for name in ("norm1", "attention")}
-    weights = take_layer(stack, layer)
+    weights = take_layer(params["layers"], layer)
     normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
     attention = LlamaAttention(config)
     return cast(BlockOutput, attention.apply({"params": weights["attention"]}, normed, context))

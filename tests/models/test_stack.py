@@ -24,10 +24,10 @@ def answer(params, config, pixels, sequence):
     stage = decoder.run_layers(params["language"], config.text, sequence.rows, (0, 4), None, wanted)
 
     def drop(rows, taps):
-        attended = taps["attention.0"].sum((1, 2)) > 0
+        attended = (taps["attention.0"] * taps["scores.2"]).sum((1, 2)) > 0
         return rows, attended & ((rows.image < 0) | (rows.index % 2 == 0))
 
-    cuts = (vlm.Cut(2, 20, drop, (Tap("attention", 0),)),)
+    cuts = (vlm.Cut(2, 20, drop, (Tap("attention", 0), Tap("scores", 2))),)
     pruned = vlm.prefill(params, config, sequence, 2, cuts)
     token = jnp.argmax(pruned.logits, -1)
     return seen, stage, pruned, vlm.decode_step(params, config, token, pruned.cache)
