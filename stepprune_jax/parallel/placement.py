@@ -57,7 +57,7 @@ def jit_for_weights(
     _on_cpu.append(programs["cpu"])
 
     def chosen(params):
-        device = next(iter(jax.tree.leaves(params)[0].sharding.device_set))
+        device = next(iter(_sharding_of(params).device_set))
         return programs[device.platform]
 
     @functools.wraps(function)
@@ -75,15 +75,22 @@ def jit_for_weights(
     return call
 
 
+def _sharding_of(params: Params) -> Any:
+    """Returns the sharding of one weight: flattening the hundreds of a model takes longer."""
+    while isinstance(params, dict):
+        params = next(iter(params.values()))
+    return params.sharding
+
+
 def mesh_of(params: Params) -> Mesh | None:
     """Returns the mesh that weights are sharded over, or None on a single device."""
-    sharding = jax.tree.leaves(params)[0].sharding
+    sharding = _sharding_of(params)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def replicate_like(params: Params, tree: T) -> T:
     """Replicates arrays to the devices of the weights; no copy if they are already there."""
-    sharding = jax.tree.leaves(params)[0].sharding
+    sharding = _sharding_of(params)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, P())
     if not sharding.is_fully_addressable:  # several processes, each of which has the arrays
