@@ -60,17 +60,8 @@ def qwen():
     return load_vlm("shapes_qwen", dtype=jnp.float32)
 
 
-@pytest.mark.parametrize(
-    # 98.3 % with 18.7 tokens on 2,080 questions and 97.9 % with 19.7 on 4,160 of
-    # experiments/RESULTS.md; here on 192 others.
-    ("name", "least"),
-    [
-        ("shapes", 0.95),
-        pytest.param(EXPERIMENTS / "shapes_wide.safetensors", 0.96, marks=pytest.mark.slow),
-    ],
-)
-def test_the_shipped_policies_stop_by_themselves_and_lose_little(asked, name, least):
-    own, kept = asked(policy=name)
+def test_the_shipped_policy_stops_by_itself_and_loses_little(asked):
+    own, kept = asked(policy="shapes")  # experiments/RESULTS.md has other questions
     whole, everything = asked("all")
     quarter, _ = asked("random", 36)
     random, few = asked("random", 16)
@@ -78,7 +69,7 @@ def test_the_shipped_policies_stop_by_themselves_and_lose_little(asked, name, le
     assert 0.8 * whole < quarter < whole
     assert 12 < kept.mean() < 26 and kept.std() > 4
     # The standard error of so few answers is 1.9 %.
-    assert whole > 0.92 and own > least * whole and own > random + 0.08
+    assert whole > 0.92 and own > 0.95 * whole and own > random + 0.08
 
 
 def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):

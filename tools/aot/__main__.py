@@ -49,7 +49,7 @@ COLUMNS = (
 )
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
-SAMPLED = "configs/sampled.py"  # the second stage of either
+SAMPLED = "configs/sampled.py"  # either, without the gate
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
 # Programs that an ablation of scores affects, and those that one of the selector affects; all
 # others are as in `configs/shapes.py`.
