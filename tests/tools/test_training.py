@@ -80,6 +80,14 @@ def test_a_run_is_measured(tmp_path, monkeypatch):
     assert found.flops == traced_flops(traced.jaxpr)
 
 
+@pytest.mark.slow
+def test_a_run_on_sampled_sets_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "_IMAGES", 8)
+    run = tiny_run(mesh="data=2,fsdp=2,tensor=2", **{"policy_gradient.samples": 2})
+    found = training.measure(run, FIELDS, 2, IDS, tmp_path)
+    assert found.policy > 0 and 0 < found.policy_flops < found.flops
+
+
 def test_the_lines_have_the_numbers():
     planned = Usage(0, 0, 0, 3 * 2**30)
     found = training.Measured(0.5, 0.05, 0.4, 0.04, 80e12, 100e12, 10e12, planned, 2**31)
