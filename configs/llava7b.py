@@ -10,9 +10,9 @@ whose values `configs/llava7b.py:literal` has to the letter. `:causal`, `:last`,
 `:short` is a recipe of 20,000 questions. No run of this configuration has been made.
 
 Begin with `configs/sampled.py:llava7b`, 4.4 hours on two A6000 by the dry run: in the small world
-sampled sets are better than the gate at all budgets. `:short`, 2.1 hours, is the gate with the rate
-x updates x width that teaches a policy there. The long one, 67 hours, is one epoch, as in the
-paper.
+sampled sets are better than the gate at all budgets, if a few random tokens sometimes suffice for
+an answer. `:short`, 2.1 hours, is the gate with the rate x updates x width that teaches a policy
+there. The long one, 67 hours, is one epoch, as in the paper.
 """
 
 from stepprune_jax import training

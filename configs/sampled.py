@@ -5,8 +5,9 @@
 
 The argument names the configuration of a run through the gate, whose model, data, policy and price
 these are. In the small world this is the best recipe so far, without gradients of the model, see
-experiments/RESULTS.md; it has not been tried at 7B. `--config.start=FILE` begins with a trained
-policy instead of drawn weights.
+experiments/RESULTS.md; it has not been tried at 7B. Where a few random tokens never suffice for an
+answer, nothing is learned from drawn weights: `--config.start=FILE` begins with a policy that was
+trained through the gate.
 
 Sets are small, because a few tokens are what is hard to choose: of LLaVA-7B's 576 tokens at most
 63. A quarter of them end by the policy's stop. A token's price is four times that of the gate, as
