@@ -311,7 +311,7 @@ class Policy:
         """Computes the objective of sampled sets with the policy's own statistics.
 
         Nothing is differentiated but the policy, so any program can answer, also one without
-        gradients; it has to be right now and then with a few random tokens.
+        gradients. From drawn weights it has to be right now and then with a few random tokens.
 
         Args:
             key: PRNG key; consumed.

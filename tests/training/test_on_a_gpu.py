@@ -75,7 +75,7 @@ def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
     model = load_vlm(world[0], None, jnp.float32, progress=False)
     setup = settings.make_setup(run, model.config)
     batch, stats = open_tiny(run, tmp_path)[0], FeatureStats.start(setup.model.feature_width)
-    # Compiled, as in a run: arrays of equal zeros made one by one can share a buffer on a GPU.
+    # Compiled, as in a run: made eagerly it held a buffer twice, and was refused as a donation.
     state = jax.jit(step.init_state, static_argnums=1)(jax.random.key(0), setup)
     arguments = (state, stats, batch, jax.random.key(1))
     result = {}
