@@ -3,9 +3,10 @@
     python -m stepprune_jax.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
     python -m stepprune_jax.efficiency --model llava-7b --dry_run  # operations alone, by formula
 
-Weights, images and prompts are random, on jax's default device. Rows take turns, so that drift of
-the machine affects all equally; ratios are computed within a turn; compilation is excluded. Each
-measurement starts with pixels in host memory and ends when the first token is known.
+Weights, images and prompts are random, on jax's default device. Each row takes turns with that of
+all tokens, so that drift of the machine affects both equally; ratios are computed within a turn;
+compilation is excluded. A measurement starts with pixels in host memory and ends when the first
+token is known. The file is written after each row; one that does not fit the device is left out.
 
 Random weights stop anywhere. For a learned stop to keep the requested mean, the price of a token
 grows steeply with their number, and the bias is calibrated on the images of the batch, as on
@@ -24,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from
@@ -228,10 +230,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "batches": {},
     }
     for size in flags.batch:
-        measured = measure.measure(bench, rows, measure.draw_batch(config, size, flags.text))
+        batch, measured = measure.draw_batch(config, size, flags.text), []
         result["batches"][str(size)] = measured
-        result["peak_bytes"] = peak_memory()
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for row in tqdm(rows, desc=f"batch {size}", unit="row"):
+            try:
+                measured.append(measure.measure(bench, rows[0], row, batch))
+            except jax.errors.JaxRuntimeError as error:
+                reason = str(error).partition("\n")[0]
+                tqdm.write(f"{row.name} is left out: {reason}", file=sys.stderr)
+            result["peak_bytes"] = peak_memory()
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"batch {size}\n\n{table(_HEADER, [_cells(row) for row in measured])}\n", flush=True)
     print(f"wrote {out}")
 

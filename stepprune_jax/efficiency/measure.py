@@ -1,9 +1,9 @@
-"""Rows of an efficiency table, measured in turns: from pixels to the first token, and on."""
+"""A row of an efficiency table, measured: from pixels to the first token, and on."""
 
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -86,32 +86,30 @@ def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
     return row._replace(method=row.method._replace(params=learned))
 
 
-def measure(bench: Bench, rows: Sequence[Row], batch: Batch) -> list[dict[str, Any]]:
-    """Measures rows, which take turns; the first is the baseline of the others."""
-    rows = [with_stop_bias(bench, row, batch) for row in rows]
-    compiling = {row.name: _answer(bench, row, batch) for row in rows}
-    turns = [{row.name: _answer(bench, row, batch) for row in rows} for _ in range(bench.rounds)]
-    results, base = [], rows[0].name
-    for row in rows:
-        first, own = compiling[row.name], [turn[row.name] for turn in turns]
-        again = statistics.median(turn.whole + turn.decode for turn in own)
-        kept, steps = first.kept, bench.options.max_tokens - 1
-        results.append(
-            {
-                "row": row.name,
-                "kept": [float(kept.mean()), int(kept.min()), int(kept.max())],
-                "ms": {
-                    "selector": _spread(1e3 * turn.selector for turn in own),
-                    "whole": _spread(1e3 * turn.whole for turn in own),
-                    "decode": _spread(1e3 * turn.decode / steps for turn in own),
-                },
-                "tflops": count_tflops(bench.model.config, row.method, batch, kept.mean()),
-                "cache_bytes": first.cache // len(kept),
-                "compile_s": max(0.0, first.whole + first.decode - again),
-                "speed_up": _spread(turn[base].whole / turn[row.name].whole for turn in turns),
-            }
-        )
-    return results
+def measure(bench: Bench, base: Row, row: Row, batch: Batch) -> dict[str, Any]:
+    """Measures a row, which takes turns with the baseline."""
+    row = with_stop_bias(bench, row, batch)
+    first, whole = _answer(bench, row, batch), row.method is base.method
+    own, beside = [], []
+    for _ in range(bench.rounds):
+        own.append(_answer(bench, row, batch))
+        beside.append(own[-1] if whole else _answer(bench, base, batch))
+    again = statistics.median(turn.whole + turn.decode for turn in own)
+    kept, steps = first.kept, bench.options.max_tokens - 1
+    return {
+        "row": row.name,
+        "kept": [float(kept.mean()), int(kept.min()), int(kept.max())],
+        "ms": {
+            "selector": _spread(1e3 * turn.selector for turn in own),
+            "whole": _spread(1e3 * turn.whole for turn in own),
+            "decode": _spread(1e3 * turn.decode / steps for turn in own),
+            "whole_baseline": _spread(1e3 * turn.whole for turn in beside),
+        },
+        "tflops": count_tflops(bench.model.config, row.method, batch, kept.mean()),
+        "cache_bytes": first.cache // len(kept),
+        "compile_s": max(0.0, first.whole + first.decode - again),
+        "speed_up": _spread(a.whole / b.whole for a, b in zip(beside, own, strict=True)),
+    }
 
 
 class _Turn(NamedTuple):

@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 
+import jax
 import pytest
 from commands import status
 
 from stepprune_jax import testing
 from stepprune_jax.efficiency import __main__ as efficiency
+from stepprune_jax.efficiency import measure
 from stepprune_jax.efficiency.model_shapes import model_config
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -45,7 +47,7 @@ def test_rows_are_measured_in_turns(made):
         assert all(least <= median <= most for median, least, most in row["ms"].values())
         assert row["cache_bytes"] > 0
     # One turn: the ratio is that of its two times.
-    ratio = whole["ms"]["whole"][0] / own["ms"]["whole"][0]
+    ratio = own["ms"]["whole_baseline"][0] / own["ms"]["whole"][0]
     assert own["speed_up"] == pytest.approx([ratio] * 3) and whole["speed_up"] == [1, 1, 1]
     line = next(line for line in said.splitlines() if line.startswith("| stepprune@mean:4"))
     assert f"| {ratio:.3g} (" in line
@@ -60,6 +62,25 @@ def test_operations_are_those_of_the_tokens_that_are_there(made):
         assert row["tflops"]["prefill"] == 2e-12 * llm_flops(text, TEXT + count).flops
     assert whole["tflops"]["choice"] == 0 < own["tflops"]["choice"]
     assert whole["tflops"]["tower"] == own["tflops"]["tower"]
+
+
+@pytest.mark.slow
+def test_a_row_that_does_not_fit_the_device_costs_no_other(model, tmp_path, monkeypatch, capsys):
+    measured, out = measure.measure, tmp_path / "result.json"
+
+    def full(bench, base, row, batch):
+        if row.name == "grid@4":  # what was measured before is in the file
+            (saved,) = json.loads(out.read_text())["batches"]["1"]
+            assert saved["row"] == "all"
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand so on")
+        return measured(bench, base, row, batch)
+
+    monkeypatch.setattr(measure, "measure", full)
+    flags = ["--model", model, "--json", str(out), "--rows", "grid@4", "cls@4", "--batch", "1"]
+    efficiency.main([*flags, "--text", str(TEXT), "--new_tokens", "1", "--rounds", "1"])
+    rows = json.loads(out.read_text())["batches"]["1"]
+    assert [row["row"] for row in rows] == ["all", "cls@4"]
+    assert "grid@4 is left out: RESOURCE_EXHAUSTED: out of memory\n" in capsys.readouterr().err
 
 
 @pytest.fixture
