@@ -1,0 +1,57 @@
+"""Draws README's picture: one image, four questions, and the patches that the policy keeps.
+
+python -m experiments.shapes --out data/untouched --test_seed 2 --test 520
+python -m experiments.studies.picture --data data/untouched --out docs/images/overlay.png
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.data.llava import read_answers, read_questions
+from stepprune_jax.inference import generate
+from stepprune_jax.pruning import make_method
+from stepprune_jax.user_input import user_input
+from stepprune_jax.visualize.overlays import Overlay, draw_rows, judged
+
+_FAMILIES = ("position", "color", "counting", "majority")
+
+
+def draw(folder: Path, out: Path) -> None:
+    """Draws the first test image that has a question of each family."""
+    asked = read_questions(folder / "test.jsonl", folder / "images")
+    by_image: dict[Path, dict[str, tuple[str, str]]] = {}
+    answered = read_answers(folder / "test_answers.jsonl", asked)
+    for question, correct in zip(asked, answered, strict=True):
+        by_image.setdefault(question.image, {})[question.category] = question.text, correct
+    having = (image for image, shown in by_image.items() if shown.keys() >= {*_FAMILIES})
+    image = next(having, None)
+    if image is None:
+        raise ValueError(f"{folder}: no image has questions of {', '.join(_FAMILIES)}")
+    shown = by_image[image]
+    texts, correct = zip(*(shown[family] for family in _FAMILIES), strict=True)
+    model, method = load_vlm("shapes"), make_method(policy=load_policy("shapes"))
+    answers = generate(model, texts, [image] * len(texts), method)
+    row = []
+    for family, text, answer, known in zip(_FAMILIES, texts, answers, correct, strict=True):
+        right, (patches,), ((side, _),) = answer.text == known, answer.kept_indices, answer.grids
+        said = judged(answer.text, known, right)
+        title = f"K = {answer.kept}"
+        row.append(Overlay(image, patches, title, family, text, said, right, side))
+    draw_rows(out, [row])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command."""
+    parser = Parser(prog="experiments.studies.picture", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, type=Path, help="folder of experiments.shapes")
+    parser.add_argument("--out", required=True, type=Path, help="the PNG to write")
+    arguments = parser.parse_args(argv)
+    with user_input():
+        draw(arguments.data, arguments.out)
+
+
+if __name__ == "__main__":
+    exit_with("experiments.studies.picture", main)
