@@ -3,6 +3,7 @@
 Every line of the result says how it was made; the same command continues after an interruption.
 """
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,30 +23,40 @@ from stepprune_jax.pruning import Method, Ranker
 from stepprune_jax.user_input import check
 
 
-def unanswered(out: Path, questions: Sequence[Question], about: Mapping[str, object]) -> list[int]:
-    """Returns numbers of questions that a file lacks, and removes a last line that was cut off.
+def unanswered(
+    out: Path, questions: Sequence[Question], folder: Path, about: Mapping[str, object]
+) -> dict[int, Question]:
+    """Returns questions that a file lacks, by number, and removes a last line that was cut off.
 
     Raises:
         ValueError: a line is about another question, or was made in another way.
     """
-    texts, done = {question.question_id: question.text for question in questions}, set()
+    asked, done = {q.question_id: (_image(q, folder), q.text) for q in questions}, set()
     for line in recover(out):
         name = str(line["question_id"])
         differ = [key for key, value in about.items() if line.get(key) != value]
         for fits, problem in (
-            (texts.get(name) == line["prompt"], "is not one of --questions"),
+            (
+                asked.get(name) == (line.get("image"), line["prompt"]),
+                "is not one of --questions, or is about another image",
+            ),
             (not differ, f"was answered with another {', '.join(differ)}"),
         ):
             check((fits, f"{out}: question {name!r} {problem}; give another --out"))
         done.add(name)
-    return [n for n, question in enumerate(questions) if question.question_id not in done]
+    return {n: q for n, q in enumerate(questions) if q.question_id not in done}
+
+
+def _image(question: Question, folder: Path) -> str:
+    """Returns the name of a question's image in the image folder."""
+    return question.image.relative_to(folder).as_posix()
 
 
 def answer_file(
     model: VLM,
     method: Method,
-    questions: Sequence[Question],
-    todo: Sequence[int],
+    todo: Mapping[int, Question],
+    folder: Path,
     out: Path,
     about: Mapping[str, object],
     options: RunOptions,
@@ -56,8 +67,8 @@ def answer_file(
     Args:
         model: the model.
         method: how visual tokens are pruned.
-        questions: all questions.
-        todo: numbers of those to answer.
+        todo: the questions by number.
+        folder: folder of their images.
         out: the file of answers.
         about: what every line says of how it was made.
         options: how the model is run, and the longest answer.
@@ -73,17 +84,17 @@ def answer_file(
     interval = 0.2 if sys.stderr.isatty() else 10
     with tqdm(total=len(todo), unit="question", mininterval=interval) as bar:
         for first in range(0, len(todo), chunk):
-            numbers = todo[first : first + chunk]
-            lines = _answer(model, method, questions, numbers, options, batching)
-            append(out, [line | about for line in lines])
-            bar.update(len(numbers))
+            part = dict(itertools.islice(todo.items(), first, first + chunk))
+            answers = _answer(model, method, part, options, batching)
+            images = [{"image": _image(question, folder)} for question in part.values()]
+            append(out, [a | b | about for a, b in zip(answers, images, strict=True)])
+            bar.update(len(part))
 
 
 def _answer(
     model: VLM,
     method: Method,
-    questions: Sequence[Question],
-    numbers: Sequence[int],
+    questions: Mapping[int, Question],
     options: RunOptions,
     batching: Batching,
 ) -> list[JsonObject]:
@@ -91,11 +102,11 @@ def _answer(
     size, pruner = batching.batch_size, method.pruner
     encoded = encode_questions(
         model,
-        [questions[number] for number in numbers],
+        [*questions.values()],
         batch_size=size,
         taps=pruner.taps(model.config),
         execution=options.execution,
-        numbers=numbers,
+        numbers=[*questions],
     )
     encoded = cut_prompts(encoded, options.context_limit or model.config.family.CONTEXT_LIMIT)
     prompts, images = encoded.prompts, encoded.images
@@ -107,14 +118,13 @@ def _answer(
     answers = answer_all(model, method, prompts, images, options, batching, ranking=ranking)
     return [
         {
-            "question_id": questions[number].question_id,
-            "image": questions[number].image.name,
-            "prompt": questions[number].text,
+            "question_id": question.question_id,
+            "prompt": question.text,
             "text": answers.texts[row],
             "visual_tokens": int(encoded.sizes[row]),
             "kept": int(answers.kept[row]),
             "kept_indices": answers.order[row].tolist(),
             "ms": round(1000 * float(encoded.seconds + ranked + answers.seconds[row]), 3),
         }
-        for row, number in enumerate(numbers)
+        for row, question in enumerate(questions.values())
     ]

@@ -21,6 +21,7 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.checkpoints import folder as folders
+from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import VLM, load_params, make_vlm
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.cli.batch import answer_file, unanswered
@@ -28,6 +29,7 @@ from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
+from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.inference.answer import Answer, answer, check_run, trace_arrays
 from stepprune_jax.inference.base import Begun, RunOptions
 from stepprune_jax.inference.request import Request, read_request
@@ -51,8 +53,9 @@ class _Run(NamedTuple):
     sampling: Sampling
     options: RunOptions
     request: Request
-    questions: list[Question]  # of a file
-    todo: list[int]  # numbers of those that are not answered yet
+    about: JsonObject  # how answers are made
+    todo: dict[int, Question]  # of a file, those that are not answered yet
+    folder: Path  # of their images
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -166,10 +169,11 @@ def _read(given: argparse.Namespace) -> _Run:
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     model = make_vlm(source, {}, folders.load_tokenizer(source.folder), settings)
     mean = given.mean_budget
+    policy = None if given.policy is None else load_policy(given.policy)
     method = make_method(
         given.pruner,
         given.budget if mean is None else Budget("mean", mean),
-        policy=None if given.policy is None else load_policy(given.policy),
+        policy=policy,
         stop_bias=given.stop_bias,
         options=read_options("--pruner_options", given.pruner_options),
     )
@@ -184,18 +188,19 @@ def _read(given: argparse.Namespace) -> _Run:
     check_run(model.config, method, sampling, options)
     # Paths, so that errors name the file.
     request = read_request(model, ["?" if given.prompt is None else given.prompt], [given.image])
-    questions, todo = [], []
+    about, todo, folder = _about(given, method), {}, Path(given.image_folder or "")
     if given.questions is not None:
+        about["weights"] = model_identity(source)[:16]
+        about["policy_weights"] = None if policy is None else policy_digest(policy)
         folder = given.image_folder or given.questions.parent
-        questions = read_questions(given.questions, folder)
-        todo = unanswered(given.out, questions, _about(given, method))
+        todo = unanswered(given.out, read_questions(given.questions, folder), folder, about)
     again = given.interactive or given.overlay is not None
     images = [open_image(path) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
     nothing = given.questions is not None and not todo
     params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
     model = model._replace(params=params)
-    return _Run(model, images, method, sampling, options, request, questions, todo)
+    return _Run(model, images, method, sampling, options, request, about, todo, folder)
 
 
 def _about(given: argparse.Namespace, method: Method) -> JsonObject:
@@ -208,6 +213,7 @@ def _about(given: argparse.Namespace, method: Method) -> JsonObject:
         "max_pixels": given.max_pixels,
         "policy": given.policy,
         "pruner": pruner.name,
+        "pruner_version": pruner.version,
         "pruner_options": read_options("--pruner_options", given.pruner_options),
         "budget": str(pruner.budget),
         "budget_counts": pruner.budget_counts,
@@ -287,10 +293,10 @@ def _execute(given: argparse.Namespace) -> None:
             answer_file(
                 run.model,
                 run.method,
-                run.questions,
                 run.todo,
+                run.folder,
                 given.out,
-                _about(given, run.method),
+                run.about,
                 run.options,
                 given.batch_size or _BATCH_SIZE,
             )
@@ -309,7 +315,7 @@ def _execute(given: argparse.Namespace) -> None:
                     np.savez_compressed(given.trace, **trace_arrays(begun))
 
         (found,) = answer(run.model, run.request, run.method, run.sampling, run.options, trace=save)
-        print(json.dumps(_about(given, run.method) | found._asdict()))
+        print(json.dumps(run.about | found._asdict()))
     else:
         found = _stream(run, run.request)
     if given.overlay is not None:

@@ -231,3 +231,22 @@ def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_pat
         capfd.readouterr()
         assert ask(files, *arguments) == 2
         assert said in capfd.readouterr().err
+
+
+def test_answers_about_other_images_or_by_another_policy_are_not_continued(
+    files, question_file, tmp_path, capfd
+):
+    out, policy = tmp_path / "out.jsonl", save_policy(stepprune(), tmp_path / "policy")
+    (tmp_path / "images" / "more").mkdir(parents=True)
+    for number, name in enumerate(("1.png", "2.png", "more/1.png")):
+        random_image(number).save(tmp_path / "images" / name)
+    asked = ("--questions", question_file, "--image_folder", tmp_path / "images", "--out", out)
+    assert ask(files, *asked, "--policy", policy) == 0
+    text = question_file.read_text()
+    question_file.write_text(text.replace("1.png", "more/1.png", 1))
+    assert ask(files, *asked, "--policy", policy) == 2
+    assert "question 'q0' is not one of --questions, or is about" in capfd.readouterr().err
+    question_file.write_text(text)
+    save_policy(stepprune(5), policy)
+    assert ask(files, *asked, "--policy", policy) == 2
+    assert "was answered with another policy_weights; give" in capfd.readouterr().err
