@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.stack import Params
@@ -75,7 +75,7 @@ def jit_for_weights(
     return call
 
 
-def _sharding_of(params: Params) -> Any:
+def _sharding_of(params: Params | Array) -> Any:
     """Returns the sharding of one weight: flattening the hundreds of a model takes longer."""
     while isinstance(params, dict):
         params = next(iter(params.values()))
