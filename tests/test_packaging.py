@@ -113,7 +113,7 @@ def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
     write_world(tmp_path / "data/shapes", seed=0, train=8, validation=2, test=2)
     assert "Done: " in run("stepprune-train", "--config=shapes", *SMALL)
     said = run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
-    assert said.splitlines()[-1].startswith("  stepprune-generate --model shapes --policy ")
+    assert said.splitlines()[-1] == "report: runs/shapes/report/index.html"
     page = (tmp_path / "runs" / "shapes" / "report" / "index.html").read_text()
     assert "stepprune-eval --config=shapes" in page
 
