@@ -100,7 +100,7 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
         scores = {f.path: score_file(f, run.root(n), run.seed) for n in names for f in files[n]}
         answered = []
         for name in names:
-            whole = [f for f in files[name] if _answered(f) >= f.provenance.asked]
+            whole = [f for f in files[name] if scores[f.path]["answered"] >= f.provenance.asked]
             for path, hard in score_hard(whole, run.root(name)).items():
                 scores[path] |= hard
             questions = _questions(run, name, whole)

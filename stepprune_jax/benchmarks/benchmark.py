@@ -48,7 +48,6 @@ class Benchmark:
         calibration: questions that stop biases are computed on, relative to the root; empty to take
             some of the benchmark's own.
         keep_order: whether each answer records the kept tokens, not only those of a few samples.
-        text_only: whether some questions have no image.
         without_ocr: removes the OCR tokens from a question, if the question file has them.
         max_new_tokens: the longest answer, in tokens, that LLaVA's program allows.
         score: `score(root, answers, **options)`.
@@ -72,7 +71,6 @@ class Benchmark:
     image_source: str = ""
     calibration: str = ""
     keep_order: bool = False
-    text_only: bool = False
     without_ocr: Callable[[BenchmarkQuestion], BenchmarkQuestion] | None = None
     max_new_tokens: int
     score: Callable[..., Score]

@@ -142,7 +142,6 @@ BENCHMARK = Benchmark(
     read=read_list,
     images="scienceqa/images/test",
     image_source="the download script of github.com/lupantech/ScienceQA",
-    text_only=True,
     max_new_tokens=1024,
     score=score,
     worth=_worth,

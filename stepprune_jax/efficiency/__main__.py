@@ -238,9 +238,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except jax.errors.JaxRuntimeError as error:
                 reason = str(error).partition("\n")[0]
                 tqdm.write(f"{row.name} is left out: {reason}", file=sys.stderr)
+                if not measured:  # nothing to compare other rows with
+                    break
             result["peak_bytes"] = peak_memory()
             out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"batch {size}\n\n{table(_HEADER, [_cells(row) for row in measured])}\n", flush=True)
+        if measured:
+            cells = [_cells(row) for row in measured]
+            print(f"batch {size}\n\n{table(_HEADER, cells)}\n", flush=True)
     print(f"wrote {out}")
 
 

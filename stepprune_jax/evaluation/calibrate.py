@@ -54,11 +54,12 @@ class Margins(NamedTuple):
 class StopBiases(NamedTuple):
     """The stop biases of the policies that stop by themselves, by row name, in a file.
 
-    The file also keeps those of earlier policies.
+    `model` is what they depend on besides policy and sample. The file also keeps those of earlier
+    policies and models.
     """
 
     path: Path
-    weights: str
+    model: JsonObject
     digests: Mapping[str, str]
     budgets: Sequence[int | str]
 
@@ -111,7 +112,7 @@ class StopBiases(NamedTuple):
         self, entries: Mapping[str, list[JsonObject]], name: str, sample: Sample
     ) -> JsonObject:
         """Returns the entry of a row's policy with this model and sample, or a new one."""
-        mine = {"policy": self.digests[name], "weights": self.weights, **sample.about}
+        mine = {"policy": self.digests[name], **self.model, **sample.about}
         for entry in entries.get(name, []):
             if {key: entry[key] for key in entry if key not in ("biases", "questions")} == mine:
                 return entry

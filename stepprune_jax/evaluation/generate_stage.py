@@ -147,8 +147,11 @@ class Task:
     def _biases(self) -> StopBiases:
         conditions, policies = self.conditions, self.conditions.policies
         digests = {n: d for n, d in conditions.digests.items() if policies[n].has_stop}
-        path = conditions.folder / FILE
-        return StopBiases(path, conditions.weights, digests, conditions.settings.budgets)
+        path, config = conditions.folder / FILE, conditions.source.config
+        model = {"weights": conditions.weights, "num_tokens": conditions.num_tokens}
+        if config.sizes_vary:
+            model["min_pixels"] = config.min_pixels
+        return StopBiases(path, model, digests, conditions.settings.budgets)
 
     def _files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
         rows = self.conditions.rows(biases)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile
@@ -37,7 +38,11 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
     `mean_k`, `sd_k`, `min_k`, `max_k` and `gflops` are of the questions with an image. Without a
     headline, `problem` is the reason. Figures are None if no answer has them.
     """
-    made, answers = file.provenance, _whole_lines(file)
+    made, answers, problem = file.provenance, [], None
+    try:
+        answers = _whole_lines(file)
+    except ValueError as error:  # a line that another program may have written
+        problem = str(error)
     return {
         "benchmark": made.benchmark,
         "method": made.method,
@@ -49,8 +54,8 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
         "seed": seed,
         "asked": made.asked,
         "answered": len(answers),
-        **_score(file, root, answers),
-        **_measured(answers, BENCHMARKS[made.benchmark].text_only),
+        **_score(file, root, len(answers), problem),
+        **_measured(answers),
     }
 
 
@@ -91,21 +96,22 @@ def score_hard(files: Sequence[AnswerFile], root: Path) -> dict[Path, JsonObject
 
 def _whole_lines(file: AnswerFile) -> list[Answer]:
     """Reads the complete lines of a file that a run may have torn, or is still writing."""
-    try:
-        return read_answers(file.path, broken=[])
-    except ValueError:  # there is no complete line; or a foreign one, which the scorer reports
-        return []
+    return read_answers(file.path, broken=[]) if b"\n" in file.path.read_bytes() else []
 
 
-def _measured(answers: Sequence[Answer], text_only: bool) -> dict[str, float | int | None]:
+def about_images(answers: Sequence[Answer]) -> Bool[np.ndarray, "q"]:
+    """Marks the answers to questions with an image, which have operations; all if none has."""
+    counted = np.array(["gflops" in answer.fields for answer in answers])
+    return counted | ~counted.any()
+
+
+def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
     """Summarises K, time and operations over the lines of a file."""
     if not answers:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms", "gflops"))
     # Another program may have written the file.
     given = [answer.fields.get("kept") for answer in answers]
-    kept = np.array([count if is_count(count, 0) else 0 for count in given])
-    if text_only and kept.any():
-        kept = kept[kept > 0]
+    kept = np.array([count if is_count(count, 0) else 0 for count in given])[about_images(answers)]
     times, flops = (
         [value for value in (answer.fields.get(name) for answer in answers) if is_number(value)]
         for name in ("ms", "gflops")
@@ -120,11 +126,11 @@ def _measured(answers: Sequence[Answer], text_only: bool) -> dict[str, float | i
     }
 
 
-def _score(file: AnswerFile, root: Path, answers: Sequence[Answer]) -> JsonObject:
+def _score(file: AnswerFile, root: Path, answered: int, problem: str | None) -> JsonObject:
     """Returns the scorer's figures, or the reason why there are none."""
     asked = file.provenance.asked
-    problem = f"{len(answers):,} of {asked:,} questions answered so far"
-    if len(answers) >= asked:
+    problem = problem or f"{answered:,} of {asked:,} questions answered so far"
+    if answered >= asked:
         try:
             score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
             return {**score._asdict(), "problem": None}

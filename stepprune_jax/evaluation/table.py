@@ -137,8 +137,8 @@ def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: str) -> N
         first_run, first = scores[0]
         if score[field] != first[field]:
             raise ValueError(
-                f"{first_run} and {run} have different {what} ({first[field]} and "
-                f"{score[field]}): they do not belong in one table"
+                f"{first['method']} of {first_run} and {score['method']} of {run} have different "
+                f"{what} ({first[field]} and {score[field]}): they do not belong in one table"
             )
 
 

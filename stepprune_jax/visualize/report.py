@@ -23,6 +23,7 @@ from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
 from stepprune_jax.evaluation.cells import Cell
 from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP, own_stop, without_own_stop
+from stepprune_jax.evaluation.scores import about_images
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
 from stepprune_jax.visualize import style
@@ -255,8 +256,8 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         worth = np.array(shown.benchmark.judge(shown.root, file.path), np.float64)  # None is NaN
     overlays = _overlays(shown, answers, worth, samples)
-    if shown.benchmark.text_only:
-        count, worth = count[count > 0], worth[count > 0]
+    having = about_images(answers)
+    count, worth = count[having], worth[having]
     name, parts = f"{made.method}, {made.mode}", []
     if made.budget is not None:
         name += f", {made.budget} of {made.num_tokens:,} tokens"

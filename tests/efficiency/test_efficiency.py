@@ -69,6 +69,8 @@ def test_a_row_that_does_not_fit_the_device_costs_no_other(model, tmp_path, monk
     measured, out = measure.measure, tmp_path / "result.json"
 
     def full(bench, base, row, batch):
+        if len(batch.prompts.length) == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: for two")
         if row.name == "grid@4":  # what was measured before is in the file
             (saved,) = json.loads(out.read_text())["batches"]["1"]
             assert saved["row"] == "all"
@@ -76,11 +78,14 @@ def test_a_row_that_does_not_fit_the_device_costs_no_other(model, tmp_path, monk
         return measured(bench, base, row, batch)
 
     monkeypatch.setattr(measure, "measure", full)
-    flags = ["--model", model, "--json", str(out), "--rows", "grid@4", "cls@4", "--batch", "1"]
+    flags = ["--model", model, "--json", str(out), "--rows", "grid@4", "cls@4", "--batch", "2", "1"]
     efficiency.main([*flags, "--text", str(TEXT), "--new_tokens", "1", "--rounds", "1"])
     rows = json.loads(out.read_text())["batches"]["1"]
     assert [row["row"] for row in rows] == ["all", "cls@4"]
-    assert "grid@4 is left out: RESOURCE_EXHAUSTED: out of memory\n" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "grid@4 is left out: RESOURCE_EXHAUSTED: out of memory\n" in said.err
+    assert "all is left out: RESOURCE_EXHAUSTED: for two\n" in said.err
+    assert said.out.startswith("batch 1\n") and "batch 2" not in said.out
 
 
 @pytest.fixture

@@ -273,7 +273,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
     sample = Sample({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
     file = tmp_path / "stop_biases.json"
-    biases = StopBiases(file, "w", digests, settings.budgets)
+    biases = StopBiases(file, {"weights": "w"}, digests, settings.budgets)
     assert biases.known(sample) == {}
     new = biases.compute(model, policies, sample, Execution(), 4)
     assert biases.known(sample) == new and set(new["StepPrune"]) == {4, 2}
@@ -281,10 +281,23 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     assert json.loads(file.read_text())["StepPrune"][:-1] == old
     # Another sample is another matter, other budgets are added to what is known.
     assert biases.known(Sample({"sample": "other"}, sample.questions)) == {}
-    more = StopBiases(file, "w", digests, (4, 3))
+    more = StopBiases(file, {"weights": "w"}, digests, (4, 3))
     assert more.known(sample) == {}
     both = more.compute(model, policies, sample, Execution(), 4)
     assert both["StepPrune"][4] == new["StepPrune"][4] and biases.known(sample) == new
+
+
+def test_stop_biases_are_those_of_the_images_sizes(copied, config):
+    shutil.rmtree(copied / "answers" / "folder")
+    smaller = config.replace({"model.max_pixels": 16**2})
+    smaller = changed(smaller, benchmarks="folder", methods="StepPrune", budgets=(2, 1))
+    generate_answers(smaller, copied)
+    entries = json.loads((copied / "answers" / "stop_biases.json").read_text())["StepPrune"]
+    (whole,) = (e for e in entries if "split" in e and e["num_tokens"] == 9)
+    (few,) = (e for e in entries if "split" in e and e["num_tokens"] == 4)
+    assert few["biases"]["2"] != whole["biases"]["2"]
+    kept = [row["kept"] for row in lines(copied, "folder", "stepprune-adaptive-50")]
+    assert abs(np.mean(kept) - 2) < 1
 
 
 def test_samples_for_stop_biases_are_spread_over_benchmarks(root, config):

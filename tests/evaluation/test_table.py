@@ -106,7 +106,7 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
     ],
 )
 def test_runs_that_do_not_belong_together_are_refused(field, value, message):
-    with pytest.raises(ValueError, match=f"a and b have {message}"):
+    with pytest.raises(ValueError, match=f"all tokens of a and all tokens of b have {message}"):
         merge_scores({"a": WHOLE, "b": [WHOLE[1] | {field: value}]})
 
 
@@ -116,17 +116,26 @@ def test_runs_that_do_not_belong_together_are_refused(field, value, message):
         ("pope", [{"ms": 1.0, "kept": 0}, {"ms": 4.0, "kept": 4}], (2.5, 2.0)),
         ("pope", [{"ms": 1.0, "kept": 4}, {"kept": 4}], (1.0, 4.0)),
         ("pope", [{"kept": 4}], (None, 4.0)),
-        # Some of its questions have no image.
-        ("scienceqa", [{"ms": 1.0, "kept": 0}, {"ms": 4.0, "kept": 4}], (2.5, 4.0)),
+        # The others have no image.
+        (
+            "scienceqa",
+            [{"kept": 0}, {"kept": 4, "gflops": 1}, {"kept": 0, "gflops": 1}],
+            (None, 2.0),
+        ),
     ],
 )
 def test_time_and_k_are_those_of_the_answers_that_have_them(tmp_path, benchmark, lines, figures):
-    provenance = Provenance(benchmark, "q", 2, "StepPrune", "exact", 4, 9, None, "model")
+    provenance = Provenance(benchmark, "q", 9, "StepPrune", "exact", 4, 9, None, "model")
     file = AnswerFile(tmp_path / "a.jsonl", provenance)
     answer = {"prompt": "?", "text": "yes"}
     write_lines(file.path, [answer | {"question_id": n} | line for n, line in enumerate(lines)])
     found = score_file(file, tmp_path, 0)
     assert (found["ms"], found["mean_k"]) == figures
+    assert found["problem"] == f"{len(lines)} of 9 questions answered so far"
+    # A line that another program has written is named, and the file counts as unanswered.
+    write_lines(file.path, [answer | {"question_id": 0}, answer | {"question_id": 1, "text": None}])
+    found = score_file(file, tmp_path, 0)
+    assert 'a.jsonl: line 2: "text"' in found["problem"] and found["answered"] == 0
 
 
 def test_hard_questions_have_columns_where_they_are_known():
