@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="model it was trained for: folder, hub id, shapes or shapes_qwen",
     )
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
+    add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
+    add("--max_pixels", type=int, help="largest area of a resized image")
     add("--data", required=True, help="folder with SPLIT.jsonl and images/")
     add("--split", default="validation", help="split to read; default: validation")
     add(
@@ -54,12 +56,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         check((policy.has_stop, f"--policy: {policy.method} has no learned stop to calibrate"))
         local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
         out = file_to_write("--out", given.out)
-        source = inspect_folder(given.model, given.vision_folder)
+        sizes = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
+        source = inspect_folder(given.model, given.vision_folder, **sizes)
         check_fits(policy.config, source.config)
         folder = local_path(given.data)
         asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
         dtype = jnp.dtype(given.dtype)
-        model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder)
+        model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **sizes)
         questions = [asked[at] for at in spread_over(len(asked), given.questions)]
         policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
         path = save_policy(policy, out)

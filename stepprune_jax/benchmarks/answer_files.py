@@ -65,7 +65,7 @@ class Provenance(NamedTuple):
         """Base name of the row's files."""
         rate = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
         words = " ".join([self.method, *rate]).lower().replace("+", " plus")
-        return re.sub("[^a-z0-9.]+", "-", words).strip("-")
+        return re.sub(r"(?:[^\w.]|_)+", "-", words).strip("-") or "row"
 
 
 def digest(texts: Sequence[str]) -> str:

@@ -4,14 +4,13 @@ python -m stepprune_jax.benchmarks.score pope --data playground/data/eval --answ
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
-from stepprune_jax.command_line import Parser, exit_with, program
-from stepprune_jax.data.json_files import JsonObject
+from stepprune_jax.command_line import Parser, exit_with, file_to_write, program
+from stepprune_jax.data.json_files import JsonObject, write_json
 from stepprune_jax.user_input import one_line, user_input
 
 _NAME = "stepprune_jax.benchmarks.score"
@@ -57,14 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     benchmark = BENCHMARKS[arguments.benchmark]
     options = {name: getattr(arguments, name) for name in benchmark.options}
     with user_input():
-        if arguments.json is not None and not Path(arguments.json).parent.is_dir():
-            raise FileNotFoundError(f"--json: no folder {Path(arguments.json).parent}")
+        out = arguments.json and file_to_write("--json", arguments.json)
         score = benchmark.score(Path(arguments.data), Path(arguments.answers), **options)
-        if arguments.json is not None:
-            text = json.dumps(score._asdict(), indent=2, ensure_ascii=False, allow_nan=False)
-            Path(arguments.json).write_text(
-                text + "\n", encoding="utf-8", errors="backslashreplace"
-            )
+        if out:
+            write_json(out, score._asdict())
     print(summary(benchmark, score))
 
 

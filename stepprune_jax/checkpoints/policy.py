@@ -161,7 +161,7 @@ def policy_file(path: str | Path) -> Path:
         found = own if own.is_file() else find_published(file)
         if found is not None:
             return found
-        raise ValueError(f"{file} is a folder, expected a policy file written by save_policy")
+        raise FileNotFoundError(f"the folder {file} has no {POLICY_FILE}")
     missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
     source = hub.find_repository(path, missing, anyone=True)
     files = (POLICY_FILE, safetensors.INDEX_NAME, GLIMPSE_FILE, GLIMPSE_CONFIG)

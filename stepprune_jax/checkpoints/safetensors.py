@@ -227,7 +227,8 @@ def write_file(
 
 def make_empty(folder: Path) -> None:
     """Creates a folder for weights, unless it already holds some."""
-    present = sorted(path.name for path in folder.glob("*.safetensors*"))
+    kinds = ("*.safetensors*", "pytorch_model*")
+    present = sorted(path.name for kind in kinds for path in folder.glob(kind))
     if present:
         raise FileExistsError(f"{folder} already holds {present[0]}; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)

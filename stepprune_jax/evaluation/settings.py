@@ -6,7 +6,6 @@ from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
 from stepprune_jax.benchmarks.score import DATA
-from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.frozen import ModelSettings
 from stepprune_jax.checkpoints.policy import (
     POLICY_FILE,
@@ -14,7 +13,6 @@ from stepprune_jax.checkpoints.policy import (
     load_policy,
     policy_file,
 )
-from stepprune_jax.checkpoints.published import find_published
 from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.config import ModelConfig
@@ -193,18 +191,10 @@ class EvaluationRun(Settings):
         return BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
 
 
-def find_policy(path: str | Path) -> Path:
-    """Finds a policy: a file, the folder of a run, the name of a shipped one, or one of the hub."""
-    place = local_path(path)
-    is_run = place.is_dir() and find_published(place) is None
-    file = place / POLICY_FILE if is_run else place
-    return policy_file(path if hub.is_meant(path) else file)
-
-
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
     """Finds the policy of the default row: that of the run, unless another one is given."""
     if policy is not None:
-        return find_policy(policy)
+        return policy_file(policy)
     own = local_path(workdir) / POLICY_FILE
     if not own.is_file():
         hint = "run train.py with this --workdir first, or pass a policy as --policy"
@@ -233,7 +223,7 @@ def read_policies(
     label = None if own is None else own.pruner.label
     for name in [name for name in settings.rows if settings.wants(name) and name != label]:
         try:
-            policies[name] = load_policy(find_policy(settings.rows[name]))
+            policies[name] = load_policy(policy_file(settings.rows[name]))
         except FileNotFoundError as error:
             if settings.names(name):
                 raise FileNotFoundError(f"row {name!r}: {error}") from error

@@ -4,7 +4,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten, wrap
+from textwrap import wrap
 from typing import NamedTuple
 
 import numpy as np
@@ -36,10 +36,16 @@ class Overlay(NamedTuple):
     grid: int
 
 
+def shortened(text: str, most: int) -> str:
+    """Returns a text on one line, cut to so many characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def judged(answer: str, correct: str, right: bool) -> str:
     """Shortens an answer, and adds the correct one unless the answer is right."""
-    said = shorten(answer, 24, placeholder="…")
-    return said if right else f"{said}  (correct: {shorten(correct, 16, placeholder='…')})"
+    said = shortened(answer, 24)
+    return said if right else f"{said}  (correct: {shortened(correct, 16)})"
 
 
 def draw_answer(
@@ -61,7 +67,7 @@ def draw_answer(
                 title=f"{len(indices)} kept" + (f", {merged} merged" if merged else ""),
                 category=f"of {math.prod(grid)}",
                 text=question,
-                answer=shorten(answer.text, 40, placeholder="…"),
+                answer=shortened(answer.text, 40),
                 right=None,
                 grid=panel.grid,
             )

@@ -6,7 +6,6 @@ import io
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from textwrap import shorten
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from stepprune_jax.evaluation.scores import about_images
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.overlays import Overlay, draw_rows
+from stepprune_jax.visualize.overlays import Overlay, draw_rows, shortened
 from stepprune_jax.visualize.patches import square_patches
 
 NAME = "index.html"
@@ -294,7 +293,7 @@ def _overlays(
                 title=f"K = {answer.fields['kept']}",
                 category=f"of {answer.fields['visual_tokens']:,}",
                 text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
-                answer=shorten(answer.text, 28, placeholder="…"),
+                answer=shortened(answer.text, 28),
                 right=None if np.isnan(grade) else bool(grade >= 0.5),
                 grid=max(grid),
             )

@@ -62,8 +62,10 @@ def test_lines_have_the_fields_of_llava_in_its_order(file):
     )
 
 
-def test_a_plus_is_part_of_a_file_s_name():
+def test_names_of_files_keep_pluses_and_letters_of_any_script():
     assert MADE._replace(method="PruMerge+").slug == "prumerge-plus-adaptive-66.7"
+    assert MADE._replace(method="Été_方法").slug == "été-方法-adaptive-66.7"
+    assert MADE._replace(method="*", budget=None).slug == "row"
 
 
 def test_each_time_that_a_question_is_asked_has_one_answer(file):

@@ -15,8 +15,8 @@ from stepprune_jax import export
 from stepprune_jax.checkpoints.folder import find_folder, inspect_folder
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import load_policy, save_policy
-from stepprune_jax.evaluation.settings import find_policy, own_policy
+from stepprune_jax.checkpoints.policy import load_policy, policy_file, save_policy
+from stepprune_jax.evaluation.settings import own_policy
 from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.pruning import Policy
 
@@ -58,7 +58,7 @@ def test_a_policy_comes_from_the_hub_at_the_revision_that_is_asked_for(server, p
     assert load_policy(f"hub:org/name@{published}").stop_bias == 0.5
     assert load_policy("hub:org/name@tuned").stop_bias == 0.5
     # Where a program takes a policy's file, it takes that, without a prefix too.
-    assert own_policy("runs/none", "org/name") == find_policy("hub:org/name")
+    assert own_policy("runs/none", "org/name") == policy_file("hub:org/name")
 
 
 def test_without_a_network_what_was_downloaded_is_used(server, published, monkeypatch):

@@ -8,8 +8,7 @@ from hub_server import serving
 from shards import to_shards
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.evaluation.settings import find_policy
+from stepprune_jax.checkpoints.policy import load_policy, policy_file
 from stepprune_jax.pruning import VisionSelectorConfig
 
 D, H = 6, 3
@@ -54,7 +53,7 @@ def test_one_file_its_folder_and_shards_are_read(tmp_path):
     write_sharded(tmp_path / "sharded", arrays)
     for path in ("model.safetensors", ".", "sharded", "sharded/model.safetensors.index.json"):
         check(load_policy(tmp_path / path), arrays)
-        assert find_policy(tmp_path / path).is_file()
+        assert policy_file(tmp_path / path).is_file()
 
 
 def test_every_weight_is_there_and_used(tmp_path):
@@ -77,7 +76,7 @@ def test_every_weight_is_there_and_used(tmp_path):
 def test_another_checkpoint_is_no_policy(tmp_path):
     others = {"lm_head.weight": tensors()["lm_head.weight"]}
     testing.write_tensors(tmp_path, others)
-    with pytest.raises(ValueError, match="is a folder, expected a policy file"):
+    with pytest.raises(FileNotFoundError, match=r"the folder .* has no policy.safetensors"):
         load_policy(tmp_path)
     with pytest.raises(ValueError, match="is not a policy of format"):
         load_policy(tmp_path / "model.safetensors")

@@ -9,8 +9,8 @@ from hub_server import serving
 from visual import noise
 
 from stepprune_jax import load_policy, save_policy
+from stepprune_jax.checkpoints.policy import policy_file
 from stepprune_jax.cli.generate import main
-from stepprune_jax.evaluation.settings import find_policy
 from stepprune_jax.models.weights import flatten
 from stepprune_jax.pruning import GlimpsePrune, GlimpsePruneConfig
 
@@ -127,7 +127,7 @@ def test_a_folder_its_file_and_our_own_format_are_read(tmp_path):
     folder = write(tmp_path / "folder")
     for path in (folder, folder / "new_modules_gp.pt"):
         check(load_policy(path))
-        assert find_policy(path) == folder / "new_modules_gp.pt"
+        assert policy_file(path) == folder / "new_modules_gp.pt"
     own = save_policy(load_policy(folder), tmp_path / "own" / "policy.safetensors")
     check(load_policy(own))
 

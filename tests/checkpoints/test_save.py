@@ -125,6 +125,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path, llava_model):
     model = llava_model
     with pytest.raises(FileExistsError, match=r"already holds model\.safetensors"):
         save_vlm(model, model.folder)
+    (tmp_path / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(FileExistsError, match=r"already holds pytorch_model-00001"):
+        save_vlm(model, tmp_path)
     text = dataclasses.replace(model.config.text, hidden_size=64, tie_embeddings=True)
     other = VLM(model.params, dataclasses.replace(model.config, text=text))
     with pytest.raises(ValueError, match=r"norm/scale is \[48\], expected \[64\]") as error:

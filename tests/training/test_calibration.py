@@ -33,6 +33,8 @@ def test_the_end_of_training_and_the_command_measure_the_same(world, tmp_path, c
     jax.tree.map(np.testing.assert_array_equal, found.params, policy.params)
     out = capsys.readouterr().out
     assert "4 questions, 9 visual tokens each" in out and out.rstrip().endswith("new")
+    calibrate.main([*map(str, arguments), *more, "--max_pixels", "256"])
+    assert load_policy(tmp_path / "new").calibration.num_tokens == 4
     # A finished run is not calibrated again.
     before = path.read_bytes()
     train(make_run(model, data, **changes), tmp_path / "run")

@@ -43,6 +43,11 @@ def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path):
         assert panel.size == (240, 240)
 
 
+def test_answers_are_cut_to_a_length():
+    assert overlays.judged("a  dog", "a dog", True) == "a dog"
+    assert overlays.judged("w" * 30, "狗" * 20, False) == f"{'w' * 23}…  (correct: {'狗' * 15}…)"
+
+
 def test_text_is_broken_to_fit():
     typeface = patches.font(14)
     lines = overlays.wrap_pixels("word " * 40, 200, typeface, most=2)
