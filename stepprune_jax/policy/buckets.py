@@ -141,7 +141,7 @@ def prune(
             "inputs, ...) and gather(picks, image, capacity), or Policy.select_fn"
         )
     steps, group, rows = read_limits(limits, config, *inputs.image.shape[:2])
-    sizes = {"max_steps": steps, "group": group}
+    sizes = {"max_steps": limits.max_steps, "group": group}
     # Every count is an array, so that programs are the same for all.
     if limits.budget is None:
         limits = Limits(min_tokens=rows.min_tokens, max_tokens=rows.max_tokens, **sizes)

@@ -58,12 +58,10 @@ def draw_log_prices(key: Array, config: PolicyConfig, rows: int) -> Float[Array,
     return jax.random.uniform(key, (rows,), minval=-1.0, maxval=1.0) * config.price_range
 
 
-def update_running_count(
-    running: ArrayLike, count: Int[Array, "b"], decay: ArrayLike = 0.9
-) -> Float[Array, ""]:
+def update_running_count(running: ArrayLike, count: Int[Array, "b"]) -> Float[Array, ""]:
     """Updates the running mean of the hard count, Eq. (12); 0 before the first batch."""
     running, mean = jnp.asarray(running), jnp.mean(count)
-    merged = jnp.where(running > 0, decay * running + (1 - decay) * mean, mean)
+    merged = jnp.where(running > 0, 0.9 * running + 0.1 * mean, mean)
     return merged.astype(jnp.float32)
 
 
@@ -141,12 +139,16 @@ def calibrate_stop_bias(
         max_bias: bound on the magnitude of the result.
     """
 
+    def beyond(bias):
+        mean = jnp.mean(count_at_bias(margin, bias, min_tokens).astype(margin.dtype))
+        return mean - target
+
     def halve(_, bracket):
         low, high = bracket
         middle = 0.5 * (low + high)
-        above = jnp.mean(count_at_bias(margin, middle, min_tokens).astype(low.dtype)) > target
+        above = beyond(middle) > 0
         return jnp.where(above, middle, low), jnp.where(above, high, middle)
 
     bound = jnp.asarray(max_bias, margin.dtype)
     low, high = jax.lax.fori_loop(0, 60, halve, (-bound, bound))
-    return 0.5 * (low + high)
+    return jnp.where(jnp.abs(beyond(low)) < jnp.abs(beyond(high)), low, high)

@@ -142,7 +142,8 @@ def count_at_bias(
     """Returns K of each row as if `bias` had been added to its stop logits.
 
     The order of tokens does not depend on the stop, so the margins of one rollout determine the
-    count for every bias, without a second rollout.
+    count for every bias, without a second rollout. A row ends at an infinite margin in any case.
     """
     step = jnp.arange(margin.shape[1])
-    return first_true((margin + bias > 0) & (step >= min_tokens))
+    stops = (margin + bias > 0) & (step >= min_tokens)
+    return first_true(stops | jnp.isposinf(margin))

@@ -78,6 +78,20 @@ def test_calibrated_bias_meets_the_target_mean(params):
         count = choose(params, CONFIG, inputs, limits, stop_bias=bias).count
         assert abs(np.mean(count) - target) < 0.5
     assert float(policy.calibrate_stop_bias(margin, N + 5.0)) == pytest.approx(-100, abs=1e-3)
+    # One row has two counts, 2 and 10: the nearer one, wherever between two floats the step is.
+    for edge in (1.0, 1.0000001, 0.7, 0.3):
+        margin = jnp.full((1, 10), -50.0).at[0, 2].set(-edge)
+        for target, near in ((9.9, 10), (2.1, 2)):
+            bias = policy.calibrate_stop_bias(margin, target, max_bias=40.0)
+            assert count_at_bias(margin, bias).tolist() == [near]
+
+
+def test_a_smaller_image_ends_at_its_own_t_max_however_it_is_padded(params):
+    image = jax.random.normal(jax.random.key(3), (1, 40, 16))
+    padded, alone = Inputs(image, image_mask=jnp.arange(40)[None] < 10), Inputs(image[:, :10])
+    for inputs in (padded, alone):
+        for prune in (policy.prune, choose, select):
+            assert prune(params, CONFIG, inputs, stop_bias=-99.0).count.tolist() == [5]
 
 
 def test_ladder_bounds_padding_and_ends_at_the_cap():

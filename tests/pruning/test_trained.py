@@ -107,6 +107,11 @@ def test_a_count_that_hardly_varies_is_said():
         table.bias_at(1.1)
     with pytest.warns(UserWarning, match="is the largest"):
         table.bias_at(table.mean_count[-1])
+    # Two of four images have a T_max of 4, below the minimum of 8.
+    margin = np.where(np.arange(20) < 5, -1.0, 1.0) * np.ones((4, 1))
+    margin[:2, 4:] = np.inf
+    mixed = calibrate(margin, np.array([8, 8, 40, 40]), 8)
+    assert mixed.mean_count == (6.0, 12.0) and mixed.at_floor[0] == 1
     same = read_calibration(json.loads(json.dumps(table.as_json())))
     assert same == table and hash(same) == hash(table)
 
