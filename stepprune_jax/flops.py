@@ -18,13 +18,12 @@ from stepprune_jax.user_input import expect
 class LlmCost(NamedTuple):
     """Multiply-accumulates of one row's pass through the language model.
 
-    `attention` counts every pair of tokens, `masked` those of them that the causal mask discards:
-    half of them, as usually counted. `head` is that of the requested logits.
+    `attention` counts every pair of tokens, of which the causal mask discards half, as usually
+    counted. `head` is that of the requested logits.
     """
 
     projections: int
     attention: int
-    masked: int
     mlp: int
     head: int
 
@@ -41,7 +40,7 @@ class LlmCost(NamedTuple):
     @property
     def causal_flops(self) -> int:
         """FLOPs with the head, without masked pairs: the necessary work."""
-        return self.flops - 2 * self.masked
+        return self.flops - self.attention
 
 
 def _matmuls(rows: int, *shapes: tuple[int, int]) -> int:
@@ -118,7 +117,6 @@ def llm_flops(
     return LlmCost(
         projections=sum(tokens) * config.hidden_size * 2 * (inner + grouped),
         attention=2 * pairs,
-        masked=pairs,
         mlp=sum(tokens) * 3 * config.hidden_size * config.intermediate_size,
         head=num_logits * config.hidden_size * config.vocab_size,
     )

@@ -117,9 +117,10 @@ class DecoderFns:
         sequence: `(params, config, context, queries [b, t, d], cache) -> logits [b, t, m]`: the
             same for all steps, given every query. Without one, the estimator `"parallel"`
             differentiates the loop, with the same gradient.
-        feedback: `(memory, prob [b, m], choice [b]) -> query [b, d]`: the next query and the
-            gradient it carries; the loop is then differentiated whatever the estimator. The default
-            is the chosen slot, with the gradient of its probability for `"straight_through"`.
+        feedback: `(memory, prob [b, m], choice [b]) -> query [b, d]`: the chosen slot, with a
+            gradient of one's own; the loop is then differentiated whatever the estimator. Only
+            training calls it: inference feeds back the chosen slot. The default has the gradient of
+            its probability for `"straight_through"`, and otherwise none.
     """
 
     init: Callable[..., tuple[Array, Any, Any]]

@@ -108,7 +108,7 @@ def length_penalty(
     count: Int[AnyArray, "b"],
     expected: Float[AnyArray, "b"],
     num_tokens: ArrayLike,
-    price: Float[AnyArray, "b"] | None = None,
+    price: Float[AnyArray, "b"],
 ) -> Float[Array, ""]:
     """Returns the mean of K/N times the price, with the gradient of E[K]/N.
 
@@ -117,7 +117,7 @@ def length_penalty(
     expected = jnp.asarray(expected)
     soft = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
     ratio = soft / jnp.maximum(jnp.asarray(num_tokens, soft.dtype), 1)
-    return jnp.mean(ratio if price is None else ratio * price)
+    return jnp.mean(ratio * price)
 
 
 def train_loss(

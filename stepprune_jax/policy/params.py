@@ -167,8 +167,8 @@ def abstract_policy(config: PolicyConfig) -> Params:
 def cast_weights(params: Params, dtype: DTypeLike | None) -> Params:
     """Casts a policy's dense layers once, for inference, so that no program does so in each step.
 
-    Results are bitwise the same: `layers.dense` casts kernel and bias to the dtype of its input
-    anyway. Norms, the clock and single tokens are read in full precision and are not cast.
+    StepPrune's results are bitwise the same: `layers.dense` casts kernel and bias to the dtype of
+    its input anyway. Norms, the clock and single tokens are read in full precision and not cast.
 
     Args:
         params: weights, or a subtree of them.

@@ -163,7 +163,7 @@ class Pruner:
     reads_text: ClassVar[bool] = False
     # Whether it sees and returns projected tokens instead of those before the projector.
     after_projector: ClassVar[bool] = False
-    # Whether it draws tokens at random, by an option `seed`.
+    # Whether its tokens are random ones, by an option `seed`, which commands set to their own.
     is_random: ClassVar[bool] = False
     # The class of a policy's configuration, for a pruner that is `Learned`.
     config_type: ClassVar[type | None] = None

@@ -246,7 +246,8 @@ class Policy:
         """
         from jax import export  # which in old versions of jax needs another package
 
-        size = capacity or how.get("budget") or self.pruner.most(num_tokens)
+        most = how.get("max_steps") or self.pruner.most(num_tokens)
+        size = capacity or how.get("budget") or most
         select = self.select_fn(size, **how)
 
         def program(image, text=None, text_mask=None):

@@ -81,7 +81,7 @@ def test_the_length_penalty_has_the_gradient_of_the_expected_count(rng):
     count, x = np.array([2, 0, 3], np.int32), rng.uniform(0.1, 0.9, (3, 4))
 
     def penalty(p):
-        return length_penalty(count, expected_count(p), np.array([4, 5, 6]))
+        return length_penalty(count, expected_count(p), np.array([4, 5, 6]), np.ones(3))
 
     # The value is hard: (2/4 + 0 + 3/6) / 3 = 1/3. Its gradient is that of the expected count.
     np.testing.assert_allclose(penalty(x), 1 / 3)

@@ -121,3 +121,21 @@ def test_a_row_with_a_higher_price_stops_earlier(inputs):
         assert (jnp.abs(log_price) <= spread + 1e-5).all()
     assert (jnp.abs(log_price) > 0.1).all()
     np.testing.assert_array_equal(mean[2.0] < mean[0.0], log_price > 0)
+
+
+@pytest.mark.parametrize("config", [HAZARD, SCORER])
+def test_the_loss_of_a_row_without_tokens_is_finite(config, inputs):
+    policy = randomised(config)
+    mask = np.concatenate([inputs.image_mask, np.zeros((1, N), bool)])
+    image, text = (np.concatenate([x, x[:1]]) for x in (inputs.image, inputs.text))
+
+    def loss(params):
+        def answers(kept):
+            return jnp.sum(kept.valid, axis=-1, dtype=jnp.float32)
+
+        given = (jax.random.key(5), image, text, answers)
+        return policy.replace(params=params).policy_gradient_loss(*given, image_mask=mask)[0]
+
+    value, grads = jax.value_and_grad(loss)(policy.params)
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))

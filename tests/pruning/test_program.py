@@ -75,3 +75,6 @@ def test_a_program_for_one_platform_and_batch_has_static_shapes(policy, tmp_path
     assert program.platforms == ("cuda",)
     assert [aval.shape for aval in program.in_avals] == [(4, 12, 16), (4, 5, 8), (4, 5)]
     assert "tensor<?" not in program.mlir_module()
+    limits = {"num_tokens": 12, "num_words": 5, "min_tokens": 9, "max_steps": 12}
+    path = policy.export(tmp_path / "long", batch=4, **limits)
+    assert export.deserialize(bytearray(path.read_bytes())).out_avals[1].shape == (4, 12)
