@@ -39,9 +39,9 @@ from stepprune_jax.training.validation import (
     read_questions,
 )
 from stepprune_jax.user_input import local_path, user_input
-from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
+from stepprune_jax.workdir.checkpoints import RUN_FILE, Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.lock import locked
-from stepprune_jax.workdir.metrics import check_boards
+from stepprune_jax.workdir.metrics import METRICS, VALIDATION, check_boards
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,6 +97,9 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     """
     with user_input():
         workdir = local_path(workdir).resolve()
+        logs = [workdir / name for name in (METRICS, VALIDATION) if (workdir / name).exists()]
+        if logs and not (workdir / RUN_FILE).exists():  # such as the questions of a data folder
+            raise ValueError(f"{logs[0]} is of no run and would be erased: give another --workdir")
         mesh = make_mesh(run)
         check_boards(run.tensorboard, run.wandb)
         source = run.model.inspect()

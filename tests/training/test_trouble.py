@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import make_run, metrics
+from tiny_run import make_run, metrics, write_data, write_questions
 
 from stepprune_jax.training import run, train
 from stepprune_jax.training.failures import memory_advice
@@ -63,6 +63,15 @@ def test_a_folder_in_use_is_refused_before_anything_is_written(world, tmp_path):
         train(make_run(*world), tmp_path)
     assert is_user_error(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
+
+
+def test_a_folder_with_questions_of_its_own_is_refused_before_anything_is_written(world, tmp_path):
+    data = write_questions(write_data(tmp_path))
+    before = {path: path.read_bytes() for path in data.glob("*.*")}
+    with pytest.raises(ValueError, match=r"validation\.jsonl is of no run") as refused:
+        train(make_run(world[0], data), data)
+    assert is_user_error(refused.value)
+    assert {path: path.read_bytes() for path in data.glob("*.*")} == before
 
 
 def exhaust(*_, **__):
