@@ -230,6 +230,8 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
     hooks = Hooks(run, workdir, done, loop.validation, window)
     key = jax.random.wrap_key_data(key_data)
     guard = Guard(workdir / NONFINITE_FILE, loop.batches, run.max_skipped)
+    if done == run.steps:  # the run may have stopped at its end
+        guard.add(done, state.skipped_in_row, last=True)
 
     def policy() -> Policy:
         return Policy(state.params, setup.method.config, stats)

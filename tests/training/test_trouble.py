@@ -43,6 +43,11 @@ def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_
     seen = {(s["sample"], s["question"]) for batch in found for s in batch["samples"]}
     assert seen == {(i, j) for i in range(6) for j in range(2)}
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()]  # nothing is lost
+    with pytest.raises(ValueError, match="3 updates in a row, up to step 6"):  # no batch is left
+        train(make_run(*world, max_skipped=3), tmp_path)
+    assert not (tmp_path / "policy.safetensors").exists()
+    train(make_run(*world, max_skipped=5), tmp_path)
+    assert (tmp_path / "policy.safetensors").exists()
 
 
 def test_a_run_that_is_stopped_while_it_loads_leaves_at_once(world, tmp_path, monkeypatch, capsys):
