@@ -155,6 +155,10 @@ def _read_start(run: Run, setup: step.Setup) -> Policy | None:
     fits = policy.method == run.method and policy.pruner.specs() == setup.method.specs()
     expected = "a policy of the run's method, model and shape, with statistics of features"
     run.require("start", fits and policy.stats is not None, expected)
+    # No shape of a weight shows the number of heads.
+    own, heads = (getattr(x, "num_heads", None) for x in (setup.method.config, policy.config))
+    expected = f"a policy of {own} heads (config.{setup.method.settings}.num_heads), not {heads}"
+    run.require("start", heads == own, expected)
     return policy
 
 

@@ -94,8 +94,8 @@ class Run(EvaluationRun):
         autoselect: the one-shot scorer, for the method "autoselect"; likewise.
         optimizer: the optimiser.
         policy_gradient: training on sampled sets instead of through the noise gate.
-        start: file or name of the policy to begin with, of the same method and shape; empty to draw
-            new weights.
+        start: file or name of the policy to begin with, of the same method, shape and number of
+            heads; empty to draw new weights.
         accelerator: devices that a dry run plans for.
         validation: validation during training.
     """

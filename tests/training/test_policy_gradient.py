@@ -44,6 +44,9 @@ def test_what_cannot_begin_or_be_sampled_is_refused(world, first, tmp_path):
     wider = make_run(*world, start=str(first), **{"policy.width": 16}, **SAMPLED)
     with pytest.raises(ValueError, match=r"config\.start .*expected a policy of the run's method"):
         train(wider, tmp_path / "wider")
+    heads = make_run(*world, start=str(first), **{"policy.num_heads": 4})  # of the same shapes
+    with pytest.raises(ValueError, match=r"of 4 heads \(config\.policy\.num_heads\), not 2"):
+        train(heads, tmp_path / "heads")
     scorer = make_run(*world, **SAMPLED)
     scorer = dataclasses.replace(scorer, method="visionselector", policy=VisionSelectorConfig())
     with pytest.raises(ValueError, match=r"config\.policy_gradient\.samples is 3, expected 0"):
