@@ -114,22 +114,22 @@ class Validation:
         self._encoded = encode_questions(
             model, split.questions, batch_size=self._size, execution=execution
         )
-        check_lengths(self._encoded, model.config.family.CONTEXT_LIMIT)
+        self._targets = self._read_answers()
+        prompts = self._encoded.prompts._replace(length=self._targets.length)  # with the answers
+        check_lengths(self._encoded._replace(prompts=prompts), model.config.family.CONTEXT_LIMIT)
         sizes = tuple(sorted({-(-n // share) for share in _SHARES}))
         self._batching = Batching(self._size, sizes)
         longest = self._settings.max_new_tokens
         self._run = RunOptions(execution=execution, max_tokens=longest)
         self._options = ForwardOptions(execution, mesh=mesh_of(model.params))
-        self._targets = self._read_answers(
-            Limits(n, run.data.context_limit, run.data.policy_text_limit)
-        )
 
-    def _read_answers(self, limits: Limits) -> Targets:
+    def _read_answers(self) -> Targets:
         """Returns the questions with their correct answers."""
         family = self._model.config.family
         encoder = ConversationEncoder(
             self._model.tokenizer, family.place_images, family.conversation
         )
+        limits = Limits(image_tokens=0, context=1 << 31, policy_text=0)  # the whole answers
         rows = [
             make_row(encoder.encode((question.text, right), 1), limits)
             for question, right in zip(self._split.questions, self._split.answers, strict=True)

@@ -15,6 +15,7 @@ from visual import visual_of
 from stepprune_jax import RunOptions, generate, load_policy, make_method
 from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.pruning import AutoSelectConfig
 from stepprune_jax.training import train
 from stepprune_jax.training.settings import make_setup
@@ -114,6 +115,18 @@ def test_scores_see_the_kept_tokens_alone_at_their_places(llava_model, look):
         expected = -sum(float(log_prob[p, t]) for p, t in zip(places, answer, strict=True))
         np.testing.assert_allclose(losses[row], expected, rtol=1e-5)
         assert right[row] == (np.argmax(log_prob[np.array(places)], axis=1) == answer).all()
+
+
+def test_right_answers_are_scored_whole_however_short_training_rows_are(
+    world, llava_model, look, tmp_path
+):
+    config = make_run(*world, **{"validation.every": 1, "data.context_limit": 56})
+    questions = read_questions(config, make_setup(config, llava_model.config))
+    found = Validation(config, llava_model, questions, tmp_path)._targets
+    jax.tree.map(np.testing.assert_array_equal, found, look._targets)
+    longer = questions._replace(answers=[*questions.answers[1:], "red " * LLAVA.CONTEXT_LIMIT])
+    with pytest.raises(ValueError, match=r"question 4 takes .* embeddings .*, more than 2048"):
+        Validation(config, llava_model, longer, tmp_path)
 
 
 def test_a_budget_or_a_policy_without_a_stop_keeps_so_many(look, whole, monkeypatch):
