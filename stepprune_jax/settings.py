@@ -148,20 +148,24 @@ def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, obje
     Args:
         settings: the settings that are to be changed.
         texts: values by dotted name: the text itself for a field of text, else a literal of Python.
+            For a tuple it may be values with commas between them; one that has a comma needs the
+            literal. No text is the empty tuple.
     """
     return {name: read_value(text, _kind_at(settings, name)) for name, text in texts.items()}
 
 
 def read_value(given: object, kind: Annotation) -> object:
     """Reads a value of a type, which may be text; what cannot be read stays text, to be refused."""
-    value = given
+    value, several = given, get_origin(kind) is tuple
     if isinstance(given, str) and kind is not str:
+        if several:  # unless the whole is a literal
+            value = tuple(read_value(x, get_args(kind)[0]) for x in given.split(",") if x)
         words = {"true": True, "false": False, "none": None}
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             known = given.lower() in words
             value = words[given.lower()] if known else ast.literal_eval(given)
     value = tuple(value) if isinstance(value, list) else value
-    return (value,) if get_origin(kind) is tuple and not isinstance(value, tuple) else value
+    return (value,) if several and not isinstance(value, tuple) else value
 
 
 def accepted(

@@ -110,6 +110,9 @@ def test_the_command_line_changes_fields():
     assert (run.steps, run.eval.budgets, run.policy.max_steps) == (60, (8, 4), 72)
     assert run.optimizer.lr == 1 and type(run.optimizer.lr) is float  # one type, one program
     assert run.tensorboard is True and run.eval.rows == {"x": "y"}
+    for text, folders in {"": (), "/a,b/c,": ("/a", "b/c"), "'a,b'": ("a,b",)}.items():
+        run = configurations.load(path, ["eval.budgets=8,1/3", f"data.linked_folders={text}"])
+        assert (run.eval.budgets, run.data.linked_folders) == ((8, "1/3"), folders)
 
 
 @pytest.mark.parametrize(
