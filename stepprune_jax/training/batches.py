@@ -19,8 +19,9 @@ from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.order import Order
 from stepprune_jax.data.prompts import pad_batch
-from stepprune_jax.data.source import Source
+from stepprune_jax.data.source import DataSettings, Source
 from stepprune_jax.data.survey import open_corpus
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import join_images, stack_images
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run
@@ -252,6 +253,14 @@ def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
     return tuple(Bucket(*shape) for shape in shapes.tolist())
 
 
+def row_limits(data: DataSettings, model: ModelConfig) -> Limits:
+    """Returns the limits on the length of a row, in which an image must leave room for text."""
+    limits = Limits(model.max_image_tokens, data.context_limit, data.policy_text_limit)
+    expected = f"more than the {limits.image_tokens} visual tokens of an image"
+    data.require("context_limit", limits.ids > 1, expected)
+    return limits
+
+
 def open_batches(
     run: Run,
     source: Source,
@@ -262,12 +271,7 @@ def open_batches(
 ) -> Batches:
     """Reads a run's training file and plans its batches; needs no weights."""
     data, config, family = run.data, model.config, model.config.family
-    limits = Limits(config.max_image_tokens, data.context_limit, data.policy_text_limit)
-    if limits.ids < 2:
-        raise ValueError(
-            f"config.data.context_limit is {data.context_limit}, expected more than the "
-            f"{config.max_image_tokens} visual tokens of an image"
-        )
+    limits = row_limits(data, config)
     encoder = ConversationEncoder(
         load_tokenizer(model.folder),
         family.place_images,

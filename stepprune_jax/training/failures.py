@@ -75,10 +75,10 @@ def remedies(run: Run, devices: Sequence[Any] | None = None) -> list[str]:
     devices = jax.devices() if devices is None else devices
     spread = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh, devices))
     each, rows = run.batch_size // spread, run.model.rows_at_once
-    changes = []
-    if rows != 1 and each > 1:
-        now = f"{rows} rows" if rows else f"all {each} rows of a device"
-        changes.append(f"lower config.model.rows_at_once (the frozen model runs {now} at a time)")
+    changes, now = [], min(rows or each, each)
+    if now > 1:
+        change = f"{'lower' if rows else 'set'} config.model.rows_at_once"
+        changes.append(f"{change} (the frozen model runs {now} rows at a time)")
     if not run.model.remat:
         changes.append("set config.model.remat=True (recomputes blocks instead of storing them)")
     if run.model.dtype == "float32":

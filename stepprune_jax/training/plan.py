@@ -23,7 +23,7 @@ from stepprune_jax.parallel.sharding import BATCH_RULES, build_mesh, shardings
 from stepprune_jax.parallel.targets import Target, make_target, missing, read_name
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import step
-from stepprune_jax.training.batches import Batches, Bucket, open_batches
+from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_limits
 from stepprune_jax.training.failures import memory_advice, remedies
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import AcceleratorSettings, Run, make_mesh, make_setup
@@ -67,7 +67,7 @@ def sample_widths(batches: Batches, steps: int) -> tuple[dict[Bucket, int], Buck
 def assume_widths(run: Run, setup: step.Setup) -> tuple[dict[Bucket, int], Bucket]:
     """Returns the width of batches whose rows have the stated length, and the widest allowed."""
     data = run.data
-    most = data.context_limit - setup.model.max_image_tokens + 1
+    most = row_limits(data, setup.model).ids
     run.accelerator.require("ids", run.accelerator.ids <= most, f"at most {most}, for one image")
 
     def bucket(ids: int) -> Bucket:

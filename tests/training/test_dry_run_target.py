@@ -49,6 +49,10 @@ def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monke
     assert "none: assuming 11 ids of every row" in said and "16 ids 100%" in said
     with pytest.raises(ValueError, match=r"config.accelerator.ids is 53, expected at most 52"):
         dry_run(quick_run(world, **changes | {"accelerator.ids": 53}), tmp_path, "a6000:2")
+    with pytest.raises(
+        ValueError, match=r"config.data.context_limit is 9, expected more than the 9"
+    ):
+        dry_run(quick_run(world, **changes | {"data.context_limit": 9}), tmp_path, "a6000:2")
 
 
 def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, capsys, monkeypatch):
