@@ -12,13 +12,11 @@ class Sample(NamedTuple):
     """One training conversation.
 
     Attributes:
-        id: its id in the file, which need not be unique.
         image: its image, or None.
         turns: the turns, user first and then alternating, without image marks.
         index: place in the file, from 0.
     """
 
-    id: str
     image: Path | None
     turns: tuple[str, ...]
     index: int
@@ -32,8 +30,8 @@ def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]
     samples = []
     for index, entry in enumerate(read_json_list(file, "sample")):
         where = f"{file}: sample {index}"
-        name, image, turns = parse_conversation(entry, index, where)
+        image, turns = parse_conversation(entry, where)
         if turns:
             path = None if image is None else existing_image(image_root, image, where)
-            samples.append(Sample(name, path, turns, index))
+            samples.append(Sample(path, turns, index))
     return samples

@@ -53,7 +53,7 @@ def read_samples(folder: Path) -> list[Sample]:
     """Reads conversations, each of which must have an image."""
     samples = read_conversations(folder / "train.json", folder / "images")
     for sample in samples:
-        where = f"{folder / 'train.json'}: sample {sample.index} ({sample.id})"
+        where = f"{folder / 'train.json'}: sample {sample.index}"
         check((sample.image is not None, f"{where} has no image; all must have one here"))
     return samples
 

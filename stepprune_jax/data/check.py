@@ -72,7 +72,7 @@ def _conversations(folder: Path, images: set[Path]) -> Checked:
     for index, entry in enumerate(entries):
         where = f"{file}: sample {index}"
         try:
-            image = parse_conversation(entry, index, where).image
+            image = parse_conversation(entry, where).image
             if image is not None:
                 images.add(existing_image(folder / IMAGES, image, where))
         except (OSError, ValueError) as error:

@@ -24,7 +24,7 @@ from stepprune_jax.data.json_files import file_named
 from stepprune_jax.data.llava import Conversation, parse_conversation
 
 # Version of the index format; a change invalidates older files.
-_FORM = 3
+_FORM = 4
 # Conversations tokenised in one call.
 _PART = 256
 
@@ -43,7 +43,7 @@ class Samples(NamedTuple):
 
     def parse(self, sample: int) -> Conversation:
         """Parses and checks a sample."""
-        return parse_conversation(self.entries[sample], sample, self.where(sample))
+        return parse_conversation(self.entries[sample], self.where(sample))
 
     def turns(self, sample: int, first: int, pair: int) -> tuple[str, ...]:
         """Returns the turns of a row."""

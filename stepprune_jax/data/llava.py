@@ -26,13 +26,11 @@ class Conversation(NamedTuple):
     """One entry of a training file.
 
     Attributes:
-        id: its id in the file, which need not be unique, or its number.
         image: name of its image as in the file, or None.
         turns: the turns, user first and then alternating, without image marks; empty if there is
             only a first message of the assistant, which is dropped.
     """
 
-    id: str
     image: str | None
     turns: tuple[str, ...]
 
@@ -53,16 +51,15 @@ class Question(NamedTuple):
     category: str
 
 
-def parse_conversation(entry: object, index: int, where: str) -> Conversation:
+def parse_conversation(entry: object, where: str) -> Conversation:
     """Reads one entry of a training file.
 
     A first message of the assistant is dropped, as in LLaVA's own training. The image belongs to
     the first question, wherever its mark is.
     """
     value = as_object(entry, where)
-    name = identity(value, "id", where) if value.get("id") is not None else str(index)
     image = image_name(value, where) if value.get("image") is not None else None
-    return Conversation(name, image, _turns(value, where, image is not None))
+    return Conversation(image, _turns(value, where, image is not None))
 
 
 def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:

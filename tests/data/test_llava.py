@@ -43,12 +43,11 @@ def test_conversations_are_read_as_they_are_meant(root):
     samples = conversations(
         root,
         {"id": "x", "image": "a.png", "conversations": says("<image>\nWhat?", "red", "And?", "no")},
-        {"id": 7, "image": "deep/c.png", "conversations": says("What is this?\n<image>", "dog")},
+        {"id": 1.5, "image": "deep/c.png", "conversations": says("What is this?\n<image>", "dog")},
         {"conversations": says("How do I write <image> in HTML?", " So:\n")},
-        {"id": "y", "conversations": says("left over", "Hello?", "Hi.", first="gpt")},
+        {"id": "", "conversations": says("left over", "Hello?", "Hi.", first="gpt")},
         {"id": "z", "image": "b.png", "conversations": says("What?", "a <image> mark")},
     )
-    assert [s.id for s in samples] == ["x", "7", "2", "y", "z"]
     assert [s.index for s in samples] == [0, 1, 2, 3, 4]
     assert samples[0].image == root / "images" / "a.png"
     assert samples[0].turns == ("What?", "red", "And?", "no")

@@ -40,7 +40,7 @@ ROWS = Mentions(
 
 def test_each_mention_is_found_after_the_one_before():
     tokenizer = build_tokenizer(TURNS, TEMPLATE)
-    sample = Sample("a", pathlib.Path("a.png"), TURNS, 0)
+    sample = Sample(pathlib.Path("a.png"), TURNS, 0)
     rows = pack(llava_encoder(tokenizer), [sample])
     placed = place_mentions(tokenizer, rows, ROWS)
     # is the cup left of the cup ? assistant : yes </s> where is the cup

@@ -33,7 +33,7 @@ TURNS = (
     ("How many?", "two"),
     ("What color is it?", "blue", "Red?", "yes"),
 )
-SAMPLES = [Sample(f"s{number}", None, turns, number) for number, turns in enumerate(TURNS)]
+SAMPLES = [Sample(None, turns, number) for number, turns in enumerate(TURNS)]
 
 
 @pytest.fixture(scope="module")

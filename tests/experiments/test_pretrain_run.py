@@ -122,7 +122,7 @@ TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
         (KIND, None, {"language.filled": 1}, "language.filled is 1, expected none"),
         (SHARE, None, {"language.filled": 1}, "language.filled is 1, expected at least 9"),
         (KIND, None, {"tower.batch_size": 8}, "tower.batch_size is 8, expected at most the 6"),
-        (KIND, [{"id": "x", "conversations": TURNS}], {}, "sample 0 .* has no image"),
+        (KIND, [{"id": "x", "conversations": TURNS}], {}, "sample 0 has no image"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(data, tmp_path, arrays, samples, change, message):

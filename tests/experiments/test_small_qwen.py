@@ -89,7 +89,7 @@ def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
 def test_packed_logits_are_those_of_each_prompt_alone(model, images):
     params, config, tokenizer = model
     encoder = ConversationEncoder(tokenizer, QWEN2_5_VL.place_images, QWEN2_5_VL.conversation)
-    packed = pack(encoder, [Sample(f"{n}", None, turns, n) for n, turns in enumerate(TURNS)])
+    packed = pack(encoder, [Sample(None, turns, n) for n, turns in enumerate(TURNS)])
     encode = jax.jit(config.family.encode_image, static_argnums=1)
     features, _ = encode(params, config, images.pixels)
     # The smaller image has two of its tokens and padding, the larger three.
@@ -127,7 +127,7 @@ def test_padding_changes_no_loss(model, images):
     """Of an image of 2 x 2 tokens, and of the same with rows for 16."""
     params, config, tokenizer = model
     encoder = ConversationEncoder(tokenizer, QWEN2_5_VL.place_images, QWEN2_5_VL.conversation)
-    packed = jax.tree.map(jnp.asarray, pack(encoder, [Sample("a", None, TURNS[0], 0)]))
+    packed = jax.tree.map(jnp.asarray, pack(encoder, [Sample(None, TURNS[0], 0)]))
     padded = jax.tree.map(lambda x: x[:1], images)
     bare = padded._replace(pixels=padded.pixels._replace(values=padded.pixels.values[:, :16]))
     assert np.asarray(real_tokens(config, padded, 16)).sum() == 4
