@@ -145,6 +145,10 @@ def answer_questions(
     """
     for most in {w.max_new_tokens for w in wanted}:
         expect("max_new_tokens", most, most >= 1, "an integer from 1")
+    wanted = [
+        w._replace(text=w.text.replace(IMAGE_MARK, "").strip()) if IMAGE_MARK in w.text else w
+        for w in wanted
+    ]
     texts, done = [""] * len(wanted), 0
     for longest in sorted({w.max_new_tokens for w in wanted}):
         alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]
@@ -176,8 +180,8 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
 
 def _answer_alone(answerer: Answerer, number: int, wanted: Wanted, longest: int) -> str:
     """Answers a question about several images as the others, but in a batch of its own."""
-    text = wanted.text.replace(IMAGE_MARK, "").strip()
-    request = read_request(answerer.model, [text], [wanted.images])._replace(number=(number,))
+    request = read_request(answerer.model, [wanted.text], [wanted.images])
+    request = request._replace(number=(number,))
     options = dataclasses.replace(answerer.options, max_tokens=longest, warm_up=False)
     sampling = Sampling(repetition_penalty=1.0)
     return answer(answerer.model, request, answerer.method, sampling, options)[0].text

@@ -100,23 +100,24 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
     assert apart.features is None and len(apart.sizes) == 2
 
 
-def test_several_images_are_answered_as_by_generate(llava_folder, tmp_path):
+def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_folder, tmp_path):
     policy = save_policy(stepprune(draw=0.0), tmp_path / "policy.bin")
     settings = Settings(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
     answerer, (first, _, second, _), done = load_answerer(settings), images(), []
     answerer = answerer._replace(model=answerer.model._replace(repetition_penalty=9.0))
     both = first + second
     asked = [
-        Wanted("red", first, 12),
+        Wanted("<image> <image> red", first, 12),
+        Wanted("<image> dog", (), 12),
         Wanted("<image> two dog", both, 12),
-        Wanted("?", both[::-1], 12),
+        Wanted(" ?", both[::-1], 12),
     ]
     texts = answer_questions(answerer, asked, done.append)
-    assert done == [1, 2, 3]
+    assert done == [1, 2, 4]
     plain = Sampling(repetition_penalty=1.0)
     how = {"options": RunOptions(12, warm_up=False), "sampling": plain}
     for text, (prompt, shown, *_) in zip(texts, asked, strict=True):
-        question = prompt.removeprefix("<image> ")
+        question = prompt.replace("<image> ", "")
         (said,) = generate(answerer.model, [question], [shown], answerer.method, **how)
         assert text == said.text.strip() and said.kept == 2 * len(shown)
 
