@@ -216,7 +216,9 @@ def prepare(
 
 def _halt(model: VLM, batch: Batch, limit: int) -> Batch:
     """Runs a batch to a cut whose counts depend on its tokens, and reads them back."""
-    plan = dataclasses.replace(batch.plan, max_tokens=1)
+    # A cache that forgets has no room yet, so answers of any length share its program.
+    longest = 1 if batch.plan.cuts[0].forgets else batch.plan.max_tokens
+    plan = dataclasses.replace(batch.plan, max_tokens=longest)
     halted, count = programs.run_halt(
         model.params, model.config, batch.learned, batch.tokens, batch.texts, plan=plan
     )

@@ -115,7 +115,8 @@ def halt(
     """
     sequence = place(params, config, kept, texts, plan=plan)
     (cut,) = decoding.make_cuts(learned, texts, plan)
-    halted = vlm.halt(params, config, sequence, cut, execution=plan.execution)
+    room = plan.max_tokens - 1  # as in `decoding.start`
+    halted = vlm.halt(params, config, sequence, cut, room=room, execution=plan.execution)
     remain = halted.keep & sequence.rows.valid
     visual = remain & (sequence.image >= 0)
     count = jnp.stack([remain.sum(1), visual.sum(1)], axis=1)

@@ -1,5 +1,7 @@
+import dataclasses
 import io
 import warnings
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,8 @@ from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
 from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import Method, make_method
+from stepprune_jax.pruning import Budget, Method, make_method
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
 from stepprune_jax.pruning.method import NO_PRUNING
 from stepprune_jax.user_input import is_user_error
 
@@ -328,6 +331,36 @@ def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
     assert [int((after.image == image).sum()) for image in (0, 1)] == [3, 2]
     assert before.length.tolist() == [limit] and after.length.tolist() == [limit - 6]
     assert begun.kept.tolist() == [5]
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsAtACut(LayerPruner):
+    """Counts at its cut, and drops nothing."""
+
+    forgets: bool = False
+
+    name: ClassVar[str] = "counts at a cut"
+    budgets: ClassVar[tuple[str, ...]] = ("own",)
+
+    def cuts(self, config, num_tokens):
+        return (LayerCut(1, forgets=self.forgets),)
+
+    def survivors(self, config, num_tokens):
+        return (Survivors(num_tokens),)
+
+    def drop(self, params, cut, sequence, taps, count):
+        return sequence, jnp.ones(sequence.image.shape, bool)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_answers_behind_a_cut_that_drops_nothing_are_those_without_it(model, forgets):
+    cut = Method(CountsAtACut(Budget("own"), forgets=forgets))
+    options = RunOptions(24, warm_up=False)  # longer than the padding of a row
+    plain, same = (
+        generate(model, PROMPTS[:1], IMAGES[:1], method, options=options)
+        for method in (NO_PRUNING, cut)
+    )
+    assert ids(same) == ids(plain)
 
 
 BAD = {
