@@ -27,15 +27,15 @@ def row_keys(key: Array, rows: int) -> Array:
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
 
 
-def seen_ids(
-    config: ModelConfig, ids: Int[Array, "b l"], length: Int[Array, "b"]
-) -> Bool[Array, "b v"]:
+def seen_ids(config: ModelConfig, ids: Int[Array, "b l"], sequence: Sequence) -> Bool[Array, "b v"]:
     """Marks the tokens of prompts; an image counts as the model's own id for images."""
     vocabulary = config.text.vocab_size
     image = vocabulary if config.image_token_id is None else config.image_token_id
-    ids = jnp.where(ids == IMAGE_TOKEN, image, ids)
+    # A truncated row has fewer text tokens than its prompt.
+    text = (sequence.rows.valid & (sequence.image < 0)).sum(1)
+    read = jnp.cumsum(ids != IMAGE_TOKEN, axis=1) <= text[:, None]
     # Ids beyond the vocabulary are dropped.
-    ids = jnp.where(jnp.arange(ids.shape[1]) < length[:, None], ids, vocabulary)
+    ids = jnp.where(read, jnp.where(ids == IMAGE_TOKEN, image, ids), vocabulary)
     rows = jnp.arange(ids.shape[0])[:, None]
     return jnp.zeros((ids.shape[0], vocabulary), bool).at[rows, ids].set(True, mode="drop")
 
@@ -114,7 +114,7 @@ def start(
         key=row_keys(sampling.key, b),
         step=jnp.int32(0),
         tokens=jnp.full((b, plan.max_tokens), -1, jnp.int32),
-        seen=seen_ids(config, texts.ids, texts.length) if penalised else None,
+        seen=seen_ids(config, texts.ids, sequence) if penalised else None,
     )
     stages = tuple(
         Places(*(getattr(row, name) for name in Places._fields)) for row in (sequence, *result.cuts)

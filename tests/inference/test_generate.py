@@ -123,11 +123,12 @@ def test_a_row_of_a_batch_has_draws_of_its_own_number(model, policy):
 
 
 def begin(model, asked, method, max_tokens=1, **options):
-    """The pipeline's first half by hand, greedily, and from images behind the tower."""
+    """The pipeline's first half by hand, and from images behind the tower."""
     images = pipeline.encode(model, asked.images, method.pruner.taps(model.config))
     options = RunOptions(max_tokens, "original", **options)
     batch = pipeline.prepare(model, method, asked.prompts(), images, options)
-    return pipeline.begin(model, batch, greedy([2]))
+    sampling = greedy([2])._replace(repetition_penalty=np.float32(2))
+    return pipeline.begin(model, batch, sampling)
 
 
 def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
@@ -313,10 +314,11 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
     (stage,) = cut.trace.stages
     assert stage.index.shape == (1, 60) and stage.length.tolist() == [60]
     by_hand = asked._replace(ids=(asked.ids[0][: 60 - 18 + 2],))
-    expected = begin(model, by_hand, NO_PRUNING).trace
-    for ours, whole in zip(stage[:3], expected.stages[0][:3], strict=True):
+    expected = begin(model, by_hand, NO_PRUNING)
+    for ours, whole in zip(stage[:3], expected.trace.stages[0][:3], strict=True):
         np.testing.assert_array_equal(ours, whole[..., :60])
-    np.testing.assert_allclose(cut.trace.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(cut.trace.logits, expected.trace.logits, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(cut.state.seen, expected.state.seen)
 
 
 def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
