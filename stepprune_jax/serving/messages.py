@@ -222,8 +222,8 @@ class Reader:
         require(text + visual <= limit, "messages", message)
 
     def _turns(self, messages: list[Any]) -> tuple[list[str], list[Image.Image]]:
-        """Returns the text of each message, with marks for its images, and all images."""
-        turns, images, family = [], [], self.model.config.family
+        """Returns the text of each message, marked if a later one has images, and all images."""
+        turns, counts, images, family = [], [], [], self.model.config.family
         most, characters = _LONGEST_TOKEN * family.CONTEXT_LIMIT, 0
         for number, message in enumerate(messages):
             where, role = f"messages[{number}]", _ROLES[number % 2]
@@ -255,7 +255,10 @@ class Reader:
             require(characters <= most, "messages", problem, 413)
             problem = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
             require(IMAGE_MARK not in text, "messages", problem)
-            turns.append(family.place_images(text, count) if count else text)
+            turns.append(text)
+            counts.append(count)
+        if any(counts[1:]):  # otherwise `read_request` puts the marks in front of the first text
+            turns = list(map(family.place_images, turns, counts))
         return turns, images
 
 

@@ -52,6 +52,13 @@ def test_a_request_is_read_as_generate_reads_its_prompt(plain, llava_model):
     assert found.method.pruner.budget.kind == "own" and not found.stream
 
 
+@pytest.mark.parametrize("shown", [0, 1, 2])
+def test_a_text_keeps_its_white_space_behind_its_images(plain, llava_model, shown):
+    text, images = " red dog?\n", [noise(1), noise(2)][:shown]
+    found = read(plain, messages=[user(text, *images)])
+    assert found.request.ids == read_request(llava_model, [text], [images]).ids
+
+
 def test_what_a_request_does_not_say_is_as_the_server_was_told(llava_model):
     told = reader(llava_model, max_tokens=5, positions="compact")
     options = read(told).options
