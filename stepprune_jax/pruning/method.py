@@ -60,7 +60,8 @@ def make_method(
     own, options = None if policy is None else policy.method, options or {}
     needs = f"a budget (--budget) needs a pruner (--pruner) or a policy (--policy); {_WHICH}"
     check((name is not None or own is not None or budget is None, needs))
-    name = name or own or "all"
+    if name is None:
+        name = own or "all"
     if name not in PRUNERS:
         hint = nearest(name, PRUNERS)
         raise ValueError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}.{hint}")

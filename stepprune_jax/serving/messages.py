@@ -33,7 +33,13 @@ _COUNT = (is_count, "an integer from 1")
 _FLAG = (lambda x: isinstance(x, bool), "true or false")
 _NUMBER = (is_number, "a number")
 _TEXT = (lambda x: isinstance(x, str), "a text")
-_USAGE = (lambda x: isinstance(x, dict) and {*x} <= {"include_usage"}, "only include_usage")
+_USAGE = (
+    lambda x: (
+        isinstance(x, dict)
+        and all(k == "include_usage" and isinstance(v, bool | None) for k, v in x.items())
+    ),
+    "include_usage alone, true or false",
+)
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": _TEXT,
     "messages": (lambda x: isinstance(x, list) and len(x) > 0, "a list of messages"),
@@ -185,7 +191,8 @@ class Reader:
             check_run(self.model.config, method, sampling, options)
         except ValueError as error:
             named = next((name for name in _FIELDS if f"{name} is " in str(error)), "pruner")
-            named = "mean_budget" if named == "budget" and "mean_budget" in fields else named
+            other = {"budget": "mean_budget", "max_tokens": "max_completion_tokens"}.get(named)
+            named = other if other in fields else named
             raise RequestError(400, str(error), named) from error
         return method, sampling, options
 

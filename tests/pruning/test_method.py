@@ -89,6 +89,7 @@ LEARNED, SCORER = stepprune(), one_shot()
     ("arguments", "message"),
     [
         ({"name": "fastvv"}, r"unknown pruner 'fastvv'.* Did you mean fastv\?$"),
+        ({"name": "", "policy": LEARNED}, "unknown pruner ''"),
         ({"budget": 3}, "--budget.*--pruner"),
         ({"name": "random", "budget": "own"}, "budget own, only all, count, rate"),
         ({"name": "sparsevlm", "options": {"noise": 0}}, "'sparsevlm' needs a budget"),

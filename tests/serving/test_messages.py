@@ -105,6 +105,8 @@ TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
         ({"n": 2}, 400, "n", "n is 2, expected 1"),
         ({"budget": 400}, 400, "budget", "budget is 400, expected at most"),
         ({"budget": 2, "mean_budget": 2}, 400, "budget", "expected one of them"),
+        ({"stream_options": {"include_usage": 3}}, 400, "stream_options", "include_usage alone"),
+        ({"max_completion_tokens": 9**9}, 400, "max_completion_tokens", "tokens is 387420489"),
         ({"mean_budget": -1}, 400, "mean_budget", "budget is -1, expected a positive number"),
         ({"pruner": "gird"}, 400, "pruner", "Did you mean grid?"),
         ({"pruner": "autoselect", "budget": 3}, 400, "pruner", "needs a policy"),
