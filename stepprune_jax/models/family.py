@@ -251,12 +251,12 @@ class Family(abc.ABC):
     def conversation(self, turns: Sequence[str | None]) -> str:
         """Formats a conversation, user first and then alternating, with its image marks.
 
-        None, an empty string, or a missing last assistant turn is an open turn. The text of a
+        A last turn of the assistant that is None, empty or missing is open. The text of a
         conversation's first turns is a prefix of the whole, so that the text added by a turn
         belongs to it.
 
         Raises:
-            ValueError: there are no turns, or one has a token of the template.
+            ValueError: a turn has a token that the template has for images or videos.
         """
 
     # Programs.

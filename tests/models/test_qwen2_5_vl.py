@@ -394,6 +394,8 @@ def test_prompts_are_those_of_the_chat_template():
     assert closed == start + "A dog.<|im_end|>"
     again = conversation("What?", "A dog.", "Why?")
     assert again == closed + "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    silent = conversation("What?", "", "Why?")
+    assert silent == start + again.removeprefix(start + "A dog.")
     assert QWEN2_5_VL.place_images("Both?", 2) == "<image><image>Both?"
 
 

@@ -109,7 +109,7 @@ class Qwen25VL(Family):
         for number, message in enumerate(turns):
             for token, reason in _PLACEHOLDERS.items():
                 check((token not in (message or ""), f"the prompt has {token}, {reason}"))
-            end = _END if message or number % 2 == 0 else ""
+            end = _END if message or number + 1 < len(turns) else ""
             message = (message or "").replace(IMAGE_MARK, _IMAGE)
             text += f"\n{_START}{_ROLES[number % 2]}\n{message}{end}"
         return text
