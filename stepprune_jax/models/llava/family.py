@@ -177,11 +177,9 @@ class Llava(Family):
     ) -> Int[np.ndarray, "i 2"]:
         return np.tile(np.array(config.grid, np.int32), (len(pixels), 1))
 
-    def conversation(self, turns: Sequence[str | None], system: str = _SYSTEM) -> str:
-        if not turns:
-            raise ValueError("expected at least one turn, got none")
+    def conversation(self, turns: Sequence[str | None]) -> str:
         turns = list(turns) + [None] * (len(turns) % 2)
-        text = system + " "
+        text = _SYSTEM + " "
         for number, message in enumerate(turns):
             role, end = _ROLES[number % 2], _ENDS[number % 2]
             text += f"{role}: {message}{end}" if message else f"{role}:"
