@@ -333,7 +333,7 @@ def prefill(
         cuts: places between layers where tokens are dropped, in ascending order of layers. Each
             stage between them has its own length and its own cache. The caller checks that the
             model has these layers.
-        all_logits: whether to return logits of all slots, as losses need, not only the last.
+        all_logits: whether to return logits of all slots, not only of each row's last token.
         execution: how the layers are run.
         halted: result of `halt` for the first of the cuts, if it has been reached before.
 
