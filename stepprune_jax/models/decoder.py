@@ -51,10 +51,9 @@ class Wanted(NamedTuple):
         taps: "hidden" [b, s, e] before a layer of the stage or after its last; "normed" [b, s, e]
             the same after the model's final norm; "mlp_input" [b, s, e] input of the block's MLP;
             "attention": float32 softmax weights of the queries at `query_index`, per head, [b, h,
-            q, t], t being the cache's slots (if any) followed by the stage's s; without a cache
-            also those of the block after the stage; "scores" their logits; "keys" [b, h_kv, s, c]
-            after rotary positions; "rotary" [2, b, s, c] cosine and sine of the angles, the same
-            for every layer.
+            q, s], over the stage's own slots, also of the block after the stage; "scores" their
+            logits; "keys" [b, h_kv, s, c] after rotary positions; "rotary" [2, b, s, c] cosine and
+            sine of the angles, the same for every layer.
         query_index: [b, q] indices into s, for "attention" and "scores" taps.
     """
 
@@ -101,10 +100,6 @@ class Context(NamedTuple):
     mask: Bool[Array, "b s s"]
     cached_mask: Bool[Array, "b 1 capacity"] | None
 
-    def past(self, cached: tuple[Array, Array] | None) -> list[Segment]:
-        """Returns a layer's cached keys and values, masked to the filled slots."""
-        return [] if cached is None else [Segment(*cached, self.cached_mask)]
-
 
 class LlamaAttention(nn.Module):
     """Causal attention with rotary positions and grouped key heads, optionally over a cache."""
@@ -129,8 +124,8 @@ class LlamaAttention(nn.Module):
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
-            own = Segment(key, value, context.mask)
-            mixed = attend(query, [*context.past(cached), own])
+            past = [] if cached is None else [Segment(*cached, context.cached_mask)]
+            mixed = attend(query, [*past, Segment(key, value, context.mask)])
         else:
             mixed = self_attend(query, key, value, True, attention)
         mixed = Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
@@ -235,16 +230,12 @@ def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Conte
 
 
 def _attention_rows(
-    output: BlockOutput,
-    context: Context,
-    cached: tuple[Array, Array] | None,
-    query_index: Int[Array, "b q"],
-) -> Float[Array, "b h q t"]:
+    output: BlockOutput, context: Context, query_index: Int[Array, "b q"]
+) -> Float[Array, "b h q s"]:
     """Computes the attention logits of a block's queries at some slots."""
     query = jnp.take_along_axis(output.query, query_index[:, None, :, None], axis=2)
     mask = jnp.take_along_axis(context.mask, query_index[..., None], axis=1)
-    own = Segment(output.key, output.value, mask)
-    return attention_scores(query, [*context.past(cached), own])
+    return attention_scores(query, [Segment(output.key, output.value, mask)])
 
 
 def _attention_before(
@@ -293,7 +284,7 @@ def run_layers(
     check((rows.segment is None or plain, "segments need plain attention and no cache"))
     named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
-        beyond = kind in STATES or (kind in _BY_QUERY and cache is None)
+        beyond = kind in (*STATES, *_BY_QUERY)
         queries = kind not in _BY_QUERY or wanted.query_index is not None
         require(
             f"tap {name}",
@@ -307,15 +298,13 @@ def run_layers(
         new = init_cache(config, last - first, b, slots, hidden.dtype)
     block = LlamaBlock(config)
 
-    def cached_at(index):
-        return None if cache is None else take_layer((cache.key, cache.value), index - first)
-
     def layer(hidden, index):
         if rows.probe is not None:
             at = jnp.arange(b), rows.valid.sum(1) - 1
             hidden = hidden.at[at].add(rows.probe[index].astype(hidden.dtype))
         weights = {"params": take_layer(params["layers"], index)}
-        output = block.apply(weights, hidden, context, cached_at(index), execution.attention)
+        cached = None if cache is None else take_layer((cache.key, cache.value), index - first)
+        output = block.apply(weights, hidden, context, cached, execution.attention)
         return cast(BlockOutput, output)
 
     layer = checkpoint_layer(layer, execution.remat)
@@ -349,10 +338,10 @@ def run_layers(
         else:
             assert wanted.query_index is not None
             if at == last:
-                output, cached = _attention_before(params, config, hidden, context, last), None
+                output = _attention_before(params, config, hidden, context, last)
             else:
-                output, cached = outputs[at], cached_at(at)
-            found = _attention_rows(output, context, cached, wanted.query_index)
+                output = outputs[at]
+            found = _attention_rows(output, context, wanted.query_index)
             tapped[name] = found if kind == "scores" else jax.nn.softmax(found, axis=-1)
     if new is not None:
         new = _extend(cache, new, rows, hidden)
