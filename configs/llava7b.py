@@ -12,7 +12,7 @@ whose values `configs/llava7b.py:literal` has to the letter. `:causal`, `:last`,
 Begin with `configs/sampled.py:llava7b`, 4.4 hours on two A6000 by the dry run: in the small world
 sampled sets are better than the gate at all budgets, if a few random tokens sometimes suffice for
 an answer. `:short`, 2.1 hours, is the gate with the rate x updates x width that teaches a policy
-there. The long one, 67 hours, is one epoch, as in the paper.
+there with AdamW. The long one, 67 hours, is one epoch, as in the paper.
 """
 
 from stepprune_jax import training
@@ -32,7 +32,7 @@ def get_config(argument: str = "") -> training.Run:
     """Returns the settings of the paper's run; or "literal", "short", an ablation, or several."""
     names = [name for name in argument.split(",") if name]
     rows, literal = [name for name in names if name in ABLATIONS], "literal" in names
-    short = "short" in names  # so that rate x updates x width is that of configs/shapes.py
+    short = "short" in names  # so that rate x updates x width is that of AdamW in the small world
     if not {*names} <= {"literal", "short", *ABLATIONS} or len(rows) > 1:
         known = f"literal, short, one of {', '.join(ABLATIONS)}, or several, such as literal,last"
         raise ValueError(f"the argument of llava7b is {argument!r}, expected {known}")

@@ -21,7 +21,7 @@ from stepprune_jax.training import Run
 def get_config(gated: str = "shapes") -> Run:
     """Returns the settings of a run through the gate, with those of sampled sets."""
     run = configurations.load(gated)
-    lr = 1e-3 * 64 / run.policy.policy_width  # best rates fall as 1 / width
+    lr = 1e-3 * 64 / run.policy.policy_width  # half the rates served twice the width, one run each
     return run.replace(
         {
             "steps": 1600,
