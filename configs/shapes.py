@@ -30,8 +30,8 @@ def get_config(reading: str = "") -> training.Run:
                 "StepPrune literal": "experiments/policies/literal.safetensors",
             },
             remarks=(
-                "Each trained row is one run: that of this folder, and earlier ones of AutoSelect-"
-                "like, a one-shot scorer with the same gate, and StepPrune literal.",
+                "A trained row is one run: that of this folder or of --policy; AutoSelect-like, a "
+                "one-shot scorer with the same gate, and StepPrune literal are earlier ones.",
                 "Runs of one recipe differ as much as these methods do, so that no order of the "
                 "trained rows is shown here. With 32, 16 and 8 tokens, five runs of StepPrune "
                 "through the gate retain 98.4 +- 0.9, 96.6 +- 2.7 and 92.4 +- 5.4 %, four of "

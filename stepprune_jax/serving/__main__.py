@@ -44,7 +44,7 @@ def _parser() -> Parser:
     add("--name", help="what requests call it; default: the last part of --model")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
-    add("--max_pixels", type=int, help="largest area of a resized image, if sizes vary")
+    add("--max_pixels", type=int, help="largest area of a resized image")
     add("--dtype", choices=_DTYPES, default="bfloat16", help="dtype of weights and compute")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add = parser.add_argument_group("defaults of a request").add_argument

@@ -33,7 +33,8 @@ class AcceleratorSettings(Settings, path="config.accelerator"):
 
     Attributes:
         name: a name of `parallel.accelerators.ACCELERATORS`.
-        ids: assumed tokens of each row, its image as one, where the training file is absent.
+        ids: assumed tokens of each row, its image as one, where the training file is absent; memory
+            is then that of the longest rows allowed.
         count: devices to plan for, if jax sees no accelerators.
         utilisation: assumed share of the peak.
     """
