@@ -6,7 +6,7 @@ the unanswered questions. Any field of the configuration can be set by a flag;
 `--config.data.folder=FOLDER` asks those of another folder.
 """
 
-from stepprune_jax.evaluate import command
+from stepprune_jax.extras import evaluate
 
 if __name__ == "__main__":
-    command()
+    evaluate()

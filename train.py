@@ -5,7 +5,7 @@ same command resumes an interrupted run. `--dry_run` reports what a run would co
 processes, start each with the same command (docs/devices.md).
 """
 
-from stepprune_jax.training.__main__ import command
+from stepprune_jax.extras import train
 
 if __name__ == "__main__":
-    command()
+    train()

@@ -33,9 +33,10 @@ class Selector(nn.Module):
             def named(value: Array, spec: Any) -> nn.LogicallyPartitioned:
                 return nn.LogicallyPartitioned(value, spec.axes)
 
-            return jax.tree.map(named, draw_params(key, specs), specs)
+            return jax.tree.map(named, draw_params(key, specs, method.param_dtype), specs)
 
-        specs, width = method_of(self.config).specs(), self.config.feature_width
+        method, width = method_of(self.config), self.config.feature_width
+        specs = method.specs()
         self.weights = {name: self.param(name, draw, part) for name, part in specs.items()}
         self.stats = self.variable("stats", "features", FeatureStats.start, width)
         self.stop_bias = self.variable("stats", "stop_bias", jnp.zeros, ())

@@ -62,7 +62,7 @@ def save_policy(
         ValueError: the weights do not fit the configuration, or `stop_bias` is not a number that
             float32 holds.
     """
-    path, stop_bias = Path(path), float(policy.stop_bias)
+    path, stop_bias = local_path(path), float(policy.stop_bias)
     expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
     wanted = _wanted(policy.config, policy.stats is not None)
     tensors = weights.flatten(policy.params)

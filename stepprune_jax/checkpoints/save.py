@@ -14,6 +14,7 @@ from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.stack import Params, layout_of
 from stepprune_jax.models.weights import Target
+from stepprune_jax.user_input import local_path
 
 
 def save_vlm(model: VLM, folder: str | Path) -> None:
@@ -32,7 +33,7 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
         FileExistsError: the folder already holds weights.
         ValueError: a parameter's shape does not fit the config.
     """
-    folder = Path(folder)
+    folder = local_path(folder)
     safetensors.make_empty(folder)
     family = model.config.family
     flat = weights.flatten(model.params)

@@ -37,9 +37,11 @@ class Sampling(NamedTuple):
 
     def check(self) -> None:
         """Raises a ValueError that names a value out of its range."""
-        heat, mass = self.temperature, self.top_p
-        penalty, seed = self.repetition_penalty, self.key
-        counts = not isinstance(seed, int) or (is_count(seed, 0) and seed < 1 << 32)
+        heat, mass, penalty, seed = (
+            value.item() if isinstance(value, np.generic) else value
+            for value in (self.temperature, self.top_p, self.repetition_penalty, self.key)
+        )
+        counts = isinstance(seed, jax.Array | np.ndarray) or (is_count(seed, 0) and seed < 1 << 32)
         known = penalty is None or (is_number(penalty) and penalty > 0)
         greedy = "a number >= 0 (0 is greedy)"
         expect("temperature", heat, is_number(heat) and heat >= 0, greedy)
@@ -57,7 +59,7 @@ class Sampling(NamedTuple):
         penalty = self.repetition_penalty
         penalty = repetition_penalty if penalty is None else penalty
         return Sampling(
-            jax.random.key(self.key) if isinstance(self.key, int) else self.key,
+            self.key if isinstance(self.key, jax.Array | np.ndarray) else jax.random.key(self.key),
             np.float32(self.temperature),
             np.float32(self.top_p),
             np.array(stop_ids if self.stop_ids is None else self.stop_ids, np.int32),

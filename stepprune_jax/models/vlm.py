@@ -236,7 +236,7 @@ def assemble(
         axis=1,
     )
     rows = jnp.arange(b)[:, None]
-    sources = jnp.arange(l + j * k)
+    sources = jnp.arange(l + j * k, dtype=jnp.int32)
     source = jnp.zeros((b, s), jnp.int32).at[rows, slot].set(sources, mode="drop")
     length = jnp.minimum(total, s).astype(jnp.int32)
     filled = jnp.arange(s) < length[:, None]

@@ -41,7 +41,8 @@ class FeatureStats(NamedTuple):
     @classmethod
     def start(cls, width: int) -> "FeatureStats":
         """Returns empty statistics: mean 0 and variance 1 until the first update."""
-        return cls(jnp.zeros(width), jnp.ones(width), jnp.zeros(()))
+        wide = jnp.float32
+        return cls(jnp.zeros(width, wide), jnp.ones(width, wide), jnp.zeros((), wide))
 
 
 class Inputs(NamedTuple):

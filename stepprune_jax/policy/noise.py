@@ -99,7 +99,8 @@ def update_stats(
         x: features.
         mask: True at real tokens.
     """
-    weight = jnp.ones(x.shape[:2]) if mask is None else mask.astype(jnp.float32)
+    weight = jnp.ones(x.shape[:2], bool) if mask is None else mask
+    weight = weight.astype(jnp.float32)
     x = jnp.where(weight[..., None] > 0, x, 0).astype(jnp.float32)
     count = jnp.sum(weight)
     safe = jnp.maximum(count, 1)

@@ -22,7 +22,7 @@ from stepprune_jax.pruning.diagnosis import Diagnosis, measure
 from stepprune_jax.pruning.policy_gradient import PolicyGradientSettings, policy_gradient_loss
 from stepprune_jax.pruning.registry import method_of
 from stepprune_jax.pruning.trained import Learned, TrainedConfig, TrainedMethod
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import check, local_path
 
 CALIBRATE = "python -m stepprune_jax.calibrate"
 
@@ -207,6 +207,8 @@ class Policy:
             stop = policy.stop_bias if own else bias
             given = (policy.params, inputs, limits, stop, key)
             picks = policy.ranker.choose(*given, **arguments)
+            # Outside a jitted function, too, rows that keep more lose their last choices.
+            picks = picks._replace(count=jnp.minimum(picks.count, capacity))
             return functions.gather(picks, image, capacity, order=order)
 
         return select
@@ -260,9 +262,10 @@ class Policy:
             inputs.append(jax.ShapeDtypeStruct((b, num_words, e), jnp.float32))
             inputs.append(jax.ShapeDtypeStruct((b, num_words), jnp.bool_))
         exported = export.export(jax.jit(program), platforms=tuple(platforms))(*inputs)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(exported.serialize())
-        return Path(path)
+        path = local_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(exported.serialize())
+        return path
 
     def train_loss(
         self,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
@@ -44,10 +44,14 @@ class Learned(Pruner):
     def specs(self) -> Weights:
         """Returns the table of the weights, a nested dict of `ParamSpec`."""
 
+    @property
+    def param_dtype(self) -> DTypeLike:
+        """The dtype of drawn weights: float32, or float64 if `config.dtype` says so."""
+        return jnp.promote_types(jnp.float32, getattr(self.config, "dtype", None) or jnp.float32)
+
     def init(self, key: Array) -> Weights:
-        """Draws the weights of float32, or float64 if `config.dtype` says so; consumes `key`."""
-        dtype = getattr(self.config, "dtype", None) or jnp.float32
-        return draw_params(key, self.specs(), jnp.promote_types(jnp.float32, dtype))
+        """Draws the weights of `param_dtype`; consumes `key`."""
+        return draw_params(key, self.specs(), self.param_dtype)
 
     def prepare(self, weights: Weights) -> Weights:
         """Returns a policy's weights as programs of a `Method` read them; runs once."""

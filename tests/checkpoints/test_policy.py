@@ -63,6 +63,7 @@ def test_a_file_comes_before_a_shipped_policy_of_its_name(tmp_path, monkeypatch,
     assert load_policy("shapes").config == CONFIG
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_policy("~/shapes").config == CONFIG
+    assert save_policy(policy, "~/own").is_relative_to(tmp_path)
 
 
 def test_the_file_is_readable_by_others(tmp_path, policy):

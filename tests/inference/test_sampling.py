@@ -74,6 +74,17 @@ def test_a_tiny_temperature_is_finite_and_greedy():
     assert draws(jnp.array([1e3, -1e3, 999.0]), 1e-30, 0.9, 100)[0] == 100
 
 
+def test_a_seed_is_an_integer_or_a_key():
+    for seed in (3, np.int64(3), jax.random.key(3), jax.random.PRNGKey(3)):
+        sampling = Sampling(seed, np.float32(0.5), np.float64(0.9))
+        sampling.check()
+        draws = jax.random.key_data(sampling.resolve([2], 1.0).key)
+        np.testing.assert_array_equal(draws, jax.random.PRNGKey(3))
+    for seed in (None, 3.5, "3", True, -1, 1 << 32):
+        with pytest.raises(ValueError, match=r"seed is .*, expected an integer from 0"):
+            Sampling(seed).check()
+
+
 def test_bfloat16_logits_are_sampled_in_float32():
     logits = jnp.log(jnp.asarray(PROB)).astype(jnp.bfloat16)
     found = sample(jax.random.key(3), logits, 1.0, 0.9)

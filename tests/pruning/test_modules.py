@@ -1,5 +1,7 @@
 """The selector as a module of NNX and of Linen does what the policy does."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,3 +107,13 @@ def test_linen_draws_names_axes_and_trains():
     grads = jax.jit(jax.grad(loss))(variables["params"])
     norms = [float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(grads)]
     assert np.isfinite(norms).all() and max(norms) > 0
+
+
+def test_weights_may_be_double_and_statistics_never_are():
+    config = dataclasses.replace(CONFIG, dtype="float64")
+    with jax.enable_x64(True):
+        module, key = sp_linen.Selector(config), jax.random.key(4)
+        variables = jax.eval_shape(lambda: module.init(key, IMAGE, TEXT, capacity=6))
+        stats = jax.eval_shape(sp.update_stats, sp.FeatureStats.start(16), IMAGE)
+    assert {x.dtype for x in jax.tree.leaves(variables["params"])} == {jnp.dtype("float64")}
+    assert {x.dtype for x in stats} == {jnp.dtype("float32")}

@@ -58,6 +58,11 @@ def test_a_pure_function_keeps_the_same_tokens(calibrated, world, how):
     size = min(found.index.shape[1], expected.index.shape[1])
     np.testing.assert_array_equal(found.index[:, :size], expected.index[:, :size])
     np.testing.assert_allclose(found.tokens[:, :size], expected.tokens[:, :size], rtol=1e-6)
+    # A small capacity cuts the last choices, in a jitted function or outside.
+    small = calibrated.select_fn(2, **how)
+    cut, plain = jax.jit(small)(calibrated, *world), small(calibrated, *world)
+    np.testing.assert_array_equal(cut.index, plain.index)
+    np.testing.assert_array_equal(plain.count, np.minimum(expected.count, 2))
 
 
 def test_the_mean_count_is_the_one_that_was_asked_for(calibrated, world):
