@@ -101,7 +101,7 @@ def _whole_lines(file: AnswerFile) -> list[Answer]:
 
 def about_images(answers: Sequence[Answer]) -> Bool[np.ndarray, "q"]:
     """Marks the answers to questions with an image, which have operations; all if none has."""
-    counted = np.array(["gflops" in answer.fields for answer in answers])
+    counted = np.array(["gflops" in answer.fields for answer in answers], bool)
     return counted | ~counted.any()
 
 
