@@ -6,9 +6,9 @@ times the relevance of both; the set is grown greedily, by the token that increa
 most.
 
 Relevance is not the authors' own for LLaVA: minus the cosine between CLIP's projection of a patch
-and the question behind CLIP's text tower. No LLaVA checkpoint has either. Here, as in OpenVINO
-GenAI for Qwen2.5-VL, it is the cosine between a projected token and the mean word embedding of the
-question.
+and the question behind CLIP's text tower. No LLaVA checkpoint has either. Here it is the cosine
+between a projected token and the mean word embedding of the question; OpenVINO GenAI takes that of
+the whole prompt for Qwen2.5-VL.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class CDPruner(Ranker):
     """Keeps tokens that are relevant to the question and unlike one another, chosen greedily.
 
     Relevance is scaled to [0, 1] in each image; without a question all tokens are equally relevant.
-    Ties go to the earlier token. `split_threshold=1` with `relevance_weight=0.5` is the variant
+    Ties go to the earlier token. `split_threshold=1` with `relevance_weight=0.5` is the kernel
     that OpenVINO GenAI deploys.
 
     Attributes:
