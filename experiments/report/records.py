@@ -46,7 +46,7 @@ class Records(NamedTuple):
 def read_records(
     folder: Path, data: Path, labels: Sequence[str], ids: Sequence[str]
 ) -> list[Records]:
-    """Reads the rows of a data folder's answers, in the order of the table."""
+    """Reads the complete rows of a data folder's answers, in the order of the table."""
 
     def place(file: AnswerFile) -> tuple[bool | int | str, ...]:
         made = file.provenance
@@ -56,7 +56,9 @@ def read_records(
     for file in sorted(read_files(folder), key=place):
         made = file.provenance
         worth = BENCHMARKS[made.benchmark].worth(data)
-        answers = {answer.id: answer for answer in read_answers(file.path)}
+        answers = {answer.id: answer for answer in read_answers(file.path, broken=[])}
+        if not answers.keys() >= {*ids}:  # of another run, which was interrupted
+            continue
         lines = [answers[name] for name in ids]
         count = np.array([line.fields["kept"] for line in lines], np.int32)
         order = np.full((len(lines), max(1, int(count.max(initial=0)))), -1, np.int16)

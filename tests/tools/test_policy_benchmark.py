@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_world import save_policy, stepprune, write_split
 
 from tools.bench import policy
 
@@ -26,16 +25,6 @@ def test_each_way_through_the_loop_is_timed_once(capsys):
     assert [*found] == ["encoder", *(f"{name}; 1 decoder layer" for name in names)]
     assert found["step by step; 1 decoder layer"][-1] == "1"
     assert float(rows(output, "10^9 operations")["tables"][0]) > 0
-
-
-@pytest.mark.slow
-def test_a_run_agrees_with_itself(tmp_path, capsys, llava_folder):
-    write_split(tmp_path / "data", "test", 2, 0)
-    save_policy(stepprune(), tmp_path / "policy.safetensors")
-    policy.main(f"--parts agreement --run {tmp_path} --model {llava_folder}".split())
-    found = rows(capsys.readouterr().out, "6 questions")
-    assert found["float32, step by step"] == found["float32, tables"] == ["1"] * 5
-    assert 0.4 < float(found["bfloat16, tables"][0]) <= 1
 
 
 def test_the_difference_of_gradients_is_a_number_where_some_are_zero():

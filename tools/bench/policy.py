@@ -1,47 +1,33 @@
 """Cost of the policy at the paper's size: N = 576, L_txt = 64, T_max = 288, D = 1024.
 
     python -m tools.bench.policy
-    python -m tools.bench.policy --parts agreement --run runs/shapes
 
-The first command prints the temporary memory of the gradient through the selection at several
+This prints the temporary memory of the gradient through the selection at several
 T_max, for the loop and the parallel estimator, the time of each and how far they differ; the time
 of the pointer loop step by step and with tables over slots, with one and two decoder layers; and
-the policy's operations per image. The second prints the share of a policy's choices on the run's
-test split that bfloat16 and tables reproduce.
+the policy's operations per image.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from stepprune_jax import policy
-from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.timing import table
-from stepprune_jax.evaluation.encode import encode_questions
-from stepprune_jax.evaluation.split import read_split, thin
 from stepprune_jax.flops import policy_flops
-from stepprune_jax.inference.pipeline import see
-from stepprune_jax.inference.sets import batches
 from stepprune_jax.policy import POINTER, Limits, PolicyConfig, selection
 from stepprune_jax.policy.rollout import hard_feedback, start_episode
 from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.selection import select_loop, select_parallel
-from stepprune_jax.pruning import StepPrune
 from stepprune_jax.user_input import user_input
 from tools.bench.timing import machine, time_side_by_side
 
-PARTS = ("gradient", "loop", "operations", "agreement")
-COUNTS = (48, 32, 16, 8)  # tokens of which the shares that agree are shown
+PARTS = ("gradient", "loop", "operations")
 
 ESTIMATORS = {
     "loop": select_loop,
@@ -186,52 +172,10 @@ def loop_report(
     return table(header, rows)
 
 
-def agreement_report(run: Path, model: str) -> str:
-    """Reports how far a trained policy's choices agree with those step by step in float32."""
-    with user_input():
-        learned = load_policy(run / "policy.safetensors")
-        vlm = load_vlm(model, dtype=jnp.float32, progress=False)
-        split = thin(read_split(run / "data", "test"), 1000)
-    encoded = encode_questions(vlm, split.questions, batch_size=32)
-
-    @functools.partial(jax.jit, static_argnames=("config", "tables"))
-    def order(weights, view, config, tables):
-        inputs = policy.Inputs(view.tokens, view.text, None, view.text_valid, learned.stats)
-        decoder = POINTER if tables else policy.DecoderFns(POINTER.init, step_by_step)
-        return policy.rank(weights, config, inputs, decoder=decoder).choice
-
-    orders = {}
-    for dtype, tables in itertools.product(("float32", "bfloat16"), (False, True)):
-        config = dataclasses.replace(learned.config, dtype=dtype)
-        weights, parts = policy.cast_weights(learned.params, dtype), []
-        for rows, count in batches(len(split.questions), 32):
-            prompts, pruner = encoded.prompts.take(rows), StepPrune(config=config)
-            view = see(vlm, pruner, prompts, encoded.images)
-            parts.append(np.asarray(order(weights, view, config, tables))[:count])
-        orders[f"{dtype}, {'tables' if tables else 'step by step'}"] = np.concatenate(parts)
-    reference = orders["float32, step by step"]
-    rows = [
-        [
-            name,
-            *(_shared(found, reference, count) for count in COUNTS),
-            float((found == reference).all(1).mean()),
-        ]
-        for name, found in orders.items()
-    ]
-    header = [f"{len(reference)} questions", *(f"share of {count}" for count in COUNTS)]
-    return table([*header, f"all {reference.shape[1]} in the same order"], rows)
-
-
-def _shared(found: np.ndarray, reference: np.ndarray, count: int) -> float:
-    """Returns the mean share of the first `count` of an order that are among another's first."""
-    pairs = zip(found[:, :count], reference[:, :count], strict=True)
-    return float(np.mean([np.isin(a, b).mean() for a, b in pairs]))
-
-
 def main(arguments: list[str] | None = None):
     """Runs the parts of the benchmark that the flags select."""
     parser = Parser(prog="tools.bench.policy", description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:3])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--num_tokens", type=integer_from(1), default=576)
     parser.add_argument("--width", type=integer_from(1), default=1024)
     parser.add_argument("--steps", type=integer_from(4), default=288)
@@ -241,11 +185,7 @@ def main(arguments: list[str] | None = None):
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
     parser.add_argument("--repeats", type=integer_from(1), default=3)
-    parser.add_argument("--run", type=Path, help="folder of a finished training run")
-    parser.add_argument("--model", default=str(SHAPES_MODEL), help="model it was trained with")
     flags = parser.parse_args(arguments)
-    if "agreement" in flags.parts and not flags.run:
-        parser.error("--parts agreement needs the folder of a training run (--run)")
     n, steps = flags.num_tokens, flags.steps
     if not flags.kept <= steps <= n:
         parser.error(f"expected --kept ({flags.kept}) <= --steps ({steps}) <= --num_tokens ({n})")
@@ -254,8 +194,7 @@ def main(arguments: list[str] | None = None):
             feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
         )
     print(machine(), flush=True)
-    if {"gradient", "loop", "operations"} & set(flags.parts):
-        print(f"N {n}, D {flags.width}, {flags.dtype}\n", flush=True)
+    print(f"N {n}, D {flags.width}, {flags.dtype}\n", flush=True)
 
     if "gradient" in flags.parts:
         ladder = [steps // 4, steps // 2, steps]
@@ -277,8 +216,6 @@ def main(arguments: list[str] | None = None):
         rows = [[name, *(part[name] / 1e9 for part in parts)] for name in parts[0]]
         header = [f"{layers} decoder layer{'s' * (layers > 1)}" for layers in flags.layers]
         print(table([f"10^9 operations per image, K = {flags.kept}", *header], rows), "\n")
-    if "agreement" in flags.parts:
-        print(agreement_report(flags.run, flags.model))
 
 
 if __name__ == "__main__":
