@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
@@ -99,6 +100,8 @@ class Messages(logging.Handler):
         """Writes a message; a failure to write is an error of the program."""
         if record.levelno >= logging.WARNING:
             print(f"warning: {one_line(record.getMessage())}", file=sys.stderr, flush=True)
+            if record.exc_info:
+                traceback.print_exception(record.exc_info[1])
         else:  # looked up now: the stream may have been replaced
             print(record.getMessage(), file=getattr(sys, self._progress), flush=True)
 

@@ -79,6 +79,11 @@ def test_a_file_may_be_called_anything(capsys):
         f"prog: error: unrecognized arguments: {SHOWN}",
         f"warning: {SHOWN} is missing",
     ]
+    error = ZeroDivisionError("why")
+    failed = {"levelno": logging.ERROR, "msg": "failed", "exc_info": (type(error), error, None)}
+    Messages("stdout").emit(logging.makeLogRecord(failed))
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["warning: failed", "ZeroDivisionError: why"]
 
 
 def python(*arguments, **environment):

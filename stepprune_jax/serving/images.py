@@ -1,7 +1,6 @@
 """Images of a request: data URLs, and where it is allowed files below one folder."""
 
 import base64
-import binascii
 import dataclasses
 import io
 import re
@@ -58,7 +57,7 @@ def read_image(url: object, where: str, limits: Limits) -> Image.Image:
         require(_DATA.fullmatch(head) is not None, "messages", message)
         try:
             content = base64.b64decode(data, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # also of a character that is not ASCII
             raise RequestError(400, f"{where} is not base64: {error}", "messages") from error
     try:
         with warnings.catch_warnings():  # Pillow's own limit is another one

@@ -122,7 +122,10 @@ def _train(
     with Interrupt() as interrupt:
         checkpoints = Checkpoints(workdir, run.keep_checkpoints)
         try:
-            written = distributed.any_process((workdir / POLICY_FILE).is_file())
+            policy, begun = workdir / POLICY_FILE, (workdir / RUN_FILE).stat().st_mtime
+            # One from before the run began is of an earlier run in this folder.
+            own = policy.is_file() and policy.stat().st_mtime >= begun
+            written = distributed.any_process(own)
             if written and checkpoints.latest == run.steps:
                 distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
                 return
@@ -250,13 +253,17 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
             done += 1
             last = done == run.steps
             last |= guard.add(done, scalars["skipped_in_row"], last)
+            unwritten = None
             try:  # before the state is saved: a resumed run continues after what it has logged
                 hooks.after(done, scalars, policy)
-            finally:  # even if the log cannot be written, as Ctrl-C has ended its reader, too
-                last |= distributed.any_process(loop.interrupt.requested)
-                if done % run.checkpoint_every == 0 or last:
-                    extra = about | {"batches": stream.state}
-                    loop.checkpoints.save(done, Saved(state, stats, key_data), extra)
+            except OSError as error:  # as Ctrl-C has ended the log's reader, too: save first
+                unwritten = error
+            last |= distributed.any_process(loop.interrupt.requested)
+            if done % run.checkpoint_every == 0 or last:
+                extra = about | {"batches": stream.state}
+                loop.checkpoints.save(done, Saved(state, stats, key_data), extra)
+            if unwritten is not None:
+                raise unwritten
             if last:
                 break
     finally:

@@ -123,6 +123,7 @@ TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
         ({"messages": [user("?", BROKEN)]}, 400, "messages", "url is a damaged image"),
         ({"messages": [user("?", TEXT)]}, 400, "messages", "not an intact image of PNG, JPEG"),
         ({"messages": [user("?", "data:image/png;base64,%%")]}, 400, "messages", "not base64"),
+        ({"messages": [user("?", "data:image/png;base64,é")]}, 400, "messages", "not base64"),
         ({"messages": [user("?", "https://x.org/1.png")]}, 400, "messages", "are not fetched"),
         ({"messages": [user("?", "file:///etc/passwd")]}, 400, "messages", "are not fetched"),
         (

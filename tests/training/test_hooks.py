@@ -1,6 +1,8 @@
 """Training hooks: validation, boards, a profile; none of them changes a number."""
 
 import dataclasses
+import os
+import signal
 import sys
 import types
 
@@ -68,6 +70,21 @@ def test_hooks_continue_after_an_interruption(world, whole, tmp_path):
     train(config, tmp_path / "run")
     assert looks(tmp_path / "run") == looks(whole)
     assert not (tmp_path / "run" / "overlays").exists()
+
+
+def test_a_validation_that_is_broken_off_is_made_again(world, whole, tmp_path):
+    config = make_run(*world, **{"validation.every": 4, "validation.overlays": 0})
+
+    def twice(*_):  # Ctrl-C, and again
+        os.kill(os.getpid(), signal.SIGINT)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Validation, "answer", twice)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path)
+    train(config, tmp_path)
+    assert looks(tmp_path) == looks(whole)
 
 
 def test_counts_and_answers_are_those_of_generate(world, whole, llava_model, look, monkeypatch):

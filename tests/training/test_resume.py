@@ -121,6 +121,10 @@ def test_a_finished_run_says_so_and_writes_a_policy_that_is_missing(world, whole
     (whole / "policy.safetensors").unlink()
     train(make_run(*world), whole)
     assert {path: path.read_bytes() for path in whole.glob("*.*")} == before
+    (whole / "policy.safetensors").write_bytes(b"of an earlier run in this folder")
+    os.utime(whole / "policy.safetensors", (0, 0))
+    train(make_run(*world), whole)
+    assert {path: path.read_bytes() for path in whole.glob("*.*")} == before
 
 
 def test_another_configuration_model_or_data_is_refused(world, whole, tmp_path):
