@@ -72,7 +72,8 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
             files = read_files(workdir / ANSWERS / name) if convert is not None else []
         for file in files:
             out = workdir / SUBMISSIONS / name / (file.path.stem + suffix)
-            count, asked = _answered(file), file.provenance.asked
+            # Complete lines: the last one may be cut off.
+            count, asked = file.path.read_bytes().count(b"\n"), file.provenance.asked
             if count < asked:
                 print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
                 continue
@@ -115,11 +116,6 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
         samples = run.eval.samples
         page = write_page(report / NAME, table, answered, samples=samples, command=command)
     print(f"report: {page}")
-
-
-def _answered(file: AnswerFile) -> int:
-    """Counts the complete lines."""
-    return file.path.read_bytes().count(b"\n")
 
 
 def _questions(

@@ -85,9 +85,8 @@ def answer_file(
     with tqdm(total=len(todo), unit="question", mininterval=interval) as bar:
         for first in range(0, len(todo), chunk):
             part = dict(itertools.islice(todo.items(), first, first + chunk))
-            answers = _answer(model, method, part, options, batching)
-            images = [{"image": _image(question, folder)} for question in part.values()]
-            append(out, [a | b | about for a, b in zip(answers, images, strict=True)])
+            lines = _answer(model, method, part, folder, options, batching)
+            append(out, [line | about for line in lines])
             bar.update(len(part))
 
 
@@ -95,6 +94,7 @@ def _answer(
     model: VLM,
     method: Method,
     questions: Mapping[int, Question],
+    folder: Path,
     options: RunOptions,
     batching: Batching,
 ) -> list[JsonObject]:
@@ -119,6 +119,7 @@ def _answer(
     return [
         {
             "question_id": question.question_id,
+            "image": _image(question, folder),
             "prompt": question.text,
             "text": answers.texts[row],
             "visual_tokens": int(encoded.sizes[row]),

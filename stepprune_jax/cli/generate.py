@@ -55,7 +55,6 @@ class _Run(NamedTuple):
     request: Request
     about: JsonObject  # how answers are made
     todo: dict[int, Question]  # of a file, those that are not answered yet
-    folder: Path  # of their images
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -155,6 +154,7 @@ def _check_batch(given: argparse.Namespace) -> None:
         asked = getattr(given, name) not in (None, False, [], defaults.get(name))
         check((not asked, f"--{name} does not belong to --questions, which is answered greedily"))
     given.out = file_to_write("--out", given.out)
+    given.image_folder = given.image_folder or given.questions.parent
 
 
 def _read(given: argparse.Namespace) -> _Run:
@@ -188,11 +188,11 @@ def _read(given: argparse.Namespace) -> _Run:
     check_run(model.config, method, sampling, options)
     # Paths, so that errors name the file.
     request = read_request(model, ["?" if given.prompt is None else given.prompt], [given.image])
-    about, todo, folder = _about(given, method), {}, Path(given.image_folder or "")
+    about, todo = _about(given, method), {}
     if given.questions is not None:
         about["weights"] = model_identity(source)[:16]
         about["policy_weights"] = None if policy is None else policy_digest(policy)
-        folder = given.image_folder or given.questions.parent
+        folder = given.image_folder
         todo = unanswered(given.out, read_questions(given.questions, folder), folder, about)
     again = given.interactive or given.overlay is not None
     images = [open_image(path) for path in given.image] if again else []
@@ -200,7 +200,7 @@ def _read(given: argparse.Namespace) -> _Run:
     nothing = given.questions is not None and not todo
     params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
     model = model._replace(params=params)
-    return _Run(model, images, method, sampling, options, request, about, todo, folder)
+    return _Run(model, images, method, sampling, options, request, about, todo)
 
 
 def _about(given: argparse.Namespace, method: Method) -> JsonObject:
@@ -294,7 +294,7 @@ def _execute(given: argparse.Namespace) -> None:
                 run.model,
                 run.method,
                 run.todo,
-                run.folder,
+                given.image_folder,
                 given.out,
                 run.about,
                 run.options,

@@ -157,8 +157,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes indented JSON atomically."""
-    text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+    """Writes indented JSON atomically; a ValueError for NaN and infinity, which JSON lacks."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     # Half of a surrogate pair, as in a name that is not UTF-8, becomes its escape sequence in JSON.
     replace_file(path, text.encode(errors="backslashreplace"))
 

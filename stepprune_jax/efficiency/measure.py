@@ -88,12 +88,11 @@ def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
 
 def measure(bench: Bench, base: Row, row: Row, batch: Batch) -> dict[str, Any]:
     """Measures a row, which takes turns with the baseline."""
-    row = with_stop_bias(bench, row, batch)
-    first, whole = _answer(bench, row, batch), row.method is base.method
-    own, beside = [], []
+    is_base, row = row is base, with_stop_bias(bench, row, batch)
+    first, own, beside = _answer(bench, row, batch), [], []
     for _ in range(bench.rounds):
         own.append(_answer(bench, row, batch))
-        beside.append(own[-1] if whole else _answer(bench, base, batch))
+        beside.append(own[-1] if is_base else _answer(bench, base, batch))
     again = statistics.median(turn.whole + turn.decode for turn in own)
     kept, steps = first.kept, bench.options.max_tokens - 1
     return {

@@ -41,8 +41,8 @@ class FeatureStats(NamedTuple):
     @classmethod
     def start(cls, width: int) -> "FeatureStats":
         """Returns empty statistics: mean 0 and variance 1 until the first update."""
-        wide = jnp.float32
-        return cls(jnp.zeros(width, wide), jnp.ones(width, wide), jnp.zeros((), wide))
+        dtype = jnp.float32
+        return cls(jnp.zeros(width, dtype), jnp.ones(width, dtype), jnp.zeros((), dtype))
 
 
 class Inputs(NamedTuple):

@@ -84,9 +84,8 @@ class StepPrune(TrainedMethod):
         count, growth = draw.picks.count, self.config.price_growth
         # The integral of a price that grows to that of the last token.
         last = jnp.exp(log_price + log_price_growth(self.config, count, size))
-        return draw, self.config.length_weight * last * count / (
-            jnp.maximum(size, 1) * (growth + 1)
-        )
+        scale = jnp.maximum(size, 1) * (growth + 1)
+        return draw, self.config.length_weight * last * count / scale
 
     def is_stop(self, path: str) -> bool:
         """The stop slot, and a hazard's layer."""

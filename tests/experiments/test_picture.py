@@ -2,6 +2,7 @@
 
 import pytest
 from PIL import Image
+from small_world import ROOT
 
 from experiments.shapes import write_world
 from experiments.studies import picture
@@ -12,7 +13,7 @@ def test_four_questions_about_one_image_are_drawn(tmp_path):
     world = write_world(tmp_path / "world", seed=0, train=0, validation=0, test=80)
     out = tmp_path / "picture.png"
     picture.main(["--data", str(world), "--out", str(out)])
-    with Image.open(out) as drawn, Image.open("docs/images/overlay.png") as shown:
+    with Image.open(out) as drawn, Image.open(ROOT / "docs/images/overlay.png") as shown:
         assert drawn.size == shown.size
     for name in ("test.jsonl", "test_answers.jsonl"):
         (world / name).write_text((world / name).read_text().splitlines()[0])
