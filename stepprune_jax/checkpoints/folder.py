@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.checkpoints import hub
+from stepprune_jax.checkpoints.generation_config import read_generation_config
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import Json, ModelConfig, Tokenizer, number, read_fields, switch
+from stepprune_jax.models.config import Json, ModelConfig, Tokenizer, read_fields, switch
 from stepprune_jax.models.families import find_family
 from stepprune_jax.user_input import errors_named, local_path
 
@@ -70,7 +71,7 @@ def inspect_folder(
     file = folder / "config.json"
     with errors_named(file):
         configured = family.vision_folder(raw)
-    penalty = _repetition_penalty(folder)
+    stops, penalty = read_generation_config(folder, raw)
     tower, raw_tower, origins = None, None, (str(folder_or_hub_id),)
     if configured is not None:
         tower, origin = _vision_folder(folder, configured, vision_folder)
@@ -81,16 +82,9 @@ def inspect_folder(
             "with a separate tower, such as the original LLaVA-v1.5"
         )
     with errors_named(file if tower is None else f"{file} with the tower of {tower}"):
-        config = family.read_config(raw, raw_tower)
+        config = family.read_config(raw | stops, raw_tower)
     config = family.bound_images(config, tower or folder, min_pixels, max_pixels)
     return Source(folder, config, tower, origins, penalty)
-
-
-def _repetition_penalty(folder: Path) -> float:
-    """Reads the repetition penalty of a folder's model."""
-    file = folder / "generation_config.json"
-    raw = read_json_object(file) if file.is_file() else {}
-    return read_fields(raw, str(file), {"penalty": number("repetition_penalty", 1.0)})["penalty"]
 
 
 def fetch_weights(source: Source) -> None:

@@ -1,11 +1,15 @@
 import json
+import shutil
 
+import jax.numpy as jnp
 import pytest
 import sentencepiece
+import transformers
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 
 
@@ -57,6 +61,84 @@ def test_the_clip_folder_of_an_original_model_must_be_given(tmp_path, llava_fold
         folders.inspect_folder(tmp_path, tower)
     with pytest.raises(ValueError, match=r"vision_folder is for checkpoints"):
         folders.inspect_folder(llava_folder, llava_folder)
+
+
+def _merge(path, **fields):
+    """Changes fields of a JSON file, which need not exist."""
+    written = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(written | fields))
+
+
+@pytest.fixture(params=["llava_folder", "qwen_folder"])
+def copy(request, tmp_path):
+    """A folder of either family, to write to."""
+    return shutil.copytree(request.getfixturevalue(request.param), tmp_path / "copy")
+
+
+def _generation(folder):
+    """What `transformers` generates with, by the rule of its `from_pretrained`."""
+    read, own = transformers.GenerationConfig.from_pretrained, folder / "generation_config.json"
+    legacy = {} if own.is_file() else {"config_file_name": "config.json"}
+    found = read(folder, _from_model_config=not own.is_file(), **legacy)
+    ends = found.eos_token_id
+    return (ends,) if isinstance(ends, int) else tuple(ends), found.repetition_penalty or 1.0
+
+
+@pytest.mark.parametrize("ends", [5, [5, 7]])
+def test_stop_ids_are_those_that_transformers_reads(copy, tmp_path, ends):
+    def agrees(folder):
+        source = folders.inspect_folder(folder)
+        found = source.config.eos_token_ids, source.repetition_penalty
+        assert found == _generation(folder)
+        return found
+
+    _merge(copy / "config.json", repetition_penalty=1.25, eos_token_id=9)
+    assert agrees(copy) == ((9,), 1.25)  # where older versions kept such fields
+    _merge(copy / "generation_config.json", eos_token_id=ends)
+    assert agrees(copy) == ((5, 7) if isinstance(ends, list) else (5,), 1.0)
+    model = load_vlm(copy, dtype=jnp.float32, progress=False)
+    save_vlm(model, tmp_path / "saved")
+    assert agrees(tmp_path / "saved") == agrees(copy)
+    # A file that says nothing of them would let answers run on there.
+    (copy / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert folders.inspect_folder(copy).config.eos_token_ids == (9,)
+
+
+# Neutral, followed, of sampling, or of no consequence: as in the published folders.
+SILENT = {
+    "do_sample": True,
+    "temperature": 1e-6,
+    "top_k": 1,
+    "max_length": 4096,
+    "repetition_penalty": 1.05,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "num_beams": 1,
+    "guidance_scale": 1.0,
+    "_from_model_config": True,
+}
+LOUD = {
+    "suppress_tokens": [7],
+    "begin_suppress_tokens": [7],
+    "bad_words_ids": [[7]],
+    "no_repeat_ngram_size": 2,
+    "min_new_tokens": 1,
+    "forced_eos_token_id": 0,
+    "num_beams": 2,
+    "sequence_bias": [[[7], 1.0]],
+}
+
+
+def test_what_of_the_generation_config_is_not_followed_is_named_once(copy, caplog):
+    own = copy / "generation_config.json"
+    _merge(own, **SILENT)
+    folders.inspect_folder(copy)
+    assert not caplog.messages
+    _merge(own, **LOUD)
+    folders.inspect_folder(copy)
+    (message,) = caplog.messages
+    assert message.startswith(f"{own}: ") and all(name in message for name in LOUD)
+    assert not any(name in message for name in SILENT.keys() - LOUD.keys())
 
 
 def test_missing_and_damaged_companions_are_named_before_weights_are_read(tmp_path):

@@ -1,5 +1,7 @@
 import dataclasses
 import io
+import json
+import shutil
 import warnings
 from typing import ClassVar
 
@@ -7,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation_reference import ByQuestion, ask, random_image, reference_answer, request
+from generation_reference import (
+    ByQuestion,
+    ask,
+    load_pair,
+    random_image,
+    reference_answer,
+    request,
+)
 from small_world import stepprune
 from torch_pruning import pruned_answer
 
@@ -202,6 +211,17 @@ def test_an_answer_ends_with_a_stop_id_or_at_max_tokens(llava_pair):
     how = {"sampling": at_once, "options": EIGHT, "on_token": lambda *event: calls.append(event)}
     generate(model, PROMPTS, IMAGES, **how)
     assert [call[:2] for call in calls] == [(row, a.token_ids[0]) for row, a in enumerate(free)]
+
+
+def test_an_answer_ends_with_the_ids_of_the_generation_config(llava_pair, tmp_path):
+    folder = shutil.copytree(llava_pair.ours.folder, tmp_path / "copy")
+    (free,) = generate(llava_pair.ours, PROMPTS[:1], IMAGES[:1], options=EIGHT)
+    stop = free.token_ids[3]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, stop]}))
+    pair = load_pair(folder)
+    (ended,) = generate(pair.ours, PROMPTS[:1], IMAGES[:1], options=EIGHT)
+    assert ended.token_ids[-1] == stop
+    assert ended.token_ids == reference_answer(pair, PROMPTS[0], IMAGES[0], 8)
 
 
 def test_the_same_seed_gives_the_same_answer_and_another_seed_another(model):

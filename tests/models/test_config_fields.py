@@ -37,6 +37,7 @@ CASES = [
         )
     ),
     ("llava", GENERATION, {"repetition_penalty": 0}),
+    ("qwen", GENERATION, {"eos_token_id": [2, "</s>"]}),
     ("llava", PROCESSOR, {"do_normalize": False}),
     ("llava", PROCESSOR, {"size": {"height": 60}}),
     ("llava", PROCESSOR, {"crop_size": 25}),

@@ -337,9 +337,7 @@ def answer_of_reference(pair, seen, prompt, images, **options):
     )
     ids = pair.model.tokenizer(text).input_ids
     inputs = inputs_of_reference(pair, seen, (ids, images))
-    ends = list(pair.model.config.eos_token_ids)
-    options |= {"max_new_tokens": 8, "eos_token_id": ends, "pad_token_id": 0}
-    answer = pair.torch.generate(**inputs, do_sample=False, **options)
+    answer = pair.torch.generate(**inputs, max_new_tokens=8, do_sample=False, **options)
     return answer[0, inputs["input_ids"].shape[1] :].tolist()
 
 

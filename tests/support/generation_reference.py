@@ -35,9 +35,12 @@ class Pair(NamedTuple):
 
 def pair(folder, **fields):
     """Both models on the same folder, in float32."""
-    testing.tiny_llava(folder, **fields)
+    return load_pair(testing.tiny_llava(folder, **fields))
+
+
+def load_pair(folder):
+    """Both models on a folder, as each of them reads it."""
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
-    theirs.generation_config.pad_token_id, theirs.generation_config.eos_token_id = 0, 2
     return Pair(load_vlm(folder, dtype=jnp.float32, progress=False), theirs.eval())
 
 

@@ -108,7 +108,7 @@ def pruned_answer(pair, prompt, images, positions, max_tokens):
     tokens, place = loop_assemble(asked.ids[0], [kept] * len(images), n, positions)
     hidden, _ = prompted(pair, prompt, images, lambda *seen: all_patches(*seen)[kept])
     places, answer = [token[3] for token in tokens], []
-    while len(answer) < max_tokens and not {*answer} & {*ours.config.eos_token_ids}:
+    while len(answer) < max_tokens and theirs.generation_config.eos_token_id not in answer:
         # Without a mask, gaps between positions would be taken for borders of sequences.
         states = core.language_model(
             inputs_embeds=hidden,

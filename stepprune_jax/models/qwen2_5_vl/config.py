@@ -81,8 +81,7 @@ _SECTIONS = {"sections": _integers("mrope_section", (16, 24, 24))}
 _PARTS = {"kind": one_of("model_type", None, "qwen2_5_vl"), "vision": part("vision_config")}
 _IDS = {
     "image_token_id": token("image_token_id", 151655),
-    "bos": tokens("bos_token_id", (151643,)),
-    "eos": tokens("eos_token_id", (151645,)),
+    "eos_token_ids": tokens("eos_token_id", (151645,)),
     "pad_token_id": token("pad_token_id"),
 }
 
@@ -243,16 +242,11 @@ class QwenConfig(ModelConfig):
         vision = read_fields(raw, where, _PARTS)["vision"]
         text = read_fields(raw, where, {"text": part("text_config", raw)})["text"]
         given = {name: value for name, value in raw.items() if value is not None}
-        ids = read_fields({**text, **given}, where, _IDS)
-        # The file's begin-of-sequence token is <|endoftext|>, which no prompt begins with and which
-        # also ends an answer.
-        ends = tuple(dict.fromkeys(ids.pop("eos") + ids.pop("bos")))
         tied = [read_fields(fields, where, _TIED)["tied"] for fields in (raw, text)]
         return cls(
             vision=QwenVisionConfig.from_hf(vision),
             text=_text_config(text, any(tied)),
-            eos_token_ids=ends,
-            **ids,
+            **read_fields({**text, **given}, where, _IDS),
         )
 
     def to_hf(self, dtype: str) -> Json:
@@ -265,10 +259,8 @@ class QwenConfig(ModelConfig):
             "architectures": ["Qwen2_5_VLForConditionalGeneration"],
             "model_type": "qwen2_5_vl",
             "dtype": dtype,
-            "image_token_id": self.image_token_id,
-            "bos_token_id": self.eos_token_ids[-1] if self.eos_token_ids else [],
-            "eos_token_id": list(self.eos_token_ids),
-            "pad_token_id": self.pad_token_id,
+            **written(self, _IDS),
+            "bos_token_id": self.bos_token_id,
             "tie_word_embeddings": self.text.tie_embeddings,
             "hidden_act": "silu",
             "use_sliding_window": False,
