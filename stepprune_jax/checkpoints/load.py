@@ -6,6 +6,8 @@ to them; a few threads do so at once, so that the host never holds more than a f
 
 import collections
 import concurrent.futures
+import dataclasses
+import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +39,10 @@ _LISTED = 40
 # Rows copied at once in a transposition, and the padding of that tile: rows a power of two apart
 # would fall on the same few cache lines.
 _TILE, _PAD = 64, 32
+# Bytes of the embeddings that are compared with a head at once.
+_PIECE = 1 << 24
+
+_LOG = logging.getLogger(__name__)
 
 
 class VLM(NamedTuple):
@@ -108,6 +114,7 @@ def load_vlm(
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     params = load_params(source, mesh, dtype, layers=layers, progress=progress)
+    source = _with_tie(source, "head" not in params["language"])
     return make_vlm(source, params, tokenizer, settings)
 
 
@@ -137,7 +144,8 @@ def load_params(
         progress: as in `load_vlm`.
 
     Returns:
-        The parameter tree.
+        The parameter tree. It has a head if one is stored that differs from the embeddings, even if
+        the configuration says that they are tied.
 
     Raises:
         ValueError: `dtype` is not floating; weights are missing, unused, mis-shaped or of a
@@ -146,11 +154,12 @@ def load_params(
     """
     floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     expect("dtype", dtype, floating, "a floating one, such as jnp.bfloat16")
+    folders.fetch_weights(source)
+    source = _with_tie(source, _is_tied(source, jnp.dtype(dtype)))
     platform = None if mesh is None else mesh.devices.flat[0].platform
     layout = "auto" if layers == "none" else layers
     abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layout, platform)
     targets = source.config.family.weight_targets(abstract, source.config)
-    folders.fetch_weights(source)
     entries = _collect(source, targets)
     if layers == "none":
         targets = [x for x in targets if not x.path.startswith("language/layers/")]
@@ -193,6 +202,54 @@ def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str
     return {path: SingleDeviceSharding(device) for path in weights.flatten(abstract)}
 
 
+def _with_tie(source: folders.Source, tied: bool) -> folders.Source:
+    """Returns a source whose head is the embedding, or is not."""
+    text = dataclasses.replace(source.config.text, tie_embeddings=tied)
+    return source._replace(config=dataclasses.replace(source.config, text=text))
+
+
+def _tied_names(config: ModelConfig) -> tuple[str, str]:
+    """Returns the canonical names of the embeddings and of the head."""
+    names = {rule.path: rule.name for rule in config.family.weight_rules(config)}
+    return names["language/embed/embedding"], names["language/head/kernel"]
+
+
+def _is_tied(source: folders.Source, dtype: np.dtype) -> bool:
+    """Returns whether the head is the embedding: as `transformers` does, not if another is stored.
+
+    Files may hold both, and the same numbers twice.
+    """
+    config = source.config
+    if not config.text.tie_embeddings:
+        return False
+    stored = {config.family.canonical_name(x): e for x, e in read_folder(source.folder).items()}
+    embed, head = map(stored.get, _tied_names(config))
+    if embed is None or head is None or _are_equal(embed, head, dtype):
+        return True
+    _LOG.warning(
+        "%s: tie_word_embeddings is true, but %s differs from the embeddings: it is used",
+        source.folder / "config.json",
+        head.name,
+    )
+    return False
+
+
+def _are_equal(
+    one: safetensors.TensorEntry, other: safetensors.TensorEntry, dtype: np.dtype
+) -> bool:
+    """Compares two matrices as they would be loaded, a few rows at a time."""
+    if one.shape != other.shape or (one.path, one.offset) == (other.path, other.offset):
+        return one.shape == other.shape
+    rows = one.shape[0] if one.shape else 0  # another shape than the model's is refused later
+    step = max(1, _PIECE * rows // max(1, one.nbytes))
+    cuts = (slice(start, start + step) for start in range(0, rows, step))
+
+    def read(entry, cut):
+        return safetensors.read_tensor(entry, (cut,), dtype).astype(dtype)
+
+    return all(np.array_equal(read(one, cut), read(other, cut)) for cut in cuts)
+
+
 def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safetensors.TensorEntry]:
     """Finds the tensor of every name, and reports all mismatches in one error."""
     problems: dict[str, list[str]] = collections.defaultdict(list)
@@ -211,6 +268,9 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
             canonical = family.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)
+    embed, head = _tied_names(source.config)
+    if source.config.text.tie_embeddings and head in entries:
+        entries.setdefault(embed, entries[head])  # what is tied is stored under either name
     wanted = {name: target for target in targets for name in target.names}
     for name, target in wanted.items():
         entry = entries.get(name)

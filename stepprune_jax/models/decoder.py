@@ -374,6 +374,6 @@ def logits(
         [..., v] float32 logits.
     """
     hidden = final_norm(params, config, hidden)
-    if config.tie_embeddings:
+    if "head" not in params:  # it is tied
         return wide_product(hidden, params["embed"]["embedding"], axis=1)
     return wide_product(hidden, params["head"]["kernel"])

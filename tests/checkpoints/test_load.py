@@ -5,12 +5,15 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
+import torch
+import transformers
 from shards import to_shards
 
 from stepprune_jax import testing
-from stepprune_jax.checkpoints import load, safetensors
+from stepprune_jax.checkpoints import load, safetensors, save
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.weight_files import read_folder
+from stepprune_jax.models import decoder
 from stepprune_jax.models.llava import LLAVA
 from stepprune_jax.parallel import sharding
 
@@ -138,11 +141,47 @@ def test_known_extras_are_harmless_and_others_are_not(tmp_path):
         _load(folder)
 
 
-def test_tied_embeddings_ignore_a_stored_head(tmp_path):
+# What is stored beside the embeddings: nothing, a copy, another head, or a head without them.
+STORED = ("alone", "copied", "other", "swapped")
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("where", ["config", "text_config"])
+def test_a_tied_head_is_that_of_transformers(tmp_path, caplog, stored, where):
+    """The fields say that it is tied; what is stored may say otherwise."""
     folder = testing.tiny_llava(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    assert "head" not in _load(folder)["language"]
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["tie_word_embeddings"] is raw["text_config"]["tie_word_embeddings"] is False
+    (raw if where == "config" else raw["text_config"])["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(raw))
+    head, embed = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
+
+    def change(tensors):
+        if stored == "alone":
+            del tensors[head]
+        elif stored == "copied":
+            tensors[head] = tensors[embed]
+        elif stored == "swapped":
+            del tensors[embed]
+
+    _rewrite(folder, change)
+    model = load.load_vlm(folder, dtype=jnp.float32, progress=False)
+    theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    language, core = model.params["language"], theirs.model.language_model
+    np.testing.assert_array_equal(language["embed"]["embedding"], core.embed_tokens.weight.detach())
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((2, 48), np.float32))
+    found = decoder.logits(language, model.config.text, hidden)
+    with torch.no_grad():
+        expected = theirs.lm_head(core.norm(torch.tensor(np.array(hidden))))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    other = stored == "other"
+    assert ("head" in language) is other is not model.config.text.tie_embeddings
+    warned = [record for record in caplog.records if record.name == load.__name__]
+    assert [folder.name in record.message for record in warned] == [True] * other
+    save.save_vlm(model, tmp_path / "saved")
+    _assert_same(_load(tmp_path / "saved"), model.params)
+    # Where the configuration of the folder is used with its weights.
+    _assert_same(decoder.logits(language, inspect_folder(folder).config.text, hidden), found)
 
 
 def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path):
