@@ -23,6 +23,7 @@ from jaxtyping import Array
 
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.chat_template import warn_of_template
 from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import ModelConfig, Tokenizer
@@ -121,7 +122,8 @@ def load_vlm(
 def make_vlm(
     source: folders.Source, params: Params, tokenizer: Tokenizer, image_settings: Processor
 ) -> VLM:
-    """Builds a `VLM` from the parts loaded from a folder."""
+    """Builds a `VLM` from the parts loaded from a folder, whose chat template is checked."""
+    warn_of_template(source.folder, source.config.family, tokenizer)
     penalty = source.repetition_penalty
     return VLM(params, source.config, tokenizer, image_settings, source.folder, penalty)
 

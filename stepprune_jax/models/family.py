@@ -259,6 +259,10 @@ class Family(abc.ABC):
             ValueError: a turn has a token that the template has for images or videos.
         """
 
+    def published_prompts(self, turns: Sequence[str]) -> tuple[str, ...]:
+        """Returns what a folder's chat template may make of a conversation without images."""
+        return (self.conversation(turns),)
+
     # Programs.
 
     @abc.abstractmethod

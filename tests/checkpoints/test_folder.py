@@ -8,7 +8,7 @@ import transformers
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.load import load_vlm, make_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 
@@ -139,6 +139,72 @@ def test_what_of_the_generation_config_is_not_followed_is_named_once(copy, caplo
     (message,) = caplog.messages
     assert message.startswith(f"{own}: ") and all(name in message for name in LOUD)
     assert not any(name in message for name in SILENT.keys() - LOUD.keys())
+
+
+# As the published templates are, with what they use of the language of templates.
+ASSISTANT = "{% generation %}{{ part.text + ' ' }}{% endgeneration %}"
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}"
+    "{{ message['role'].upper() + ': ' }}{% endif %}{# images first #}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}"
+    "{{ '<image>\n' }}{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{% if message['role'] == 'assistant' %}" + ASSISTANT + "{% else %}"
+    "{{ part['text'] + ' ' }}{% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+QWEN_TEMPLATE = (
+    "{% set count = namespace(value=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "{% set count.value = count.value + 1 %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN_TEMPLATE = (  # of text alone, of the authors' program
+    "{{ bos_token }}A chat between a curious user and an artificial intelligence assistant. The "
+    "assistant gives helpful, detailed, and polite answers to the user's questions. {% for message "
+    "in messages %}{% if message.role == 'user' %}{{ 'USER: ' + message.content + ' ASSISTANT:' }}"
+    "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def _said(folder, caplog, template):
+    """What is said of a template in each of the files where a folder may have it."""
+    said = []
+    for name in ("tokenizer_config", "chat_template.jinja", "chat_template", "processor_config"):
+        file = folder / (name if "." in name else f"{name}.json")
+        before = file.read_bytes() if file.is_file() else None
+        if "." in name:
+            file.write_text(template)
+        else:
+            several = [
+                {"name": "tools", "template": "x"},
+                {"name": "default", "template": template},
+            ]
+            _merge(file, chat_template=several if name.startswith("tokenizer") else template)
+        caplog.clear()
+        make_vlm(folders.inspect_folder(folder), {}, folders.load_tokenizer(folder), None)
+        said += caplog.messages
+        assert all(x.startswith(f"{file}: the chat template ") for x in caplog.messages)
+        file.unlink() if before is None else file.write_bytes(before)
+    return said
+
+
+def test_a_chat_template_that_is_not_followed_is_named_once(copy, caplog):
+    qwen = folders.inspect_folder(copy).config.family.name == "qwen2_5_vl"
+    own, other = (LLAVA_TEMPLATE, QWEN_TEMPLATE)[:: -1 if qwen else 1]
+    for known in (own, own if qwen else PLAIN_TEMPLATE):
+        assert not _said(copy, caplog, known)
+    for another in (other, own.replace("helpful", "curt") if qwen else PLAIN_TEMPLATE + "."):
+        said = _said(copy, caplog, another)
+        assert len(said) == 4 and all("writes other prompts and is not" in line for line in said)
+    for broken in ("{% if %}", "{{ messages[0].no.more() }}", "{{ raise_exception('no\n') }}"):
+        said = _said(copy, caplog, broken)
+        assert len(said) == 4 and all(" cannot be used (" in line for line in said)
+        assert not any("\n" in line for line in said)
 
 
 def test_missing_and_damaged_companions_are_named_before_weights_are_read(tmp_path):

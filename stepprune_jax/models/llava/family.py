@@ -185,6 +185,11 @@ class Llava(Family):
             text += f"{role}: {message}{end}" if message else f"{role}:"
         return text
 
+    def published_prompts(self, turns: Sequence[str]) -> tuple[str, ...]:
+        # The template of the Hugging Face files has neither the system prompt nor end tokens.
+        text = self.conversation(turns)
+        return text, text.removeprefix(_SYSTEM + " ").replace(_ENDS[1], " ")
+
     def init_params(self, key: Array, config: LlavaConfig) -> Params:
         vision, projector, language = jax.random.split(key, 3)
         sample = jnp.zeros((1, config.vision.hidden_size))
