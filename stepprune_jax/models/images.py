@@ -1,6 +1,8 @@
 """Image code shared by model families: processor files, pixels of bytes, batches of mixed sizes."""
 
 import contextlib
+import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,11 +12,16 @@ import numpy as np
 from jaxtyping import Float, PyTree, UInt8
 
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import Json, Rule, number, one_of
+from stepprune_jax.models.config import Json, Rule, number, one_of, part, read_fields
 from stepprune_jax.settings import is_number
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+PROCESSOR_FILE = "processor_config.json"
+_ENTRY = part("image_processor")._replace(optional=True)
+
+_LOG = logging.getLogger(__name__)
 
 Pixels = PyTree  # arrays with a leading axis of images, of a type that only their family reads
 Bytes = UInt8[np.ndarray, "3 height width"]  # an image after resizing
@@ -23,22 +30,31 @@ Bytes = UInt8[np.ndarray, "3 height width"]  # an image after resizing
 def read_processor(folder: str | Path) -> tuple[Json, str]:
     """Returns the image processor's JSON object of a checkpoint folder, and the file it is from.
 
-    It is ``preprocessor_config.json``, or the ``image_processor`` entry of a
-    ``processor_config.json``, as newer `transformers` write it.
+    It is the ``image_processor`` entry of ``processor_config.json``, which newer `transformers`
+    write, or else ``preprocessor_config.json``. A folder that was saved over an older one has both.
     """
-    folder = Path(folder)
-    path = folder / "preprocessor_config.json"
-    if path.is_file():
-        return read_json_object(path), str(path)
-    path = folder / "processor_config.json"
-    if path.is_file():
-        processor = read_json_object(path).get("image_processor")
-        if isinstance(processor, dict):
-            return processor, str(path)
-    raise FileNotFoundError(
-        f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
-        "image_processor entry), which defines how images are resized and normalised"
-    )
+    newer, older = Path(folder, PROCESSOR_FILE), Path(folder, "preprocessor_config.json")
+    raw = read_json_object(newer) if newer.is_file() else {}
+    entry = read_fields(raw, str(newer), {"entry": _ENTRY})["entry"]
+    older_raw = read_json_object(older) if older.is_file() else {}
+    if entry is None and older.is_file():
+        return older_raw, str(older)
+    if entry is None:
+        raise FileNotFoundError(
+            f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
+            "image_processor entry), which defines how images are resized and normalised"
+        )
+    both = (entry.keys() & older_raw.keys()) - {"image_processor_type"}  # classes of one processor
+    other = ", ".join(sorted(name for name in both if entry[name] != older_raw[name]))
+    if other:
+        warn_once(f"{older} is not read: image_processor of {newer} has another {other}")
+    return entry, str(newer)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning about a folder, which a command may inspect several times."""
+    _LOG.warning("%s", message)
 
 
 def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -> Rule:

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from transformers import AutoImageProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from visual import preprocess_clip
 
 from stepprune_jax import testing
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava import LLAVA, LlavaConfig, images
@@ -123,16 +125,58 @@ def test_broken_images_are_named(tmp_path):
     assert open_image(whole.read_bytes()).tobytes() == open_image(whole).tobytes()
 
 
-def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
+def _write(folder, processor=None, preprocessor=None):
+    for name, raw in (("processor", processor), ("preprocessor", preprocessor)):
+        if raw is not None:
+            (folder / f"{name}_config.json").write_text(json.dumps(raw))
+
+
+def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match=r"no preprocessor_config\.json"):
         LLAVA.image_settings(tmp_path)
-    nested = tmp_path / "processor_config.json"
-    nested.write_text(json.dumps({"image_processor": SMALL}))
-    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=56, crop_to=56)
-    plain = tmp_path / "preprocessor_config.json"
-    fields = {"size": 40, "crop_size": 30, "feature_extractor_type": "CLIPFeatureExtractor"}
-    plain.write_text(json.dumps(fields))
-    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=40, crop_to=30)
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    kind = {"image_processor_type": "LlavaImageProcessor"}
+    old = SMALL | kind | {"crop_size": 30, "resample": 2}
+    for new, others in (
+        ({"patch_size": 7}, ""),
+        ({"image_processor": None}, ""),
+        ({"image_processor": SMALL | kind | {"do_pad": True}}, "crop_size"),
+        ({"image_processor": kind | {"size": 240, "resample": 0}}, "resample, size"),
+        ({"image_processor": {}}, ""),
+    ):
+        _write(tmp_path, new, old)
+        theirs, ours = AutoImageProcessor.from_pretrained(tmp_path), LLAVA.image_settings(tmp_path)
+        assert ours.crop_to == theirs.crop_size["height"]
+        assert (ours.resize_to, ours.resample) == (theirs.size.shortest_edge, theirs.resample)
+        LLAVA.image_settings(tmp_path)
+        said = capsys.readouterr().err
+        assert said.count("\n") == bool(others)
+        if others:
+            assert f"preprocessor_config.json is not read: image_processor of {tmp_path}" in said
+            assert said.endswith(f"has another {others}\n")
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=224, crop_to=224)
+    _write(tmp_path, {"image_processor": [1]})
+    with pytest.raises(ValueError, match=r"/processor_config\.json: image_processor is \[1\]"):
+        LLAVA.image_settings(tmp_path)
+
+
+def test_placeholders_that_the_model_does_not_have_are_named(tmp_path, llava_folder, capsys):
+    published = {"patch_size": 8, "vision_feature_select_strategy": "default"}
+    for fields in (
+        published,
+        published | {"num_additional_image_tokens": 1, "image_token": "<image>"},
+    ):
+        _write(tmp_path, fields)
+        (tmp_path / "config.json").write_bytes((llava_folder / "config.json").read_bytes())
+        inspect_folder(tmp_path)
+        assert not capsys.readouterr().err
+    _write(tmp_path, published | {"patch_size": 14, "num_additional_image_tokens": 0})
+    inspect_folder(tmp_path)
+    more, patch = capsys.readouterr().err.splitlines()
+    path = tmp_path / "processor_config.json"
+    assert f"{path}: num_additional_image_tokens is 0, which is not followed: 1 is" in more
+    assert f"{path}: patch_size is 14, which is not followed: 8 is" in patch
 
 
 def test_pixels_that_the_model_does_not_take_are_refused():

@@ -4,6 +4,7 @@ Every number equals that of the Pillow image processor of ``transformers``, bit 
 Pillow's own resampling is the reference; torchvision's differs by up to one grey level.
 """
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,17 @@ from jaxtyping import Float
 from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
+from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import LONGEST_SIDE, Json, Rule, one_of, read_fields, require
-from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, NORMALISATION, Bytes, byte_table
+from stepprune_jax.models.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    NORMALISATION,
+    PROCESSOR_FILE,
+    Bytes,
+    byte_table,
+    warn_once,
+)
 from stepprune_jax.settings import is_count
 
 
@@ -70,6 +80,24 @@ def settings_from_hf(raw: Json, where: str = "image processor config") -> ImageS
     size, crop = settings.resize_to, settings.crop_to
     require(where, (crop <= size, f"crop_size is {crop}, expected at most size, {size}"))
     return settings
+
+
+def placeholders(patch_size: int) -> Json:
+    """Returns the fields by which `transformers` counts the placeholders of an image's tokens."""
+    return {
+        "num_additional_image_tokens": 1,
+        "patch_size": patch_size,
+        "vision_feature_select_strategy": "default",
+    }
+
+
+def name_other_placeholders(folder: str | Path, patch_size: int) -> None:
+    """Warns of a folder whose processor counts other placeholders than the model has tokens."""
+    path = Path(folder, PROCESSOR_FILE)
+    raw = read_json_object(path) if path.is_file() else {}
+    for name, value in placeholders(patch_size).items():
+        if raw.get(name) not in (None, value):
+            warn_once(f"{path}: {name} is {raw[name]!r}, which is not followed: {value!r} is")
 
 
 def to_hf(settings: ImageSettings) -> Json:
