@@ -7,16 +7,14 @@ from typing import NamedTuple
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
+from stepprune_jax.checkpoints.weight_files import WEIGHT_NAMES, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer, number, read_fields, switch
 from stepprune_jax.models.families import find_family
 from stepprune_jax.user_input import errors_named, local_path
 
-# Files fetched from the hub, in steps: the small files reveal a wrong repository, and pickles only
-# repeat the weights of a repository that has others.
+# Files fetched from the hub first: they reveal a wrong repository before its weights are fetched.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
-WEIGHT_FILES = ("*.safetensors",)
-PICKLE_FILES = ("pytorch_model*.bin",)
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,11 +92,14 @@ def _repetition_penalty(folder: Path) -> float:
 
 
 def fetch_weights(source: Source) -> None:
-    """Downloads the weights of a source on the hub."""
+    """Downloads the weights of a source on the hub, of several kinds only those that are read."""
     for origin in source.origins:
-        folder = find_folder(origin, WEIGHT_FILES)
-        if not any(folder.glob("*.safetensors")):
-            find_folder(origin, PICKLE_FILES)
+        for name in WEIGHT_NAMES:
+            found = find_folder(origin, (name,)) / name
+            if found.is_file():
+                if found.suffix == ".json":
+                    find_folder(origin, tuple(set(read_weight_map(found, stored=False).values())))
+                break
 
 
 def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> tuple[Path, str]:
