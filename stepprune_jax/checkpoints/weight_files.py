@@ -10,6 +10,8 @@ from stepprune_jax.user_input import check
 
 # In the order of `transformers`: the first that a folder has is read.
 WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Of files that may hold weights under other names.
+_KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def find_weights(folder: Path) -> Path | None:
@@ -22,8 +24,10 @@ def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
     folder = Path(folder)
     found = find_weights(folder)
     if found is None:
+        other = sorted(x.name for x in folder.iterdir() if x.suffix in _KINDS and x.is_file())
         raise FileNotFoundError(
             f"{folder} has no weights: expected one of {', '.join(WEIGHT_NAMES)}"
+            + f"; it holds {', '.join(other[:8])}" * bool(other)
         )
     return read_shards(found) if found.suffix == ".json" else _read_file(found)
 

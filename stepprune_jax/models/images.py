@@ -1,8 +1,6 @@
 """Image code shared by model families: processor files, pixels of bytes, batches of mixed sizes."""
 
 import contextlib
-import functools
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,14 +12,13 @@ from jaxtyping import Float, PyTree, UInt8
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import Json, Rule, number, one_of, part, read_fields
 from stepprune_jax.settings import is_number
+from stepprune_jax.user_input import warn_once
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 PROCESSOR_FILE = "processor_config.json"
 _ENTRY = part("image_processor")._replace(optional=True)
-
-_LOG = logging.getLogger(__name__)
 
 Pixels = PyTree  # arrays with a leading axis of images, of a type that only their family reads
 Bytes = UInt8[np.ndarray, "3 height width"]  # an image after resizing
@@ -49,12 +46,6 @@ def read_processor(folder: str | Path) -> tuple[Json, str]:
     if other:
         warn_once(f"{older} is not read: image_processor of {newer} has another {other}")
     return entry, str(newer)
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning about a folder, which a command may inspect several times."""
-    _LOG.warning("%s", message)
 
 
 def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -> Rule:

@@ -21,9 +21,9 @@ from stepprune_jax.models.images import (
     PROCESSOR_FILE,
     Bytes,
     byte_table,
-    warn_once,
 )
 from stepprune_jax.settings import is_count
+from stepprune_jax.user_input import warn_once
 
 
 class ImageSettings(NamedTuple):
