@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jaxtyping import Float, PyTree, UInt8
 
+from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import Json, Rule, number, one_of, part, read_fields
 from stepprune_jax.settings import is_number
-from stepprune_jax.user_input import warn_once
+from stepprune_jax.user_input import check, warn_once
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -75,6 +76,14 @@ def byte_table(
     # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
     scaled = (np.arange(256).astype(np.float64) * rescale).astype(np.float32)
     return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
+
+
+def check_aspect(width: int, height: int) -> None:
+    """Refuses an image that would be much longer than wide after it is resized."""
+    most = MAX_ASPECT * min(height, width)
+    message = f"expected sides of at most {MAX_ASPECT} to 1"
+    narrow = f"an image of {width} x {height} pixels is too narrow: {message}"
+    check((max(height, width) <= most, narrow))
 
 
 @contextlib.contextmanager

@@ -35,11 +35,22 @@ def _picture(width, height, seed=0):
         SMALL | {"crop_size": 21, "size": 40, "resample": 2, "image_mean": [0.1, 0.2, 0.3]},
     ],
 )
-def test_pixels_equal_those_of_the_reference_bit_for_bit(size, fields):
+@pytest.mark.parametrize("pad", [True, False])
+def test_pixels_equal_those_of_the_reference_bit_for_bit(size, fields, pad):
     image = _picture(*size)
-    theirs = LlavaImageProcessorPil(do_pad=True, **fields)(image, return_tensors="np")
-    ours = preprocess_clip(image, images.settings_from_hf(fields))
-    np.testing.assert_array_equal(ours, theirs["pixel_values"][0])
+    theirs = LlavaImageProcessorPil(do_pad=pad, **fields)(image, return_tensors="np")
+    settings = images.settings_from_hf(fields | {"do_pad": pad})
+    np.testing.assert_array_equal(preprocess_clip(image, settings), theirs["pixel_values"][0])
+    assert images.settings_from_hf(images.to_hf(settings)) == settings
+    nulls = dict.fromkeys(images.to_hf(settings)) | fields  # each null is a default
+    assert images.settings_from_hf(nulls) == settings._replace(pad=True)
+
+
+def test_an_image_that_would_become_very_long_is_refused():
+    settings = images.settings_from_hf(SMALL | {"do_pad": False})
+    assert preprocess_clip(_picture(800, 4), settings).shape == (3, 56, 56)
+    with pytest.raises(ValueError, match="801 x 4 pixels is too narrow: expected sides of at most"):
+        preprocess_clip(_picture(801, 4), settings)
 
 
 @pytest.mark.parametrize("size", [(700, 30), (31, 700)])

@@ -117,7 +117,7 @@ class Llava(Family):
         return images.settings_from_hf(raw, where)
 
     def hf_processor(self, config: LlavaConfig, settings: ImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(settings)
+        processor = images.to_hf(images.padded(settings, config.pad_images))
         combined = {
             "processor_class": "LlavaProcessor",
             "image_processor": processor,
@@ -161,6 +161,7 @@ class Llava(Family):
                 f"the image processor makes {crop} x {crop} pixels, the model takes "
                 f"{side} x {side}: crop_size of the processor's file is wrong"
             )
+        settings = images.padded(settings, config.pad_images)
         return images.resize(image, settings._replace(resize_to=size, crop_to=crop))
 
     def finish(

@@ -14,9 +14,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
-from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.models.config import Json, one_of, part, read_fields, require, size
-from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, NORMALISATION, Bytes, byte_table
+from stepprune_jax.models.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    NORMALISATION,
+    Bytes,
+    byte_table,
+    check_aspect,
+)
 from stepprune_jax.models.qwen2_5_vl.config import MOST_PIXELS, QwenConfig, QwenVisionConfig
 
 _KIND = "Qwen2VLImageProcessor"
@@ -110,11 +116,7 @@ def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
     then out of bounds, both sides are scaled by one factor to meet the bound, and rounded down or
     up.
     """
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise ValueError(
-            f"an image of {width} x {height} pixels is too narrow: expected sides of at most "
-            f"{MAX_ASPECT} to 1"
-        )
+    check_aspect(width, height)
     factor, sides = config.vision.factor, (height, width)
     rounded = [round(side / factor) * factor for side in sides]
     area = math.prod(rounded)
