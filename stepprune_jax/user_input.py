@@ -2,11 +2,14 @@
 
 import contextlib
 import difflib
+import functools
+import logging
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+_LOG = logging.getLogger(__name__)
 _MARK = "_stepprune_jax_user_input"
 
 
@@ -44,6 +47,12 @@ def errors_named(place: str | Path) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise ValueError(f"{place}: {str(error).removeprefix('config.json: ')}") from error
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning about a file, which a program may read several times."""
+    _LOG.warning("%s", message)
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -27,11 +27,15 @@ def test_the_original_layout_gives_the_same_shape():
         "mm_projector_type": "mlp2x_gelu",
         "mm_vision_select_layer": -2,
         "mm_vision_select_feature": "patch",
+        "mm_hidden_size": 1024,
+        "image_aspect_ratio": "pad",
         "pad_token_id": 0,
     }
     config = LlavaConfig.from_original(original, PUBLISHED)
     published = LlavaConfig.from_hf(PUBLISHED)
-    assert config == dataclasses.replace(published, image_token_id=None, pad_token_id=0)
+    assert config == dataclasses.replace(
+        published, image_token_id=None, pad_token_id=0, pad_images=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,24 @@ from typing import NamedTuple
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.generation_config import read_generation_config
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
+from stepprune_jax.checkpoints.weight_files import WEIGHT_NAMES, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import Json, ModelConfig, Tokenizer, read_fields, switch
+from stepprune_jax.models.config import (
+    Json,
+    ModelConfig,
+    Rule,
+    Tokenizer,
+    read_fields,
+    switch,
+)
 from stepprune_jax.models.families import find_family
-from stepprune_jax.user_input import errors_named, local_path
+from stepprune_jax.user_input import errors_named, local_path, warn_once
 
-# Files fetched from the hub, in steps: the small files reveal a wrong repository, and pickles only
-# repeat the weights of a repository that has others.
+# Files fetched from the hub first: they reveal a wrong repository before its weights are fetched.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
-WEIGHT_FILES = ("*.safetensors",)
-PICKLE_FILES = ("pytorch_model*.bin",)
+
+# The weights under another name than those that are looked for.
+_WEIGHTS = Rule("transformers_weights", None, lambda x: None, "null", optional=True)
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,11 +96,14 @@ def inspect_folder(
 
 
 def fetch_weights(source: Source) -> None:
-    """Downloads the weights of a source on the hub."""
+    """Downloads the weights of a source on the hub, of several kinds only those that are read."""
     for origin in source.origins:
-        folder = find_folder(origin, WEIGHT_FILES)
-        if not any(folder.glob("*.safetensors")):
-            find_folder(origin, PICKLE_FILES)
+        for name in WEIGHT_NAMES:
+            found = find_folder(origin, (name,)) / name
+            if found.is_file():
+                if found.suffix == ".json":
+                    find_folder(origin, tuple(set(read_weight_map(found, stored=False).values())))
+                break
 
 
 def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> tuple[Path, str]:
@@ -119,7 +130,14 @@ def _read_config(folder: Path) -> Json:
         raise FileNotFoundError(
             f"{folder} has no config.json: {said}; it holds {', '.join(names[:8]) or 'nothing'}"
         )
+    adapter = folder / "adapter_config.json"
+    unapplied = "is not applied: merge it into the model, or take it out of the folder"
+    if adapter.is_file():  # `transformers` applies it, if it is installed with peft
+        raise ValueError(f"the adapter of {adapter} {unapplied}")
+    for file in sorted(folder.glob("adapter_model.*")):
+        warn_once(f"{file} {unapplied}")
     config = read_json_object(path)
+    read_fields(config, str(path), {"weights": _WEIGHTS})
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from stepprune_jax.checkpoints import hub, safetensors, torch_file
-from stepprune_jax.checkpoints.weight_files import read_folder, read_weight_map
+from stepprune_jax.checkpoints.weight_files import read_shards, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.pruning import GlimpsePruneConfig, TrainedConfig, VisionSelectorConfig
 from stepprune_jax.user_input import errors_named, expect
@@ -43,10 +43,10 @@ def find_published(folder: Path) -> Path | None:
     if (folder / GLIMPSE_FILE).is_file():
         return folder / GLIMPSE_FILE
     index, single = folder / safetensors.INDEX_NAME, folder / safetensors.SINGLE_NAME
-    if index.is_file() and read_weight_map(index, PREFIX, stored=False):
-        return index
-    known = safetensors.read_header(single) if single.is_file() else ()
-    return single if is_published(known) else None
+    if single.is_file():  # before the index, as for a model
+        return single if is_published(safetensors.read_header(single)) else None
+    known = index.is_file() and read_weight_map(index, PREFIX, stored=False)
+    return index if known else None
 
 
 def download_published(source: hub.Repository, folder: Path) -> Path | None:
@@ -79,7 +79,7 @@ def read_published(path: Path) -> tuple[TrainedConfig, dict[str, np.ndarray]]:
     if path.name == GLIMPSE_FILE:
         return _read_glimpseprune(path)
     if path.name == safetensors.INDEX_NAME:
-        entries = read_folder(path.parent, PREFIX)
+        entries = read_shards(path, PREFIX)
     else:
         entries = safetensors.read_header(path)
     own = {name: entry for name, entry in entries.items() if name.startswith(PREFIX)}

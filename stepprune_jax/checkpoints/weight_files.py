@@ -8,35 +8,44 @@ from stepprune_jax.checkpoints.safetensors import INDEX_NAME, SINGLE_NAME, Tenso
 from stepprune_jax.data.json_files import as_object, read_json_object
 from stepprune_jax.user_input import check
 
-# In the order in which they are looked for: the first that a folder has is read.
-_NAMES = (INDEX_NAME, SINGLE_NAME, "pytorch_model.bin.index.json", "pytorch_model.bin")
+# In the order of `transformers`: the first that a folder has is read.
+WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Of files that may hold weights under other names.
+_KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 def find_weights(folder: Path) -> Path | None:
     """Finds the file of a folder's weights, or the index of their shards, if it has any."""
-    return next((folder / name for name in _NAMES if (folder / name).is_file()), None)
+    return next((folder / name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
 
 
-def read_folder(folder: str | Path, prefix: str = "") -> dict[str, TensorEntry]:
-    """Reads the tables of contents of a folder's weights.
-
-    With a prefix, only shards that hold a name that starts with it are read, and have to exist.
-    """
+def read_folder(folder: str | Path) -> dict[str, TensorEntry]:
+    """Reads the tables of contents of a folder's weights."""
     folder = Path(folder)
     found = find_weights(folder)
     if found is None:
-        raise FileNotFoundError(f"{folder} has no weights: expected one of {', '.join(_NAMES)}")
-    if found.suffix != ".json":
-        return _read_file(found)
-    weight_map = read_weight_map(found, prefix)
+        other = sorted(x.name for x in folder.iterdir() if x.suffix in _KINDS and x.is_file())
+        raise FileNotFoundError(
+            f"{folder} has no weights: expected one of {', '.join(WEIGHT_NAMES)}"
+            + f"; it holds {', '.join(other[:8])}" * bool(other)
+        )
+    return read_shards(found) if found.suffix == ".json" else _read_file(found)
+
+
+def read_shards(index: Path, prefix: str = "") -> dict[str, TensorEntry]:
+    """Reads the tables of contents of the files that an index names.
+
+    With a prefix, only shards that hold a name that starts with it are read, and have to exist.
+    """
+    weight_map = read_weight_map(index, prefix)
     files = sorted(set(weight_map.values()))
-    stored = [entry for file in files for entry in _read_file(folder / file).values()]
+    stored = [entry for file in files for entry in _read_file(index.parent / file).values()]
     entries = {entry.name: entry for entry in stored}
     wrong = {e.name for e in stored if weight_map.get(e.name, e.path.name) != e.path.name}
     wrong |= {e.name for e in stored if entries[e.name] is not e}  # in two shards
     wrong |= weight_map.keys() - entries.keys()
     named = min(wrong, default="")
-    check((not wrong, f"{found}: weight_map does not have the one place of {named!r}"))
+    check((not wrong, f"{index}: weight_map does not have the one place of {named!r}"))
     return entries
 
 

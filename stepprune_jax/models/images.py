@@ -9,12 +9,17 @@ import jax
 import numpy as np
 from jaxtyping import Float, PyTree, UInt8
 
+from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import Json, Rule, number, one_of
+from stepprune_jax.models.config import Json, Rule, number, one_of, part, read_fields
 from stepprune_jax.settings import is_number
+from stepprune_jax.user_input import check, warn_once
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+PROCESSOR_FILE = "processor_config.json"
+_ENTRY = part("image_processor")._replace(optional=True)
 
 Pixels = PyTree  # arrays with a leading axis of images, of a type that only their family reads
 Bytes = UInt8[np.ndarray, "3 height width"]  # an image after resizing
@@ -23,22 +28,25 @@ Bytes = UInt8[np.ndarray, "3 height width"]  # an image after resizing
 def read_processor(folder: str | Path) -> tuple[Json, str]:
     """Returns the image processor's JSON object of a checkpoint folder, and the file it is from.
 
-    It is ``preprocessor_config.json``, or the ``image_processor`` entry of a
-    ``processor_config.json``, as newer `transformers` write it.
+    It is the ``image_processor`` entry of ``processor_config.json``, which newer `transformers`
+    write, or else ``preprocessor_config.json``. A folder that was saved over an older one has both.
     """
-    folder = Path(folder)
-    path = folder / "preprocessor_config.json"
-    if path.is_file():
-        return read_json_object(path), str(path)
-    path = folder / "processor_config.json"
-    if path.is_file():
-        processor = read_json_object(path).get("image_processor")
-        if isinstance(processor, dict):
-            return processor, str(path)
-    raise FileNotFoundError(
-        f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
-        "image_processor entry), which defines how images are resized and normalised"
-    )
+    newer, older = Path(folder, PROCESSOR_FILE), Path(folder, "preprocessor_config.json")
+    raw = read_json_object(newer) if newer.is_file() else {}
+    entry = read_fields(raw, str(newer), {"entry": _ENTRY})["entry"]
+    older_raw = read_json_object(older) if older.is_file() else {}
+    if entry is None and older.is_file():
+        return older_raw, str(older)
+    if entry is None:
+        raise FileNotFoundError(
+            f"{folder} has no preprocessor_config.json (nor a processor_config.json with an "
+            "image_processor entry), which defines how images are resized and normalised"
+        )
+    both = (entry.keys() & older_raw.keys()) - {"image_processor_type"}  # classes of one processor
+    other = ", ".join(sorted(name for name in both if entry[name] != older_raw[name]))
+    if other:
+        warn_once(f"{older} is not read: image_processor of {newer} has another {other}")
+    return entry, str(newer)
 
 
 def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -> Rule:
@@ -68,6 +76,14 @@ def byte_table(
     # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
     scaled = (np.arange(256).astype(np.float64) * rescale).astype(np.float32)
     return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
+
+
+def check_aspect(width: int, height: int) -> None:
+    """Refuses an image that would be much longer than wide after it is resized."""
+    most = MAX_ASPECT * min(height, width)
+    message = f"expected sides of at most {MAX_ASPECT} to 1"
+    narrow = f"an image of {width} x {height} pixels is too narrow: {message}"
+    check((max(height, width) <= most, narrow))
 
 
 @contextlib.contextmanager

@@ -52,6 +52,30 @@ def test_folders_of_another_kind_are_refused(tmp_path):
             folders.inspect_folder(tmp_path)
 
 
+def test_an_adapter_beside_a_model_is_not_ignored(tmp_path, llava_folder, capsys):
+    folder = shutil.copytree(llava_folder, tmp_path / "model")
+    (folder / "adapter_model.safetensors").write_bytes(b"")  # alone, `transformers` ignores it too
+    load_vlm(folder, progress=False)
+    said = capsys.readouterr().err
+    assert (
+        f"{folder / 'adapter_model.safetensors'} is not applied" in said and said.count("\n") == 1
+    )
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no weights: .*it holds adapter_model\.safetens"):
+        load_vlm(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config\.json.* not applied: merge it") as error:
+        folders.inspect_folder(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_name_are_refused(tmp_path, llava_folder):
+    raw = json.loads((llava_folder / "config.json").read_text())
+    _config(tmp_path, **raw, transformers_weights="other.safetensors")
+    with pytest.raises(ValueError, match=r"config\.json: transformers_weights is 'other\.saf"):
+        folders.inspect_folder(tmp_path)
+
+
 def test_the_clip_folder_of_an_original_model_must_be_given(tmp_path, llava_folder):
     fields = {"model_type": "llava_llama", "mm_projector_type": "mlp2x_gelu"}
     with pytest.raises(FileNotFoundError, match=r"mm_vision_tower .* Pass vision_folder="):

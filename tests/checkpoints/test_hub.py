@@ -9,7 +9,7 @@ import torch
 from commands import status
 from hub_server import serving
 from huggingface_hub import constants
-from shards import to_pickles
+from shards import to_pickles, to_shards
 
 from stepprune_jax import export
 from stepprune_jax.checkpoints.folder import find_folder, inspect_folder
@@ -98,7 +98,8 @@ def test_a_model_comes_at_a_revision_with_its_weights_last_and_no_needless_pickl
     server, llava_folder, capsys
 ):
     files = {path.name: path.read_bytes() for path in llava_folder.iterdir()}
-    first = server.commit("org/model", files | {"pytorch_model.bin": b"the same"})
+    needless = ("pytorch_model.bin", "consolidated.safetensors", "model-1-of-1.safetensors")
+    first = server.commit("org/model", files | dict.fromkeys(needless, b"the same"))
     server.commit("org/model", {"config.json": b"{}"})
     model = load_vlm(f"hub:org/model@{first}", progress=False)
     assert sorted(path.name for path in model.folder.iterdir()) == sorted(files)
@@ -109,11 +110,21 @@ def test_a_model_comes_at_a_revision_with_its_weights_last_and_no_needless_pickl
     assert (find_folder("hub:org/model") / "config.json").read_text() == "{}"
 
 
+def test_shards_come_by_their_index(server, llava_folder, tmp_path):
+    folder = shutil.copytree(llava_folder, tmp_path / "model")
+    to_shards(folder, 2)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    server.commit("org/shards", files | {"model-00001-of-00001.safetensors": b"an older one"})
+    model = load_vlm("hub:org/shards", progress=False)
+    assert sorted(path.name for path in model.folder.iterdir()) == sorted(files)
+
+
 def test_pickles_come_from_a_repository_without_safetensors(server, llava_folder, tmp_path):
     folder = shutil.copytree(llava_folder, tmp_path / "model")
     to_pickles(folder, 2)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    server.commit("org/old", files | {"training_args.bin": b"no weights"})
+    others = dict.fromkeys(("training_args.bin", "optimizer.safetensors"), b"no weights")
+    server.commit("org/old", files | others)
     source = inspect_folder("hub:org/old")
     assert model_identity(source) == model_identity(inspect_folder(folder))
     assert sorted(path.name for path in source.folder.iterdir()) == sorted(files)

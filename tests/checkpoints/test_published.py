@@ -56,6 +56,15 @@ def test_one_file_its_folder_and_shards_are_read(tmp_path):
         assert policy_file(tmp_path / path).is_file()
 
 
+def test_of_two_checkpoints_in_a_folder_the_single_file_is_read(tmp_path):
+    arrays = tensors()
+    older = {name: array + 1 for name, array in arrays.items()}
+    write_sharded(tmp_path / "folder", older)
+    testing.write_tensors(tmp_path / "folder", arrays)
+    check(load_policy(tmp_path / "folder"), arrays)
+    check(load_policy(tmp_path / "folder" / "model.safetensors.index.json"), older)
+
+
 def test_every_weight_is_there_and_used(tmp_path):
     arrays, prefix = tensors(), "visual.importance_scorer"
     del arrays[f"{prefix}.k_proj.bias"]

@@ -55,13 +55,25 @@ def test_pickles_load_like_the_weights_they_held(tmp_path, llava_folder, count):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def test_safetensors_come_before_pickles(tmp_path):
+def test_the_file_that_the_reference_reads_is_read(tmp_path):
+    """Of several, as where a model was saved over an older one: the last that is written here."""
+    others = ("consolidated", "adapter_model", "model.fp16", "model-00001-of-00001")
     (tmp_path / "consolidated.pth").write_bytes(b"")
+    for name in others:
+        save_file({name: ONE}, tmp_path / f"{name}.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no weights: .*safetensors.*model\.bin"):
         read_folder(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
-    save_file({"a": ONE}, tmp_path / "model.safetensors")
-    assert list(read_folder(tmp_path)) == ["a"]
+    write_index(tmp_path, {"shard": "lost.bin"}, "pytorch_model.bin.index.json")
+    with pytest.raises(FileNotFoundError, match=r"1 shard\(s\) .* lost\.bin"):
+        read_folder(tmp_path)
+    torch.save({"pickle": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    assert list(read_folder(tmp_path)) == ["pickle"]
+    write_index(tmp_path, {others[-1]: f"{others[-1]}.safetensors"})
+    assert list(read_folder(tmp_path)) == [others[-1]]
+    save_file({"single": ONE}, tmp_path / "model.safetensors")
+    assert list(read_folder(tmp_path)) == ["single"]
+    write_index(tmp_path, {"a": "lost.safetensors"})
+    assert list(read_folder(tmp_path)) == ["single"]
 
 
 class _Spy:

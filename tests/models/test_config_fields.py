@@ -4,7 +4,11 @@ import json
 import math
 import re
 
+import layouts
+import numpy as np
 import pytest
+from PIL import Image
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from stepprune_jax.checkpoints.folder import inspect_folder
 
@@ -14,6 +18,26 @@ CONFIG, PROCESSOR, GENERATION = (
 TEXT, VISION = "text_config", "vision_config"
 YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
 ORIGINAL = {"mm_projector_type": "mlp2x_gelu"}
+# Of the original program, what changes the answer, and what changes training alone.
+REFUSED = {
+    "mm_vision_select_feature": "cls_patch",
+    "mm_use_im_start_end": True,
+    "mm_patch_merge_type": "spatial_unpad",
+    "mm_resampler_type": "perceiver",
+    "mm_hidden_size": 1024,
+    "image_aspect_ratio": "anyres",
+    "s2": True,
+}
+HARMLESS = {
+    "mm_use_im_patch_token": True,
+    "mm_patch_merge_type": "flat",
+    "mm_resampler_type": None,
+    "mm_hidden_size": 32,
+    "mm_use_im_start_end": False,
+    "image_grid_pinpoints": [[336, 672]],
+    "tune_mm_mlp_adapter": True,
+    "unfreeze_mm_vision_tower": True,
+}
 # The last field is the wrong one.
 CASES = [
     *(
@@ -23,6 +47,9 @@ CASES = [
             {"tie_word_embeddings": "no"},
             {"eos_token_id": [2, None]},
             {"vision_feature_layer": -30},
+            {"vision_feature_layer": [-2, -5]},
+            {"multimodal_projector_bias": False},
+            {"projector_hidden_act": "relu"},
             {"quantization_config": "int4"},
             {"vision_feature_select_strategy": "full"},
             {VISION: None},
@@ -38,7 +65,17 @@ CASES = [
     ),
     ("llava", GENERATION, {"repetition_penalty": 0}),
     ("qwen", GENERATION, {"eos_token_id": [2, "</s>"]}),
-    ("llava", PROCESSOR, {"do_normalize": False}),
+    *(
+        ("llava", PROCESSOR, {name: value})
+        for name, value in (
+            *((f"do_{step}", False) for step in ("resize", "center_crop", "rescale", "normalize")),
+            ("do_pad", "no"),
+            ("default_to_square", True),
+            ("use_square_size", True),
+            ("rescale_factor", "1/255"),
+        )
+    ),
+    ("llava", PROCESSOR, {"size": {"shortest_edge": 24, "longest_edge": 48}}),
     ("llava", PROCESSOR, {"size": {"height": 60}}),
     ("llava", PROCESSOR, {"crop_size": 25}),
     ("llava", PROCESSOR, {"image_std": [1, math.nan, 1]}),
@@ -46,10 +83,12 @@ CASES = [
     ("llava", PROCESSOR, {"image_processor_type": "LlavaNextImageProcessor"}),
     ("original", CONFIG, {"mm_vision_tower": True}),
     ("original", CONFIG, {"mm_projector_type": "linear"}),
-    ("original", CONFIG, ORIGINAL | {"mm_vision_select_feature": "cls_patch"}),
+    *(("original", CONFIG, ORIGINAL | {name: value}) for name, value in REFUSED.items()),
     ("qwen", CONFIG, YARN),
     ("qwen", CONFIG, {VISION: None}),
+    *(("qwen", PROCESSOR, {f"do_{step}": False}) for step in ("resize", "rescale", "normalize")),
     ("qwen", PROCESSOR, {"patch_size": 14}),
+    ("qwen", PROCESSOR, {"size": 400}),
     ("qwen", PROCESSOR, {"min_pixels": 9999}),
     ("qwen", PROCESSOR, {"max_pixels": 10**14}),
 ]
@@ -74,3 +113,23 @@ def test_a_field_is_refused_by_name(tmp_path, llava_folder, qwen_folder, kind, f
         found = inspect_folder(tmp_path)
         found.config.family.image_settings(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("aspect", "padded"), [("pad", True), ("square", False), (None, False)])
+def test_the_original_layout_says_whether_images_are_padded(tmp_path, aspect, padded):
+    """Whatever the tower's file says, as in the original program."""
+    folder = layouts.original_llava(tmp_path)
+    raw = json.loads((folder / CONFIG).read_text()) | HARMLESS | {"image_aspect_ratio": aspect}
+    (folder / CONFIG).write_text(json.dumps(raw))
+    source = inspect_folder(folder)
+    family, settings = source.config.family, source.config.family.image_settings(folder / "clip")
+    image = Image.linear_gradient("L").resize((40, 20)).convert("RGB")
+    theirs = LlavaImageProcessorPil(do_pad=padded, size=24, crop_size=24)(image)["pixel_values"]
+    for given in (settings, settings._replace(pad=not settings.pad)):
+        np.testing.assert_array_equal(family.preprocess(source.config, given, [image]), theirs)
+        written = family.hf_processor(source.config, given)
+        assert {entry["do_pad"] for entry in _entries(written)} == {padded}
+
+
+def _entries(written):
+    return written["preprocessor_config.json"], written["processor_config.json"]["image_processor"]

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from transformers import AutoImageProcessor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from visual import preprocess_clip
 
 from stepprune_jax import testing
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava import LLAVA, LlavaConfig, images
@@ -33,11 +35,22 @@ def _picture(width, height, seed=0):
         SMALL | {"crop_size": 21, "size": 40, "resample": 2, "image_mean": [0.1, 0.2, 0.3]},
     ],
 )
-def test_pixels_equal_those_of_the_reference_bit_for_bit(size, fields):
+@pytest.mark.parametrize("pad", [True, False])
+def test_pixels_equal_those_of_the_reference_bit_for_bit(size, fields, pad):
     image = _picture(*size)
-    theirs = LlavaImageProcessorPil(do_pad=True, **fields)(image, return_tensors="np")
-    ours = preprocess_clip(image, images.settings_from_hf(fields))
-    np.testing.assert_array_equal(ours, theirs["pixel_values"][0])
+    theirs = LlavaImageProcessorPil(do_pad=pad, **fields)(image, return_tensors="np")
+    settings = images.settings_from_hf(fields | {"do_pad": pad})
+    np.testing.assert_array_equal(preprocess_clip(image, settings), theirs["pixel_values"][0])
+    assert images.settings_from_hf(images.to_hf(settings)) == settings
+    nulls = dict.fromkeys(images.to_hf(settings)) | fields  # each null is a default
+    assert images.settings_from_hf(nulls) == settings._replace(pad=True)
+
+
+def test_an_image_that_would_become_very_long_is_refused():
+    settings = images.settings_from_hf(SMALL | {"do_pad": False})
+    assert preprocess_clip(_picture(800, 4), settings).shape == (3, 56, 56)
+    with pytest.raises(ValueError, match="801 x 4 pixels is too narrow: expected sides of at most"):
+        preprocess_clip(_picture(801, 4), settings)
 
 
 @pytest.mark.parametrize("size", [(700, 30), (31, 700)])
@@ -123,16 +136,58 @@ def test_broken_images_are_named(tmp_path):
     assert open_image(whole.read_bytes()).tobytes() == open_image(whole).tobytes()
 
 
-def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path):
+def _write(folder, processor=None, preprocessor=None):
+    for name, raw in (("processor", processor), ("preprocessor", preprocessor)):
+        if raw is not None:
+            (folder / f"{name}_config.json").write_text(json.dumps(raw))
+
+
+def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match=r"no preprocessor_config\.json"):
         LLAVA.image_settings(tmp_path)
-    nested = tmp_path / "processor_config.json"
-    nested.write_text(json.dumps({"image_processor": SMALL}))
-    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=56, crop_to=56)
-    plain = tmp_path / "preprocessor_config.json"
-    fields = {"size": 40, "crop_size": 30, "feature_extractor_type": "CLIPFeatureExtractor"}
-    plain.write_text(json.dumps(fields))
-    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=40, crop_to=30)
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    kind = {"image_processor_type": "LlavaImageProcessor"}
+    old = SMALL | kind | {"crop_size": 30, "resample": 2}
+    for new, others in (
+        ({"patch_size": 7}, ""),
+        ({"image_processor": None}, ""),
+        ({"image_processor": SMALL | kind | {"do_pad": True}}, "crop_size"),
+        ({"image_processor": kind | {"size": 240, "resample": 0}}, "resample, size"),
+        ({"image_processor": {}}, ""),
+    ):
+        _write(tmp_path, new, old)
+        theirs, ours = AutoImageProcessor.from_pretrained(tmp_path), LLAVA.image_settings(tmp_path)
+        assert ours.crop_to == theirs.crop_size["height"]
+        assert (ours.resize_to, ours.resample) == (theirs.size.shortest_edge, theirs.resample)
+        LLAVA.image_settings(tmp_path)
+        said = capsys.readouterr().err
+        assert said.count("\n") == bool(others)
+        if others:
+            assert f"preprocessor_config.json is not read: image_processor of {tmp_path}" in said
+            assert said.endswith(f"has another {others}\n")
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=224, crop_to=224)
+    _write(tmp_path, {"image_processor": [1]})
+    with pytest.raises(ValueError, match=r"/processor_config\.json: image_processor is \[1\]"):
+        LLAVA.image_settings(tmp_path)
+
+
+def test_placeholders_that_the_model_does_not_have_are_named(tmp_path, llava_folder, capsys):
+    published = {"patch_size": 8, "vision_feature_select_strategy": "default"}
+    for fields in (
+        published,
+        published | {"num_additional_image_tokens": 1, "image_token": "<image>"},
+    ):
+        _write(tmp_path, fields)
+        (tmp_path / "config.json").write_bytes((llava_folder / "config.json").read_bytes())
+        inspect_folder(tmp_path)
+        assert not capsys.readouterr().err
+    _write(tmp_path, published | {"patch_size": 14, "num_additional_image_tokens": 0})
+    inspect_folder(tmp_path)
+    more, patch = capsys.readouterr().err.splitlines()
+    path = tmp_path / "processor_config.json"
+    assert f"{path}: num_additional_image_tokens is 0, which is not followed: 1 is" in more
+    assert f"{path}: patch_size is 14, which is not followed: 8 is" in patch
 
 
 def test_pixels_that_the_model_does_not_take_are_refused():

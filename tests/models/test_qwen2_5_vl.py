@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from transformers.vision_utils import get_vision_window_index
 from visual import noise
 
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.corpus import Limits, make_row
@@ -42,6 +44,7 @@ from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 # Sizes (height, width) that are rounded, reduced, enlarged, and narrow.
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31))
 S = IMAGE_TOKEN
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 
 
 class Pair(NamedTuple):
@@ -124,6 +127,42 @@ def test_patches_and_grids_equal_the_reference_bit_by_bit(pair, seen):
         np.testing.assert_array_equal(patches.grid, ours.grid[2])
     with pytest.raises(FileNotFoundError):
         cache(pair.folder / "absent.png")
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_bounds_are_read_from_where_the_reference_reads_them(tmp_path, qwen_folder, newer):
+    files = {name: json.loads((qwen_folder / name).read_text()) for name in (CONFIG, PROCESSOR)}
+    sides = files[PROCESSOR].copy()
+    for name in ("min_pixels", "max_pixels"):
+        files[PROCESSOR][name], sides[name] = 640, None
+    edges, repeated = {"shortest_edge": 300, "longest_edge": 900}, {"max_pixels": 5}
+    for fields in (
+        {},
+        {"size": edges},
+        {"size": edges, "max_pixels": 800},
+        {"size": {"shortest_edge": 300}, "max_pixels": 800},
+        {"size": repeated | {"min_pixels": 4}, "min_pixels": 256, "max_pixels": 800},
+        {"max_pixels": 4000},
+        # A call of the reference's processor fails with these.
+        {"size": {"shortest_edge": 300}},
+        {"size": {"height": 32, "width": 32}, "min_pixels": 256, "max_pixels": 800},
+        {"size": repeated | edges},
+    ):
+        entry = sides | fields
+        written = (
+            {"processor_config.json": {"image_processor": entry}} if newer else {PROCESSOR: entry}
+        )
+        for name, raw in (files | written).items():
+            (tmp_path / name).write_text(json.dumps(raw))
+        try:
+            theirs = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
+            theirs(noise(0))
+        except ValueError:
+            with pytest.raises(ValueError, match=rf"{next(iter(written))}: size\b"):
+                inspect_folder(tmp_path)
+            continue
+        ours = inspect_folder(tmp_path).config
+        assert {"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels} == theirs.size
 
 
 @hypothesis.settings(max_examples=200)

@@ -77,10 +77,24 @@ _LLAVA_ONLY = {
     # The visual tokens are the patches, without the class token.
     "select": one_of("vision_feature_select_strategy", "default"),
 }
-_ORIGINAL = {**_IDS, "feature_layer": _layer("mm_vision_select_layer")}
+_ORIGINAL = {
+    **_IDS,
+    "feature_layer": _layer("mm_vision_select_layer"),
+    "pad_images": Rule(
+        "image_aspect_ratio",
+        False,
+        lambda x: x == "pad" if x in ("pad", "square") else None,
+        "'pad' or 'square'",
+    ),
+}
 _ORIGINAL_ONLY = {
     "projector": one_of("mm_projector_type", None, "mlp2x_gelu"),
     "select": one_of("mm_vision_select_feature", "patch"),
+    # Tokens around an image, a resampler, and what belongs to images in several parts.
+    "marks": one_of("mm_use_im_start_end", False),
+    "resampler": Rule("mm_resampler_type", None, lambda x: None, "null", optional=True),
+    "merge": one_of("mm_patch_merge_type", "flat", "spatial"),
+    "scales": one_of("s2", False),
 }
 
 
@@ -140,6 +154,8 @@ class LlavaConfig(ModelConfig):
         feature_layer: hidden state given to the projector; 0 is the embedding, -1 the last block's
             output.
         projector_activation: "gelu" (exact) or "quick_gelu".
+        pad_images: whether images are padded to squares; None if the image processor's file says it
+            (Hugging Face layout).
     """
 
     vision: ClipConfig
@@ -147,6 +163,7 @@ class LlavaConfig(ModelConfig):
     eos_token_ids: tuple[int, ...] = (2,)
     feature_layer: int = -2
     projector_activation: str = "gelu"
+    pad_images: bool | None = None
 
     def __post_init__(self):
         layer, layers = self.feature_layer, self.vision.num_layers
@@ -219,9 +236,11 @@ class LlavaConfig(ModelConfig):
         Raises:
             ValueError: a field is not supported; the message names it.
         """
-        read_fields(raw, "config.json", _ORIGINAL_ONLY)
+        tower = ClipConfig.from_hf(vision)
+        width = {"width": one_of("mm_hidden_size", tower.hidden_size)}
+        read_fields(raw, "config.json", _ORIGINAL_ONLY | width)
         return cls(
-            vision=ClipConfig.from_hf(vision),
+            vision=tower,
             text=LlamaConfig.from_hf(raw),
             **read_fields(raw, "config.json", _ORIGINAL),
         )

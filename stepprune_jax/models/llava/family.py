@@ -117,14 +117,12 @@ class Llava(Family):
         return images.settings_from_hf(raw, where)
 
     def hf_processor(self, config: LlavaConfig, settings: ImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(settings)
+        processor = images.to_hf(images.padded(settings, config.pad_images))
         combined = {
             "processor_class": "LlavaProcessor",
             "image_processor": processor,
             "image_token": IMAGE_MARK,
-            "num_additional_image_tokens": 1,
-            "patch_size": config.vision.patch_size,
-            "vision_feature_select_strategy": "default",
+            **images.placeholders(config.vision.patch_size),
         }
         return {
             "preprocessor_config.json": {**processor, "processor_class": "LlavaProcessor"},
@@ -141,6 +139,8 @@ class Llava(Family):
         vision, (side, patch) = config.vision, (config.vision.image_size, config.vision.patch_size)
         one = f"none, as this model takes images of one size, {side} x {side}"
         expect("min_pixels", min_pixels, min_pixels is None, one)
+        if folder is not None:
+            images.name_other_placeholders(folder, patch)
         if max_pixels is None:
             return config
         good = is_count(max_pixels) and patch**2 <= max_pixels <= side**2
@@ -159,8 +159,9 @@ class Llava(Family):
         if crop != side:
             raise ValueError(
                 f"the image processor makes {crop} x {crop} pixels, the model takes "
-                f"{side} x {side}: crop_size of preprocessor_config.json is wrong"
+                f"{side} x {side}: crop_size of the processor's file is wrong"
             )
+        settings = images.padded(settings, config.pad_images)
         return images.resize(image, settings._replace(resize_to=size, crop_to=crop))
 
     def finish(

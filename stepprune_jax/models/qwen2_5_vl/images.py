@@ -14,9 +14,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
-from stepprune_jax.data.images import MAX_ASPECT
-from stepprune_jax.models.config import Json, one_of, part, read_fields, size
-from stepprune_jax.models.images import CLIP_MEAN, CLIP_STD, NORMALISATION, Bytes, byte_table
+from stepprune_jax.models.config import Json, one_of, part, read_fields, require, size
+from stepprune_jax.models.images import (
+    CLIP_MEAN,
+    CLIP_STD,
+    NORMALISATION,
+    Bytes,
+    byte_table,
+    check_aspect,
+)
 from stepprune_jax.models.qwen2_5_vl.config import MOST_PIXELS, QwenConfig, QwenVisionConfig
 
 _KIND = "Qwen2VLImageProcessor"
@@ -28,6 +34,8 @@ _ONLY = {
     "rescale": one_of("do_rescale", True),
     "normalize": one_of("do_normalize", True),
 }
+# Defaults of the processor's class, which the published files do not rely on.
+_AREA = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 # Images are padded to a multiple of this many tokens, whose patches are a block of the tower's
 # attention.
 BLOCK_TOKENS = 16
@@ -63,19 +71,20 @@ def processor_bounds(vision: QwenVisionConfig, raw: Json, where: str) -> tuple[i
     """Reads the bounds of an image's area from an image processor dict, and checks its patches."""
     sides = ("patch_size", "temporal_patch_size", "merge_size")
     read_fields(raw, where, {side: one_of(side, getattr(vision, side)) for side in sides})
-    # Defaults of the processor's class, which the published files do not rely on.
-    edges = {
-        "least": size("shortest_edge", 56 * 56, MOST_PIXELS),
-        "most": size("longest_edge", 28 * 28 * 1280, MOST_PIXELS),
+    edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    outside = {pixels: size(pixels, None, MOST_PIXELS) for pixels in edges}
+    bounds = read_fields(raw, where, outside)
+    area = read_fields(raw, where, {"size": part("size", _AREA)})["size"]
+    # Older versions repeat the bounds in `size`, by their own names.
+    others = sorted(area.keys() - {*edges.values()} - {x for x in edges if bounds[x]})
+    require(where, (not others, f"size has {others}, expected {[*edges.values()]}"))
+    inside = {
+        pixels: size(edge, None, MOST_PIXELS)._replace(optional=False)
+        for pixels, edge in edges.items()
+        if bounds[pixels] is None
     }
-    area = read_fields(raw, where, {"size": part("size", {})})["size"]
-    least, most = read_fields(area, where, edges).values()
-    areas = {
-        "least": size("min_pixels", least, MOST_PIXELS),
-        "most": size("max_pixels", most, MOST_PIXELS),
-    }
-    least, most = read_fields(raw, where, areas).values()
-    return least, most
+    bounds |= read_fields(area, f"{where}: size", inside)
+    return bounds["min_pixels"], bounds["max_pixels"]
 
 
 def to_hf(config: QwenConfig, settings: ImageSettings) -> Json:
@@ -107,11 +116,7 @@ def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
     then out of bounds, both sides are scaled by one factor to meet the bound, and rounded down or
     up.
     """
-    if max(height, width) > MAX_ASPECT * min(height, width):
-        raise ValueError(
-            f"an image of {width} x {height} pixels is too narrow: expected sides of at most "
-            f"{MAX_ASPECT} to 1"
-        )
+    check_aspect(width, height)
     factor, sides = config.vision.factor, (height, width)
     rounded = [round(side / factor) * factor for side in sides]
     area = math.prod(rounded)
