@@ -16,13 +16,16 @@ Rule = tuple[Callable[[Any], bool], str]  # whether a value fits, and what was e
 
 _LONGEST_STOP = 256  # characters; each token of an answer is compared with all of them
 
+_ALONE = " without an engine"
 
-def _only(*values: Any) -> Rule:
+
+def _only(*values: Any, when: str = "") -> Rule:
     """Returns the rule of a field that may only have some values; 1 is not true."""
-    expected = " or ".join(map(json.dumps, values))
-    return lambda x: any(x == v and isinstance(x, bool) == isinstance(v, bool) for v in values), (
-        expected
-    )
+
+    def fits(given: Any) -> bool:
+        return any(given == x and isinstance(given, bool) == isinstance(x, bool) for x in values)
+
+    return fits, " or ".join(map(json.dumps, values)) + when
 
 
 def _is_stop(value: Any) -> bool:
@@ -68,11 +71,11 @@ BODY: dict[str, Rule] = {
     "positions": _TEXT,
     # They may only ask for what is done anyway.
     "n": _only(1),
-    "frequency_penalty": _only(0),
-    "presence_penalty": _only(0),
-    "logit_bias": _only({}),
-    "min_p": _only(0),
-    "top_k": _only(0, -1),
+    "frequency_penalty": _only(0, when=_ALONE),
+    "presence_penalty": _only(0, when=_ALONE),
+    "logit_bias": _only({}, when=_ALONE),
+    "min_p": _only(0, when=_ALONE),
+    "top_k": _only(0, -1, when=_ALONE),
     "logprobs": _only(False),
     "top_logprobs": _only(0),
     "tools": _only([]),

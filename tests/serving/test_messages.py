@@ -170,7 +170,7 @@ def test_fields_that_ask_for_nothing_change_nothing(plain, fields):
     [
         ("n", 2, "n is 2, expected 1"),
         ("n", True, "n is True, expected 1"),
-        ("frequency_penalty", 0.5, "frequency_penalty is 0.5, expected 0"),
+        ("frequency_penalty", 0.5, "frequency_penalty is 0.5, expected 0 without an engine"),
         ("logit_bias", {"7": 9}, "logit_bias is {'7': 9}, expected {}"),
         ("logprobs", True, "logprobs is True, expected false"),
         ("logprobs", 0, "logprobs is 0, expected false"),
