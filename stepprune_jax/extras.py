@@ -19,6 +19,7 @@ _EXTRA = {
     "openpyxl": "eval",
     "gradio": "demo",
     "httpx2": "serve",
+    "prometheus_client": "serve",
     "starlette": "serve",
     "uvicorn": "serve",
 }

@@ -53,6 +53,7 @@ class _Run(NamedTuple):
     sampling: Sampling
     options: RunOptions
     request: Request
+    system: str | None
     about: JsonObject  # how answers are made
     todo: dict[int, Question]  # of a file, those that are not answered yet
 
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("questions").add_argument
     add("--image", action="append", type=local_path, default=[], help="file; may be repeated")
     add("--prompt", help="the question; with --interactive, the first one")
+    add("--system", help="what the system says, instead of the words of the model's template")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
     text = "lines with question_id, image and text"
     add("--questions", type=local_path, metavar="FILE.jsonl", help=text)
@@ -147,7 +149,7 @@ def _check_batch(given: argparse.Namespace) -> None:
     """Raises if flags do not belong to a file of questions, which is answered greedily."""
     both = given.questions is not None and given.out is not None
     check((both, "--questions and --out are given together: questions, and where answers go"))
-    names = ("prompt", "image", "interactive", "json", "overlay", "trace")
+    names = ("prompt", "system", "image", "interactive", "json", "overlay", "trace")
     names += ("temperature", "top_p", "repetition_penalty", "seed")
     defaults = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
     for name in names:
@@ -187,7 +189,8 @@ def _read(given: argparse.Namespace) -> _Run:
     options = RunOptions(given.max_tokens, given.positions, execution=execution)
     check_run(model.config, method, sampling, options)
     # Paths, so that errors name the file.
-    request = read_request(model, ["?" if given.prompt is None else given.prompt], [given.image])
+    asked = "?" if given.prompt is None else given.prompt
+    request = read_request(model, [asked], [given.image], given.system)
     about, todo = _about(given, method), {}
     if given.questions is not None:
         about["weights"] = model_identity(source)[:16]
@@ -200,7 +203,7 @@ def _read(given: argparse.Namespace) -> _Run:
     nothing = given.questions is not None and not todo
     params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
     model = model._replace(params=params)
-    return _Run(model, images, method, sampling, options, request, about, todo)
+    return _Run(model, images, method, sampling, options, request, given.system, about, todo)
 
 
 def _about(given: argparse.Namespace, method: Method) -> JsonObject:
@@ -211,6 +214,7 @@ def _about(given: argparse.Namespace, method: Method) -> JsonObject:
         "vision_folder": given.vision_folder,
         "min_pixels": given.min_pixels,
         "max_pixels": given.max_pixels,
+        "system": given.system,
         "policy": given.policy,
         "pruner": pruner.name,
         "pruner_version": pruner.version,
@@ -258,7 +262,7 @@ def _converse(run: _Run, first: str | None) -> None:
     turns: list[str] = []
     for question in _questions(first):
         try:
-            request = read_request(run.model, [[*turns, question]], [run.images])
+            request = read_request(run.model, [[*turns, question]], [run.images], run.system)
             found = _stream(run, request)
         except ValueError as error:
             print(f"{program(_NAME)}: error: {one_line(error)}", file=sys.stderr, flush=True)

@@ -83,6 +83,7 @@ def read_request(
     model: VLM,
     prompts: Sequence[Prompt],
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
+    system: str | None = None,
 ) -> Request:
     """Checks and prepares prompts and images, without touching the model's weights.
 
@@ -92,6 +93,7 @@ def read_request(
             mark the places of images; without it they come first.
         images: for each prompt its images: paths, bytes of files or Pillow images; one alone needs
             no list. The same path, bytes or object is read and encoded once.
+        system: what the system says in each prompt; None for the words of the model's template.
 
     Returns:
         The request.
@@ -113,7 +115,12 @@ def read_request(
         (not blind, "the model has no image settings: load it with load_vlm"),
         (len(prompts) > 0, "prompts is empty, expected at least one"),
         (len(rows) == len(prompts), f"images has {len(rows)} entries for {len(prompts)} prompt(s)"),
+        (
+            IMAGE_MARK not in (system or ""),
+            f"the system's text has {IMAGE_MARK}, which the user's may",
+        ),
     )
+    _check_utf8(system or "")
     places: dict[str | bytes | int, int] = {}
     pixels: list[Pixels] = []
     ids, questions, image_of = [], [], []
@@ -121,7 +128,7 @@ def read_request(
         try:
             row = _as_images(row)
             turns = _turns(prompt, len(row), config)
-            text = config.family.conversation(turns)
+            text = config.family.conversation(turns, system)
             ids.append(tuple(tokenize_with_images(model.tokenizer, text, len(row))))
             check_ids(ids[-1], config.text.vocab_size)
         except (TypeError, ValueError) as error:
@@ -168,6 +175,15 @@ def _as_images(row: Sequence[ImageLike] | ImageLike | None) -> list[ImageLike]:
     return images
 
 
+def _check_utf8(text: str) -> None:
+    """Raises a ValueError if a text has halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = f"{text[error.start]!a} at character {error.start}"
+        raise ValueError(f"the prompt is not UTF-8 text: {place}") from error
+
+
 def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
     """Returns the turns of a conversation, with image marks where the model expects them."""
     turns = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
@@ -176,11 +192,7 @@ def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
     ends = f"a conversation of {len(turns)} turns ends with an answer, not a question"
     check((len(turns) % 2 == 1, ends))
     for turn in turns:
-        try:
-            turn.encode()
-        except UnicodeEncodeError as error:
-            place = f"{turn[error.start]!a} at character {error.start}"
-            raise ValueError(f"the prompt is not UTF-8 text: {place}") from error
+        _check_utf8(turn)
     # An answer cannot contain an image, but a model may have written the mark.
     turns[1::2] = [turn.replace(IMAGE_MARK, "") for turn in turns[1::2]]
     marks = sum(turn.count(IMAGE_MARK) for turn in turns)

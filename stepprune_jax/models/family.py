@@ -248,9 +248,10 @@ class Family(abc.ABC):
         return marks_in_front(message, num_images, self.MARK)
 
     @abc.abstractmethod
-    def conversation(self, turns: Sequence[str | None]) -> str:
+    def conversation(self, turns: Sequence[str | None], system: str | None = None) -> str:
         """Formats a conversation, user first and then alternating, with its image marks.
 
+        What the system says stands in the template's place for it; None is the template's own.
         A last turn of the assistant that is None, empty or missing is open. The text of a
         conversation's first turns is a prefix of the whole, so that the text added by a turn
         belongs to it.

@@ -6,6 +6,7 @@ Without `--engine` the answers are those of this process.
 """
 
 import logging
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -60,6 +61,8 @@ def _parser() -> Parser:
     add = parser.add_argument_group("service").add_argument
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8080, help="port to listen on")
+    text = "pages of these may ask, http://HOST:PORT or *; default: of none"
+    add("--cors", nargs="+", default=[], metavar="ORIGIN", help=text)
     add("--batch_size", type=integer_from(1), default=8, help="requests that are run together")
     add("--batch_wait_ms", type=float, default=5.0, help="longest wait for others to join")
     add = parser.add_argument_group("limits").add_argument
@@ -96,6 +99,10 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
             ("batch_wait_ms", 0 <= given.batch_wait_ms <= 60_000, "0 to 60000"),
         ):
             expect(f"--{name}", getattr(given, name), fits, expected)
+        for origin in given.cors:
+            fits = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
+            expect("--cors", origin, fits, "http://HOST:PORT without a path, or *")
+        _check_free(given.host, given.port)
         model = load_vlm(
             given.model,
             dtype=jnp.dtype(given.dtype),
@@ -124,7 +131,17 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         seconds = given.engine_timeout
         backend = Engine(model, given.engine, metrics, seconds=seconds, **batching)
     _logger.info("serving %s on http://%s:%s/v1", name, given.host, given.port)
-    return Front(reader, backend, metrics, given.queue).app(), given.host, given.port
+    app = Front(reader, backend, metrics, given.queue).app(given.cors)
+    return app, given.host, given.port
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises a ValueError unless the server can listen there; the model takes long to load."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from error
 
 
 def _is_address(given: str) -> bool:

@@ -10,7 +10,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -48,17 +51,22 @@ class Front:
         """
         self._reader, self._backend, self._metrics = reader, backend, metrics
         self._most, self._in_flight, self._created = most, 0, int(time.time())
+        metrics.in_flight.set_function(lambda: self._in_flight)
+        metrics.queue.set_function(lambda: backend.batcher.waiting)
         self._threads = concurrent.futures.ThreadPoolExecutor(_READERS, "stepprune-reader")
 
-    def app(self) -> Starlette:
-        """Returns the ASGI application."""
+    def app(self, origins: Sequence[str] = ()) -> Starlette:
+        """Returns the ASGI application, which pages from some origins may ask, too ("*": all)."""
         routes = [
             Route("/v1/chat/completions", self, methods=["POST"]),
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
             Route("/metrics", self._figures),
         ]
-        return Starlette(routes=routes, lifespan=self._lifespan)
+        how = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        layers = [Middleware(CORSMiddleware, **how)] if origins else []
+        return Starlette(routes=routes, middleware=layers, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -68,8 +76,19 @@ class Front:
         await self._backend.close()
 
     async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._about()]})
+
+    async def _model(self, request: Request) -> Response:
+        try:
+            self._reader.check_name(request.path_params["name"])
+        except RequestError as error:
+            return _refusal(error)
+        return JSONResponse(self._about())
+
+    def _about(self) -> dict[str, Any]:
+        """Describes the model in OpenAI's format."""
         about = {"id": self._reader.name, "object": "model", "created": self._created}
-        return JSONResponse({"object": "list", "data": [{**about, "owned_by": "stepprune_jax"}]})
+        return {**about, "owned_by": "stepprune_jax"}
 
     async def _health(self, request: Request) -> Response:
         try:
@@ -79,8 +98,8 @@ class Front:
         return PlainTextResponse("ok\n")
 
     async def _figures(self, request: Request) -> Response:
-        gauges = {"in_flight": self._in_flight, "queue": self._backend.batcher.waiting}
-        return PlainTextResponse(self._metrics.text(gauges), media_type="text/plain; version=0.0.4")
+        figures = generate_latest(self._metrics.registry)
+        return Response(figures, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a chat."""
@@ -98,8 +117,8 @@ class Front:
             await _refusal(_failure())(scope, receive, send)
         finally:
             self._in_flight -= 1
-            self._metrics.add("requests_total", label=f'{{status="{status}"}}')
-            self._metrics.observe("request_seconds", time.perf_counter() - begin)
+            self._metrics.requests.labels(status).inc()
+            self._metrics.request_seconds.observe(time.perf_counter() - begin)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, begin: float) -> int:
         """Answers a chat, and returns its status in the end."""
@@ -113,9 +132,9 @@ class Front:
             # What fails before the first token has a status of its own.
             started = await _unless_gone(receive, anext(events))
             first = await _unless_gone(receive, anext(events))
-            self._metrics.add("visual_tokens_total", started.visual_tokens)
-            self._metrics.add("visual_tokens_kept_total", started.kept)
-            self._metrics.observe("first_token_seconds", time.perf_counter() - begin)
+            self._metrics.visual_tokens.inc(started.visual_tokens)
+            self._metrics.visual_tokens_kept.inc(started.kept)
+            self._metrics.first_token_seconds.observe(time.perf_counter() - begin)
             reply = _Reply(chat, self._reader, started)
             if not chat.stream:
                 content = await _unless_gone(receive, reply.whole(first, events))
@@ -136,31 +155,23 @@ class _Reply:
         self._about = {"id": name, "created": created, "model": reader.name}
         self.status = _GONE  # of a stream, until it has ended
 
-    async def whole(self, tokens: Tokens, events: AsyncIterator[Tokens]) -> dict[str, Any]:
+    async def whole(self, first: Tokens, events: AsyncIterator[Tokens]) -> dict[str, Any]:
         """Returns an answer once it is complete."""
-        self._ids += tokens.ids
-        while tokens.finish is None:
-            tokens = await anext(events)
-            self._ids += tokens.ids
-        said = {"role": "assistant", "content": answer_text(self._tokenizer, self._ids)}
-        choice = self._choice({"message": said}, tokens.finish, self._ids)
+        parts = [part async for part in self._read(first, events)]
+        said = {"role": "assistant", "content": "".join(piece for piece, _ in parts)}
+        choice = self._choice({"message": said}, parts[-1][1].finish, self._ids)
         fields = {**self._about, "object": "chat.completion", "choices": [choice]}
         return {**fields, "usage": self._usage()}
 
-    async def stream(self, tokens: Tokens, events: AsyncIterator[Tokens]) -> AsyncIterator[bytes]:
+    async def stream(self, first: Tokens, events: AsyncIterator[Tokens]) -> AsyncIterator[bytes]:
         """Yields an answer piece by piece; what fails now can only end it with an error."""
-        fields = {**self._about, "object": "chat.completion.chunk"}
-        text, delta = TextStream(self._tokenizer), {"role": "assistant"}
+        fields, role = {**self._about, "object": "chat.completion.chunk"}, {"role": "assistant"}
         try:
-            while True:
-                self._ids += tokens.ids
-                delta["content"] = "".join(map(text.add, tokens.ids))
-                delta["content"] += text.finish() if tokens.finish else ""
+            async for piece, tokens in self._read(first, events):
+                delta = {**role, "content": piece}
                 choice = self._choice({"delta": delta}, tokens.finish, tokens.ids)
                 yield _event({**fields, "choices": [choice]})
-                if tokens.finish is not None:
-                    break
-                tokens, delta = await anext(events), {}
+                role = {}
         except Exception as error:
             error = error if isinstance(error, RequestError) else _failure()
             self.status = error.status
@@ -170,6 +181,25 @@ class _Reply:
             yield _event({**fields, "choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"
         self.status = 200
+
+    async def _read(
+        self, tokens: Tokens, events: AsyncIterator[Tokens]
+    ) -> AsyncIterator[tuple[str, Tokens]]:
+        """Yields tokens and the text that they make final, up to the answer's end."""
+        text = TextStream(self._tokenizer, self._chat.stop)
+        # Otherwise nobody needs a part of the text: to decode it again and again takes long.
+        grows = self._chat.stream or self._chat.stop
+        while True:
+            self._ids += tokens.ids
+            piece = "".join(map(text.add, tokens.ids)) if grows else ""
+            if text.stopped:
+                tokens = tokens._replace(finish="stop")
+            elif tokens.finish is not None:
+                piece += text.finish() if grows else answer_text(self._tokenizer, self._ids)
+            yield piece, tokens
+            if tokens.finish is not None:
+                return
+            tokens = await anext(events)
 
     def _choice(
         self, content: dict[str, Any], finish: str | None, ids: Sequence[int]

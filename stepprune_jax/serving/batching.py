@@ -151,7 +151,7 @@ class Batcher:
                 _logger.exception("the worker failed")
                 end = error
             # Before the ends: who has an answer finds its batch counted.
-            self._metrics.observe("batch_rows", len(batch))
-            self._metrics.observe("batch_seconds", time.perf_counter() - begin)
+            self._metrics.batch_rows.observe(len(batch))
+            self._metrics.batch_seconds.observe(time.perf_counter() - begin)
             for job in batch:
                 job.put(end)

@@ -171,7 +171,7 @@ class Engine:
             "stream": True,
             "return_token_ids": True,
         }
-        return json.dumps(fields | ({"seed": chat.sampling.key} if chat.seeded else {})).encode()
+        return json.dumps({**fields, **chat.passed}).encode()
 
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:

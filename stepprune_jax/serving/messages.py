@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import json
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -22,41 +23,15 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Budget, Method, Policy, make_method
 from stepprune_jax.serving.errors import RequestError, require, shown
+from stepprune_jax.serving.fields import BODY, ENGINE, IMAGE_URL, MESSAGE, PART, read_fields
 from stepprune_jax.serving.images import Limits, read_image
-from stepprune_jax.settings import is_count, is_number
-from stepprune_jax.user_input import nearest
 
 _METHODS = 64  # that are kept, of those that requests have asked for
 _LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
 _ROLES = ("user", "assistant")
-_COUNT = (is_count, "an integer from 1")
-_FLAG = (lambda x: isinstance(x, bool), "true or false")
-_NUMBER = (is_number, "a number")
-_TEXT = (lambda x: isinstance(x, str), "a text")
-_USAGE = (
-    lambda x: (
-        isinstance(x, dict)
-        and all(k == "include_usage" and isinstance(v, bool | None) for k, v in x.items())
-    ),
-    "include_usage alone, true or false",
-)
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": _TEXT,
-    "messages": (lambda x: isinstance(x, list) and len(x) > 0, "a list of messages"),
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "seed": (lambda x: is_count(x, 0), "an integer from 0"),
-    "n": (lambda x: type(x) is int and x == 1, "1"),
-    "stream": _FLAG,
-    "stream_options": _USAGE,
-    "return_token_ids": _FLAG,
-    "pruner": _TEXT,
-    "budget": (lambda x: isinstance(x, str) or is_count(x), "a count, or a text such as 1/3"),
-    "mean_budget": _NUMBER,
-    "positions": _TEXT,
-}
+_SYSTEM = ("system", "developer")
+# What an engine gets as it was sent.
+_PASSED = ("seed", "stop", *ENGINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +63,8 @@ class Chat(NamedTuple):
         method: how visual tokens are pruned.
         sampling: how tokens are drawn.
         options: the longest answer, and how the model is run.
-        seeded: whether the request has a seed.
+        passed: fields that an engine gets as they were sent.
+        stop: texts that end the answer, and are no part of it.
         stream: whether the answer is sent piece by piece.
         usage: whether a stream ends with its usage.
         with_ids: whether the answer has its token ids, too.
@@ -98,7 +74,8 @@ class Chat(NamedTuple):
     method: Method
     sampling: Sampling
     options: RunOptions
-    seeded: bool = False
+    passed: Mapping[str, Any] = MappingProxyType({})
+    stop: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False
     with_ids: bool = False
@@ -128,6 +105,7 @@ class Reader:
         """
         self.model, self.name, self.limits = model, name, limits
         self._defaults, self._engine = defaults, engine
+        self._rules = BODY | ENGINE if engine else BODY
         self._method = functools.lru_cache(_METHODS)(self._make_method)
         self._weights = place_method(model, make_method(policy=defaults.policy)).params
         try:
@@ -151,23 +129,29 @@ class Reader:
             fields = json.loads(body, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}") from error
-        fields = _object(fields, "the body", _FIELDS)
-        for name, (fits, expected) in _FIELDS.items():
-            require(name in fields or name not in ("model", "messages"), name, f"{name} is missing")
-            message = f"{name} is {shown(fields.get(name))}, expected {expected}"
-            require(name not in fields or fits(fields[name]), name, message)
-        message = f"model is {shown(fields['model'])}, expected {self.name!r}"
-        require(fields["model"] == self.name, "model", message, 404)
+        fields = read_fields(fields, "", self._rules)
+        for name in ("model", "messages"):
+            require(name in fields, name, f"{name} is missing")
+        self.check_name(fields["model"])
         method, sampling, options = self._how(fields)
-        turns, images = self._turns(fields["messages"])
+        system, turns, images = self._turns(fields["messages"])
         try:
-            request = read_request(self.model, [turns], [images])
+            request = read_request(self.model, [turns], [images], system=system)
         except ValueError as error:
             raise RequestError(400, str(error), "messages") from error
         self._check_length(request, method)
         usage = fields.get("stream_options", {}).get("include_usage") is True
         stream, with_ids = (fields.get(x, False) for x in ("stream", "return_token_ids"))
-        return Chat(request, method, sampling, options, "seed" in fields, stream, usage, with_ids)
+        passed = {name: fields[name] for name in _PASSED if name in fields}
+        stop = fields.get("stop", ())
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        how = (method, sampling, options, passed, stop, stream, usage, with_ids)
+        return Chat(request, *how)
+
+    def check_name(self, name: str) -> None:
+        """Raises a RequestError if a model is not the one that is served."""
+        message = f"model is {shown(name)}, expected {self.name!r}"
+        require(name == self.name, "model", message, 404)
 
     def _how(self, fields: dict[str, Any]) -> tuple[Method, Sampling, RunOptions]:
         """Returns method, sampling and options, checked together."""
@@ -190,7 +174,7 @@ class Reader:
                 self._check_engine(method, options)
             check_run(self.model.config, method, sampling, options)
         except ValueError as error:
-            named = next((name for name in _FIELDS if f"{name} is " in str(error)), "pruner")
+            named = next((name for name in BODY if f"{name} is " in str(error)), "pruner")
             other = {"budget": "mean_budget", "max_tokens": "max_completion_tokens"}.get(named)
             named = other if other in fields else named
             raise RequestError(400, str(error), named) from error
@@ -228,57 +212,61 @@ class Reader:
         message += f", expected at most {limit} together"
         require(text + visual <= limit, "messages", message)
 
-    def _turns(self, messages: list[Any]) -> tuple[list[str], list[Image.Image]]:
-        """Returns the text of each message, marked if a later one has images, and all images."""
-        turns, counts, images, family = [], [], [], self.model.config.family
-        most, characters = _LONGEST_TOKEN * family.CONTEXT_LIMIT, 0
+    def _turns(self, messages: list[Any]) -> tuple[str | None, list[str], list[Image.Image]]:
+        """Returns the system's text, that of each turn, marked if a later one has images, and them.
+
+        Raises:
+            RequestError: a message is not of the role whose turn it is, or has a bad part.
+        """
+        system, turns, counts, images = None, [], [], []
+        family, characters = self.model.config.family, 0
+        most = _LONGEST_TOKEN * family.CONTEXT_LIMIT
         for number, message in enumerate(messages):
-            where, role = f"messages[{number}]", _ROLES[number % 2]
-            fields = _object(message, where, ("role", "content"))
-            problem = f"{where}.role is {shown(fields.get('role'))}, expected {role!r}: user and "
-            problem += "assistant in turn, as the model has its own system prompt"
-            require(fields.get("role") == role, "messages", problem)
-            content = fields.get("content")
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            require(isinstance(parts, list), "messages", f"{where}.content is missing")
-            texts, before = [], len(images)
-            for place, part in enumerate(parts):
-                at = f"{where}.content[{place}]"
-                part = _object(part, at, ("type", "text", "image_url"))
-                if part.get("type") == "image_url" and role == "user":
-                    at = f"{at}.image_url"
-                    few = len(images) < self.limits.images
-                    require(few, "messages", f"{at} is one more than {len(images)} images")
-                    url = _object(part.get("image_url"), at, ("url", "detail")).get("url")
-                    images.append(read_image(url, f"{at}.url", self.limits))
-                    continue
-                fits = part.get("type") == "text" and isinstance(part.get("text"), str)
-                expected = "expected a text, or an image_url of the user"
-                require(fits, "messages", f"{at} is {shown(part)}, {expected}")
-                texts.append(part["text"])
-            text, count = "\n".join(texts), len(images) - before
+            where, expected = f"messages[{number}]", _ROLES[len(turns) % 2]
+            fields = read_fields(message, where, MESSAGE)
+            role = fields.get("role")
+            problem = f"{where}.role is {shown(role)}, expected {expected!r}: user and assistant "
+            problem += "in turn, after what the system says"
+            known = role == expected or (role in _SYSTEM and not turns)
+            require(known, "messages", problem)
+            before = len(images)
+            text = self._text(fields.get("content"), where, role, images)
             characters += len(text)
             problem = f"{where} brings the text above {most} characters, more than the model reads"
             require(characters <= most, "messages", problem, 413)
             problem = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
             require(IMAGE_MARK not in text, "messages", problem)
+            if role in _SYSTEM:
+                system = text if system is None else f"{system}\n{text}"
+                continue
             turns.append(text)
-            counts.append(count)
+            counts.append(len(images) - before)
+        require(len(turns) > 0, "messages", "messages has none of the user")
         if any(counts[1:]):  # otherwise `read_request` puts the marks in front of the first text
             turns = list(map(family.place_images, turns, counts))
-        return turns, images
+        return system, turns, images
+
+    def _text(self, content: Any, where: str, role: str, images: list[Image.Image]) -> str:
+        """Returns the text of a message, and adds its images to the list."""
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        require(parts is not None, "messages", f"{where}.content is missing")
+        texts = []
+        for place, given in enumerate(parts):
+            at = f"{where}.content[{place}]"
+            part = read_fields(given, at, PART)
+            if part.get("type") == "image_url" and role == "user":
+                at = f"{at}.image_url"
+                few = len(images) < self.limits.images
+                require(few, "messages", f"{at} is one more than {len(images)} images")
+                url = read_fields(part.get("image_url"), at, IMAGE_URL).get("url")
+                images.append(read_image(url, f"{at}.url", self.limits))
+                continue
+            fits = part.get("type") == "text" and "text" in part
+            expected = "expected a text, or an image_url of the user"
+            require(fits, "messages", f"{at} is {shown(part)}, {expected}")
+            texts.append(part["text"])
+        return "\n".join(texts)
 
 
 def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-def _object(value: Any, where: str, known: Collection[str]) -> dict[str, Any]:
-    """Returns the known fields of an object; those that are null are as good as absent."""
-    field = "messages" if where.startswith("messages") else None
-    if not isinstance(value, dict):
-        raise RequestError(400, f"{where} is {shown(value)}, expected an object", field)
-    for name in value:
-        message = f"{where} has {shown(name)}, which is not supported.{nearest(name, known)}"
-        require(name in known or value[name] is None, field or name, message)
-    return {name: given for name, given in value.items() if given is not None}

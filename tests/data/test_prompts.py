@@ -23,6 +23,7 @@ def test_one_open_exchange_reads_as_the_reference():
     prompt = LLAVA.conversation([LLAVA.place_images("Is it windy?", 1)])
     assert prompt == f"{SYSTEM} USER: <image>\nIs it windy? ASSISTANT:"
     assert LLAVA.conversation(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
+    assert LLAVA.conversation(["Hello."], "Be brief.") == "Be brief. USER: Hello. ASSISTANT:"
 
 
 def test_finished_turns_end_as_the_reference_ends_them():

@@ -12,7 +12,8 @@ from small_world import stepprune
 
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.cli.generate import main
-from stepprune_jax.inference import RunOptions, generate, trace_arrays
+from stepprune_jax.inference import RunOptions, Sampling, generate, read_request, trace_arrays
+from stepprune_jax.inference.answer import answer
 from stepprune_jax.pruning import make_method
 from stepprune_jax.pruning.calibration import Calibration
 
@@ -99,6 +100,20 @@ def test_sampling_is_repeatable_from_the_command_line(files, capsys):
     asked = ("--prompt", "two?", "--temperature", 1.5, "--top_p", 0.95)
     texts = [as_json(files, capsys, *asked, "--seed", n)["token_ids"] for n in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_system_speaks_as_it_is_told_to(files, llava_model, capsys, monkeypatch):
+    request = read_request(llava_model, ["two?"], [files / "1.png"], system="be a red dog")
+    (expected,) = answer(llava_model, request, make_method("all"), Sampling(), SIX)
+    asked = ("--prompt", "two?", "--system", "be a red dog")
+    found = as_json(files, capsys, *asked)
+    assert (found["system"], found["token_ids"]) == ("be a red dog", [*expected.token_ids])
+    assert found["token_ids"] != as_json(files, capsys, "--prompt", "two?")["token_ids"]
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run(files, *asked, "--interactive") == 0
+    assert capsys.readouterr().out.startswith(f"{expected.text}\n[kept 9 of 9")
+    assert run(files, *asked[:2], "--system", "<image>") == 2
+    assert "the system's text has <image>, which the user's may" in capsys.readouterr().err
 
 
 def test_a_conversation_until_exit(files, llava_model, capsys, monkeypatch):
@@ -224,6 +239,7 @@ def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_pat
     for arguments, said in (
         ((*asked, "--max_tokens", 5), "was answered with another max_tokens; give another --out"),
         ((*asked, "--temperature", 1), "--temperature does not belong to --questions"),
+        ((*asked, "--system", "?"), "--system does not belong to --questions"),
         (("--questions", question_file), "--questions and --out are given together"),
         (("--questions", question_file, "--out", "/no/where"), "--out is '/no/where', expected"),
         (("--questions", question_file, "--out", out), "1.png"),

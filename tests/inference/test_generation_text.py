@@ -12,8 +12,8 @@ def byte(value):
     return TOKENIZER.convert_tokens_to_ids(f"<0x{value:02X}>")
 
 
-def pieces(ids):
-    stream = TextStream(TOKENIZER)
+def pieces(ids, stop=()):
+    stream = TextStream(TOKENIZER, stop)
     return [*(stream.add(token) for token in ids), stream.finish()]
 
 
@@ -48,6 +48,29 @@ def test_bytes_that_are_no_text_do_not_change_what_was_said():
     assert "".join(pieces(ids)) == answer_text(TOKENIZER, ids)
     # The word is there as ordinary text, the bytes as unknown characters.
     assert answer_text(TOKENIZER, ids).endswith("red")
+
+
+@settings(max_examples=300, deadline=None)
+@given(TOKENS, st.lists(st.sampled_from(["\n", "r", "re", "red", " red", "g d", "€", "a\n"])))
+def test_nothing_is_said_from_a_stop_on(ids, stop):
+    whole, stream = TOKENIZER.decode(ids, skip_special_tokens=True), TextStream(TOKENIZER, stop)
+    said = ""
+    for number, token in enumerate(ids):
+        said += stream.add(token)
+        if stream.stopped:
+            whole = TOKENIZER.decode(ids[: number + 1], skip_special_tokens=True)
+            assert any(text in whole for text in stop)
+            break
+    said += stream.finish()
+    assert not any(text in said for text in stop)
+    assert said == whole[: min((whole.find(x) for x in stop if x in whole), default=None)].strip()
+
+
+def test_what_may_begin_a_stop_is_held_back():
+    red, dog = TOKENIZER.convert_tokens_to_ids(["▁red", "▁dog"])
+    assert pieces([red, dog, red], ["d dog d"]) == ["re", "", "d dog re", "d"]
+    assert pieces([red, dog, red, red], ["d dog r", "dog red"]) == ["re", "", "", "", ""]
+    assert pieces([red, byte(10), dog], ["\n"]) == ["red", "", "", ""]
 
 
 def test_white_space_at_the_end_is_not_said():

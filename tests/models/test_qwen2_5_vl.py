@@ -434,6 +434,8 @@ def test_prompts_are_those_of_the_chat_template():
     silent = conversation("What?", "", "Why?")
     assert silent == start + again.removeprefix(start + "A dog.")
     assert QWEN2_5_VL.place_images("Both?", 2) == "<image><image>Both?"
+    own = start.replace("You are a helpful assistant.", "Be brief.")
+    assert QWEN2_5_VL.conversation([QWEN2_5_VL.place_images("What?", 1)], "Be brief.") == own
 
 
 @pytest.mark.parametrize("words", ["<|image_pad|>What?", "<image><image>?"])

@@ -2,5 +2,6 @@
 
 import importlib.util
 
-MISSING = [x for x in ("httpx2", "starlette", "uvicorn") if importlib.util.find_spec(x) is None]
+PACKAGES = ("httpx2", "prometheus_client", "starlette", "uvicorn")
+MISSING = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
 collect_ignore_glob = ["test_*.py", "engine/*"] if MISSING else []

@@ -60,8 +60,8 @@ def test_requests_of_one_kind_run_together_up_to_a_size(worker):
     assert ask_while_busy(worker, *chats) == [[chat.upper()] for chat in chats]
     expected = [["busy"], ["a1", "a2", "a3"], ["c1"], ["alone"], ["a4"], ["alone"]]
     assert worker.batches == expected
-    text = worker.metrics.text({"queue": 0})
-    assert "\nstepprune_batch_rows_sum 8\n" in text and "\nstepprune_batch_rows_count 6\n" in text
+    figure = worker.metrics.registry.get_sample_value
+    assert figure("stepprune_batch_rows_sum") == 8 and figure("stepprune_batch_rows_count") == 6
 
 
 def test_an_error_reaches_all_that_ran_with_it_and_nobody_else(worker, caplog):

@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 from servers import serving
 from small_world import stepprune
@@ -21,11 +23,13 @@ def test_the_flags_are_the_defaults_of_a_request(prepared, tmp_path):
 
     save_policy(stepprune(), tmp_path / "policy")
     own = ("--policy", tmp_path / "policy", "--engine", "http://127.0.0.1:9", "--name", "tiny")
-    app, host, port = prepared(*own, "--queue", 3, "--port", 81, "--image_folder", tmp_path)
-    assert (host, port) == ("127.0.0.1", 81)
+    own += ("--cors", "http://page", "*")
+    app, host, port = prepared(*own, "--queue", 3, "--port", 8081, "--image_folder", tmp_path)
+    assert (host, port) == ("127.0.0.1", 8081)
     with serving(app) as address:
         assert httpx2.get(f"{address}/v1/models").json()["data"][0]["id"] == "tiny"
-        assert httpx2.get(f"{address}/health").status_code == 503
+        found = httpx2.get(f"{address}/health", headers={"origin": "http://other"})
+        assert found.status_code == 503 and found.headers["access-control-allow-origin"] == "*"
 
 
 @pytest.mark.parametrize(
@@ -37,10 +41,24 @@ def test_the_flags_are_the_defaults_of_a_request(prepared, tmp_path):
         (("--engine_timeout", "nan"), "--engine_timeout is nan"),
         (("--budget", "3", "--mean_budget", "3"), "expected one of them"),
         (("--image_folder", "/nowhere"), "is not a folder"),
+        (("--cors", "*", "http://page:3000/"), "--cors is 'http://page:3000/', expected http://H"),
+        (("--cors", "page"), "--cors is 'page', expected http://HOST:PORT without a path, or *"),
+        (("--host", "host.invalid"), "--host host.invalid --port 8080: "),
     ],
     ids=str,
 )
 def test_a_bad_flag_is_one_line(prepared, arguments, words):
     with pytest.raises(ValueError, match=words) as caught:
         prepared(*arguments)
+    assert is_user_error(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_port_in_use_is_found_before_the_model_is_loaded(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as taken:
+        port = taken.getsockname()[1]
+        where = ("--host", host, "--port", str(port), "--model", "/nowhere")
+        with pytest.raises(ValueError, match=f"--port {port}: Address already in use") as caught:
+            serve.prepare(where)
     assert is_user_error(caught.value)

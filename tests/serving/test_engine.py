@@ -132,6 +132,45 @@ def test_a_stream_has_the_same_answer_and_its_usage(client):
     assert chunks[-1].usage == whole.usage and not chunks[-1].choices
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_ends_the_answer_and_is_passed_on(client, fake, stream):
+    whole = ask_one(client).choices[0].message.content
+    stop = whole[1]
+    found = ask_one(client, stop=[stop], stream=stream, presence_penalty=0.5, user="Ada")
+    if stream:
+        choices = [chunk.choices[0] for chunk in found]
+        said, last = "".join(x.delta.content for x in choices), choices[-1]
+        assert len(choices) < 4 and not [x for x in choices[:-1] if x.finish_reason]
+    else:
+        (last,) = found.choices
+        said = last.message.content
+        assert found.usage.completion_tokens == len(last.token_ids) < 4
+    assert said == whole[0] and last.finish_reason == "stop"
+    sent = fake.seen[-1]
+    assert (sent["stop"], sent["presence_penalty"]) == ([stop], 0.5) and "user" not in sent
+    until(lambda: fake.running == 0)
+
+
+def test_the_model_is_listed_and_found_by_its_name(address, client):
+    (listed,) = client.models.list().data
+    assert client.models.retrieve("tiny") == listed
+    with pytest.raises(openai.NotFoundError, match="model is 'a/b', expected 'tiny'"):
+        client.models.retrieve("a/b")
+
+
+def test_pages_of_a_given_origin_alone_may_ask(llava_model, address):
+    page, other = {"origin": "http://page:3000"}, {"origin": "http://other"}
+    before = {"access-control-request-method": "POST"}
+    before["access-control-request-headers"] = "authorization,content-type"
+    chats, allowed = "/v1/chat/completions", "access-control-allow-origin"
+    assert allowed not in httpx2.get(f"{address}/v1/models", headers=page).headers
+    with front_before("http://x", llava_model, origins=["http://page:3000"]) as asked:
+        assert httpx2.options(asked + chats, headers=page | before).status_code == 200
+        assert httpx2.options(asked + chats, headers=other | before).status_code == 400
+        refused = httpx2.post(asked + chats, headers=page, content=b"{}")
+        assert refused.status_code == 400 and refused.headers[allowed] == page["origin"]
+
+
 @pytest.mark.parametrize(
     ("mode", "status", "words"),
     [

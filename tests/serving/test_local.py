@@ -51,6 +51,22 @@ def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
         assert choice.finish_reason == ("stop" if stopped else "length")
 
 
+def test_a_stop_ends_an_answer_alone_and_in_a_batch(client, llava_model):
+    asked = [("red dog?", [noise(1)], 8), ("two", [], 8)]
+    whole = [ask(client, *one).choices[0] for one in asked]
+    stop = whole[0].message.content[len(whole[0].message.content) // 2 :][:2]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda one: ask(client, *one, stop=stop).choices[0], asked))
+    for choice, full in zip(found, whole, strict=True):
+        said = full.message.content
+        assert choice.message.content == said[: said.find(stop) if stop in said else None].strip()
+        assert choice.finish_reason == ("stop" if stop in said else full.finish_reason)
+    assert len(found[0].token_ids) < len(whole[0].token_ids)
+    chunks = [chunk.choices[0] for chunk in ask(client, *asked[0], stop=stop, stream=True)]
+    assert "".join(x.delta.content for x in chunks) == found[0].message.content
+    assert chunks[-1].finish_reason == "stop" and len(chunks) == len(found[0].token_ids)
+
+
 def test_a_method_that_cuts_inside_and_a_seed(client):
     how = {"pruner": "sparsevlm", "budget": 3, "temperature": 1.5}
     images = [noise(1)]

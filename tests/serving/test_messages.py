@@ -48,7 +48,8 @@ def test_a_request_is_read_as_generate_reads_its_prompt(plain, llava_model):
     assert found.request.ids == expected.ids
     assert found.request.question_ids == expected.question_ids
     np.testing.assert_array_equal(found.request.images.pixels, expected.images.pixels)
-    assert (found.options.max_tokens, found.sampling[:3], found.seeded) == (7, (3, 0.5, 0.9), True)
+    assert (found.options.max_tokens, found.sampling[:3]) == (7, (3, 0.5, 0.9))
+    assert found.passed == {"seed": 3}
     assert found.method.pruner.budget.kind == "own" and not found.stream
 
 
@@ -67,7 +68,7 @@ def test_what_a_request_does_not_say_is_as_the_server_was_told(llava_model):
 
 def test_without_a_seed_draws_differ(plain):
     keys = {read(plain, temperature=1).sampling.key for _ in range(4)}
-    assert len(keys) > 1 and not read(plain, temperature=1).seeded
+    assert len(keys) > 1 and not read(plain, temperature=1).passed
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,6 @@ TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
         ({"max_tokens": 10**9}, 400, "max_tokens", "max_tokens is 1000000000, expected"),
         ({"temperature": -1}, 400, "temperature", "temperature is -1, expected a number >= 0"),
         ({"temperature": "hot"}, 400, "temperature", "temperature is 'hot', expected a number"),
-        ({"n": 2}, 400, "n", "n is 2, expected 1"),
         ({"budget": 400}, 400, "budget", "budget is 400, expected at most"),
         ({"budget": 2, "mean_budget": 2}, 400, "budget", "expected one of them"),
         ({"stream_options": {"include_usage": 3}}, 400, "stream_options", "include_usage alone"),
@@ -111,7 +111,7 @@ TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
         ({"pruner": "gird"}, 400, "pruner", "Did you mean grid?"),
         ({"pruner": "autoselect", "budget": 3}, 400, "pruner", "needs a policy"),
         ({"messages": ["?"]}, 400, "messages", "messages[0] is '?', expected an object"),
-        ({"messages": [{"role": "system", "content": "?"}]}, 400, "messages", "own system prompt"),
+        ({"messages": [{"role": "system", "content": "?"}]}, 400, "messages", "none of the user"),
         ({"messages": [{"role": "user"}]}, 400, "messages", "messages[0].content is missing"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "messages", "question is empty"),
         ({"messages": [user("a <image>")]}, 400, "messages", "stands for an image"),
@@ -138,6 +138,151 @@ TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
 def test_what_does_not_fit_is_refused_by_name(plain, changes, status, field, words):
     found = refused(plain, **changes)
     assert found[:2] == (status, field) and words in found[2], found
+
+
+# What clients send that asks for nothing: OpenAI's, LangChain, LiteLLM, LibreChat, Open WebUI.
+HARMLESS = [
+    {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}},
+    {"logprobs": False, "top_logprobs": 0, "min_p": 0.0, "top_k": -1},
+    {"logprobs": False, "top_logprobs": None, "audio": None, "prediction": None},
+    {"stop": []},
+    {"stop": None, "tools": None, "tool_choice": None, "stream_options": None},
+    {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+    {"tool_choice": "none", "functions": [], "function_call": "none"},
+    {"response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"},
+    {"user": "65f2", "metadata": {"chat": "1"}, "store": False, "service_tier": "auto"},
+    {"safety_identifier": "a", "prompt_cache_key": "b", "prompt_cache_retention": "24h"},
+    {"reasoning_effort": "low", "service_tier": "default", "prompt_cache_options": {}},
+    {"stream_options": {"include_usage": False, "include_obfuscation": False}},
+]
+
+
+@pytest.mark.parametrize("fields", HARMLESS, ids=str)
+def test_fields_that_ask_for_nothing_change_nothing(plain, fields):
+    plain_chat, found = read(plain), read(plain, **fields)
+    assert found.request.ids == plain_chat.request.ids and found.method is plain_chat.method
+    assert (found.sampling, found.options) == (plain_chat.sampling, plain_chat.options)
+    assert (found.stop, found.stream, found.usage) == ((), False, False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("n", 2, "n is 2, expected 1"),
+        ("n", True, "n is True, expected 1"),
+        ("frequency_penalty", 0.5, "frequency_penalty is 0.5, expected 0 without an engine"),
+        ("logit_bias", {"7": 9}, "logit_bias is {'7': 9}, expected {}"),
+        ("logprobs", True, "logprobs is True, expected false"),
+        ("logprobs", 0, "logprobs is 0, expected false"),
+        ("top_k", 5, "top_k is 5, expected 0 or -1"),
+        ("tools", [{}], "tools is [{}], expected []"),
+        ("tool_choice", "required", 'tool_choice is \'required\', expected "none" or "auto"'),
+        (
+            "response_format",
+            {"type": "json_object"},
+            "response_format is {'type': 'json_object'}, expected {\"type\": \"text\"}",
+        ),
+        ("modalities", ["audio"], "modalities is ['audio'], expected [\"text\"]"),
+        ("store", True, "store is True, expected false"),
+        ("user", 3, "user is 3, expected a text"),
+        ("prediction", {}, "the body has 'prediction', which is not supported."),
+        ("web_search_options", {}, "the body has 'web_search_options', which is not supported."),
+        ("stop", "", "stop is '', expected up to four texts of 1 to 256 characters"),
+        ("stop", [*"abcde"], "stop is ['a', 'b', 'c', 'd', 'e'], expected up to four texts"),
+        ("stop", [3], "stop is [3], expected up to four texts of 1 to 256 characters"),
+        (
+            "stream_options",
+            {"include_obfuscation": True},
+            "stream_options is {'include_obfuscation': True}, expected include_usage alone",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_answer_is_refused_in_a_line(plain, field, value, line):
+    status, named, found = refused(plain, **{field: value})
+    assert (status, named) == (400, field) and found.startswith(line)
+
+
+def test_messages_come_back_as_clients_keep_them(plain):
+    asked = user("red dog?", noise(1))
+    asked["content"][1]["image_url"]["detail"] = "low"
+    asked["content"][0] |= {"cache_control": {"type": "ephemeral"}, "image_url": None}
+    said = {"role": "assistant", "content": "yes", "refusal": None, "audio": None}
+    said |= {"annotations": [], "tool_calls": [], "function_call": None, "name": "tiny"}
+    said |= {"provider_specific_fields": {"refusal": None}, "reasoning_content": "a dog ..."}
+    again = {"role": "user", "content": "and this?", "name": "Ada"}
+    plainly = [user("red dog?", noise(1)), {"role": "assistant", "content": "yes"}]
+    expected = read(plain, messages=[*plainly, user("and this?")]).request.ids
+    assert read(plain, messages=[asked, said, again]).request.ids == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ({"tool_calls": [1]}, "messages[1].tool_calls is [1], expected []"),
+        ({"refusal": "no"}, "messages[1] has 'refusal', which is not supported."),
+        ({"role": "tool"}, "messages[1].role is 'tool', expected 'assistant': user and assistant"),
+        ({"role": "system"}, "messages[1].role is 'system', expected 'assistant'"),
+        ({"content": 3}, "messages[1].content is 3, expected a text, or a list of parts"),
+        ({"content": [{"type": "text"}]}, "messages[1].content[0] is {'type': 'text'}, expected"),
+    ],
+    ids=str,
+)
+def test_what_a_message_may_not_have_is_named(plain, message, line):
+    said = {"role": "assistant", "content": "yes"} | message
+    found = refused(plain, messages=[user("two"), said, user("dog?")])
+    assert found[:2] == (400, "messages") and found[2].startswith(line)
+
+
+def test_an_image_detail_that_nobody_knows_is_named(plain):
+    asked = user("dog?", noise(1))
+    asked["content"][1]["image_url"]["detail"] = "best"
+    line = 'messages[0].content[1].image_url.detail is \'best\', expected "auto" or "low"'
+    assert refused(plain, messages=[asked])[2].startswith(line)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_the_system_speaks_in_the_place_of_the_template(plain, llava_model, qwen_model, role):
+    spoken = [{"role": role, "content": "be a red dog"}, user("two", noise(1))]
+    for model, front in ((llava_model, plain), (qwen_model, reader(qwen_model))):
+        found = read(front, messages=spoken).request
+        expected = read_request(model, ["two"], [noise(1)], system="be a red dog")
+        assert (found.ids, found.question_ids) == (expected.ids, expected.question_ids)
+        usual = read_request(model, ["two"], [noise(1)])
+        assert found.ids != usual.ids and found.question_ids == usual.question_ids
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    several = [{"role": role, "content": parts}, {"role": "system", "content": "c"}, user("two")]
+    expected = read_request(llava_model, ["two"], system="a\nb\nc").ids
+    assert read(plain, messages=several).request.ids == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "words"),
+    [
+        ("a <image>", 400, "messages[0] has <image> in its text"),
+        ("\ud800", 400, "not UTF-8 text"),
+        ("a" * 70_000, 413, "messages[0] brings the text above 65536 characters"),
+        ("red " * 3000, 400, "expected at most 2048 together"),
+        (user("?", noise(1))["content"], 400, "an image_url of the user"),
+        (None, 400, "messages[0].content is missing"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_the_system_may_not_say(plain, content, status, words):
+    found = refused(plain, messages=[{"role": "system", "content": content}, user("two")])
+    assert found[:2] == (status, "messages") and words in found[2]
+
+
+def test_a_system_text_with_a_placeholder_is_refused(qwen_model):
+    spoken = [{"role": "system", "content": "a <|image_pad|>"}, user("two")]
+    assert "the prompt has <|image_pad|>" in refused(reader(qwen_model), messages=spoken)[2]
+    with pytest.raises(ValueError, match="the system's text has <image>"):
+        read_request(qwen_model, ["two"], system="<image>")
+
+
+@pytest.mark.parametrize(("stop", "texts"), [("dog", ("dog",)), (["a", "b"], ("a", "b"))])
+def test_texts_that_end_the_answer(plain, stop, texts):
+    assert read(plain, stop=stop).stop == texts
 
 
 @pytest.mark.parametrize("body", [b"[1]", b"\xff", b'{"n": NaN}', b"[" * 100_000])
@@ -184,5 +329,9 @@ def test_an_engine_is_not_asked_for_what_it_cannot_do(llava_model):
     assert (status, field) == (400, "pruner") and "inside the language model" in words
     status, field, words = refused(front, positions="original")
     assert (status, field) == (400, "positions") and "expected 'compact'" in words
+    asked = {"frequency_penalty": 0.5, "logit_bias": {"7": -9}, "top_k": 4, "stop": "dog"}
+    assert read(front, **asked).passed == asked
+    assert refused(front, top_k=-2)[2].startswith("top_k is -2, expected an integer from 1, or 0")
+    assert refused(front, logprobs=True)[2] == "logprobs is True, expected false"
     with pytest.raises(ValueError, match="positions is 'own', expected 'compact'"):
         reader(llava_model, engine=True)

@@ -124,13 +124,13 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def front_before(engine, model, most=256, limits=None, batching=None, **defaults):
+def front_before(engine, model, most=256, limits=None, batching=None, origins=(), **defaults):
     """Serves a model before an engine, and yields the address."""
     metrics = Metrics()
     defaults = Defaults(positions="compact", **defaults)
     reader = Reader(model, "tiny", defaults, limits or Limits(), engine=True)
     backend = Engine(model, engine, metrics, **(batching or {}))
-    with serving(Front(reader, backend, metrics, most).app()) as address:
+    with serving(Front(reader, backend, metrics, most).app(origins)) as address:
         yield address
 
 

@@ -178,9 +178,9 @@ class Llava(Family):
     ) -> Int[np.ndarray, "i 2"]:
         return np.tile(np.array(config.grid, np.int32), (len(pixels), 1))
 
-    def conversation(self, turns: Sequence[str | None]) -> str:
+    def conversation(self, turns: Sequence[str | None], system: str | None = None) -> str:
         turns = list(turns) + [None] * (len(turns) % 2)
-        text = _SYSTEM + " "
+        text = (_SYSTEM if system is None else system) + " "
         for number, message in enumerate(turns):
             role, end = _ROLES[number % 2], _ENDS[number % 2]
             text += f"{role}: {message}{end}" if message else f"{role}:"

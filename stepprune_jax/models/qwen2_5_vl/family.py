@@ -102,13 +102,15 @@ class Qwen25VL(Family):
     def padded_tokens(self, config: QwenConfig, pixels: Patches) -> int:
         return pixels.values.shape[1] // config.vision.unit
 
-    def conversation(self, turns: Sequence[str | None]) -> str:
+    def conversation(self, turns: Sequence[str | None], system: str | None = None) -> str:
         # A closed last turn ends with its end token, without a newline after it.
         turns = list(turns) + [None] * (len(turns) % 2)
-        text = f"{_START}system\n{_SYSTEM}{_END}"
-        for number, message in enumerate(turns):
+        system = _SYSTEM if system is None else system
+        for message in (system, *turns):
             for token, reason in _PLACEHOLDERS.items():
                 check((token not in (message or ""), f"the prompt has {token}, {reason}"))
+        text = f"{_START}system\n{system}{_END}"
+        for number, message in enumerate(turns):
             end = _END if message or number + 1 < len(turns) else ""
             message = (message or "").replace(IMAGE_MARK, _IMAGE)
             text += f"\n{_START}{_ROLES[number % 2]}\n{message}{end}"
