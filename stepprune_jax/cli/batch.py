@@ -98,7 +98,7 @@ def _answer(
     options: RunOptions,
     batching: Batching,
 ) -> list[JsonObject]:
-    """Answers some questions, whose numbers are the seeds of what is drawn."""
+    """Answers some questions, by number."""
     size, pruner = batching.batch_size, method.pruner
     encoded = encode_questions(
         model,

@@ -62,7 +62,8 @@ def draw_batch(config: ModelConfig, size: int, text: int) -> Batch:
     number = np.arange(size, dtype=np.int32)
     full = np.full(size, text, np.int32)
     prompts = Prompts(ids, full + 1, words, full, number[:, None], number)
-    return Batch(prompts, read_images(config, pixels))
+    parts = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], pixels) for row in range(size)]
+    return Batch(prompts, read_images(config, parts))
 
 
 def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:

@@ -135,7 +135,7 @@ def _no_images(model: VLM) -> Images:
     shape = (1, model.config.max_image_tokens, model.config.feature_width)
     features = np.zeros(shape, jax.tree.leaves(model.params)[0].dtype)
     grid, sizes = np.ones((1, 2), np.int32), np.full(1, shape[1], np.int32)
-    return Images(grid, sizes, features=features, taps={})
+    return Images(grid, sizes, np.zeros(1, np.uint32), features=features, taps={})
 
 
 @user_input()

@@ -1,16 +1,19 @@
 """Types of a batch on its way from prompts and images to answers."""
 
 import dataclasses
+import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.images import Pixels
+from stepprune_jax.models.images import Pixels, join_images
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.models.vlm import Halted
 from stepprune_jax.pruning import Kept, LayerCut, Pruner, Trained
@@ -25,7 +28,7 @@ class Prompts(NamedTuple):
         words: [q, w] ids of the user's words, for pruners that read them.
         num_words: [q] number of these.
         image_of: [q, j] row of each of its images in the `Images`; -1 for none.
-        number: [q] number of each prompt in its set, for random draws.
+        number: [q] number of each prompt in its set, by which messages name it.
     """
 
     ids: Int[np.ndarray, "q l"]
@@ -51,6 +54,7 @@ class Images(NamedTuple):
     Attributes:
         grid: [i, 2] rows and columns of the patches; on the host.
         sizes: [i] tokens of each image; on the host.
+        seed: [i] uint32 checksum of each image's pixels, for random draws; on the host.
         pixels: [i, ...] result of the family's preprocessing; None after the tower.
         features: [i, n, d] visual tokens, on the host or on devices; a smaller image's are a prefix
             of its row. None before the tower.
@@ -59,15 +63,20 @@ class Images(NamedTuple):
 
     grid: Int[np.ndarray, "i 2"]
     sizes: Int[np.ndarray, "i"]
+    seed: UInt32[np.ndarray, "i"]
     pixels: Pixels | None = None
     features: Float[Array, "i n d"] | None = None
     taps: dict[Tap, Array] | None = None
 
 
-def read_images(config: ModelConfig, pixels: Pixels) -> Images:
-    """Builds `Images` from the result of the family's preprocessing."""
+def read_images(config: ModelConfig, parts: Sequence[Pixels]) -> Images:
+    """Builds `Images` from the results of the family's preprocessing, one for each image."""
+    pixels = join_images(parts)
     grid = np.asarray(config.family.grids(config, pixels), np.int32)
-    return Images(grid, np.asarray(config.family.num_tokens(config, grid), np.int32), pixels)
+    sizes = np.asarray(config.family.num_tokens(config, grid), np.int32)
+    # Of each image before it is padded to the others.
+    checks = [zlib.crc32(b"".join(map(bytes, jax.tree.leaves(part)))) for part in parts]
+    return Images(grid, sizes, np.array(checks, np.uint32), pixels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +131,8 @@ class Pairs(NamedTuple):
     size: Int[Array, "r"] | None  # tokens of its image; None where all have n
     words: Int[Array, "r w"]
     num_words: Int[Array, "r"]
-    number: Int[Array, "r"]  # seed of its random draws
+    number: Int[Array, "r"]  # of its prompt
+    seed: UInt32[Array, "r"]  # of its random draws
     count: Int[Array, "r"]  # tokens to keep if known, otherwise all
 
 

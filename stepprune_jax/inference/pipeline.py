@@ -11,6 +11,7 @@ Shapes are padded to buckets, so that the number of compiled programs is bounded
 
 import dataclasses
 import warnings
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -276,20 +277,20 @@ class _Rows(NamedTuple):
 
     image: Int[np.ndarray, "r"]  # row in the images
     prompt: Int[np.ndarray, "r"]  # row of the batch
-    place: Int[np.ndarray, "r"]  # number of the image in its prompt
     slot: Int[np.ndarray, "b j"]  # pair of each image of each prompt
     shown: Bool[np.ndarray, "b j"]  # True = image
 
 
 def _pair_up(image_of: Int[np.ndarray, "b j"]) -> _Rows:
     b, j = image_of.shape
-    prompt, place_of = np.nonzero(image_of >= 0)
+    shown = image_of >= 0
+    prompt, place = np.nonzero(shown)
     count = len(prompt)
-    slot, shown = np.zeros((b, j), np.int32), np.zeros((b, j), bool)
-    slot[prompt, place_of], shown[prompt, place_of] = np.arange(count), True
-    image = image_of[prompt, place_of]
+    slot = np.zeros((b, j), np.int32)
+    slot[prompt, place] = np.arange(count)
+    image = image_of[prompt, place]
     rows = _padded_rows(count, b)
-    return _Rows(*(x[rows].astype(np.int32) for x in (image, prompt, place_of)), slot, shown)
+    return _Rows(*(x[rows].astype(np.int32) for x in (image, prompt)), slot, shown)
 
 
 def _padded_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
@@ -309,7 +310,10 @@ def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> Pair
     """Places a pruner's inputs on the model's devices."""
     rows, mesh = _pair_up(prompts.image_of), mesh_of(model.params)
     image, n = rows.image, _padded_tokens(model.config, images)
-    sizes, grid = images.sizes[image], images.grid[image]
+    sizes, grid, seed = images.sizes[image], images.grid[image], images.seed[image]
+    said = zip(prompts.words[rows.prompt], prompts.num_words[rows.prompt], seed, strict=True)
+    # Continued by the question, so that neither place nor batch changes what is drawn for a row.
+    seed = np.array([zlib.crc32(ids[:count], check) for ids, count, check in said], np.uint32)
     if images.features is None:
         used, image = np.unique(image, return_inverse=True)
         used = used[_padded_rows(len(used), len(prompts.length))]
@@ -334,8 +338,8 @@ def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> Pair
                 sizes if (sizes < n).any() else None,
                 words[rows.prompt],
                 num_words[rows.prompt],
-                # Each image of a prompt has its own draws; the first has those of its number.
-                prompts.number[rows.prompt] + (rows.place << 24),
+                prompts.number[rows.prompt],
+                seed,
                 exact_counts(pruner, sizes),
             ),
         ),

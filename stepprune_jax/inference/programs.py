@@ -54,6 +54,7 @@ def see(params: Params, config: ModelConfig, pairs: Pairs, *, plan: Plan) -> Vie
             text=decoder.embed(params["language"], pairs.words),
             text_valid=jnp.arange(pairs.words.shape[1]) < pairs.num_words[:, None],
             number=pairs.number,
+            seed=pairs.seed,
             count=pairs.count,
             taps=tuple(tap[pairs.image] for tap in pairs.taps),
         ),

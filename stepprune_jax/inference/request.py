@@ -37,7 +37,6 @@ class Request(NamedTuple):
         images: the distinct images, before the tower; None if there are none.
         image_of: for each prompt, the row in `images` of each of its images.
         seconds: time taken to read it.
-        number: number of each prompt in its set, for random draws; None for their order.
     """
 
     ids: tuple[tuple[int, ...], ...]
@@ -45,7 +44,6 @@ class Request(NamedTuple):
     images: Images | None
     image_of: tuple[tuple[int, ...], ...]
     seconds: float = 0.0
-    number: tuple[int, ...] | None = None
 
     def prompts(self) -> Prompts:
         """Returns the prompts as arrays, padded to buckets."""
@@ -56,15 +54,13 @@ class Request(NamedTuple):
         image_of = np.full((b, j), -1, np.int32)
         for row, numbers in enumerate(self.image_of):
             image_of[row, : len(numbers)] = numbers
-        number = np.asarray(range(b) if self.number is None else self.number, np.int32)
-        return Prompts(*pad_batch(self.ids), *words, image_of, number)
+        return Prompts(*pad_batch(self.ids), *words, image_of, np.arange(b, dtype=np.int32))
 
 
 def join_requests(requests: Sequence[Request]) -> Request:
-    """Joins requests to one, in whose answers nothing changes: each keeps its own draws."""
-    ids, questions, image_of, images, number, first = [], [], [], [], [], 0
+    """Joins requests to one, in which what is kept of each image stays the same."""
+    ids, questions, image_of, images, first = [], [], [], [], 0
     for request in requests:
-        number += request.number or range(len(request.ids))
         ids += request.ids
         questions += request.question_ids
         image_of += [tuple(first + row for row in rows) for rows in request.image_of]
@@ -74,9 +70,9 @@ def join_requests(requests: Sequence[Request]) -> Request:
     joined = None
     if images:
         pixels = join_images([part.pixels for part in images])
-        grid, sizes = (np.concatenate([part[field] for part in images]) for field in (0, 1))
-        joined = Images(grid, sizes, pixels)
-    return Request(*map(tuple, (ids, questions)), joined, tuple(image_of), number=tuple(number))
+        known = (np.concatenate([part[field] for part in images]) for field in range(3))
+        joined = Images(*known, pixels)
+    return Request(*map(tuple, (ids, questions)), joined, tuple(image_of))
 
 
 def read_request(
@@ -143,7 +139,7 @@ def read_request(
                 opened = open_image(image)
                 pixels.append(config.family.preprocess(config, model.image_settings, [opened]))
         image_of.append(tuple(places[_identity(image)] for image in row))
-    seen = read_images(config, join_images(pixels)) if pixels else None
+    seen = read_images(config, pixels) if pixels else None
     seconds = time.perf_counter() - begin
     return Request(tuple(ids), tuple(questions), seen, tuple(image_of), seconds)
 

@@ -154,7 +154,7 @@ def answer_questions(
         alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]
         for place in [place for place in alike if len(wanted[place].images) > 1]:
             alike.remove(place)
-            text = _answer_alone(answerer, place, wanted[place], longest)
+            text = _answer_alone(answerer, wanted[place], longest)
             texts[place], done = cut_at(text, wanted[place].until), done + 1
             report(done)
         size = chunk_size(answerer.model, answerer.batch_size)
@@ -178,10 +178,9 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
     return BenchmarkQuestion(number, wanted.text, wanted.text, image)
 
 
-def _answer_alone(answerer: Answerer, number: int, wanted: Wanted, longest: int) -> str:
+def _answer_alone(answerer: Answerer, wanted: Wanted, longest: int) -> str:
     """Answers a question about several images as the others, but in a batch of its own."""
     request = read_request(answerer.model, [wanted.text], [wanted.images])
-    request = request._replace(number=(number,))
     options = dataclasses.replace(answerer.options, max_tokens=longest, warm_up=False)
     sampling = Sampling(repetition_penalty=1.0)
     return answer(answerer.model, request, answerer.method, sampling, options)[0].text

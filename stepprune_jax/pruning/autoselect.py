@@ -249,6 +249,7 @@ class AutoSelect(TrainedMethod):
     name = "autoselect"
     label = "AutoSelect-like"
     config_type: ClassVar[type | None] = AutoSelectConfig
+    version: ClassVar[int] = 2
     settings: ClassVar[str] = "autoselect"
 
     def __post_init__(self):

@@ -10,9 +10,10 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
@@ -37,7 +38,8 @@ class View(NamedTuple):
         grid: [r, 2] int32 rows and columns of the image's patches.
         text: [r, l, e] word embeddings of the user's turns.
         text_valid: [r, l] True = word.
-        number: [r] int32 number of the row in its set, the seed of its random draws.
+        number: [r] int32 number of its prompt in its set.
+        seed: [r] uint32 checksum of image and question, the seed of its random draws.
         count: [r] int32 tokens to keep, where the budget is exact.
         taps: intermediates of the tower, in the order of `Pruner.taps`.
     """
@@ -48,8 +50,14 @@ class View(NamedTuple):
     text: Float[Array, "r l e"]
     text_valid: Bool[Array, "r l"]
     number: Int[Array, "r"]
+    seed: UInt32[Array, "r"]
     count: Int[Array, "r"]
     taps: tuple[Array, ...] = ()
+
+    def keys(self, seed: int) -> Key[Array, "r"]:
+        """Returns a PRNG key for each row, of `seed` and of what the row shows."""
+        key = jax.random.key(seed, impl="threefry2x32")
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, self.seed)
 
 
 class Kept(NamedTuple):

@@ -42,6 +42,7 @@ class StepPrune(TrainedMethod):
     budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "own")
     has_stop: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig
+    version: ClassVar[int] = 2
 
     def __post_init__(self):
         super().__post_init__()
@@ -177,6 +178,6 @@ class StepPrune(TrainedMethod):
         """Chooses the tokens of a view."""
         exact = self.budget.is_exact
         limits = Limits(budget=view.count if exact else None, group=self.group)
-        how = (limits, 0.0 if exact else params.stop_bias, self.keys(view))
+        how = (limits, 0.0 if exact else params.stop_bias, view.keys(self.seed))
         picks = self.choose(params.weights, self.inputs(params, view), *how)
         return from_picks(view.tokens, picks, capacity)

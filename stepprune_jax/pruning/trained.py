@@ -179,11 +179,7 @@ class TrainedMethod(Learned, Ranker):
 
     def rank(self, params: Trained, view: View, steps: int) -> Ranking:
         """Orders the tokens of a view."""
-        return self.order(params.weights, self.inputs(params, view), steps, self.keys(view))
-
-    def keys(self, view: View) -> Array:
-        """Returns a key for each row, of the seed and the row's number in its set."""
-        return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(self.seed), view.number)
+        return self.order(params.weights, self.inputs(params, view), steps, view.keys(self.seed))
 
     def inputs(self, params: Trained, view: View) -> Inputs:
         """Returns what the method sees of a view."""

@@ -65,7 +65,7 @@ def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
         rows = np.arange(row_bucket(count))
         rows = np.where(rows < count, rows, 0)
         pixels = jax.tree.map(lambda part: part[rows], images.pixels)
-        images = Images(images.grid[rows], images.sizes[rows], pixels)
+        images = Images(*(part[rows] for part in images[:3]), pixels)
         taps = method.pruner.taps(model.config)
         images = pipeline.encode(model, images, taps, options.execution)
     batch = pipeline.prepare(model, method, prompts, images, options)

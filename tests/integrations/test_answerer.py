@@ -1,6 +1,7 @@
 """Answers to another program's questions, without that program."""
 
-import jax
+import dataclasses
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -65,7 +66,7 @@ def test_answers_are_those_of_generate(llava_folder, policy):
 
 
 @pytest.mark.slow
-def test_the_draw_of_a_question_depends_on_its_number_alone(llava_folder, monkeypatch):
+def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatch):
     asked = [Wanted("?", image, 1) for image in images() if image]
     answers, answer_all = [], module.answer_all
 
@@ -77,11 +78,17 @@ def test_the_draw_of_a_question_depends_on_its_number_alone(llava_folder, monkey
     settings = Settings(
         pretrained=llava_folder, method="random", budget="1/3", dtype="float32", seed=5
     )
-    answer_questions(load_answerer(settings), asked)
+    answerer = load_answerer(settings)
+    answer_questions(answerer, asked)
     assert len(answers) == 2  # chunks of two
-    kept = [order.tolist() for part in answers for order in part.order]
-    drawn = jax.random.uniform(jax.random.key(5), (3, 9))
-    assert kept == np.sort(np.argsort(drawn)[:, :3]).tolist()
+    answer_questions(answerer, asked[::-1])
+    there, back = (
+        [order.tolist() for part in parts for order in part.order]
+        for parts in (answers[:2], answers[2:])
+    )
+    assert there == back[::-1] and len({*map(tuple, there)}) == 2  # one image is shown twice
+    answer_questions(load_answerer(dataclasses.replace(settings, seed=6)), asked)
+    assert answers[4].order[0].tolist() != there[0]
 
 
 def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, monkeypatch):
@@ -122,7 +129,7 @@ def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_fold
         assert text == said.text.strip() and said.kept == 2 * len(shown)
 
 
-def test_draws_about_several_images_depend_on_the_number_of_the_question(llava_folder, monkeypatch):
+def test_the_images_of_a_question_have_draws_of_their_own(llava_folder, monkeypatch):
     settings = Settings(pretrained=llava_folder, dtype="float32", method="random", budget=4)
     (first, _, second, _), kept, answer = images(), [], module.answer
 
@@ -132,7 +139,7 @@ def test_draws_about_several_images_depend_on_the_number_of_the_question(llava_f
 
     monkeypatch.setattr(module, "answer", watch)
     answer_questions(load_answerer(settings), [Wanted("?", first + second, 1)] * 2)
-    assert kept[0] != kept[1]
+    assert kept[0] == kept[1] and kept[0][0] != kept[0][1]
 
 
 def test_answers_end_where_they_are_told_to():

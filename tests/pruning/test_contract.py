@@ -296,24 +296,24 @@ def made_view(pruner, config, grids):
         "hidden": np.concatenate([np.ones((r, 1, 32), np.float32), tokens], axis=1),
     }
     taps = [made[tap.kind] for tap in pruner.taps(config)]
-    words, number = np.arange(4) < 1 + np.arange(r)[:, None] % 4, np.int32(7 + np.arange(r))
+    words, seed = np.arange(4) < 1 + np.arange(r)[:, None] % 4, np.uint32(7 + np.arange(r))
     padded = {} if valid.all() else {"valid": valid}
     text = {"text": random.standard_normal((r, 4, 48), np.float32), "text_valid": words}
-    return view(tokens, *taps, count=count, grid=np.int32(grids), number=number, **text, **padded)
+    return view(tokens, *taps, count=count, grid=np.int32(grids), seed=seed, **text, **padded)
 
 
 def batch_of(model, pruner, shown):
     """Prompts and images behind the tower, of which a pruner is shown such a view but for text."""
     r, sizes = len(shown.tokens), _sizes(shown).astype(np.int32)
-    number, one = np.asarray(shown.number), np.ones(r, np.int32)
-    words = (37 * number[:, None] + np.array([3, 14, 25, 36], np.int32)) % 100
+    seed, one = np.asarray(shown.seed), np.ones(r, np.int32)
+    words = (37 * seed[:, None].astype(np.int32) + np.array([3, 14, 25, 36], np.int32)) % 100
     num_words = np.asarray(shown.text_valid.sum(1, dtype=jnp.int32))
     image_of = np.arange(r, dtype=np.int32)[:, None]
     ids = np.full((r, 1), vlm.IMAGE_TOKEN, np.int32)
     taps = dict(zip(pruner.taps(model.config), map(np.asarray, shown.taps), strict=True))
     tokens = np.asarray(shown.tokens)
-    images = Images(np.asarray(shown.grid), sizes, features=tokens, taps=taps)
-    return Prompts(ids, one, words, num_words, image_of, number), images
+    images = Images(np.asarray(shown.grid), sizes, seed, features=tokens, taps=taps)
+    return Prompts(ids, one, words, num_words, image_of, image_of[:, 0]), images
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -24,6 +24,7 @@ def view(tokens, *taps, count, **others):
         text=jnp.zeros((r, 1, 2)),
         text_valid=jnp.zeros((r, 1), bool),
         number=jnp.zeros(r, jnp.int32),
+        seed=jnp.zeros(r, jnp.uint32),
         count=jnp.broadcast_to(jnp.asarray(count, jnp.int32), (r,)),
         taps=tuple(map(jnp.asarray, taps)),
     )

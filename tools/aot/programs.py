@@ -168,10 +168,10 @@ class Programs:
 
     def _pairs(self, rows: int) -> Pairs:
         """Returns pairs with images after the tower."""
-        row = _shape((rows,))
+        row, seed = _shape((rows,)), _shape((rows,), jnp.uint32)
         words, features = _shape((rows, self._bucket.text)), self._features(rows)
         grid = _shape((rows, 2))
-        return self._by_rows(Pairs(features, (), row, grid, None, words, row, row, row))
+        return self._by_rows(Pairs(features, (), row, grid, None, words, row, row, seed, row))
 
     def _texts(self, rows: int, cuts: int = 0) -> Texts:
         """Returns questions with an image each."""

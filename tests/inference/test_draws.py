@@ -1,0 +1,90 @@
+"""What is drawn for a question: the same wherever it is asked, and other tokens for other rows."""
+
+import io
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+from small_world import WIDTHS, drawn
+
+from stepprune_jax import PolicyConfig
+from stepprune_jax.benchmarks.questions import BenchmarkQuestion
+from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.inference import RunOptions, generate, pipeline, read_request
+from stepprune_jax.pruning import AutoSelectConfig, make_method
+from stepprune_jax.pruning.registry import method_of
+
+TWO = RunOptions(max_tokens=2, warm_up=False)
+PROMPTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")
+FAMILIES = ("llava_model", "qwen_model")
+METHODS = {
+    "own": lambda model, seed: make_method("stepprune", "own", **of(model, seed)),
+    "exact": lambda model, seed: make_method("stepprune", 3, **of(model, seed)),
+    "scorer": lambda model, seed: make_method("autoselect", 3, **of(model, seed, AutoSelectConfig)),
+    "random": lambda model, seed: make_method("random", 3, options={"seed": seed}),
+}
+
+
+def of(model, seed, kind=PolicyConfig):
+    config = kind(**WIDTHS | {"feature_width": model.config.feature_width})
+    weights = drawn(method_of(config).specs(), 1)
+    params = jax.tree.map(lambda x: x / 4, weights)  # so that draws differ
+    return {"policy": Policy(params, config, None), "options": {"seed": seed}}
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    return request.getfixturevalue(request.param)
+
+
+def picture(number, side=48):
+    random = np.random.default_rng(number)
+    return Image.fromarray(random.integers(0, 256, (32, side, 3), np.uint8))
+
+
+PICTURES = [picture(0), picture(1, 32), picture(2)]
+ASKED = [(prompt, image) for prompt in PROMPTS for image in PICTURES]
+
+
+def kept(model, asked, method):
+    prompts, images = zip(*asked, strict=True)
+    answers = generate(model, prompts, images, method, options=TWO)
+    return [answer.kept_indices[0] for answer in answers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_neither_place_nor_batch_changes_what_is_drawn(model, name):
+    method = METHODS[name](model, 0)
+    together = kept(model, ASKED, method)
+    assert [kept(model, [row], method)[0] for row in ASKED] == together
+    twice = [ASKED[5], ASKED[2], ASKED[5], ASKED[5]]
+    assert kept(model, twice, method) == [together[i] for i in (5, 2, 5, 5)]
+    assert kept(model, ASKED, METHODS[name](model, 1)) != together
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_seed_of_a_row_is_that_of_its_image_and_question(name, request):
+    model = request.getfixturevalue(name)
+    out = io.BytesIO()
+    PICTURES[0].save(out, "PNG")
+    pruner = METHODS["random"](model, 0).pruner
+
+    def seeds(prompts, images):
+        return np.asarray(pipeline.see(model, pruner, prompts, images).seed).tolist()
+
+    def of_request(*asked):
+        asked = read_request(model, *asked)
+        return seeds(asked.prompts(), pipeline.encode(model, asked.images))
+
+    own, other, same, *_ = of_request(["red", "dog", "red"], [*PICTURES[:1] * 2, out.getvalue()])
+    assert own == same != other
+    # Beside a larger image and a longer question, and in an evaluation.
+    images = [picture(5, 96), None, PICTURES[:2]]
+    wide, first, second, *_ = of_request([PROMPTS[3], "a", "red"], images)
+    assert first == own and len({wide, first, second}) == 3
+    asked = [BenchmarkQuestion(n, text, text, out.getvalue()) for n, text in enumerate(PROMPTS)]
+    encoded = encode_questions(model, asked, batch_size=4, numbers=[7, 5, 6, 9])
+    assert seeds(encoded.prompts, encoded.images)[1] == own
