@@ -83,6 +83,8 @@ def read_request(
     model: VLM,
     prompts: Sequence[Prompt],
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
+    *,
+    as_shown: bool = True,
 ) -> Request:
     """Checks and prepares prompts and images, without touching the model's weights.
 
@@ -92,6 +94,8 @@ def read_request(
             mark the places of images; without it they come first.
         images: for each prompt its images: paths, bytes of files or Pillow images; one alone needs
             no list. The same path, bytes or object is read and encoded once.
+        as_shown: images are turned by their EXIF orientation and get a white ground; without it
+            they are read as stored, see `data.images.open_image`.
 
     Returns:
         The request.
@@ -133,7 +137,7 @@ def read_request(
                 continue
             places[_identity(image)] = len(pixels)
             with naming(_name(image, place, number, turns[-1])):
-                opened = open_image(image)
+                opened = open_image(image, as_shown=as_shown)
                 pixels.append(config.family.preprocess(config, model.image_settings, [opened]))
         image_of.append(tuple(places[_identity(image)] for image in row))
     seen = read_images(config, join_images(pixels)) if pixels else None
