@@ -7,6 +7,7 @@ garbage less often: with the modules of two frameworks loaded, that alone took a
 time.
 """
 
+import ctypes
 import gc
 import importlib.util
 import os
@@ -29,6 +30,8 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 gc.set_threshold(50_000, 20, 50)
+
+MOST_BYTES = 3 << 29  # between two modules, the largest of which adds 1 GB
 
 # A deadline measures how busy the machine is, and so does the check on the time of drawing inputs.
 # The suite draws the same inputs each time, for a change fails by its own fault; `make fuzz` looks
@@ -69,16 +72,21 @@ def pytest_runtest_setup():
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs():
-    """Drops compiled programs when Linux's 65,530 memory maps of a process come near.
+    """Drops compiled programs when a process has 1.5 GB, or half of Linux's 65,530 memory maps.
 
-    Each program takes some, with jax 0.11 more than with 0.10.
+    Programs of a whole suite take 5 GB, while few are used by several modules. Each takes some
+    maps, with jax 0.11 more than with 0.10.
     """
     yield
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.is_file() and maps.read_bytes().count(b"\n") > 30_000:
+    maps, pages = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/self/statm")
+    if not maps.is_file():
+        return
+    resident = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if resident > MOST_BYTES or maps.read_bytes().count(b"\n") > 30_000:
         import jax  # after the flags above
 
         jax.clear_caches()
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise the process keeps what is free
 
 
 @pytest.fixture(scope="module")

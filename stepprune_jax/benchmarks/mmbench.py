@@ -107,18 +107,24 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
 def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQuestion]:
     """Reads the questions of a file, rotations included, with the images in its rows.
 
-    Each has its hint, if there is one, and its options up to the first that is empty. The
-    instruction, a request for a letter, is added to the message but not to the recorded prompt.
+    An image that is a number is that of the row with this index, as in VLMEvalKit. Each question
+    has its hint, if there is one, and its options up to the first that is empty. The instruction, a
+    request for a letter, is added to the message but not to the recorded prompt.
     """
-    for row in read_rows(path):
+    rows = list(read_rows(path))
+    images_of = {str(int(row["index"])): row.get("image") or "" for row in rows}
+    for row in rows:
         options = list(itertools.takewhile(_has_text, (row.get(letter) for letter in _ASKED)))
+        cell = row.get("image") or ""
+        cell = images_of.get(cell, "") if cell.isdecimal() else cell
         try:
-            image = base64.b64decode(row.get("image") or "", validate=True)
+            image = b"" if cell.isdecimal() else base64.b64decode(cell, validate=True)
         except ValueError:
             image = b""
         if not (image and _has_text(row["question"])):
             raise ValueError(
-                f"{path}: index {row['index']}: expected a question, and an image in base64"
+                f"{path}: index {row['index']}: expected a question, and an image in base64 or the "
+                "index of a row with one"
             )
         hint = row.get("hint")
         letters = list(_ASKED[: len(options)])

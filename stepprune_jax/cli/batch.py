@@ -107,6 +107,7 @@ def _answer(
         taps=pruner.taps(model.config),
         execution=options.execution,
         numbers=[*questions],
+        as_shown=True,
     )
     encoded = cut_prompts(encoded, options.context_limit or model.config.family.CONTEXT_LIMIT)
     prompts, images = encoded.prompts, encoded.images

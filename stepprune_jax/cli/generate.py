@@ -198,7 +198,7 @@ def _read(given: argparse.Namespace) -> _Run:
         folder = given.image_folder
         todo = unanswered(given.out, read_questions(given.questions, folder), folder, about)
     again = given.interactive or given.overlay is not None
-    images = [open_image(path) for path in given.image] if again else []
+    images = [open_image(path, as_shown=True) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
     nothing = given.questions is not None and not todo
     params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)

@@ -16,7 +16,7 @@ import numpy as np
 
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.data.image_files import OUTSIDE, ImageFolder, existing_image
-from stepprune_jax.data.images import MAX_ASPECT, open_image
+from stepprune_jax.data.images import MAX_ASPECT, is_shown_otherwise, open_image
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.llava import (
     Question,
@@ -108,12 +108,16 @@ def _whole(name: str, kind: str, read: Callable[[], Sequence[object]]) -> Checke
 
 def _decoded(root: Path, paths: Iterable[Path]) -> Checked:
     """Decodes the images of a folder."""
+    turned: set[Path] = set()
 
     def size_or_fault(path: Path) -> tuple[int, int] | str:
         try:
-            return open_image(path).size
+            size = open_image(path).size
         except (OSError, ValueError) as error:
             return str(error)
+        if is_shown_otherwise(path):
+            turned.add(path)
+        return size
 
     paths = list(paths)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -124,6 +128,11 @@ def _decoded(root: Path, paths: Iterable[Path]) -> Checked:
         "to 1"
         for path, size in zip(paths, found, strict=True)
         if not isinstance(size, str) and max(size) > MAX_ASPECT * min(size)
+    ]
+    notes += [
+        f"{path} is read as stored by training and evaluation, but turned or on a white ground by "
+        "stepprune-generate: save it as it is shown"
+        for path in sorted(turned)
     ]
     outside = ImageFolder(root).check([str(path.relative_to(root)) for path in paths]) == OUTSIDE
     notes += [

@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 # Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
 STRIP_PIXELS = 1 << 24
@@ -15,14 +15,30 @@ _STRIP_ROWS = 256
 LONGEST_SIDE = 32_767
 # Largest ratio of the longer side to the shorter one that Qwen2.5-VL takes.
 MAX_ASPECT = 200
+# What undoes the orientations of EXIF.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
-def open_image(source: str | Path | bytes | Image.Image) -> Image.Image:
+def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = False) -> Image.Image:
     """Opens an image, a file or the bytes of one, and converts it to RGB.
 
-    Alpha is dropped (not blended), palettes are resolved, CMYK is converted by Pillow, 16-bit grey
-    keeps its upper eight bits, 32-bit grey is refused, as its range is not known, an animation
-    gives its first frame. The EXIF orientation is not applied, as in the reference programs.
+    Palettes are resolved, CMYK is converted by Pillow, 16-bit grey keeps its upper eight bits,
+    32-bit grey is refused, as its range is not known, an animation gives its first frame.
+
+    Args:
+        source: a file, the bytes of one, or a Pillow image.
+        as_shown: turns the image by its EXIF orientation and blends it with a white ground, as a
+            viewer, vLLM and Qwen's own reader do. Answers to users need that. Without it both
+            orientation and alpha are ignored, as by the programs that LLaVA is trained and
+            evaluated with.
     """
     if not isinstance(source, (str, Path, bytes, Image.Image)):
         raise TypeError(f"expected a path, bytes or a Pillow image, got {type(source).__name__}")
@@ -39,9 +55,9 @@ def open_image(source: str | Path | bytes | Image.Image) -> Image.Image:
             # Pillow warns above 89 Mpixel and raises above 179; large is fine, a bomb is not.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             if isinstance(source, Image.Image):
-                return _to_rgb(source)
+                return _to_rgb(source, as_shown)
             with Image.open(source) as image:
-                return _to_rgb(image)
+                return _to_rgb(image, as_shown)
     except Exception as error:  # Pillow's decoders may raise any kind
         raise ValueError(f"{name} {_problem(error)}") from error
 
@@ -69,7 +85,27 @@ def _problem(error: Exception) -> str:
     )
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def is_shown_otherwise(path: str | Path) -> bool:
+    """Returns whether an image file's two readings differ: it is turned, or transparent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        opened = Image.open(path)
+    with opened as image:
+        if _orientation(image) not in _TURNS and not image.has_transparency_data:
+            return False
+    stored, shown = (open_image(path, as_shown=wanted) for wanted in (False, True))
+    return stored.size != shown.size or stored.tobytes() != shown.tobytes()
+
+
+def _orientation(image: Image.Image) -> object:
+    """Returns the EXIF orientation, None if there is none or the block is damaged."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # Pillow's parsers may raise any kind
+        return None
+
+
+def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
     """Decodes and converts to RGB."""
     if not 1 <= min(image.size) <= max(image.size) <= LONGEST_SIDE:
         raise _RefusedError(
@@ -77,16 +113,26 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         )
     if image.mode in ("I", "F"):
         raise _RefusedError("has 32-bit grey values, expected 8 or 16 bits a channel: convert it")
-    image.load()
+    image.load()  # which turns a TIFF
+    turn = _TURNS.get(_orientation(image)) if as_shown else None
     if image.mode.startswith("I;16"):
         # Pillow would clip at 255 and turn nearly every 16-bit image white.
         order = ">u2" if image.mode.endswith("B") else "<u2"
         values = np.frombuffer(image.tobytes(), order).reshape(image.height, image.width)
-        image = Image.fromarray((values >> 8).astype(np.uint8))
-    if image.mode == "P" and "transparency" in image.info:
+        clear = as_shown and values == image.info.get("transparency")
+        image = Image.fromarray(np.where(clear, 255, values >> 8).astype(np.uint8))
+    if as_shown and image.has_transparency_data:
+        ink = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = Image.new("RGB", ink.size, "white")
+        image.paste(ink, mask=ink)
+    elif image.mode == "P" and "transparency" in image.info:
         # The same colours as a direct conversion, without Pillow's warning on byte transparency.
         image = image.convert("RGBA")
-    return image if image.mode == "RGB" else image.convert("RGB")
+    image = image if image.mode == "RGB" else image.convert("RGB")
+    if turn is not None:
+        image = image.transpose(turn)
+        image.info = {}  # by which it would be turned again
+    return image
 
 
 def pad_to_square(

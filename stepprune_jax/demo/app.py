@@ -29,7 +29,7 @@ def build(
         )
         with gr.Row():
             with gr.Column():
-                image = gr.Image(shown, type="pil", label="image", height=320)
+                image = gr.Image(shown, type="pil", image_mode=None, label="image", height=320)
                 question = gr.Textbox(asked, label="question")
                 method = gr.Dropdown(list(choices), value=next(iter(choices)), label="method")
                 mode = gr.Radio(first.modes, value=first.modes[0], label="tokens to keep")

@@ -81,7 +81,7 @@ def compare(model: VLM, method: Method, image: Image.Image, question: str) -> Co
     A program of new shapes is compiled and run once before it is timed, so times are those of warm
     programs. A question or a request that method or model do not support is a ValueError.
     """
-    image = open_image(image)
+    image = open_image(image, as_shown=True)
     if not question.strip():  # which `generate` accepts beside an image
         raise ValueError("the question is empty")
     (full,) = generate(model, [question], [image], options=OPTIONS)

@@ -72,11 +72,14 @@ def encode_questions(
     execution: Execution = Execution(),
     tower: bool = True,
     numbers: Sequence[int] | None = None,
+    as_shown: bool = False,
 ) -> Encoded:
     """Reads every distinct image once, runs the tower over it, and tokenises every question.
 
     Without `tower`, images remain pixels: if each is used once, a batch is answered by fewer
     programs. `numbers` are those of the questions in their whole set, by default 0, 1, 2, ...
+    Images are read as stored, which is the protocol of LLaVA's programs, unless they are to be read
+    `as_shown`: see `data.images.open_image`.
     """
     asked: dict[Path | bytes | None, list[int]] = {}
     for row, question in enumerate(questions):
@@ -89,7 +92,7 @@ def encode_questions(
     for first in range(0, len(places), batch_size):
         rows = [row for image in list(asked)[first : first + batch_size] for row in asked[image]]
         asked_here = [questions[row] for row in rows]
-        request, taken = timed(functools.partial(_request, model, asked_here))
+        request, taken = timed(functools.partial(_request, model, asked_here, as_shown))
         images, count = request.images, len(request.images.sizes)
         if tower:
             run = functools.partial(_run_tower, model, images, batch_size, taps, execution)
@@ -139,9 +142,12 @@ def _no_images(model: VLM) -> Images:
 
 
 @user_input()
-def _request(model: VLM, questions: Sequence[Question | BenchmarkQuestion]) -> Request:
-    """Reads ids and pixels; an image that is shown twice is read once."""
-    return read_request(model, [q.text for q in questions], [q.image for q in questions])
+def _request(
+    model: VLM, questions: Sequence[Question | BenchmarkQuestion], as_shown: bool = False
+) -> Request:
+    """Reads ids and pixels; an image that is used twice is read once."""
+    texts, images = [q.text for q in questions], [q.image for q in questions]
+    return read_request(model, texts, images, as_shown=as_shown)
 
 
 def _fill(

@@ -79,7 +79,9 @@ def read_request(
     model: VLM,
     prompts: Sequence[Prompt],
     images: Sequence[Sequence[ImageLike] | ImageLike | None] | None = None,
+    *,
     system: str | None = None,
+    as_shown: bool = True,
 ) -> Request:
     """Checks and prepares prompts and images, without touching the model's weights.
 
@@ -90,6 +92,8 @@ def read_request(
         images: for each prompt its images: paths, bytes of files or Pillow images; one alone needs
             no list. The same path, bytes or object is read and encoded once.
         system: what the system says in each prompt; None for the words of the model's template.
+        as_shown: images are turned by their EXIF orientation and get a white ground; without it
+            they are read as stored, see `data.images.open_image`.
 
     Returns:
         The request.
@@ -136,7 +140,7 @@ def read_request(
                 continue
             places[_identity(image)] = len(pixels)
             with naming(_name(image, place, number, turns[-1])):
-                opened = open_image(image)
+                opened = open_image(image, as_shown=as_shown)
                 pixels.append(config.family.preprocess(config, model.image_settings, [opened]))
         image_of.append(tuple(places[_identity(image)] for image in row))
     seen = read_images(config, pixels) if pixels else None

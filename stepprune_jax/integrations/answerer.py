@@ -180,7 +180,7 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
 
 def _answer_alone(answerer: Answerer, wanted: Wanted, longest: int) -> str:
     """Answers a question about several images as the others, but in a batch of its own."""
-    request = read_request(answerer.model, [wanted.text], [wanted.images])
+    request = read_request(answerer.model, [wanted.text], [wanted.images], as_shown=False)
     options = dataclasses.replace(answerer.options, max_tokens=longest, warm_up=False)
     sampling = Sampling(repetition_penalty=1.0)
     return answer(answerer.model, request, answerer.method, sampling, options)[0].text

@@ -43,7 +43,7 @@ def read_image(url: object, where: str, limits: Limits) -> Image.Image:
         limits: what it may cost.
 
     Returns:
-        The image in RGB.
+        The image in RGB, as a viewer shows it.
 
     Raises:
         RequestError: another URL, or an image that is damaged or too large.
@@ -71,7 +71,7 @@ def read_image(url: object, where: str, limits: Limits) -> Image.Image:
         raise RequestError(400, message, "messages") from error
     require(fits, "messages", f"{where} has more than {limits.pixels} pixels", 413)
     try:
-        return open_image(image)
+        return open_image(image, as_shown=True)
     except ValueError as error:
         problem = str(error).removeprefix(repr(image))
         raise RequestError(400, f"{where}{problem}", "messages") from error

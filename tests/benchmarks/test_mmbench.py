@@ -114,6 +114,17 @@ def test_cells_are_read_as_by_pandas(tmp_path):
     assert len(found["image"]) == 300_000
 
 
+def test_a_row_may_name_the_row_that_has_its_image(tmp_path):
+    rows = [row(8, "xy", "A", image=1234), row(1234, "xy", "A"), row(9, "xy", "A", image="1234")]
+    questions = BENCHMARKS["mmbench"].read_questions
+    write_rows(tmp_path / "mmbench" / DEV, rows)
+    assert [question.image for question in questions(tmp_path)] == [b"\xff\xd8\xff"] * 3
+    for place in (5, 8):  # the index of no row, and that of one without an image of its own
+        write_rows(tmp_path / "mmbench" / DEV, [*rows, row(7, "xy", "A", image=place)])
+        with pytest.raises(ValueError, match=rf"{DEV}: index 7: .* or the index of a row with one"):
+            questions(tmp_path)
+
+
 def test_a_question_counts_if_all_its_rotations_are_right(root):
     found = score(root, write(root, RIGHT))
     assert (found.headline, found.parts["letter_only"]) == (100, 100)

@@ -2,7 +2,7 @@
 
 import json
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 from experiments.shapes import write_world
 from stepprune_jax.data.check import check_folder, main
@@ -41,6 +41,23 @@ def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys
     assert len(out.splitlines()) == 4 + 6 and r"gone \x1b[31m.png" in out
     (folder / "train.json").write_text("{}")
     assert "expected a JSON list" in check_folder(folder)[0].faults[0]
+
+
+def test_images_that_only_answers_read_as_they_are_shown_are_listed(tmp_path, capsys):
+    folder = write_world(tmp_path / "w", seed=0, train=4, validation=0, test=0)
+    turned, clear, opaque, plain = sorted((folder / "images").iterdir())
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.open(turned).save(turned, exif=exif)
+    exif[ExifTags.Base.Orientation] = 1
+    Image.open(plain).save(plain, exif=exif)
+    Image.new("RGBA", (4, 4)).save(clear)
+    Image.new("RGBA", (4, 4), "red").save(opaque)
+    assert main([str(folder)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "images: 4 images decoded, 2 not for all runs" in said
+    assert [x for x in said if "as stored" in x] == [*said[-2:]]
+    assert turned.name in said[-2] and clear.name in said[-1]
 
 
 def test_no_file_is_passed_over(tmp_path, capsys):

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
+from visual import as_a_phone_stores
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy
 from stepprune_jax.demo.compare import BY_ITSELF, EXACTLY, ON_AVERAGE, compare, list_choices
@@ -41,7 +42,7 @@ def test_what_a_model_can_be_pruned_by(choices):
 
 def test_both_answers_and_what_was_kept(llava_model, choices):
     method = choices["mine"].method(EXACTLY, 3)
-    shown = compare(llava_model, method, IMAGE.convert("RGBA"), "red dog?")
+    shown = compare(llava_model, method, as_a_phone_stores(IMAGE.convert("RGBA")), "red dog?")
     assert (shown.full.kept, shown.pruned.kept) == (9, 3) and shown.pruned.ttft_ms > 0
     # Patches of 160 pixels; below their marks, the kept ones are as they are and others darker.
     seen = seen_patches(llava_model, IMAGE, (3, 3), []).image

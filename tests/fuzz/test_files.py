@@ -267,5 +267,5 @@ def test_images(folder, kind, mode, data):
     Image.linear_gradient("L").resize((12, 9)).convert(mode).save(path, kind)
     path.write_bytes(data.draw(damaged(path.read_bytes())))
     with one_line(path):
-        image = open_image(path)
+        image = open_image(path, as_shown=data.draw(st.booleans()))
         assert image.mode == "RGB" and max(image.size) <= LONGEST_SIDE

@@ -17,8 +17,10 @@ from generation_reference import (
     reference_answer,
     request,
 )
+from PIL import Image
 from small_world import stepprune
 from torch_pruning import pruned_answer
+from visual import as_a_phone_stores
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints.load import load_vlm
@@ -181,6 +183,18 @@ def test_an_image_that_is_shown_twice_is_encoded_once(model):
     read, again = out.getvalue(), bytes(bytearray(out.getvalue()))
     asked = read_request(model, ["a", "b"], [read, again])
     assert asked.images.pixels.shape[0] == 1 and asked.image_of == ((0,), (0,))
+
+
+def test_an_image_is_read_as_it_is_shown_or_as_it_is_stored(model, tmp_path):
+    upright, path = random_image(1), tmp_path / "1.png"
+    stored = as_a_phone_stores(upright)
+    stored.save(path, exif=stored.getexif())
+    for image in (stored, path, path.read_bytes()):
+        for as_shown, expected in ((True, upright), (False, np.asarray(stored))):
+            found = read_request(model, ["a"], [image], as_shown=as_shown).images.pixels
+            plain = read_request(model, ["a"], [Image.fromarray(np.asarray(expected))])
+            np.testing.assert_array_equal(found, plain.images.pixels)
+    assert read_request(model, ["a"], [path]).images.pixels.any()
 
 
 def test_logits_that_are_not_finite_are_an_error(model):

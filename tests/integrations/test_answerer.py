@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from small_world import stepprune
 
 from stepprune_jax.checkpoints.load import load_vlm
@@ -101,7 +101,9 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
 
     monkeypatch.setattr(module, "answer_all", note)
     first, _, second, _ = images()
-    answer_questions(answerer, [Wanted("?", image, 1) for image in (first, first, first, second)])
+    stored = first[0].copy()  # the evaluator's own programs ignore its orientation
+    stored.getexif()[ExifTags.Base.Orientation] = 6
+    answer_questions(answerer, [Wanted("?", x, 1) for x in (first, (stored,), first, second)])
     shared, apart = seen
     assert shared.pixels is None and len(shared.sizes) == 1
     assert apart.features is None and len(apart.sizes) == 2
@@ -131,15 +133,19 @@ def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_fold
 
 def test_the_images_of_a_question_have_draws_of_their_own(llava_folder, monkeypatch):
     settings = Settings(pretrained=llava_folder, dtype="float32", method="random", budget=4)
-    (first, _, second, _), kept, answer = images(), [], module.answer
+    (first, _, second, _), kept, seen, answer = images(), [], [], module.answer
+    stored = first[0].copy()
+    stored.getexif()[ExifTags.Base.Orientation] = 6
 
-    def watch(*arguments):
-        kept.append(answer(*arguments)[0].kept_indices)
-        return answer(*arguments)
+    def watch(model, request, *arguments):
+        seen.append(request.images.pixels)
+        kept.append(answer(model, request, *arguments)[0].kept_indices)
+        return answer(model, request, *arguments)
 
     monkeypatch.setattr(module, "answer", watch)
-    answer_questions(load_answerer(settings), [Wanted("?", first + second, 1)] * 2)
-    assert kept[0] == kept[1] and kept[0][0] != kept[0][1]
+    asked = [Wanted("?", x + second, 1) for x in (first, (stored,))]
+    answer_questions(load_answerer(settings), asked)
+    assert kept[0] == kept[1] and kept[0][0] != kept[0][1] and np.array_equal(*seen)
 
 
 def test_answers_end_where_they_are_told_to():

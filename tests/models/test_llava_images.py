@@ -1,10 +1,12 @@
+import io
 import json
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
 from transformers import AutoImageProcessor
+from transformers.image_utils import load_image
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from visual import preprocess_clip
 
@@ -82,6 +84,92 @@ def test_sixteen_bit_grey_keeps_its_upper_bits(mode, kind):
     image = Image.frombytes(mode, (3, 2), values.tobytes())
     expected = np.repeat((values >> 8)[..., None], 3, axis=2)
     np.testing.assert_array_equal(np.asarray(open_image(image)), expected)
+
+
+# A number at each corner of a picture of 3 x 2 pixels, and where a viewer shows the corners.
+CORNERS = np.array([[10, 0, 20], [30, 0, 40]], np.uint8)
+TURNED = {
+    1: [[10, 20], [30, 40]],
+    2: [[20, 10], [40, 30]],
+    3: [[40, 30], [20, 10]],
+    4: [[30, 40], [10, 20]],
+    5: [[10, 30], [20, 40]],
+    6: [[30, 10], [40, 20]],
+    7: [[40, 20], [30, 10]],
+    8: [[20, 40], [10, 30]],
+    9: [[10, 20], [30, 40]],  # no orientation
+}
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", TURNED)
+def test_a_photograph_is_turned_as_a_viewer_shows_it(orientation, kind):
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(CORNERS).save(
+        file, kind, exif=exif, **{"lossless": True} if kind == "WEBP" else {}
+    )
+    shown = open_image(file.getvalue(), as_shown=True)
+    assert (
+        np.asarray(shown)[:: shown.height - 1, :: shown.width - 1, 0].tolist()
+        == TURNED[orientation]
+    )
+    assert np.asarray(shown).tolist() == np.asarray(load_image(Image.open(file))).tolist()
+    # Nothing is turned twice, and a picture that is at hand as one that is a file.
+    assert np.array_equal(open_image(shown, as_shown=True), shown)
+    assert np.array_equal(open_image(Image.open(file), as_shown=True), shown)
+    if kind != "TIFF":  # which Pillow itself turns
+        assert np.array_equal(np.asarray(open_image(file.getvalue()))[..., 0], CORNERS)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+@pytest.mark.parametrize("block", [b"", b"?" * 40, b"MM\0*\0\0\0\x08\0\x09\x01\x12\0\x03\0"])
+def test_damaged_exif_turns_nothing(block):
+    file = io.BytesIO()
+    Image.fromarray(CORNERS).save(file, "PNG", exif=b"Exif\0\0" + block)
+    assert np.array_equal(np.asarray(open_image(file.getvalue(), as_shown=True))[..., 0], CORNERS)
+
+
+def test_a_transparent_ground_is_white_where_it_is_shown():
+    ink = Image.new("RGBA", (3, 1), (0, 0, 0, 0))
+    ink.putpixel((1, 0), (0, 0, 0, 255))
+    ink.putpixel((2, 0), (200, 0, 100, 128))
+    assert np.asarray(open_image(ink)).tolist() == [[[0] * 3, [0] * 3, [200, 0, 100]]]
+    expected = [[[255] * 3, [0] * 3, [227, 127, 177]]]
+    assert np.asarray(open_image(ink, as_shown=True)).tolist() == expected
+    palette = ink.quantize(3)
+    for image in (ink.convert("LA"), ink.convert("PA"), ink.convert("RGBa"), palette):
+        shown = np.asarray(open_image(image, as_shown=True))
+        assert (shown[0, :2] == [[255], [0]]).all(), image.mode
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "I;16"])
+def test_one_transparent_colour_is_white_where_it_is_shown(mode, tmp_path):
+    """PNG's tRNS and GIF's index, on black and a lighter point."""
+    image = Image.new(mode, (2, 1))
+    image.putpixel((1, 0), {"RGB": (0, 90, 0), "I;16": 90 << 8}.get(mode, 1))
+    if mode == "P":
+        image.putpalette([0, 0, 0, 0, 90, 0])
+        image.save(tmp_path / "1.gif", transparency=0)
+    image.save(tmp_path / "1.png", transparency=(0, 0, 0) if mode == "RGB" else 0)
+    for path in tmp_path.iterdir():
+        stored, shown = (np.asarray(open_image(path, as_shown=x)) for x in (False, True))
+        assert (stored[0, 0] == 0).all() and (shown[0, 0] == 255).all(), path
+        assert np.array_equal(stored[0, 1], shown[0, 1]) and stored[0, 1].any(), path
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_an_animation_gives_its_first_frame(kind):
+    frames, file = [Image.new("RGB", (2, 2), (shade,) * 3) for shade in (0, 255)], io.BytesIO()
+    frames[0].save(file, kind, save_all=True, append_images=frames[1:], duration=50)
+    assert Image.open(file).n_frames == 2
+    assert not np.asarray(open_image(file.getvalue(), as_shown=True)).any()
+
+
+def test_a_photograph_of_print_is_not_inverted():
+    file = io.BytesIO()
+    Image.new("CMYK", (8, 8), (0, 0, 0, 0)).save(file, "JPEG")
+    assert np.asarray(open_image(file.getvalue())).min() > 250  # no ink
 
 
 def test_a_decompression_bomb_is_refused_and_explained(tmp_path, monkeypatch):

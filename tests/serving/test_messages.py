@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from servers import data_url, user
 from small_world import stepprune
-from visual import noise
+from visual import as_a_phone_stores, noise
 
 from stepprune_jax.inference import read_request
 from stepprune_jax.serving.errors import RequestError
@@ -51,6 +51,17 @@ def test_a_request_is_read_as_generate_reads_its_prompt(plain, llava_model):
     assert (found.options.max_tokens, found.sampling[:3]) == (7, (3, 0.5, 0.9))
     assert found.passed == {"seed": 3}
     assert found.method.pruner.budget.kind == "own" and not found.stream
+
+
+def test_images_are_read_as_they_are_shown(plain):
+    upright, file = noise(1, (30, 20)), io.BytesIO()
+    stored = as_a_phone_stores(upright)
+    stored.save(file, "PNG", exif=stored.getexif())
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    clear, white = Image.new("RGBA", (20, 30)), Image.new("RGB", (20, 30), "white")
+    for given, shown in ((url, upright), (clear, white)):
+        found, expected = (read(plain, messages=[user("?", x)]) for x in (given, shown))
+        np.testing.assert_array_equal(found.request.images.pixels, expected.request.images.pixels)
 
 
 @pytest.mark.parametrize("shown", [0, 1, 2])

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.images import ImageSettings, normalise, resize
@@ -11,6 +11,13 @@ from stepprune_jax.models.llava.images import ImageSettings, normalise, resize
 def noise(seed, size=(24, 24)):
     """An image of random pixels, of so many rows and columns."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
+
+
+def as_a_phone_stores(image):
+    """The image on its side, with the EXIF orientation by which a viewer turns it back."""
+    stored = image.transpose(Image.Transpose.ROTATE_90)
+    stored.getexif()[ExifTags.Base.Orientation] = 6
+    return stored
 
 
 def preprocess_clip(image, settings=ImageSettings()):  # noqa: B008  it is frozen
