@@ -7,8 +7,9 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.data.json_files import identity, read_json_lines, words
+from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
 from stepprune_jax.data.llava import read_questions
+from stepprune_jax.user_input import check
 
 QUESTIONS = "test.jsonl"
 ANSWERS = "test_answers.jsonl"
@@ -45,31 +46,42 @@ def score(root: str | Path, answers: str | Path) -> Score:
         FileNotFoundError: a file is missing.
         ValueError: a malformed file, or no answer to any of the questions.
     """
-    truths, warnings = _read_truths(Path(root)), []
-    kept = latest(read_answers(answers), truths, warnings)
-    right = {name: name in kept and is_right(kept[name].text, truths[name]) for name in truths}
-    kinds: dict[str, list[bool]] = {}
-    for where, row in read_json_lines(layout.file(Path(root) / QUESTIONS, _SOURCE)):
-        name = identity(row, "question_id", where)
+    questions, truths, warnings = _by_id(Path(root) / QUESTIONS), _read_truths(Path(root)), []
+    kinds: dict[str, list[str]] = {}
+    for name, (where, row) in questions.items():
         kind = words(row, "category", where) if "category" in row else "default"
-        if name not in right:
-            raise ValueError(f"{where}: no answer to question {name!r} in {ANSWERS}")
-        kinds.setdefault(kind, []).append(right[name])
+        check((name in truths, f"{where}: no answer to question {name!r} in {ANSWERS}"))
+        kinds.setdefault(kind, []).append(name)
+    if others := len(truths.keys() - questions.keys()):
+        warnings.append(f"{others:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
+    kept = latest(read_answers(answers), questions, warnings)
+    right = {name: name in kept and is_right(kept[name].text, truths[name]) for name in questions}
     parts = {
-        "category": {kind: mean_percent(kinds[kind]) for kind in sorted(kinds)},
-        "questions": len(truths),
+        "category": {
+            kind: mean_percent(right[name] for name in kinds[kind]) for kind in sorted(kinds)
+        },
+        "questions": len(questions),
         "answered": len(kept),
     }
     return Score(100 * (sum(right.values()) / len(right)), parts, warnings)
 
 
+def _by_id(path: Path) -> dict[str, Record]:
+    """Reads the objects of a file by the id of their question, which none shares."""
+    records: dict[str, Record] = {}
+    for record in read_json_lines(layout.file(path, _SOURCE)):
+        name = identity(record.value, "question_id", record.where)
+        if name in records:
+            place = f"was already given at {records[name].where}"
+            raise ValueError(f'{record.where}: "question_id" {name!r} {place}')
+        records[name] = record
+    return records
+
+
 def _read_truths(root: Path) -> dict[str, str]:
     """Reads the correct answers by question."""
-    path = layout.file(root / ANSWERS, _SOURCE)
-    return {
-        identity(row, "question_id", where): words(row, "answer", where)
-        for where, row in read_json_lines(path)
-    }
+    records = _by_id(root / ANSWERS).items()
+    return {name: words(row, "answer", where) for name, (where, row) in records}
 
 
 BENCHMARK = Benchmark(

@@ -159,9 +159,14 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
     """Reads list and annotations: questions by id in the order of the labels, and warnings."""
     path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
     rows: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
+    known: set[str] = set()
     for where, row in read_json_lines(path):
         split = field(row, "category", where, (*rows,).__contains__, f"one of {', '.join(rows)}")
-        rows[split][_key(row, where)] = identity(row, "question_id", where)
+        name = identity(row, "question_id", where)
+        if name in known:
+            raise ValueError(f'{where}: "question_id" {name!r} is also that of another question')
+        known.add(name)
+        rows[split][_key(row, where)] = name
     warnings, questions = [], {}
     for split, published in SPLITS.items():
         warnings += layout.size_warnings(f"{path.name}, {split}", len(rows[split]), published)
@@ -173,7 +178,7 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
 def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
     """Reads the annotations of a split, in their order; rejects those of another list."""
     path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
-    rows = [(_key(row, where), words(row, "label", where)) for where, row in read_json_lines(path)]
+    rows = [(_key(row, where), _label(row, where)) for where, row in read_json_lines(path)]
     other = [key for key, _ in rows if key not in ids]
     if other or len(rows) != len(ids):
         odd = f", such as {other[0][1]!r} of {other[0][0]}" if other else ""
@@ -181,7 +186,12 @@ def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list
             f"{path}: its {len(rows):,} rows are not the {len(ids):,} questions of {split} in "
             f"{QUESTIONS}{odd}: another version; get the file from {_SOURCE}"
         )
-    return [_Question(ids[key], split, label != "no") for key, label in rows]
+    return [_Question(ids[key], split, label) for key, label in rows]
+
+
+def _label(row: dict[str, object], where: str) -> bool:
+    """Returns whether the object is present; the official program reads any other label as yes."""
+    return field(row, "label", where, ("yes", "no").__contains__, '"yes" or "no"') == "yes"
 
 
 def _key(row: dict[str, object], where: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import json
 import os
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_files import file_named
 from stepprune_jax.data.llava import Conversation, parse_conversation
+from stepprune_jax.user_input import errors_named
 
 # Version of the index format; a change invalidates older files.
-_FORM = 4
+_FORM = 5
 # Conversations tokenised in one call.
 _PART = 256
 
@@ -32,18 +33,23 @@ USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NOTHING_SAID = range(5)
 
 
 class Samples(NamedTuple):
-    """A training file as it was read, and its entries."""
+    """A training file as it was read, its entries, and the model's template of their turns."""
 
     file: Path
     entries: Sequence[Any]
+    conversation: Callable[[Sequence[str | None]], str]
 
     def where(self, sample: int) -> str:
         """Returns file and number of a sample, for messages."""
         return f"{self.file}: sample {sample}"
 
     def parse(self, sample: int) -> Conversation:
-        """Parses and checks a sample."""
-        return parse_conversation(self.entries[sample], self.where(sample))
+        """Parses and checks a sample, of whose text the template may refuse some."""
+        where = self.where(sample)
+        parsed = parse_conversation(self.entries[sample], where)
+        with errors_named(where):
+            self.conversation(parsed.turns)
+        return parsed
 
     def turns(self, sample: int, first: int, pair: int) -> tuple[str, ...]:
         """Returns the turns of a row."""

@@ -30,7 +30,12 @@ class Record(NamedTuple):
 
 def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
     """Reads a file that holds one JSON list."""
-    value = _read_json(file)
+    try:
+        value = _read_json(file)
+    except ValueError as error:
+        lines = str(error).endswith("Extra data")
+        hint = ": expected one list, not an object per line" if lines else ""
+        raise ValueError(f"{error}{hint}") from error
     if not isinstance(value, list) or not value:
         what = f"at least one {kind}" if isinstance(value, list) else "a JSON list"
         raise ValueError(f"{file}: expected {what}, got {_kind(value)}")

@@ -20,6 +20,13 @@ from stepprune_jax.data.json_files import (
     words,
 )
 from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.user_input import check
+
+# Fields of other programs' files that change what a sample is about, or how it is asked.
+_FOREIGN = {
+    **dict.fromkeys(("images", "video", "videos"), '"image" with the name of one image, or none'),
+    **dict.fromkeys(("system", "system_prompt"), "the model's own system prompt"),
+}
 
 
 class Conversation(NamedTuple):
@@ -58,6 +65,8 @@ def parse_conversation(entry: object, where: str) -> Conversation:
     the first question, wherever its mark is.
     """
     value = as_object(entry, where)
+    for name, expected in _FOREIGN.items():
+        check((not value.get(name), f'{where}: "{name}" is not followed, expected {expected}'))
     image = image_name(value, where) if value.get("image") is not None else None
     return Conversation(image, _turns(value, where, image is not None))
 

@@ -43,7 +43,8 @@ def open_corpus(
     split_turns, skip = source.data.split_turns, source.data.unusable == "skip"
     folder = ImageFolder(source.image_root, source.linked_folders)
     path = index_path(source.index_folder, identity, encoder, split_turns, limits.ids)
-    samples, known = Samples(source.file, read_json_list(source.file, "sample")), load_index(path)
+    entries = read_json_list(source.file, "sample")
+    samples, known = Samples(source.file, entries, encoder.conversation), load_index(path)
     index = known or scan(samples, split_turns, skip)
     _refuse(index, samples, source, limits)
     missing = _missing(index, samples, source, folder)

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from benchmark_files import answer, write_lines
 
@@ -40,7 +42,7 @@ def test_missing_answers_are_wrong_and_the_last_of_several_counts(folder):
     assert [warning.partition(":")[0] for warning in score.warnings] == [
         "1 questions answered repeatedly",
         "1 answers to unknown questions ignored, such as '9'",
-        "2 of 4 questions have no answer, such as '3'",
+        "2 of 4 questions have no answer, such as '2'",
     ]
     assert module.BENCHMARK.judge(folder, file) == [1, 0, 1, None]
 
@@ -49,3 +51,22 @@ def test_questions_without_an_answer_are_named(folder):
     write_lines(folder / "test.jsonl", [{"question_id": "x", "image": "a.png", "text": "?"}])
     with pytest.raises(ValueError, match=r"test.jsonl: line 1: no answer to question 'x'"):
         module.score(folder, said(folder, (0, "2")))
+
+
+def test_only_the_questions_of_the_file_are_scored(folder):
+    """A file of questions is often cut for a first try, and that of their answers is not."""
+    questions = folder / "test.jsonl"
+    questions.write_text("".join(questions.read_text().splitlines(keepends=True)[:2]))
+    score = module.score(folder, said(folder, (0, "2"), (1, "blue")))
+    assert score.headline == 50 and score.parts["questions"] == 2
+    assert score.parts["category"] == {"count": 100, "colour": 0}
+    assert score.warnings == ["2 answers of test_answers.jsonl are to no question of test.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "test_answers.jsonl"])
+def test_an_id_that_is_given_twice_is_refused(folder, name):
+    line = {"question_id": 2, "image": "a.png", "text": "?", "answer": "blue"}
+    with (folder / name).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=f"{name}: line 5: .*'2' was already given at .*line"):
+        module.score(folder, said(folder, (2, "blue")))

@@ -1,3 +1,6 @@
+import json
+import re
+
 import pytest
 from benchmark_files import answer, write_lines
 from hypothesis import given
@@ -97,3 +100,22 @@ def test_missing_answers_do_not_count_and_a_split_has_some(tmp_path):
     assert result.parts["popular"]["f1"] == 100.0 and result.parts["answered"] == 8
     with pytest.raises(ValueError, match="no answer to a question of split popular"):
         score(tmp_path, write_lines(tmp_path / "a.jsonl", rows[:7]))
+
+
+@pytest.mark.parametrize(
+    ("split", "field", "value", "message"),
+    [
+        ("random", "label", "No", 'random.json: line 2: "label" is "No", expected "yes" or "no"'),
+        (None, "question_id", 1, "line 5: \"question_id\" '1' is also that of another question"),
+    ],
+)
+def test_what_would_be_counted_wrongly_is_refused(tmp_path, split, field, value, message):
+    """Labels in capitals were all a yes; the official files of the splits number from 1 each."""
+    answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
+    name = "llava_pope_test.jsonl" if split is None else f"coco/coco_pope_{split}.json"
+    file = tmp_path / "pope" / name
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[4 if split is None else 1][field] = value
+    write_lines(file, rows)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        score(tmp_path, answers)

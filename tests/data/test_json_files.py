@@ -11,6 +11,7 @@ from stepprune_jax.data.json_files import read_json_list
         (b"", ", column 1: not JSON"),
         (b"[]", ": expected at least one sample, got an empty list"),
         (b"12", ": expected a JSON list, got 12"),
+        (b'{"a": 1}\n{"a": 2}\n', ": expected one list, not an object per line"),
         (b'[\n"\xff"]', ": line 2: not UTF-8"),
         (b'[\n"a",\n"b', ", line 3, column 1: not JSON"),
         (b"[" * 200_000, "nested too deep"),

@@ -46,7 +46,7 @@ def test_conversations_are_read_as_they_are_meant(root):
         {"id": 1.5, "image": "deep/c.png", "conversations": says("What is this?\n<image>", "dog")},
         {"conversations": says("How do I write <image> in HTML?", " So:\n")},
         {"id": "", "conversations": says("left over", "Hello?", "Hi.", first="gpt")},
-        {"id": "z", "image": "b.png", "conversations": says("What?", "a <image> mark")},
+        {"image": "b.png", "conversations": says("What?", "a <image> mark"), "video": ""},
     )
     assert [s.index for s in samples] == [0, 1, 2, 3, 4]
     assert samples[0].image == root / "images" / "a.png"
@@ -81,6 +81,9 @@ OUTSIDE = '"image" must be a path inside the image folder'
         ({"conversations": says("a", "b", "c")}, "a question that has no answer"),
         ({"conversations": [{"from": "user", "value": "x"}]}, '[0]: "from" is "user", expected'),
         ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
+        ({"images": ["a.png"], "conversations": says("a", "b")}, '"images" is not followed, expec'),
+        ({"video": "a.mp4", "conversations": says("a", "b")}, '"video" is not followed'),
+        ({"system": "Be brief.", "conversations": says("a", "b")}, '"system" is not followed'),
         ({"conversations": says("a", "b", "<image>c", "d"), "image": "a.png"}, "first question"),
         ({"image": "../a.png", "conversations": GOOD}, OUTSIDE),
         ({"image": "/etc/passwd", "conversations": GOOD}, OUTSIDE),

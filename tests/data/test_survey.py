@@ -13,6 +13,7 @@ from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.source import DataSettings, training_source
 from stepprune_jax.data.survey import open_corpus
+from stepprune_jax.models.qwen2_5_vl.family import QWEN2_5_VL
 from stepprune_jax.testing import llava_encoder
 
 LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
@@ -148,6 +149,17 @@ def test_samples_that_cannot_be_trained_on_stop_a_run(opened, bad, limits, messa
     # The counts are known by now, and it stops all the same.
     with pytest.raises(ValueError, match=message):
         opened(sample(), bad, limits=limits)
+
+
+def test_a_sample_that_the_template_refuses_is_named_and_can_be_skipped(opened, llava):
+    """Files for Qwen's own programs have its placeholders in place of the mark."""
+    encoder = dataclasses.replace(llava, conversation=QWEN2_5_VL.conversation)
+    bad = sample("<|vision_start|><|image_pad|><|vision_end|>is this a dog ?", "no")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"sample 1: the prompt has <\|image_pad\|>, which"):
+            opened(sample(), bad, encoder=encoder)
+        assert len(opened(sample(), bad, encoder=encoder, unusable="skip")) == 1
+        assert "malformed; the first: " in opened.lines[1] and "image_pad" in opened.lines[1]
 
 
 def test_missing_images_stop_a_run_before_anything_is_tokenised(opened, monkeypatch):
