@@ -190,7 +190,7 @@ def _read(given: argparse.Namespace) -> _Run:
     check_run(model.config, method, sampling, options)
     # Paths, so that errors name the file.
     asked = "?" if given.prompt is None else given.prompt
-    request = read_request(model, [asked], [given.image], given.system)
+    request = read_request(model, [asked], [given.image], system=given.system)
     about, todo = _about(given, method), {}
     if given.questions is not None:
         about["weights"] = model_identity(source)[:16]
@@ -262,7 +262,7 @@ def _converse(run: _Run, first: str | None) -> None:
     turns: list[str] = []
     for question in _questions(first):
         try:
-            request = read_request(run.model, [[*turns, question]], [run.images], run.system)
+            request = read_request(run.model, [[*turns, question]], [run.images], system=run.system)
             found = _stream(run, request)
         except ValueError as error:
             print(f"{program(_NAME)}: error: {one_line(error)}", file=sys.stderr, flush=True)

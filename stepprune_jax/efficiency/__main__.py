@@ -4,9 +4,10 @@
     python -m stepprune_jax.efficiency --model llava-7b --dry_run  # operations alone, by formula
 
 Weights, images and prompts are random, on jax's default device. Each row takes turns with that of
-all tokens, so that drift of the machine affects both equally; ratios are computed within a turn;
-compilation is excluded. A measurement starts with pixels in host memory and ends when the first
-token is known. The file is written after each row; one that does not fit the device is left out.
+all tokens, if it is among them, so that drift of the machine affects both equally; ratios are
+computed within a turn; compilation is excluded. A measurement starts with pixels in host memory and
+ends when the first token is known. Each row is printed and written as it ends; one that fails, as
+for lack of memory, is left out and costs no other.
 
 Random weights stop anywhere. For a learned stop to keep the requested mean, the price of a token
 grows steeply with their number, and the bias is calibrated on the images of the batch, as on
@@ -20,6 +21,7 @@ import functools
 import json
 import math
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +42,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
-from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of
+from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of, read_options
 from stepprune_jax.user_input import expect, user_input
 
 UNPRUNED = "all"
@@ -93,14 +95,19 @@ def default_rows(config: ModelConfig) -> list[str]:
 def read_rows(
     names: Sequence[str], config: ModelConfig, decoder_layers: int, dtype: str
 ) -> list[Row]:
-    """Builds the methods of rows, without trained parameters."""
+    """Builds the methods of rows, that of all tokens first, without trained parameters.
+
+    A name is "PRUNER@BUDGET", or "PRUNER@BUDGET KEY=VALUE" with options of the pruner.
+    """
     rows = []
-    for name in dict.fromkeys([UNPRUNED, *names]):
-        pruner, _, budget = name.partition("@")
+    for name in sorted(dict.fromkeys(names), key=lambda name: name != UNPRUNED):
+        which, _, texts = name.partition(" ")
+        options = read_options("--rows", texts.split())
+        pruner, _, budget = which.partition("@")
         kind = getattr(PRUNERS.get(pruner), "config_type", None)
         learned = None
         if kind is not None:
-            given = {
+            widths = {
                 "feature_width": config.feature_width,
                 "text_width": config.text.hidden_size if kind.text_width else 0,
                 "dtype": dtype,
@@ -108,11 +115,12 @@ def read_rows(
                 "price_growth": _PRICE_GROWTH,
             }
             known = {field.name for field in dataclasses.fields(kind)}
-            shape = kind(**{name: value for name, value in given.items() if name in known})
+            shape = kind(**{name: value for name, value in widths.items() if name in known})
             learned = Policy({}, shape, None)
         # A mean is calibrated once weights and images are there.
         bias = 0.0 if learned and budget.startswith("mean") else None
-        method = make_method(pruner, budget or None, policy=learned, stop_bias=bias)
+        given = {"policy": learned, "stop_bias": bias, "options": options}
+        method = make_method(pruner, budget or None, **given)
         method.pruner.check(config, config.max_image_tokens)
         rows.append(Row(name, method))
     return rows
@@ -147,7 +155,7 @@ def _cells(row: dict[str, Any]) -> list[object]:
         _spread(whole),
         decode,
         row["cache_bytes"] / 1e6,
-        _spread(row["speed_up"]),
+        _spread(row["speed_up"]) if row["speed_up"] else "-",
         row["compile_s"],
     ]
 
@@ -170,7 +178,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--dry_run", action="store_true", help="count operations, run nothing")
-    parser.add_argument("--rows", nargs="+", help="such as cls@64 stepprune@mean:64; default: all")
+    text = "such as all cls@64 'stepprune@64 group=4'; default: every pruner"
+    parser.add_argument("--rows", nargs="+", help=text)
     parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
@@ -206,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             batch = measure.draw_batch(config, 1, flags.text)
             counts = {x.name: measure.count_tflops(config, x.method, batch) for x in rows}
             cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
-            print(table(["row", *(f"{part}, TFLOPs" for part in counts[UNPRUNED]), "all"], cells))
+            parts = counts[rows[0].name]
+            print(table(["row", *(f"{part}, TFLOPs" for part in parts), "all"], cells))
             return
         out = file_to_write("--json", flags.json)
     dtype = jnp.dtype(flags.dtype)
@@ -228,23 +238,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "execution": str(execution),
         "environment": environment(),
         "batches": {},
+        "left_out": {},
     }
     for size in flags.batch:
-        batch, measured = measure.draw_batch(config, size, flags.text), []
+        batch, measured, base = measure.draw_batch(config, size, flags.text), [], None
         result["batches"][str(size)] = measured
         for row in tqdm(rows, desc=f"batch {size}", unit="row"):
+            beside = row if row.name == UNPRUNED else base
             try:
-                measured.append(measure.measure(bench, rows[0], row, batch))
-            except jax.errors.JaxRuntimeError as error:
-                reason = str(error).partition("\n")[0]
+                measured.append(measure.measure(bench, beside, row, batch))
+            except Exception as error:
+                reason = f"{type(error).__name__}: " + str(error).partition("\n")[0]
                 tqdm.write(f"{row.name} is left out: {reason}", file=sys.stderr)
-                if not measured:  # nothing to compare other rows with
-                    break
+                result["left_out"][f"{row.name}, batch {size}"] = reason
+                if not isinstance(error, jax.errors.JaxRuntimeError):  # no fault of the device
+                    traceback.print_exc()
+            else:
+                base = beside
+                lines = table(_HEADER, [_cells(measured[-1])]).splitlines()
+                title = [f"batch {size}", "", *lines[:2]] if len(measured) == 1 else []
+                tqdm.write("\n".join([*title, lines[2]]))
             result["peak_bytes"] = peak_memory()
             out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if measured:
-            cells = [_cells(row) for row in measured]
-            print(f"batch {size}\n\n{table(_HEADER, cells)}\n", flush=True)
+        print(flush=True)
     print(f"wrote {out}")
 
 

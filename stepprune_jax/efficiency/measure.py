@@ -87,13 +87,14 @@ def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
     return row._replace(method=row.method._replace(params=learned))
 
 
-def measure(bench: Bench, base: Row, row: Row, batch: Batch) -> dict[str, Any]:
-    """Measures a row, which takes turns with the baseline."""
+def measure(bench: Bench, base: Row | None, row: Row, batch: Batch) -> dict[str, Any]:
+    """Measures a row, which takes turns with the baseline if there is one."""
     is_base, row = row is base, with_stop_bias(bench, row, batch)
     first, own, beside = _answer(bench, row, batch), [], []
     for _ in range(bench.rounds):
         own.append(_answer(bench, row, batch))
-        beside.append(own[-1] if is_base else _answer(bench, base, batch))
+        if base is not None:
+            beside.append(own[-1] if is_base else _answer(bench, base, batch))
     again = statistics.median(turn.whole + turn.decode for turn in own)
     kept, steps = first.kept, bench.options.max_tokens - 1
     return {
@@ -103,12 +104,12 @@ def measure(bench: Bench, base: Row, row: Row, batch: Batch) -> dict[str, Any]:
             "selector": _spread(1e3 * turn.selector for turn in own),
             "whole": _spread(1e3 * turn.whole for turn in own),
             "decode": _spread(1e3 * turn.decode / steps for turn in own),
-            "whole_baseline": _spread(1e3 * turn.whole for turn in beside),
+            **({"whole_baseline": _spread(1e3 * turn.whole for turn in beside)} if beside else {}),
         },
         "tflops": count_tflops(bench.model.config, row.method, batch, kept.mean()),
         "cache_bytes": first.cache // len(kept),
         "compile_s": max(0.0, first.whole + first.decode - again),
-        "speed_up": _spread(a.whole / b.whole for a, b in zip(beside, own, strict=True)),
+        "speed_up": beside and _spread(a.whole / b.whole for a, b in zip(beside, own, strict=True)),
     }
 
 

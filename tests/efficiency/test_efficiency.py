@@ -30,8 +30,9 @@ def model(tmp_path_factory):
 def made(model, tmp_path_factory):
     """Two rows at batch 2, one turn: the results, and what was printed."""
     out = tmp_path_factory.mktemp("out") / "result.json"
-    flags = ["--model", model, "--json", str(out), "--rows", "stepprune@mean:4", "--batch", "2"]
+    flags = ["--model", model, "--json", str(out), "--rows", "stepprune@mean:4", "all"]
     flags += ["--text", str(TEXT), "--new_tokens", "2", "--rounds", "1", "--decoder_layers", "1"]
+    flags += ["--batch", "2"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         efficiency.main(flags)
@@ -65,27 +66,37 @@ def test_operations_are_those_of_the_tokens_that_are_there(made):
 
 
 @pytest.mark.slow
-def test_a_row_that_does_not_fit_the_device_costs_no_other(model, tmp_path, monkeypatch, capsys):
+def test_a_row_that_fails_costs_no_other(model, tmp_path, monkeypatch, capsys):
     measured, out = measure.measure, tmp_path / "result.json"
 
-    def full(bench, base, row, batch):
-        if len(batch.prompts.length) == 2:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: for two")
-        if row.name == "grid@4":  # what was measured before is in the file
+    def failing(bench, base, row, batch):
+        if len(batch.prompts.length) == 2:  # the baseline, too: no ratios
+            assert base is None or row is base
+            if row.name == "all":
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: for two")
+        elif row.name == "grid@4":  # what was measured before is in the file
             (saved,) = json.loads(out.read_text())["batches"]["1"]
             assert saved["row"] == "all"
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand so on")
+        elif row.name == "grid@8":
+            raise TypeError("a bug")
         return measured(bench, base, row, batch)
 
-    monkeypatch.setattr(measure, "measure", full)
-    flags = ["--model", model, "--json", str(out), "--rows", "grid@4", "cls@4", "--batch", "2", "1"]
+    monkeypatch.setattr(measure, "measure", failing)
+    rows = ["grid@4", "grid@8", "cls@4", "all"]
+    flags = ["--model", model, "--json", str(out), "--rows", *rows, "--batch", "2", "1"]
     efficiency.main([*flags, "--text", str(TEXT), "--new_tokens", "1", "--rounds", "1"])
-    rows = json.loads(out.read_text())["batches"]["1"]
-    assert [row["row"] for row in rows] == ["all", "cls@4"]
+    result = json.loads(out.read_text())
+    assert [row["row"] for row in result["batches"]["1"]] == ["all", "cls@4"]
+    assert [row["row"] for row in result["batches"]["2"]] == ["grid@4", "grid@8", "cls@4"]
+    assert not any(row["speed_up"] for row in result["batches"]["2"])
+    assert result["left_out"]["all, batch 2"] == "JaxRuntimeError: RESOURCE_EXHAUSTED: for two"
     said = capsys.readouterr()
-    assert "grid@4 is left out: RESOURCE_EXHAUSTED: out of memory\n" in said.err
-    assert "all is left out: RESOURCE_EXHAUSTED: for two\n" in said.err
-    assert said.out.startswith("batch 1\n") and "batch 2" not in said.out
+    assert "grid@4 is left out: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory\n" in said.err
+    assert "grid@8 is left out: TypeError: a bug\n" in said.err and "in failing\n" in said.err
+    one = said.out[said.out.index("batch 1") :].splitlines()
+    assert [line.split(" | ")[0] for line in one[2:6]] == ["| row", "| ---", "| all", "| cls@4"]
+    assert one[5].split(" | ")[7] != "-" == said.out.splitlines()[4].split(" | ")[7]
 
 
 @pytest.fixture
@@ -99,6 +110,7 @@ def no_weights(monkeypatch):
     ("flags", "message"),
     [
         (["--rows", "clss@4"], "unknown pruner 'clss'"),
+        (["--rows", "grid@4 group"], "--rows: 'group', expected KEY=VALUE"),
         (["--rows", "cls@99"], "budget is 99, expected at most 16"),
         (["--json", "/"], "--json is '/', expected a file"),
         (["--model", "llava-8b"], "'llava-8b' is neither"),
@@ -114,7 +126,7 @@ def test_bad_input_is_refused_before_anything_is_allocated(flags, message, model
 
 @pytest.mark.usefixtures("no_weights")
 def test_a_dry_run_counts_what_the_paper_has_for_all_tokens(capsys):
-    names = ["visionzip@64", "stepprune@64", "stepprune@288", "stepprune"]
+    names = ["all", "visionzip@64", "stepprune@64", "stepprune@288", "stepprune"]
     efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", *names])
     header, _, *rows, most, own = capsys.readouterr().out.strip().splitlines()
     assert header.startswith("| row | tower, TFLOPs | choice, TFLOPs | projector, TFLOPs | prefill")
@@ -135,3 +147,5 @@ def test_the_default_rows_are_the_papers_budgets_as_far_as_they_can_be_kept(caps
     assert "pyramiddrop@64 is left out: " in capsys.readouterr().err
     made = efficiency.read_rows(rows, config, 1, "float32")
     assert [row.name for row in made] == rows and len({*rows}) == len(rows)
+    (grouped,) = efficiency.read_rows(["stepprune@64 group=4"], config, 1, "float32")
+    assert grouped.method.pruner.group == 4

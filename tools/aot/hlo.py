@@ -1,5 +1,6 @@
 """Reading the text of a compiled program."""
 
+import collections
 import itertools
 import math
 import re
@@ -34,6 +35,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 _CONTROL = {"call", "conditional"}
 _ASYNCHRONOUS = ("-start", "-update", "-done")
 _NAME = re.compile(r'op_name="([^"]*)"')
+_BACKEND = re.compile(r'custom_call_target="([^"]+)"|"kind":"(__[^"]+)"')
 
 
 class Loop(NamedTuple):
@@ -66,6 +68,11 @@ def loops(text: str) -> tuple[Loop, ...]:
                 kernels = sum(_kernels(part.group(1), computations) for part in parts)
                 counted.append(Loop(name.group(1) if name else "", kernels))
     return tuple(sorted(counted, key=lambda loop: -loop.kernels))
+
+
+def backends(text: str) -> dict[str, int]:
+    """Counts what XLA does not generate itself by who does: libraries' calls, Triton's fusions."""
+    return dict(collections.Counter(call or fusion for call, fusion in _BACKEND.findall(text)))
 
 
 def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, ...]:

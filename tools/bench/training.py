@@ -94,7 +94,7 @@ class _Bench(NamedTuple):
 def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path) -> Measured:
     """Times updates of a run."""
     with user_input():
-        run = _replace_data(run, fields, ids, folder)
+        run = replace_data(run, fields, ids, folder, _IMAGES)
         mesh = make_mesh(run)
         source, batches = _open(run, folder)
         setup = make_setup(run, source.config, mesh)
@@ -127,13 +127,13 @@ def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path
     )
 
 
-def _replace_data(run: Run, fields: dict[str, Any], ids: int, folder: Path) -> Run:
+def replace_data(run: Run, fields: dict[str, Any], ids: int, folder: Path, images: int) -> Run:
     """Writes model and data; returns the settings of a run on them."""
     return run.replace(
         {
             "model.folder": str(write_model(folder / "model", fields)),
             "model.vision_folder": "",
-            "data.folder": str(write_conversations(folder / "data", _IMAGES, ids)),
+            "data.folder": str(write_conversations(folder / "data", images, ids)),
             "data.train_file": "",
             "data.image_folder": "",
             "data.index_folder": str(folder),

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from tools.aot.hlo import Loop, copied_weights, loops
+from tools.aot.hlo import Loop, backends, copied_weights, loops
 
 PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
 
@@ -115,3 +115,10 @@ def test_copied_weights_by_hand():
     assert copied_weights(COPIES, [(6, 10)]) == ("bf16[6,10]", "f32[10,6]", "bf16[6,30]")
     assert copied_weights(COPIES, [(10, 6)]) == copied_weights(COPIES, [(6, 10)])
     assert copied_weights(COPIES, [(6, 11)]) == ()
+
+
+def test_products_are_counted_by_who_computes_them():
+    triton = 'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}'
+    lines = [f"  %f.{n} = f32[4]{{0}} fusion(%p), kind=kCustom, calls=%g, {triton}" for n in (1, 2)]
+    found = backends("\n".join([PROGRAM, *lines]))
+    assert found == {"__cublas$gemm": 1, "__triton_nested_gemm_fusion": 2}

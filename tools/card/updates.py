@@ -1,0 +1,67 @@
+"""Updates of `train.py`: time, share of the card's peak, and memory, beside what a dry run plans.
+
+All is as in the command but the weights, which are drawn, as images and conversations are. Where
+the batch does not fit the device, it is halved.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from stepprune_jax.checkpoints import load
+from stepprune_jax.command_line import add_config, exit_with, read_config
+from stepprune_jax.efficiency.model_shapes import MODELS
+from stepprune_jax.efficiency.timing import peak_memory
+from stepprune_jax.efficiency.weights import random_weights
+from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
+from stepprune_jax.training import Run, train
+from stepprune_jax.training.plan import abstract_weights, dry_run
+from stepprune_jax.training.settings import make_mesh, make_setup
+from stepprune_jax.workdir.metrics import METRICS, read_rows
+from tools.bench.training import replace_data
+from tools.card import figures
+
+
+def measure(out: Path, run: Run, workdir: Path) -> None:
+    """Plans a run and makes its updates, until it has ended or is asked to."""
+    name, size = known_as(jax.devices()[0].device_kind), f"batch {run.batch_size}"
+    plan = dry_run(run, workdir)
+    planned = {"planned_gib": plan.memory.total / 2**30, "tflops": plan.flops / 1e12}
+    figures.add(out, f"{size}, dry run", **planned, assumed_share=run.accelerator.utilisation)
+    setup = make_setup(run, run.model.inspect().config, make_mesh(run))
+    weights = abstract_weights(setup, jnp.dtype(run.model.dtype))
+    load.load_params = lambda *_, **__: random_weights(weights)
+    train(run, workdir)
+    last, peak = read_rows(workdir / METRICS)[-1], peak_memory()
+    seconds = run.batch_size / last["images_per_s"]
+    measured = {"updates": last["step"], "update_s": seconds}
+    measured |= {} if peak is None else {"peak_gib": peak / 2**30}
+    if name is not None:
+        measured["share_of_peak"] = plan.flops / seconds / plan.devices / ACCELERATORS[name].flops
+    figures.add(out, size, **measured)
+
+
+def main() -> None:
+    """Measures, at the batch of the configuration or the largest half of it that fits."""
+    parser = figures.parser(__doc__)
+    add_config(parser)
+    given, run = read_config(parser, None, Run)
+    fields, ids = MODELS.get(given.model), run.accelerator.ids
+    fields = fields or json.loads(Path(given.model).read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as folder:
+        run = replace_data(run, fields, ids, Path(folder), run.steps * run.batch_size)
+        while True:
+            try:
+                return measure(given.out, run, Path(folder) / f"batch{run.batch_size}")
+            except ValueError as error:  # of `memory_advice`
+                if "out of device memory" not in str(error) or run.batch_size == 1:
+                    raise
+                figures.add(given.out, f"batch {run.batch_size}", none=str(error)[:200])
+                run = run.replace({"batch_size": run.batch_size // 2})
+
+
+if __name__ == "__main__":
+    exit_with("tools.card.updates", main)
