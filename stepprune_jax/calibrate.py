@@ -13,8 +13,9 @@ import jax.numpy as jnp
 
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import DTYPES
+from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import check_fits, load_policy, save_policy
+from stepprune_jax.checkpoints.policy import check_fits, read_about, save_policy
 from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
@@ -52,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", required=True, help="policy file to write")
     given = parser.parse_args(argv)
     with user_input():
-        policy = load_policy(given.policy)
+        sizes = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
+        source = inspect_folder(given.model, given.vision_folder, **sizes)
+        policy, about = load_policy_for(source, given.policy), read_about(given.policy)
         check((policy.has_stop, f"--policy: {policy.method} has no learned stop to calibrate"))
         local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
         out = file_to_write("--out", given.out)
-        sizes = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
-        source = inspect_folder(given.model, given.vision_folder, **sizes)
         check_fits(policy.config, source.config)
         folder = local_path(given.data)
         asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **sizes)
         questions = [asked[at] for at in spread_over(len(asked), given.questions)]
         policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
-        path = save_policy(policy, out)
+        path = save_policy(policy, out, about)
     print(_page(policy.calibration))
     print(path)
 

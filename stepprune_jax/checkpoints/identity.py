@@ -1,10 +1,15 @@
-"""Fingerprints of frozen models and files."""
+"""Fingerprints of frozen models and files, and policies that name the model they are for."""
 
 import hashlib
+import logging
 from pathlib import Path
 
 from stepprune_jax.checkpoints.folder import Source, fetch_weights
+from stepprune_jax.checkpoints.policy import load_policy, read_about
 from stepprune_jax.checkpoints.weight_files import find_weights, read_folder
+from stepprune_jax.pruning import Policy
+
+_LOG = logging.getLogger(__name__)
 
 # Bytes of each tensor that are hashed.
 _SAMPLE = 1024
@@ -35,3 +40,20 @@ def file_identity(path: Path) -> str:
     """Returns a hash of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_policy_for(source: Source, path: str | Path) -> Policy:
+    """Reads a policy as `load_policy` does; warns if its file says that it is for another model.
+
+    Another model of the same widths would be accepted, with tokens that may be no better than
+    random ones.
+    """
+    policy, trained_with = load_policy(path), read_about(path).get("model")
+    if trained_with is not None and trained_with != model_identity(source):
+        _LOG.warning(
+            "the policy %s was trained with a model whose files are not those of %s: unless the "
+            "weights are the same, what it keeps may be no better than random tokens",
+            path,
+            source.folder,
+        )
+    return policy

@@ -53,7 +53,8 @@ def save_policy(
     Args:
         policy: the policy; its weights may be sharded.
         path: the file; parent folders are created.
-        about: how it was trained, as JSON values; for readers, ignored by `load_policy`.
+        about: how it was trained, as JSON values; of these, only "model" is read again,
+            the `model_identity` of the model that it was trained with.
 
     Returns:
         The path.
@@ -132,6 +133,15 @@ def load_policy(path: str | Path) -> Policy:
     good = stats is None or not (np.asarray(stats.var) < 0).any()
     check((good, f"{path}: 'stats/var' has variances below 0, expected numbers from 0"))
     return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
+
+
+def read_about(path: str | Path) -> dict[str, object]:
+    """Returns what a policy's file says about its training, which may be nothing."""
+    file, about = policy_file(path), f"{path}: about"
+    if file.name in (safetensors.INDEX_NAME, GLIMPSE_FILE):
+        return {}
+    _, metadata = safetensors.read_contents(file)
+    return as_object(parse_json(metadata.get("about", "{}"), about), about)
 
 
 def _load_published(path: Path) -> Policy:

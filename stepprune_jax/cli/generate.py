@@ -21,9 +21,8 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints.identity import model_identity
+from stepprune_jax.checkpoints.identity import load_policy_for, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_params, make_vlm
-from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.cli.batch import answer_file, unanswered
 from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
 from stepprune_jax.data.images import open_image
@@ -171,7 +170,7 @@ def _read(given: argparse.Namespace) -> _Run:
     settings = source.config.family.image_settings(source.vision_folder or source.folder)
     model = make_vlm(source, {}, folders.load_tokenizer(source.folder), settings)
     mean = given.mean_budget
-    policy = None if given.policy is None else load_policy(given.policy)
+    policy = None if given.policy is None else load_policy_for(source, given.policy)
     method = make_method(
         given.pruner,
         given.budget if mean is None else Budget("mean", mean),

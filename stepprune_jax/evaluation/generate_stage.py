@@ -68,7 +68,8 @@ def generate_answers(
     """
     folder = Path(workdir) / ANSWERS
     with user_input():
-        policies, source = read_policies(run.eval, workdir, policy), run.model.inspect()
+        source = run.model.inspect()
+        policies = read_policies(run.eval, workdir, policy, source)
         check_policies(policies, source.config, run.eval)
         tasks = read_tasks(Conditions(run, source, policies, folder))
     answer_tasks(tasks, lambda: load_model(run))

@@ -1,12 +1,15 @@
 """Settings of an evaluation, checked before anything is loaded."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
 from stepprune_jax.benchmarks.score import DATA
+from stepprune_jax.checkpoints.folder import Source
 from stepprune_jax.checkpoints.frozen import ModelSettings
+from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.policy import (
     POLICY_FILE,
     check_fits,
@@ -203,27 +206,33 @@ def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
 
 
 def read_policies(
-    settings: EvalSettings, workdir: str | Path, policy: str | Path | None = None
+    settings: EvalSettings,
+    workdir: str | Path,
+    policy: str | Path | None = None,
+    source: Source | None = None,
 ) -> dict[str, Policy]:
     """Loads the policies of the rows to answer by name, in the order of the table.
+
+    `source` is the model that they are for; see `load_policy_for`.
 
     A further row whose file is missing is left out with a message, unless `methods` names it. The
     row of the run's policy is named by its method, and takes the place of a further row of that
     name. It has to be there, unless `methods` is for other rows.
     """
+    load = load_policy if source is None else functools.partial(load_policy_for, source)
     policies, own = {}, None
     wanted = [label for label in settings.learned if settings.wants(label)]
     needed = any(label not in settings.rows for label in wanted)
     if wanted:
         try:
-            own = load_policy(own_policy(workdir, policy))
+            own = load(own_policy(workdir, policy))
         except FileNotFoundError:
             if needed:
                 raise
     label = None if own is None else own.pruner.label
     for name in [name for name in settings.rows if settings.wants(name) and name != label]:
         try:
-            policies[name] = load_policy(policy_file(settings.rows[name]))
+            policies[name] = load(policy_file(settings.rows[name]))
         except FileNotFoundError as error:
             if settings.names(name):
                 raise FileNotFoundError(f"row {name!r}: {error}") from error

@@ -11,8 +11,8 @@ from PIL import Image
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import folder as folders
+from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import VLM, load_vlm
-from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
@@ -109,7 +109,7 @@ def load_answerer(settings: Settings) -> Answerer:
     method = make_method(
         None if settings.method == "policy" else settings.method,
         settings.budget,
-        policy=None if settings.policy is None else load_policy(settings.policy),
+        policy=None if settings.policy is None else load_policy_for(source, settings.policy),
         stop_bias=settings.stop_bias,
         options={"seed": settings.seed} if is_random else None,
     )

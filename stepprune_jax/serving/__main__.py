@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import uvicorn
 from starlette.applications import Starlette
 
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, integer_from, program
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget
@@ -111,10 +112,11 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
             max_pixels=given.max_pixels,
             layers="auto" if given.engine is None else "none",
         )
+        source = inspect_folder(given.model, given.vision_folder)
         name = given.name or Path(given.model).name
         defaults = Defaults(
             given.pruner,
-            None if given.policy is None else load_policy(given.policy),
+            None if given.policy is None else load_policy_for(source, given.policy),
             given.budget if mean is None else Budget("mean", mean),
             given.positions or ("own" if given.engine is None else "compact"),
             given.max_tokens,

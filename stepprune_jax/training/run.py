@@ -277,7 +277,7 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
     else:
         trained = _calibrated(loop, policy())
         if distributed.is_main():
-            path = save_policy(trained, workdir / POLICY_FILE)
+            path = save_policy(trained, workdir / POLICY_FILE, {"model": about["model"]})
             _LOG.info("Done: %s", path)
 
 

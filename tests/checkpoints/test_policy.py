@@ -9,7 +9,15 @@ import safetensors.numpy
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import safetensors as files
-from stepprune_jax.checkpoints.policy import Policy, check_fits, load_policy, save_policy
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.identity import load_policy_for, model_identity
+from stepprune_jax.checkpoints.policy import (
+    Policy,
+    check_fits,
+    load_policy,
+    read_about,
+    save_policy,
+)
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.pruning.calibration import Calibration
 
@@ -42,6 +50,19 @@ def test_a_policy_comes_back_as_it_was(tmp_path, policy, with_stats):
     assert jax.tree.structure(loaded) == jax.tree.structure(policy)
     jax.tree.map(np.testing.assert_array_equal, loaded, policy)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_policy_of_another_model_of_the_same_widths_is_noticed(tmp_path, policy, caplog):
+    own, other = (
+        inspect_folder(testing.tiny_llava(tmp_path / str(seed), seed=seed)) for seed in (0, 1)
+    )
+    path = save_policy(policy, tmp_path / "p", {"model": model_identity(own)})
+    assert read_about(path) == {"model": model_identity(own)}
+    load_policy_for(own, path)
+    load_policy_for(other, save_policy(policy, tmp_path / "unknown"))
+    assert not caplog.records
+    load_policy_for(other, path)
+    assert f"p was trained with a model whose files are not those of {other.folder}" in caplog.text
 
 
 def test_a_calibration_is_kept_with_the_policy(tmp_path, policy):

@@ -12,6 +12,7 @@ from tiny_run import metrics
 
 from stepprune_jax import export, load_policy
 from stepprune_jax.checkpoints import safetensors
+from stepprune_jax.checkpoints.policy import read_about
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_policies
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
@@ -26,6 +27,7 @@ def test_the_exported_policy_is_the_run_s_own(world, whole, tmp_path, capsys):
     path = tmp_path / "release" / "policy.safetensors"
     assert capsys.readouterr().out.split() == [str(path), str(path.with_name("README.md"))]
     found, own = load_policy(path), load_policy(whole / "policy.safetensors")
+    assert read_about(path)["model"] == read_about(whole / "policy.safetensors")["model"]
     equal((found.params, found.stats), (own.params, own.stats))
     assert found.config == own.config and found.stop_bias == -0.5
     about = json.loads(safetensors.read_contents(path)[1]["about"])
