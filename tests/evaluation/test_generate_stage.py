@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import zlib
 
 import jax
 import numpy as np
@@ -23,7 +24,7 @@ from stepprune_jax.evaluation.encode import check_lengths, cut_prompts, encode_q
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import Conditions, plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import EvaluationRun
-from stepprune_jax.inference import RunOptions, generate, sets
+from stepprune_jax.inference import RunOptions, generate, read_request, sets
 from stepprune_jax.inference.decoding import run_decode
 from stepprune_jax.inference.programs import run_begin, run_rank
 from stepprune_jax.models.llava import LLAVA
@@ -176,11 +177,16 @@ def test_answers_are_those_of_generate(run, root, model, name, method, options):
     assert len({row["text"] for row in rows}) > 1
 
 
-def test_random_rows_are_those_of_the_seed_and_the_number_of_the_question(run, root, config):
-    shown = len(asked_by("folder", root))
-    drawn = jax.random.uniform(jax.random.key(config.seed), (shown, 9))
+def test_random_rows_are_those_of_the_seed_the_image_and_the_question(run, root, config, model):
+    key, expected = jax.random.key(config.seed, impl="threefry2x32"), []
+    for question in asked_by("folder", root):
+        request = read_request(model, [question.text], [question.image], as_shown=False)
+        check = zlib.crc32(np.ascontiguousarray(request.images.pixels).tobytes())
+        check = zlib.crc32(np.array(request.question_ids[0], np.int32).tobytes(), check)
+        drawn = jax.random.uniform(jax.random.fold_in(key, np.uint32(check)), (9,))
+        expected.append(np.argsort(-drawn)[:4].tolist())
     orders = [row["order"] for row in lines(run, "folder", "random-exact-55.6")]
-    assert orders == np.argsort(drawn, axis=1)[:, :4].tolist()
+    assert orders == expected and len(set(map(tuple, orders))) > 1
 
 
 def test_adaptive_rows_meet_their_budgets_on_average(run):
