@@ -22,6 +22,7 @@ from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
+from stepprune_jax.policy.host import jax_defaults
 from stepprune_jax.pruning import Kept, Ranking, View
 from stepprune_jax.pruning.base import take_first
 
@@ -160,7 +161,7 @@ run_rank = jit_for_weights(rank, ("config", "plan", "steps"))
 run_place = jit_for_weights(place, ("config", "plan"))
 run_halt = jit_for_weights(halt, ("config", "plan"))
 run_begin = jit_for_weights(begin, ("config", "plan"))
-run_take = jax.jit(take_first, static_argnames="capacity")
+run_take = jax.jit(jax_defaults()(take_first), static_argnames="capacity")
 
 
 def num_compiled() -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from stepprune_jax.policy.host import THREEFRY, threefry
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import expect
 
@@ -41,7 +42,10 @@ class Sampling(NamedTuple):
             value.item() if isinstance(value, np.generic) else value
             for value in (self.temperature, self.top_p, self.repetition_penalty, self.key)
         )
-        counts = isinstance(seed, jax.Array | np.ndarray) or (is_count(seed, 0) and seed < 1 << 32)
+        if isinstance(seed, jax.Array | np.ndarray):
+            counts = not threefry(seed).shape
+        else:
+            counts = is_count(seed, 0) and seed < 1 << 32
         known = penalty is None or (is_number(penalty) and penalty > 0)
         greedy = "a number >= 0 (0 is greedy)"
         expect("temperature", heat, is_number(heat) and heat >= 0, greedy)
@@ -56,10 +60,12 @@ class Sampling(NamedTuple):
             stop_ids: the model's, where it has none.
             repetition_penalty: the model's, where it has none.
         """
-        penalty = self.repetition_penalty
+        penalty, key = self.repetition_penalty, self.key
+        if not isinstance(key, jax.Array | np.ndarray):
+            key = jax.random.key(key, impl=THREEFRY)
         penalty = repetition_penalty if penalty is None else penalty
         return Sampling(
-            self.key if isinstance(self.key, jax.Array | np.ndarray) else jax.random.key(self.key),
+            threefry(key),
             np.float32(self.temperature),
             np.float32(self.top_p),
             np.array(stop_ids if self.stop_ids is None else self.stop_ids, np.int32),

@@ -33,6 +33,7 @@ from stepprune_jax.models.sequence import (
     with_probe,
 )
 from stepprune_jax.models.stack import Execution, Params, lay_out
+from stepprune_jax.policy.host import jax_defaults
 from stepprune_jax.user_input import expect
 
 
@@ -129,6 +130,7 @@ def init_params(key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+@jax_defaults()
 def abstract_params(
     config: ModelConfig,
     dtype: DTypeLike = jnp.bfloat16,

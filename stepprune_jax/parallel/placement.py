@@ -19,6 +19,7 @@ from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.parallel.sharding import BATCH
+from stepprune_jax.policy.host import jax_defaults
 
 T = TypeVar("T")  # a tree of arrays
 
@@ -44,9 +45,10 @@ def jit_for_weights(
 ) -> Callable[..., Any]:
     """Applies `jax.jit` to a function whose first argument is the weights.
 
-    The program has the `OPTIONS` of their platform. On CPUs, all functions together keep
-    `MOST_PROGRAMS` programs. The result has `num_compiled()`, the programs compiled so far, and
-    `trace` of `jax.jit`, which also takes abstract weights with a sharding.
+    The program has the `OPTIONS` of their platform, and is that of jax's own settings whatever the
+    host has set (`jax_defaults`). On CPUs, all functions together keep `MOST_PROGRAMS` programs.
+    The result has `num_compiled()`, the programs compiled so far, and `trace` of `jax.jit`, which
+    also takes abstract weights with a sharding.
     """
     names = {"static_argnames": static, "donate_argnames": donate}
     programs = {
@@ -63,7 +65,8 @@ def jit_for_weights(
     @functools.wraps(function)
     def call(params, *args, **kwargs):
         program = chosen(params)
-        result = program(params, *args, **kwargs)
+        with jax_defaults():
+            result = program(params, *args, **kwargs)
         if program is programs["cpu"]:
             _make_room()
         return result
@@ -71,7 +74,9 @@ def jit_for_weights(
     call.num_compiled = lambda: sum(
         program._cache_size() + _forgotten[program] for program in programs.values()
     )
-    call.trace = lambda params, *args, **kwargs: chosen(params).trace(params, *args, **kwargs)
+    call.trace = jax_defaults()(
+        lambda params, *args, **kwargs: chosen(params).trace(params, *args, **kwargs)
+    )
     return call
 
 

@@ -21,6 +21,7 @@ from stepprune_jax.policy.base import (
 )
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.rollout import read_limits
 from stepprune_jax.policy.selection import choose
 
@@ -47,6 +48,7 @@ def choose_bucket(count: ArrayLike, ladder: Sequence[int]) -> int:
     return min(fitting)
 
 
+@implicit_promotion()
 def gather(
     selection: Trajectory | Picks,
     features: Float[AnyArray, "b n d"],
@@ -100,6 +102,7 @@ _choose = jax.jit(choose)
 run_gather = jax.jit(gather, static_argnames=("capacity", "order"))
 
 
+@implicit_promotion()
 def prune(
     params: Params,
     config: PolicyConfig,

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax.policy.base import Trajectory
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.trajectory import count_at_bias
 
@@ -44,7 +45,8 @@ def draw_budgets(
 ) -> Int[Array, "b"]:
     """Draws an exact budget per row, log-uniform over `shares` of its tokens, at most `steps`."""
     low, high = map(jnp.log, shares)
-    share = jnp.exp(jax.random.uniform(key, num_tokens.shape, minval=low, maxval=high))
+    draw = jax.random.uniform(key, num_tokens.shape, jnp.float32, minval=low, maxval=high)
+    share = jnp.exp(draw)
     return jnp.clip(jnp.round(share * num_tokens).astype(jnp.int32), 1, steps)
 
 
@@ -55,7 +57,9 @@ def draw_log_prices(key: Array, config: PolicyConfig, rows: int) -> Float[Array,
     token equals its price, so the margin learns minus the logarithm of that gain, and a stop bias
     at inference acts as a price.
     """
-    return jax.random.uniform(key, (rows,), minval=-1.0, maxval=1.0) * config.price_range
+    return (
+        jax.random.uniform(key, (rows,), jnp.float32, minval=-1.0, maxval=1.0) * config.price_range
+    )
 
 
 def update_running_count(running: ArrayLike, count: Int[Array, "b"]) -> Float[Array, ""]:
@@ -120,6 +124,7 @@ def soft_budget(
     return hard + bound_gradient(soft - jax.lax.stop_gradient(soft), GAIN_BOUND / rows)
 
 
+@implicit_promotion()
 def calibrate_stop_bias(
     margin: Float[Array, "b t"],
     target: ArrayLike,

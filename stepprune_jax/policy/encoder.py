@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.base import Inputs, Params
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.noise import standardise
 
 
@@ -65,6 +66,7 @@ def _check(config: PolicyConfig, inputs: Inputs) -> None:
             raise ValueError(f"{name} is of shape {np.shape(value)}, expected {shape}")
 
 
+@implicit_promotion()
 def encode(
     params: Params, config: PolicyConfig, inputs: Inputs, text_gate: ArrayLike = 1.0
 ) -> Float[Array, "b n d"]:

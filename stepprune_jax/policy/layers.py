@@ -23,7 +23,7 @@ MANY_QUERIES, QUERIES = 2048, 1024
 
 def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Returns the dtype of scores and softmaxes for activations of `dtype`: at least float32."""
-    return jnp.promote_types(jnp.float32, dtype)
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def compute_dtype(config: PolicyConfig, dtype: jnp.dtype) -> jnp.dtype:

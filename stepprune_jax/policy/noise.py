@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.base import AnyArray, FeatureStats, Inputs, Params
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.host import implicit_promotion
 
 
 @jax.custom_jvp
@@ -25,6 +26,7 @@ def _bounded_sqrt_jvp(primals, tangents):
     return _bounded_sqrt(x), 0.5 * jax.lax.rsqrt(jnp.maximum(x, 1e-6)) * dx
 
 
+@implicit_promotion()
 def noise_gate(
     key: Array | None,
     x: Float[AnyArray, "b n d"],
@@ -89,6 +91,7 @@ def gate_tokens(
     return jnp.where(real, clean, 0).astype(image.dtype)
 
 
+@implicit_promotion()
 def update_stats(
     stats: FeatureStats, x: Float[Array, "b n d"], mask: Bool[Array, "b n"] | None = None
 ) -> FeatureStats:

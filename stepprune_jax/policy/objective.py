@@ -30,6 +30,8 @@ from stepprune_jax.policy.budget import (
 )
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
@@ -38,6 +40,7 @@ from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
 
 
+@implicit_promotion()
 def gate(
     params: Params,
     config: PolicyConfig,
@@ -120,6 +123,7 @@ def length_penalty(
     return jnp.mean(ratio * price)
 
 
+@implicit_promotion()
 def train_loss(
     params: Params,
     config: PolicyConfig,
@@ -165,10 +169,11 @@ def total_loss(
     trajectory, tokens = gated.trajectory, jnp.sum(gated.real, axis=1)
     expected = differentiable_count(config, trajectory)
     penalty = length_penalty(trajectory.count, expected, tokens, gated.price)
-    wide = jnp.promote_types(jnp.float32, lm_loss.dtype)
+    wide = score_dtype(lm_loss.dtype)
     return lm_loss.astype(wide) + length_weight * penalty.astype(wide)
 
 
+@implicit_promotion()
 def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
     """Returns scalars that show whether a policy learns.
 

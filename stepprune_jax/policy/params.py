@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 
 from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.layers import score_dtype
 
 # Normal with variance 1 / fan-in, or with a standard deviation of .02.
 Init = Literal["fan_in", "token", "ones", "zeros"]
@@ -141,10 +143,11 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
         A nested dict of float32 arrays (float64 if `config.dtype` says so). Weights stay in full
         precision; they are cast where they are used.
     """
-    dtype = jnp.promote_types(jnp.float32, config.dtype or jnp.float32)
+    dtype = score_dtype(jnp.dtype(config.dtype or jnp.float32))
     return draw_params(key, param_specs(config), dtype)
 
 
+@implicit_promotion()
 def draw_params(key: jax.Array, specs: Any, dtype: DTypeLike = jnp.float32) -> Any:
     """Draws the weights that a table of `ParamSpec`, or a part of one, describes."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)

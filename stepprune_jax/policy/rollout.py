@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params, StepFn
 from stepprune_jax.policy.config import PolicyConfig, is_integer
 from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.host import THREEFRY, implicit_promotion, threefry
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.trajectory import RowLimits, step_distribution
 
@@ -126,11 +127,10 @@ def read_key(key: Array | None, batch: int) -> Key[Array, "b"]:
     Raises:
         ValueError: `key` is neither one PRNG key nor one for each row.
     """
-    key = jax.random.key(0) if key is None else key
-    kind = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not kind or key.shape not in ((), (batch,)):
-        raise ValueError(f"key is {key!r}, expected a jax.random.key, or one for each row")
-    return jnp.broadcast_to(key, (batch,))
+    keys = jax.random.key(0, impl=THREEFRY) if key is None else threefry(key)
+    if keys.shape not in ((), (batch,)):
+        raise ValueError(f"key is {key!r}, expected one PRNG key, or one for each row")
+    return jnp.broadcast_to(keys, (batch,))
 
 
 def gumbel(
@@ -217,6 +217,7 @@ def _straight_through_fwd(memory, prob, choice):
     return straight_through(memory, prob, choice), (memory, prob, choice)
 
 
+@implicit_promotion()
 def _straight_through_bwd(residuals, cotangent):
     memory, prob, choice = residuals
     chosen = jax.nn.one_hot(choice, memory.shape[1], dtype=cotangent.dtype)

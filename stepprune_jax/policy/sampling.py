@@ -5,11 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from stepprune_jax.policy.base import DecoderFns, Draw, Inputs, Limits, Params, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.host import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.selection import begin, first_picks, roll_out
 from stepprune_jax.policy.trajectory import first_true
@@ -17,12 +18,13 @@ from stepprune_jax.policy.trajectory import first_true
 _LEAST = 1e-30  # of a probability whose logarithm is taken
 
 
+@implicit_promotion()
 def sample(
     params: Params,
     config: PolicyConfig,
     inputs: Inputs,
     limits: Limits,
-    keys: Key[Array, "g"],
+    keys: AnyKey,
     *,
     text_gate: ArrayLike = 1.0,
     stop_bias: ArrayLike = 0.0,
@@ -41,7 +43,7 @@ def sample(
         config: policy configuration; `draw` and `estimator` are not read.
         inputs: image and question.
         limits: bounds on the counts. An exact budget leaves the stop no choice.
-        keys: a PRNG key for each draw, consumed.
+        keys: g PRNG keys, one for each draw; consumed.
         text_gate: g_txt.
         stop_bias: added to the stop logits, a number or one per row.
         decoder: functions of the decoder.
@@ -61,12 +63,12 @@ def sample(
         episode = started._replace(key=jax.random.split(order_key, b))
         return read_draw(roll_out(params, config, episode, decoder), stop_key)
 
-    return jax.vmap(one)(keys)
+    return jax.vmap(one)(threefry(keys))
 
 
 def read_draw(t: Trajectory, key: Array) -> Draw:
     """Draws where an episode of drawn tokens ends; `key` is consumed."""
-    count = first_true(jax.random.uniform(key, t.stop_prob.shape) < t.stop_prob)
+    count = first_true(jax.random.uniform(key, t.stop_prob.shape, jnp.float32) < t.stop_prob)
     step = jnp.arange(t.stop_prob.shape[1])
     kept = step < count[:, None]
     tokens = jnp.take_along_axis(t.log_prob, t.choice[..., None], axis=-1)[..., 0]
@@ -77,6 +79,7 @@ def read_draw(t: Trajectory, key: Array) -> Draw:
     return Draw(first_picks(t.choice, count, t.prob.shape[-1]), log_prob, entropy)
 
 
+@implicit_promotion()
 def leave_one_out(reward: Float[Array, "g b"]) -> Float[Array, "g b"]:
     """Returns each draw's reward less the mean reward of the row's other draws.
 

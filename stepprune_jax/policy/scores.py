@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy.base import AnyArray, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.layers import MASKED
 
 # tau of Eq. (12) at the start of training, where it anneals.
@@ -82,6 +83,7 @@ def log_scores(
     return jnp.where(pointed_at, jax.nn.logsumexp(terms, axis=1), MASKED)
 
 
+@implicit_promotion()
 def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Array, "b n"]:
     """Computes how much each token was pointed at, Eq. (11), in the space that `config` names.
 

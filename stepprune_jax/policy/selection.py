@@ -28,6 +28,7 @@ from stepprune_jax.policy.decoder import (
     pointer_step,
 )
 from stepprune_jax.policy.encoder import encode_and_ask, memory
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.rollout import (
     Episode,
     best_token,
@@ -78,6 +79,7 @@ def begin(
     return episode if asked is None else episode._replace(query=episode.query + asked)
 
 
+@implicit_promotion()
 def select(
     params: Params,
     config: PolicyConfig,
@@ -339,6 +341,7 @@ def first_picks(order: Int[Array, "b t"], count: Int[Array, "b"], num_tokens: in
     return Picks(action, count, kept)
 
 
+@implicit_promotion()
 def choose(
     params: Params,
     config: PolicyConfig,
@@ -360,6 +363,7 @@ def choose(
     return pick(params, config, episode, decoder)
 
 
+@implicit_promotion()
 def rank(
     params: Params,
     config: PolicyConfig,

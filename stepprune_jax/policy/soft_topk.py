@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 
 # Sorts below every score and has no mass beside any of them.
@@ -103,6 +104,7 @@ def _soft_topk_fwd(scores, k, temperature, where):
     return jnp.where(where, alpha, 0.0).astype(u.dtype), (scores, k, temperature, where, u)
 
 
+@implicit_promotion()
 def _soft_topk_bwd(residuals, g):
     scores, k, temperature, where, u = residuals
     inside = (k > 0) & (k < jnp.sum(where, axis=-1, keepdims=True)) & where
@@ -122,6 +124,7 @@ def _soft_topk_bwd(residuals, g):
 _soft_topk.defvjp(_soft_topk_fwd, _soft_topk_bwd)
 
 
+@implicit_promotion()
 def soft_topk(
     scores: Float[ArrayLike, "*b n"],
     k: ArrayLike,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.base import Trajectory
 from stepprune_jax.policy.config import PolicyConfig
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.layers import MASKED
 
 
@@ -136,6 +137,7 @@ def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
     return jnp.where(jnp.any(flags, axis=1), index, flags.shape[1]).astype(jnp.int32)
 
 
+@implicit_promotion()
 def count_at_bias(
     margin: Float[Array, "b t"], bias: ArrayLike, min_tokens: int = 1
 ) -> Int[Array, "b"]:

@@ -17,11 +17,12 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Draw, Inputs, Limits, PolicyConfig, Progress
 from stepprune_jax.policy.budget import RANDOM_BUDGET, budget_range, draw_budgets
+from stepprune_jax.policy.host import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens, standardise
 from stepprune_jax.policy.objective import gate_metrics
@@ -266,6 +267,7 @@ class AutoSelect(TrainedMethod):
         }
         return {"encoder": shared["encoder"], "denoiser": shared["denoiser"], "head": head}
 
+    @implicit_promotion()
     def train_loss(
         self,
         weights: Params,
@@ -280,12 +282,13 @@ class AutoSelect(TrainedMethod):
         scalars = {"lm_loss": loss} | metrics(gated, inputs.real)
         return loss, (scalars, jnp.asarray(progress.running_count))
 
+    @implicit_promotion()
     def sample(
         self,
         weights: Params,
         inputs: Inputs,
         limits: Limits,
-        keys: Key[Array, "g"],
+        keys: AnyKey,
         progress: Progress,
     ) -> tuple[Draw, Float[Array, "g b"]]:
         """Draws from the Plackett-Luce distribution of the scores, at a temperature of 1."""
@@ -303,9 +306,10 @@ class AutoSelect(TrainedMethod):
             log_prob = jnp.sum(jnp.where(kept, ordered - left, 0), axis=1)
             return first_picks(order, most, n), log_prob
 
-        picks, log_prob = jax.vmap(one)(keys)
+        picks, log_prob = jax.vmap(one)(threefry(keys))
         return Draw(picks, log_prob, entropy(found)), jnp.zeros_like(log_prob)
 
+    @implicit_promotion()
     def order(
         self, weights: Params, inputs: Inputs, steps: int, key: Array | None = None
     ) -> Ranking:

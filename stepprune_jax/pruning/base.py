@@ -20,6 +20,7 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import POSITIONS as MODEL_POSITIONS
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy import FeatureStats, Picks, gather
+from stepprune_jax.policy.host import THREEFRY
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import keep_best
@@ -56,7 +57,7 @@ class View(NamedTuple):
 
     def keys(self, seed: int) -> Key[Array, "r"]:
         """Returns a PRNG key for each row, of `seed` and of what the row shows."""
-        key = jax.random.key(seed, impl="threefry2x32")
+        key = jax.random.key(seed, impl=THREEFRY)
         return jax.vmap(jax.random.fold_in, (None, 0))(key, self.seed)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.policy import Inputs, Limits, Pruned
 from stepprune_jax.policy.buckets import run_gather
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.trained import TrainedMethod, Weights, run_choose
@@ -112,6 +113,7 @@ def _opened(method: TrainedMethod, weights: Weights, inputs: Inputs, budget: int
     return method.opened(weights, inputs, budget)
 
 
+@implicit_promotion()
 def measure(
     method: TrainedMethod,
     weights: Weights,
@@ -123,7 +125,7 @@ def measure(
     """Computes the losses of all cases, and describes them; see `Policy.diagnose`."""
     (b, n), real = inputs.image.shape[:2], inputs.real
     tokens = jnp.sum(real, axis=1, dtype=jnp.int32)
-    noise = jnp.where(real, jax.random.uniform(key, (b, n)), 2)
+    noise = jnp.where(real, jax.random.uniform(key, (b, n), jnp.float32), 2)
     limits = Limits(row_counts("budget", budget, 1, method.most(n), b))
     own = run_choose(method, weights, inputs, limits)
     picks = {

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.policy import Inputs, Limits, Progress, Pruned, gather, leave_one_out
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.pruning.trained import TrainedMethod
 from stepprune_jax.settings import Settings, choice, setting, share
 
@@ -38,6 +39,7 @@ class PolicyGradientSettings(Settings, path="config.policy_gradient"):
     positions: str = choice("original", POSITIONS)
 
 
+@implicit_promotion()
 def policy_gradient_loss(
     method: TrainedMethod,
     settings: PolicyGradientSettings,
@@ -72,7 +74,9 @@ def policy_gradient_loss(
     longest = jnp.clip((settings.longest * size).astype(jnp.int32), 1, capacity)
     shares = min(RANDOM_BUDGET[0], settings.longest), settings.longest
     exact = draw_budgets(budget_key, size, longest, shares)
-    own = jax.random.uniform(own_key, (b,)) < (settings.stops if method.has_stop else 0.0)
+    own = jax.random.uniform(own_key, (b,), jnp.float32) < (
+        settings.stops if method.has_stop else 0.0
+    )
     limits = Limits(
         min_tokens=jnp.where(own, jnp.minimum(method.least, longest), exact),
         max_tokens=jnp.where(own, longest, exact),

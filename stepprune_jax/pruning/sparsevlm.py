@@ -20,6 +20,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.rotary import rotate
 from stepprune_jax.models.sequence import Sequence, last_slots
+from stepprune_jax.policy.host import THREEFRY
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.ordering import keep_best
@@ -384,5 +385,6 @@ def cluster_and_merge(
 
 def _uniform(count: int) -> Float[Array, "count"]:
     """Returns random numbers in [0, 1), each depending only on its place."""
-    draw = jax.vmap(lambda place: jax.random.uniform(jax.random.fold_in(jax.random.key(0), place)))
+    key = jax.random.key(0, impl=THREEFRY)
+    draw = jax.vmap(lambda place: jax.random.uniform(jax.random.fold_in(key, place)))
     return draw(jnp.arange(count))

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.budget import draw_log_prices
+from stepprune_jax.policy.host import AnyKey
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.rollout import longest
@@ -73,7 +74,7 @@ class StepPrune(TrainedMethod):
         weights: Weights,
         inputs: Inputs,
         limits: Limits,
-        keys: Key[Array, "g"],
+        keys: AnyKey,
         progress: Progress,
     ) -> tuple[Draw, Float[Array, "g b"]]:
         """As `policy.sample`, at a token price of each row's own; see `price_range`."""

@@ -9,10 +9,12 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress, Pruned
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
+from stepprune_jax.policy.host import AnyKey, implicit_promotion
+from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.params import draw_params
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
@@ -47,7 +49,7 @@ class Learned(Pruner):
     @property
     def param_dtype(self) -> DTypeLike:
         """The dtype of drawn weights: float32, or float64 if `config.dtype` says so."""
-        return jnp.promote_types(jnp.float32, getattr(self.config, "dtype", None) or jnp.float32)
+        return score_dtype(jnp.dtype(getattr(self.config, "dtype", None) or jnp.float32))
 
     def init(self, key: Array) -> Weights:
         """Draws the weights of `param_dtype`; consumes `key`."""
@@ -106,7 +108,7 @@ class TrainedMethod(Learned, Ranker):
         weights: Weights,
         inputs: Inputs,
         limits: Limits,
-        keys: Key[Array, "g"],
+        keys: AnyKey,
         progress: Progress,
     ) -> tuple[Draw, Float[Array, "g b"]]:
         """Draws sets of tokens, and returns what each of them costs, for a policy gradient.
@@ -115,7 +117,7 @@ class TrainedMethod(Learned, Ranker):
             weights: the weights, in which the draws' log-probabilities are differentiable.
             inputs: image and question.
             limits: bounds on the counts of each row.
-            keys: a PRNG key for each draw, consumed.
+            keys: g PRNG keys, one for each draw; consumed.
             progress: schedules of the training so far.
 
         Returns:
@@ -185,6 +187,7 @@ class TrainedMethod(Learned, Ranker):
         """Returns what the method sees of a view."""
         return Inputs(view.tokens, view.text, view.valid, view.text_valid, params.stats)
 
+    @implicit_promotion()
     def choose(
         self,
         weights: Weights,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy import Inputs, Progress
+from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.policy.noise import standardise
 from stepprune_jax.policy.params import ParamSpec
@@ -120,6 +121,7 @@ class VisionSelector(TrainedMethod):
         }
         return {"query": layer, "key": layer}
 
+    @implicit_promotion()
     def train_loss(
         self,
         weights: Weights,
@@ -143,6 +145,7 @@ class VisionSelector(TrainedMethod):
         scalars = {"lm_loss": lm_loss, "distance": distance, "k_mean": jnp.mean(count * 1.0)}
         return loss, (scalars, jnp.asarray(progress.running_count))
 
+    @implicit_promotion()
     def order(
         self, weights: Weights, inputs: Inputs, steps: int, key: Array | None = None
     ) -> Ranking:

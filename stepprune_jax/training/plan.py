@@ -22,6 +22,7 @@ from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, build_mesh, shardings
 from stepprune_jax.parallel.targets import Target, make_target, missing, read_name
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy.host import THREEFRY
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_limits
 from stepprune_jax.training.failures import memory_advice, remedies
@@ -108,7 +109,7 @@ def planned_memory(traced: Any, target: Target | None = None) -> Usage:
 def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> Any:
     """Traces an update of abstract weights, state and batch, placed as in a run."""
     mesh = setup.forward.mesh
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY))
     state = jax.eval_shape(lambda key: step.init_state(key, setup), key)
     stats = jax.eval_shape(lambda: FeatureStats.start(setup.model.feature_width))
     state, stats, key = _placed((state, stats, key), mesh, ((r".*", P()),))

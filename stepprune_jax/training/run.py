@@ -27,6 +27,7 @@ from stepprune_jax.models.images import stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy.host import THREEFRY, jax_defaults
 from stepprune_jax.pruning import Policy
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Stream, open_batches
@@ -197,9 +198,10 @@ def _load_model(run: Run, batches: Batches, setup: step.Setup) -> VLM:
 def _begin(loop: _Loop, about: dict[str, Any]) -> tuple[int, Saved, Stream]:
     """Returns updates done, the latest checkpoint or a new state, and the remaining batches."""
     run, model, setup = loop.run, loop.model, loop.setup
-    seed = jax.random.key(run.seed)
+    seed = jax.random.key(run.seed, impl=THREEFRY)
     init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
-    state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
+    with jax_defaults():
+        state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
     stats = FeatureStats.start(setup.model.feature_width)
     fresh = replicate_like(model.params, Saved(state, stats, jax.random.key_data(key)))
     if loop.checkpoints.latest is not None:
@@ -235,7 +237,7 @@ def _loop(loop: _Loop, about: dict[str, Any], window: tuple[int, int] | None):
     run, workdir, setup = loop.run, loop.workdir, loop.setup
     done, (state, stats, key_data), stream = _begin(loop, about)
     hooks = Hooks(run, workdir, done, loop.validation, window)
-    key = jax.random.wrap_key_data(key_data)
+    key = jax.random.wrap_key_data(key_data, impl=THREEFRY)
     guard = Guard(workdir / NONFINITE_FILE, loop.batches, run.max_skipped)
     if done == run.steps:  # the run may have stopped at its end
         guard.add(done, state.skipped_in_row, last=True)

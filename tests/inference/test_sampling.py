@@ -80,8 +80,8 @@ def test_a_seed_is_an_integer_or_a_key():
         sampling.check()
         draws = jax.random.key_data(sampling.resolve([2], 1.0).key)
         np.testing.assert_array_equal(draws, jax.random.PRNGKey(3))
-    for seed in (None, 3.5, "3", True, -1, 1 << 32):
-        with pytest.raises(ValueError, match=r"seed is .*, expected an integer from 0"):
+    for seed in (None, 3.5, "3", True, -1, 1 << 32, jax.random.split(jax.random.key(3))):
+        with pytest.raises(ValueError, match=r"(?s)seed is .*, expected an integer from 0"):
             Sampling(seed).check()
 
 

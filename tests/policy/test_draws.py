@@ -75,8 +75,35 @@ def test_the_gate_follows_the_best_tokens(world):
     assert (rank(params, config, inputs, key=jax.random.key(9)).choice != best).any()
 
 
-@pytest.mark.parametrize("key", [jnp.zeros(2, jnp.uint32), jax.random.split(jax.random.key(0))])
-def test_other_keys_are_named(world, key):
+def test_keys_of_any_implementation_are_those_of_their_first_words(world):
     config, params, inputs = world
-    with pytest.raises(ValueError, match=r"(?s)key is .*, expected a jax.random.key"):
-        rank(params, config, inputs, key=key)
+    key = jax.random.key(7, impl="threefry2x32")
+    rows, few = jax.random.split(key, 5), jax.random.split(key, 2)
+    raw, wide = map(jax.random.key_data, (rows, jax.random.split(jax.random.key(1, impl="rbg"), 5)))
+    given = (raw, np.asarray(raw), jax.random.wrap_key_data(wide, impl="rbg"), wide)
+    as_threefry = jax.random.wrap_key_data(wide[:, :2], impl="threefry2x32")
+    for keys, same in zip(given, (rows, rows, as_threefry, as_threefry), strict=True):
+        found, expected = (rank(params, config, inputs, key=k).choice for k in (keys, same))
+        np.testing.assert_array_equal(found, expected)
+    drawn = jax.jit(policy.sample)
+    for keys, same in ((jax.random.key_data(few), few), (given[2][:2], as_threefry[:2])):
+        found, expected = (drawn(params, config, inputs, Limits(budget=4), k) for k in (keys, same))
+        np.testing.assert_array_equal(found.picks.action, expected.picks.action)
+
+
+@pytest.mark.parametrize("key", [jnp.zeros(3, jnp.uint32), jnp.zeros(2)])
+def test_what_is_no_key_is_named(world, key):
+    config, params, inputs = world
+    with pytest.raises(
+        ValueError, match=r"(?s)key is .*, expected a jax.random.key or a jax.rando"
+    ):
+        policy.rank(params, config, inputs, key=key)
+
+
+def test_keys_are_one_or_one_for_each_row(world):
+    config, params, inputs = world
+    for key in (jax.random.split(jax.random.key(0)), jnp.zeros((4, 2), jnp.uint32)):
+        with pytest.raises(
+            ValueError, match=r"(?s)key is .*, expected one PRNG key, or one for ea"
+        ):
+            rank(params, config, inputs, key=key)

@@ -146,10 +146,8 @@ def test_the_pruner_keeps_what_is_scored_best_whatever_stands_in_the_padding(par
     valid = jnp.arange(N) < jnp.array([[N], [7], [5]])
     words = jnp.arange(L) < jnp.array([[L], [1], [2]])
     spoiled = jnp.where(valid[..., None], image, 1e6)
-    counts, grid = jnp.array([3, 1, 5]), jnp.ones((B, 2), jnp.int32)
-    view = View(
-        spoiled, valid, grid, text, words, jnp.arange(B), jnp.arange(B, dtype=jnp.uint32), counts
-    )
+    counts, grid, rows = jnp.array([3, 1, 5]), jnp.ones((B, 2), jnp.int32), jnp.arange(B)
+    view = View(spoiled, valid, grid, text, words, rows, jnp.uint32(rows), counts)
     pruner = AutoSelect(Budget("count", 5), CONFIG)
     kept = jax.jit(pruner.select, static_argnums=2)(Trained(params, STATS), view, 6)
     scored = scores(params, CONFIG, Inputs(image, text, valid, words, STATS))

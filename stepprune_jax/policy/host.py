@@ -1,0 +1,48 @@
+"""Settings of jax that a program which composes this one may have made, and what ignores them."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Key, UInt32
+
+# The implementation whose draws under `vmap` are those of each key, on any device.
+THREEFRY = "threefry2x32"
+
+AnyKey = Key[Array, "*n"] | UInt32[Array, "*n words"]
+
+
+@contextlib.contextmanager
+def implicit_promotion() -> Iterator[None]:
+    """Lets ranks and dtypes be promoted, even if ``jax_numpy_*_promotion`` forbids it elsewhere."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@contextlib.contextmanager
+def jax_defaults() -> Iterator[None]:
+    """Also keeps indices at 32 bits, and draws keys of threefry, as models expect."""
+    with implicit_promotion(), jax.enable_x64(False), jax.default_prng_impl(THREEFRY):
+        yield
+
+
+def threefry(key: Array | np.ndarray) -> Key[Array, "*n"]:
+    """Returns keys of threefry for keys of any implementation; its own stay as they are.
+
+    Those of ``rbg`` draw the same for all rows under `vmap`.
+
+    Raises:
+        ValueError: `key` is neither a `jax.random.key` nor a raw one of `jax.random.PRNGKey`.
+    """
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if str(jax.random.key_impl(key)) == THREEFRY:
+            return key
+        data = jax.random.key_data(key)
+    else:
+        data = key
+        raw = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32
+        if not raw or key.shape[-1:] not in ((2,), (4,)):
+            raise ValueError(f"key is {key!r}, expected a jax.random.key or a jax.random.PRNGKey")
+    return jax.random.wrap_key_data(jnp.asarray(data)[..., :2], impl=THREEFRY)
