@@ -54,7 +54,7 @@ test: env
 	$(PYTEST)
 
 # Policies alone, where nothing but jax is installed: the oldest jax that they run on, and the newest.
-CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/pruning/test_,autoselect.py diagnosis.py trained.py)
+CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/trained/test_,autoselect.py diagnosis.py trained.py)
 test-core: $(CORE_VENV)-oldest/.installed $(CORE_VENV)-newest/.installed
 	$(CORE_VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
 	$(CORE_VENV)-newest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)

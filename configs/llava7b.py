@@ -17,7 +17,7 @@ there with AdamW. The long one, 67 hours, is one epoch, as in the paper.
 
 from stepprune_jax import training
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruning import AutoSelectConfig
+from stepprune_jax.trained import AutoSelectConfig
 
 # Fields of the policy, by row of Table 4; the others of its rows are the defaults.
 ABLATIONS = {

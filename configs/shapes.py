@@ -10,7 +10,7 @@ the letter. Set `model` and `data` for another model or other data: any folder i
 
 from stepprune_jax import training
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruning import AutoSelectConfig
+from stepprune_jax.trained import AutoSelectConfig
 
 
 def get_config(reading: str = "") -> training.Run:

@@ -26,7 +26,7 @@ PACKAGES = (
     "stepprune_jax.training",
     "stepprune_jax.models.vlm",
     "stepprune_jax.models.decoder",
-    "stepprune_jax.models.family",
+    "stepprune_jax.models.backbone",
     "stepprune_jax.models.families",
 )
 # Pages of docs/ that stand for files outside of it.

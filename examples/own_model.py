@@ -75,7 +75,7 @@ for number in range(8):
 
 steps = 200
 config = sp.PolicyConfig(feature_width=D, text_width=half, num_heads=4)
-policy = sp.Policy.init(jax.random.key(1), config, stats)
+policy = sp.StepPrune.init(jax.random.key(1), config, stats)
 rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 20, steps, 1e-4)
 optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-4))
 
@@ -126,8 +126,8 @@ policy = sp.load_policy(path)
 # --- Pruning ---
 
 batch = draw(jax.random.key(4), 256)
-for how in ({}, {"mean_budget": 3}, {"budget": 4}):
-    pruned = policy.prune(batch.image, batch.text, **how)
+for budget in ("own", "mean:3", 4):
+    pruned = policy.with_budget(budget).prune(batch.image, batch.text)
     loss, right = losses(frozen, pruned.tokens, batch, pruned.valid)
     share = f"{100 * right.mean():.1f} % right"
-    print(f"{how}: {pruned.count.mean():.1f} of {N} tokens, loss {loss.mean():.2f}, {share}")
+    print(f"{budget}: {pruned.count.mean():.1f} of {N} tokens, loss {loss.mean():.2f}, {share}")

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from stepprune_jax.checkpoints.load import VLM, load_vlm
     from stepprune_jax.checkpoints.policy import load_policy, save_policy
     from stepprune_jax.checkpoints.save import save_vlm
-    from stepprune_jax.inference import Answer, RunOptions, Sampling, generate, stream
+    from stepprune_jax.inference import Answer, Generator, RunOptions, Sampling, generate, stream
     from stepprune_jax.policy import *
-    from stepprune_jax.pruning import Policy, make_method
+    from stepprune_jax.trained import Policy, StepPrune
 
     __version__: str
 
@@ -25,6 +25,7 @@ __all__ = [
     "Draw",
     "FeatureStats",
     "Gated",
+    "Generator",
     "Inputs",
     "Limits",
     "Picks",
@@ -34,6 +35,7 @@ __all__ = [
     "Pruned",
     "RunOptions",
     "Sampling",
+    "StepPrune",
     "Trajectory",
     "abstract_policy",
     "calibrate_stop_bias",
@@ -47,7 +49,6 @@ __all__ = [
     "leave_one_out",
     "load_policy",
     "load_vlm",
-    "make_method",
     "noise_gate",
     "partition_rules",
     "policy_metrics",
@@ -83,7 +84,7 @@ def __getattr__(name: str) -> Any:
     try:
         if name in _FILES:
             return getattr(import_module(f"{__name__}.checkpoints.{_FILES[name]}"), name)
-        packages = (import_module(f"{__name__}.{p}") for p in ("policy", "pruning", "inference"))
+        packages = (import_module(f"{__name__}.{p}") for p in ("policy", "trained", "inference"))
         return next(getattr(package, name) for package in packages if name in package.__all__)
     except ModuleNotFoundError as error:
         from stepprune_jax.extras import explain

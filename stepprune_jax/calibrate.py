@@ -15,14 +15,14 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import check_fits, read_about, save_policy
+from stepprune_jax.checkpoints.policy import read_about, save_policy
 from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.pruning.calibration import Calibration
-from stepprune_jax.user_input import check, local_path, user_input
+from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.user_input import local_path, require
 
 _NAME = "stepprune_jax.calibrate"
 
@@ -52,21 +52,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model")
     add("--out", required=True, help="policy file to write")
     given = parser.parse_args(argv)
-    with user_input():
-        sizes = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
-        source = inspect_folder(given.model, given.vision_folder, **sizes)
-        policy, about = load_policy_for(source, given.policy), read_about(given.policy)
-        check((policy.has_stop, f"--policy: {policy.method} has no learned stop to calibrate"))
-        local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
-        out = file_to_write("--out", given.out)
-        check_fits(policy.config, source.config)
-        folder = local_path(given.data)
-        asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
-        dtype = jnp.dtype(given.dtype)
-        model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **sizes)
-        questions = [asked[at] for at in spread_over(len(asked), given.questions)]
-        policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
-        path = save_policy(policy, out, about)
+    sizes = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
+    source = inspect_folder(given.model, given.vision_folder, **sizes)
+    policy, about = load_policy_for(source, given.policy), read_about(given.policy)
+    require(policy.has_stop, f"--policy: {policy.name} has no learned stop to calibrate")
+    local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
+    out = file_to_write("--out", given.out)
+    policy.check_fits(source.config)
+    folder = local_path(given.data)
+    asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
+    dtype = jnp.dtype(given.dtype)
+    model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **sizes)
+    questions = [asked[at] for at in spread_over(len(asked), given.questions)]
+    policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
+    path = save_policy(policy, out, about)
     print(_page(policy.calibration))
     print(path)
 

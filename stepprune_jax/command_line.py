@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from stepprune_jax import configurations
-from stepprune_jax.extras import explain
-from stepprune_jax.user_input import check, expect, is_user_error, local_path, one_line
+from stepprune_jax.extras import MissingPackageError, explain
+from stepprune_jax.user_input import UserError, expect, local_path, one_line, require
 
 T = TypeVar("T")
 
-# Of a disk; errors of other kinds name the file.
+# Of a disk; other errors of the system name the file, or are of a kind that is about files.
+_ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
 
@@ -157,8 +158,8 @@ def read_config(
         settings = configurations.load(given.config, changes)
         found, expected = type(settings).__name__, kind.__name__
         fits = isinstance(settings, kind)
-        check((fits, f"--config {given.config} is {found}, expected {expected}"))
-    except (ValueError, OSError) as error:
+        require(fits, f"--config {given.config} is {found}, expected {expected}")
+    except (UserError, OSError) as error:
         parser.error(str(error))
     given.workdir = local_path(given.workdir or default_workdir(given.config))
     return given, settings
@@ -189,10 +190,10 @@ def default_workdir(config: str) -> str:
 def one_line_errors(name: str) -> Iterator[None]:
     """Reports errors that are not bugs in one line, and exits with status 2.
 
-    These are errors marked by `user_input` and refusals of the machine, such as a full disk, a
-    folder in place of a file, too little memory, or a device that is not there. If the output's
-    reader has gone (`| head`), the program ends quietly, with the status that SIGPIPE gives; after
-    Ctrl-C, with that of SIGINT and one line.
+    Which those are is said by their types: a UserError, a missing package of an extra, and refusals
+    of the machine, such as a full disk, a file that is not there, too little memory, or a device
+    that is not there. If the output's reader has gone (`| head`), the program ends quietly, with
+    the status that SIGPIPE gives; after Ctrl-C, with that of SIGINT and one line.
     """
     try:
         yield
@@ -204,13 +205,15 @@ def one_line_errors(name: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
-    except (ValueError, OSError, ImportError) as error:
-        if not is_user_error(error) and not _refused_by_machine(error):
-            if isinstance(error, ModuleNotFoundError):  # of an extra
-                _exit(name, explain(error))
-            raise
-        if _refused_by_machine(error) and error.filename is None:
+    except (UserError, MissingPackageError) as error:
+        _exit(name, str(error))
+    except ModuleNotFoundError as error:
+        _exit(name, explain(error))
+    except OSError as error:
+        if error.errno in _REFUSALS and error.filename is None:
             _discard(sys.stdout)  # it may be the stream that cannot be written to
+        elif error.filename is None and not isinstance(error, _ABSENT):
+            raise
         _exit(name, str(error))
     except MemoryError as error:
         _exit(name, f"out of memory: {error}")
@@ -231,11 +234,6 @@ def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr
     with one_line_errors(name):
         status = main()
     sys.exit(status)
-
-
-def _refused_by_machine(error: Exception) -> bool:
-    """Returns whether an error is about a disk or a file."""
-    return isinstance(error, OSError) and (error.errno in _REFUSALS or error.filename is not None)
 
 
 def _lacks_plugin() -> bool:

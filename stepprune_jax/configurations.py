@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax.settings import Settings, read_changes
-from stepprune_jax.user_input import check, nearest
+from stepprune_jax.user_input import UserError, nearest, require
 
 _PACKAGE = Path(__file__).parent
 
@@ -69,13 +69,13 @@ def load(config: str, changes: Sequence[str] = ()) -> Any:
     except OSError:
         raise
     except Exception as error:  # of any kind: the file is a program
-        raise ValueError(f"{_place(error, file)}{error}") from error
+        raise UserError(f"{_place(error, file)}{error}") from error
     found = f"{file}: expected a get_config that returns settings, not {type(settings).__name__}"
-    check((isinstance(settings, Settings), found))
+    require(isinstance(settings, Settings), found)
     texts = {}
     for change in changes:
         name, equals, texts[name] = change.partition("=")
-        check((bool(equals), f"{change!r} is no change of a field, expected FIELD=VALUE"))
+        require(bool(equals), f"{change!r} is no change of a field, expected FIELD=VALUE")
     return settings.replace(read_changes(settings, texts))
 
 

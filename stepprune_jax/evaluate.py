@@ -24,9 +24,9 @@ from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.evaluation.table import as_markdown, merge_scores, write_table
-from stepprune_jax.extras import require
+from stepprune_jax.extras import need
 from stepprune_jax.parallel import distributed
-from stepprune_jax.user_input import expect, local_path, one_line, user_input
+from stepprune_jax.user_input import UserError, expect, local_path, one_line
 from stepprune_jax.workdir.lock import locked
 
 STAGES = ("generate", "convert", "score")
@@ -45,11 +45,10 @@ def evaluate(
 ) -> None:
     """Evaluates a run on the benchmarks that its configuration names."""
     workdir = local_path(workdir)
-    with user_input():
-        known = bool(stages) and {*stages} <= {*STAGES}
-        expect("--stages", ",".join(stages), known, ", ".join(STAGES))
-        if "score" in stages:
-            require("matplotlib", "the report has figures")
+    known = bool(stages) and {*stages} <= {*STAGES}
+    expect("--stages", ",".join(stages), known, ", ".join(STAGES))
+    if "score" in stages:
+        need("matplotlib", "the report has figures")
     with locked(workdir):
         if "generate" in stages:
             generate_answers(run, workdir, policy=policy)
@@ -68,8 +67,7 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
     """
     for name in run.eval.benchmark_names:
         convert, suffix = BENCHMARKS[name].convert, BENCHMARKS[name].submission_suffix
-        with user_input():
-            files = read_files(workdir / ANSWERS / name) if convert is not None else []
+        files = read_files(workdir / ANSWERS / name) if convert is not None else []
         for file in files:
             out = workdir / SUBMISSIONS / name / (file.path.stem + suffix)
             # Complete lines: the last one may be cut off.
@@ -79,7 +77,7 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
                 continue
             try:
                 warnings = convert(run.root(name), file.path, out)
-            except (OSError, ValueError) as error:
+            except (OSError, UserError) as error:
                 print(f"not converted: {one_line(error)}")
                 continue
             for warning in warnings:
@@ -93,28 +91,26 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
     from stepprune_jax.visualize.report import NAME, Answered, write_page
 
     names, report = run.eval.benchmark_names, workdir / REPORT
-    with user_input():
-        files = {name: read_files(workdir / ANSWERS / name) for name in names}
-        if not any(files.values()):
-            asked = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
-            raise FileNotFoundError(f"{asked}: run the stage generate")
-        scores = {f.path: score_file(f, run.root(n), run.seed) for n in names for f in files[n]}
-        answered = []
-        for name in names:
-            whole = [f for f in files[name] if scores[f.path]["answered"] >= f.provenance.asked]
-            for path, hard in score_hard(whole, run.root(name)).items():
-                scores[path] |= hard
-            questions = _questions(run, name, whole)
-            answered.append(Answered(BENCHMARKS[name], run.root(name), whole, questions))
-        report.mkdir(parents=True, exist_ok=True)
-        write_json(report / SCORES, [*scores.values()])
-        table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
-        table = table._replace(remarks=run.eval.remarks)
+    files = {name: read_files(workdir / ANSWERS / name) for name in names}
+    if not any(files.values()):
+        asked = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
+        raise FileNotFoundError(f"{asked}: run the stage generate")
+    scores = {f.path: score_file(f, run.root(n), run.seed) for n in names for f in files[n]}
+    answered = []
+    for name in names:
+        whole = [f for f in files[name] if scores[f.path]["answered"] >= f.provenance.asked]
+        for path, hard in score_hard(whole, run.root(name)).items():
+            scores[path] |= hard
+        questions = _questions(run, name, whole)
+        answered.append(Answered(BENCHMARKS[name], run.root(name), whole, questions))
+    report.mkdir(parents=True, exist_ok=True)
+    write_json(report / SCORES, [*scores.values()])
+    table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
+    table = table._replace(remarks=run.eval.remarks)
     write_table(report, table)
     print(as_markdown(table), end="")
-    with user_input():
-        samples = run.eval.samples
-        page = write_page(report / NAME, table, answered, samples=samples, command=command)
+    samples = run.eval.samples
+    page = write_page(report / NAME, table, answered, samples=samples, command=command)
     print(f"report: {page}")
 
 
@@ -124,7 +120,7 @@ def _questions(
     """Reads the questions that files answer; none if they or their images are elsewhere."""
     try:
         questions = run.questions(name)
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         print(f"no examples of {name}: {one_line(error)}")
         return []
     digest = questions_digest(questions)
@@ -147,9 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     stages = ",".join(STAGES)
     parser.add_argument("--stages", default=stages, help=f"some of {stages}")
     given, run = command_line.read_config(parser, arguments, EvaluationRun)
-    with user_input():
-        distributed.use_cores(run.cpu_devices)
-        distributed.start()
+    distributed.use_cores(run.cpu_devices)
+    distributed.start()
     evaluate(
         run,
         given.workdir,

@@ -21,9 +21,10 @@ from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy, read_conf
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import Policy
-from stepprune_jax.pruning.calibration import Calibration
-from stepprune_jax.user_input import check, local_path, user_input
+from stepprune_jax.pruners import selector_of
+from stepprune_jax.trained import Policy
+from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.user_input import UserError, local_path, require
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
@@ -74,7 +75,7 @@ def _calibration(path: Path, policy: Policy) -> Calibration | None:
     """Returns the calibration of a policy, if the run has finished and measured it."""
     try:
         finished = load_policy(path)
-    except (OSError, ValueError):
+    except (OSError, UserError):
         return None
     return finished.calibration if same_policy(finished, policy) else None
 
@@ -92,10 +93,10 @@ def latest_policy(workdir: Path) -> tuple[int, Policy, Json]:
     """Reads a run's latest checkpoint: updates done, the policy, and the run's metadata."""
     step, arrays, about = read_latest(workdir.resolve())
     missing = f"{workdir} holds no checkpoints of a policy: they do not name a method"
-    check(("selector" in about, missing))
+    require("selector" in about, missing)
     config = read_config(workdir, about["selector"])
     stats = FeatureStats(**arrays["stats"])
-    return step, Policy(arrays["state"]["params"], config, stats), about
+    return step, selector_of(config).replace(params=arrays["state"]["params"], stats=stats), about
 
 
 def figures(workdir: Path, step: int) -> Json:
@@ -132,7 +133,7 @@ def model_card(
         base_model="" if base is None else f"base_model: {base.name}\n",
         policy=POLICY_FILE if target is None else f"{hub.PREFIX}{target}",
         title=f"A token selector for {name}",
-        method=policy.method,
+        method=policy.name,
         model=name,
         model_hash=trained["model"],
         data=data,
@@ -168,22 +169,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--private", action="store_true", help="with --push: create it as private")
     arguments = parser.parse_args(argv)
-    with user_input():
-        private = "--private belongs to --push"
-        check((arguments.push is not None or not arguments.private, private))
-        target = None if arguments.push is None else _target(arguments.push)
-        path = export(arguments.workdir, arguments.out, arguments.stop_bias, target)
-        print(f"{path}\n{path.parent / CARD}", flush=True)
-        if target is not None:
-            names = (POLICY_FILE, CARD)
-            print(hub.upload(path.parent, names, target, private=arguments.private))
+    private = "--private belongs to --push"
+    require(arguments.push is not None or not arguments.private, private)
+    target = None if arguments.push is None else _target(arguments.push)
+    path = export(arguments.workdir, arguments.out, arguments.stop_bias, target)
+    print(f"{path}\n{path.parent / CARD}", flush=True)
+    if target is not None:
+        names = (POLICY_FILE, CARD)
+        print(hub.upload(path.parent, names, target, private=arguments.private))
 
 
 def _target(given: str) -> hub.Repository:
     """Returns the repository of --push, checked before anything is written."""
     target = hub.repository(hub.PREFIX + given.removeprefix(hub.PREFIX))
     if target is None:
-        raise ValueError(f"--push is {given!r}, expected owner/name")
+        raise UserError(f"--push is {given!r}, expected owner/name")
     return target
 
 

@@ -25,6 +25,10 @@ _EXTRA = {
 }
 
 
+class MissingPackageError(ImportError):
+    """An optional package is missing; the message says what to install."""
+
+
 def explain(error: ModuleNotFoundError) -> str:
     """Returns a line that says what to install; raises the error if it is about another module."""
     package = str(error.name).partition(".")[0]
@@ -33,10 +37,10 @@ def explain(error: ModuleNotFoundError) -> str:
     return f"{package} is not installed: pip install 'stepprune-jax[{_EXTRA[package]}]'"
 
 
-def require(package: str, reason: str) -> None:
-    """Raises an ImportError if a package is missing that will be imported after long work."""
+def need(package: str, reason: str) -> None:
+    """Raises an error if a package is missing that will be imported after long work."""
     if find_spec(package) is None:
-        raise ImportError(f"{reason}: {explain(ModuleNotFoundError(name=package))}")
+        raise MissingPackageError(f"{reason}: {explain(ModuleNotFoundError(name=package))}")
 
 
 def _command(module: str) -> Callable[[], None]:

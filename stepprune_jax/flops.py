@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from stepprune_jax.models.config import LlamaConfig, ModelConfig
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.user_input import expect
 
@@ -122,9 +123,9 @@ def llm_flops(
     )
 
 
-def vision_flops(config: ModelConfig, grids: Sequence[tuple[int, int]]) -> dict[str, int]:
+def vision_flops(backbone: Backbone, grids: Sequence[tuple[int, int]]) -> dict[str, int]:
     """Counts the FLOPs of `tower` and `projector` for images of these grids, and their `total`."""
-    counts = [config.family.vision_flops(config, grid) for grid in grids]
+    counts = [backbone.vision_flops(grid) for grid in grids]
     parts = {name: sum(count[name] for count in counts) for name in ("tower", "projector")}
     return parts | {"total": sum(parts.values())}
 

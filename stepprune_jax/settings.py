@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from stepprune_jax.user_input import nearest
+from stepprune_jax.user_input import UserError, expect, naming, nearest
 
 T = TypeVar("T", bound="Settings")
 
@@ -99,11 +99,9 @@ class Settings:
             value = _accepted(type(self), field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
-    def require(self, name: str, holds: bool, expected: str) -> None:
-        """Raises a ValueError that names the field and what was `expected`, unless `holds`."""
-        if not holds:
-            value = getattr(self, name)
-            raise ValueError(f"{self._path}.{name} is {value!r}, expected {expected}")
+    def expect(self, name: str, fits: bool, expected: str) -> None:
+        """Raises a UserError that names the field and what was `expected`, unless it fits."""
+        expect(f"{self._path}.{name}", getattr(self, name), fits, expected)
 
     def replace(self: T, changes: Mapping[str, object]) -> T:
         """Returns these settings with some fields changed.
@@ -176,8 +174,8 @@ def accepted(
     Raises:
         ValueError: it is refused; the message has its name. `expected` and `holds` as in `setting`.
     """
-    if not _fits(value, kind) or (value is not None and not holds(value)):
-        raise ValueError(f"{name} is {value!r}, expected {expected or _expected(kind)}")
+    fits = _fits(value, kind) and (value is None or holds(value))
+    expect(name, value, fits, expected or _expected(kind))
     # `lr=1` is 1.0: one type, one program.
     if isinstance(value, tuple) and _fits((0.5,), kind):
         return tuple(float(item) if isinstance(item, int) else item for item in value)
@@ -240,7 +238,7 @@ def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
     for name, value in changes.items():
         head, _, rest = name.partition(".")
         if head not in known:
-            raise ValueError(f"{path}.{head} is not a field.{nearest(head, known)}")
+            raise UserError(f"{path}.{head} is not a field.{nearest(head, known)}")
         if rest:
             within.setdefault(head, {})[rest] = value
         else:
@@ -252,11 +250,12 @@ def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
         elif dataclasses.is_dataclass(old):
             values[head] = _replace(old, inner, f"{path}.{head}")
         else:
-            raise ValueError(f"{path}.{head}.{next(iter(inner))} is not a field")
+            raise UserError(f"{path}.{head}.{next(iter(inner))} is not a field")
     if isinstance(settings, Settings):  # now: a type checker around the class names no field
         fields = {field.name: field for field in dataclasses.fields(settings)}
         values = {k: _accepted(type(settings), fields[k], v) for k, v in values.items()}
-    return dataclasses.replace(settings, **values)
+    with naming(path, ValueError):  # the policy's own configurations know no UserError
+        return dataclasses.replace(settings, **values)
 
 
 def _kind_at(settings: object, name: str) -> Annotation:

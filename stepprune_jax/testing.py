@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.models import vlm
-from stepprune_jax.models.config import Json, LlamaConfig, ModelConfig, Tokenizer
-from stepprune_jax.models.llava import LLAVA, LlavaConfig
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.config import ClipConfig
 
 # Words of the vicuna_v1 prompt and small talk; each word and each prefix of it becomes a piece.
@@ -63,7 +64,7 @@ def tiny_tokenizer(image_token: bool = True) -> Tokenizer:
 
 def llava_encoder(tokenizer: Tokenizer) -> ConversationEncoder:
     """Returns the encoder of LLaVA's conversations with this tokenizer."""
-    return ConversationEncoder(tokenizer, LLAVA.place_images, LLAVA.conversation)
+    return ConversationEncoder(tokenizer, Llava.place_images, Llava.conversation)
 
 
 def tiny_hf_config(
@@ -115,12 +116,12 @@ def tiny_llava(
         "size": {"shortest_edge": side},
         "crop_size": {"height": side, "width": side},
     }
-    tensors = random_tensors(LlavaConfig.from_hf(raw), dtype, seed)
+    tensors = random_tensors(Llava.read(raw, None), dtype, seed)
     return write_folder(folder, raw, processor, tensors, tokenizer)
 
 
 def random_tensors(
-    config: ModelConfig, dtype: DTypeLike = np.float32, seed: int = 0
+    backbone: Backbone, dtype: DTypeLike = np.float32, seed: int = 0
 ) -> dict[str, np.ndarray]:
     """Draws weights under the published names and in the files' axes.
 
@@ -128,7 +129,7 @@ def random_tensors(
     """
     random = np.random.default_rng(seed)
     tensors = {}
-    for target in config.family.weight_targets(vlm.abstract_params(config), config):
+    for target in backbone.weight_targets(vlm.abstract_params(backbone)):
         mean = 1.0 if target.path.endswith("scale") else 0.0
         for name in target.names:
             draw = random.standard_normal(target.tensor_shape, np.float32)

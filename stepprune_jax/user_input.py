@@ -1,4 +1,4 @@
-"""Distinguishes a user's mistake from a bug by the place where the error was raised."""
+"""What a user gave and got wrong: one class of error, and how its messages are made."""
 
 import contextlib
 import difflib
@@ -10,54 +10,46 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
-_MARK = "_stepprune_jax_user_input"
 
 
-@contextlib.contextmanager
-def user_input() -> Iterator[None]:
-    """Marks errors raised inside as errors in the user's input; also a decorator.
+class UserError(ValueError):
+    """A mistake in what the user gave: a flag, a setting, a file, an image, a prompt.
 
-    Meant for code that reads and checks a configuration, data and models. The errors themselves do
-    not change; `is_user_error` tells them from errors raised elsewhere. An import fails where a
-    package is missing that only some models need.
+    Its message says in one line what was given and what was expected; commands show that line, and
+    the traceback of any other error.
     """
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        setattr(error, _MARK, True)
-        raise
 
 
-def check(*rules: tuple[bool, str]) -> None:
-    """Raises a ValueError with the first message whose condition is false."""
-    for fits, message in rules:
-        if not fits:
-            raise ValueError(message)
+def require(condition: bool, message: str) -> None:
+    """Raises a UserError with a message, unless a condition holds."""
+    if not condition:
+        raise UserError(message)
 
 
 def expect(name: str, value: object, fits: bool, expected: str) -> None:
-    """Raises a ValueError that names a value and what was `expected`, unless it fits."""
-    check((fits, f"{name} is {value!r}, expected {expected}"))
+    """Raises a UserError that names a value and what was `expected`, unless it fits."""
+    require(fits, f"{name} is {value!r}, expected {expected}")
 
 
 @contextlib.contextmanager
-def errors_named(place: str | Path) -> Iterator[None]:
-    """Adds the file to errors about its fields."""
+def naming(place: str | Path, *others: type[Exception]) -> Iterator[None]:
+    """Puts a place, such as a file, in front of the user's errors, unless they begin with it.
+
+    Errors of `others` become UserErrors: other packages raise them about what the user gave.
+    """
     try:
         yield
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{place}: {str(error).removeprefix('config.json: ')}") from error
+    except (UserError, *others) as error:
+        message = str(error)
+        if isinstance(error, UserError) and message.startswith(str(place)):
+            raise
+        raise UserError(f"{place}: {message.removeprefix('config.json: ')}") from error
 
 
 @functools.cache
 def warn_once(message: str) -> None:
     """Logs a warning about a file, which a program may read several times."""
     _LOG.warning("%s", message)
-
-
-def is_user_error(error: BaseException) -> bool:
-    """Returns whether an error was raised inside `user_input`."""
-    return getattr(error, _MARK, False)
 
 
 def one_line(text: object) -> str:

@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(items):
 
     What drops all programs of its worker comes last.
     """
-    longest = ("training", "policy", "pruning")
+    longest = ("training", "policy", "pruning", "trained")
     last = "test_few_programs.py"
     items.sort(key=lambda item: (item.path.name == last, item.path.parent.name not in longest))
 

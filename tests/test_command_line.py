@@ -1,5 +1,6 @@
 """Mistakes in the input end a program in one line; bugs keep their traceback."""
 
+import builtins
 import logging
 import os
 import signal
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from PIL import Image
 
 from stepprune_jax import configurations
+from stepprune_jax.cli.generate import main as generate_command
 from stepprune_jax.command_line import (
     Messages,
     Parser,
@@ -20,25 +23,21 @@ from stepprune_jax.command_line import (
     one_line_errors,
     read_config,
 )
+from stepprune_jax.extras import MissingPackageError
 from stepprune_jax.parallel.distributed import use_cores
+from stepprune_jax.serving.errors import RequestError
 from stepprune_jax.training import Run
-from stepprune_jax.user_input import is_user_error, local_path, one_line, user_input
+from stepprune_jax.user_input import UserError, local_path, one_line
 
 ROOT = Path(__file__).parents[1]
-
-
-def marked(error):
-    """An error about what the user gave."""
-    with pytest.raises(type(error)), user_input():
-        raise error
-    return error
 
 
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
-        (marked(ValueError("steps is 0,\nexpected more")), 2, "error: steps is 0, expected more"),
-        (marked(ImportError("pip install x")), 2, "error: pip install x"),
+        (UserError("steps is 0,\nexpected more"), 2, "error: steps is 0, expected more"),
+        (MissingPackageError("pip install x"), 2, "error: pip install x"),
+        (FileNotFoundError("no file at /x"), 2, "error: no file at /x"),
         (IsADirectoryError(21, "a folder", "/x"), 2, "error: [Errno 21] a folder: '/x'"),
         (KeyboardInterrupt(), 128 + signal.SIGINT, "interrupted"),
         (MemoryError("1 GiB"), 2, "error: out of memory: 1 GiB"),
@@ -52,13 +51,38 @@ def test_what_ends_a_program_is_reported_in_one_line(capsys, error, status, said
     assert capsys.readouterr().err == f"prog: {said}\n"
 
 
-@pytest.mark.parametrize(
-    "bug", [ValueError("a"), OSError("disk full"), RuntimeError("a"), AssertionError()]
-)
-def test_other_errors_are_left_alone(bug):
-    with pytest.raises(type(bug)) as found, one_line_errors("prog"):
+# Of a class alone: those of files, memory and packages say by themselves that they are no bugs.
+BUGS = [
+    kind
+    for kind in vars(builtins).values()
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and not issubclass(kind, (ExceptionGroup, UnicodeError, MemoryError, Warning))
+    and not issubclass(kind, (FileNotFoundError, FileExistsError))
+    and not issubclass(kind, (IsADirectoryError, NotADirectoryError, BrokenPipeError))
+]
+
+
+@pytest.mark.parametrize("kind", [*BUGS, jax.errors.JaxRuntimeError, RequestError])
+def test_errors_of_any_other_class_are_left_alone(kind):
+    bug = kind(400, "a") if kind is RequestError else kind("a")
+    with pytest.raises(kind) as found, one_line_errors("prog"):
         raise bug
-    assert found.value is bug and not is_user_error(bug)
+    assert found.value is bug
+
+
+@pytest.mark.parametrize("place", ["request.open_image", "programs.run_begin"])
+def test_a_bug_inside_the_library_keeps_its_traceback(monkeypatch, place, tmp_path):
+    """A ValueError is the user's mistake where it is raised as one, not by where it passes."""
+
+    def broken(*_, **__):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(f"stepprune_jax.inference.{place}", broken)
+    image = tmp_path / "a.png"
+    Image.new("RGB", (40, 30)).save(image)
+    with pytest.raises(ValueError, match=r"^a bug$"), one_line_errors("prog"):
+        generate_command(["--model=shapes", f"--image={image}", "--prompt=Which?"])
 
 
 HOSTILE = "a\n\r\u2028b \x1b[2J\x07\0\udcff.png"  # as a file may be called
@@ -67,7 +91,7 @@ SHOWN = r"a b \x1b[2J\x07\x00\udcff.png"
 
 def test_a_file_may_be_called_anything(capsys):
     assert one_line(HOSTILE) == SHOWN and one_line("Größe 5 µm: 漢字 🙂") == "Größe 5 µm: 漢字 🙂"
-    with pytest.raises(SystemExit), one_line_errors("prog"), user_input():
+    with pytest.raises(SystemExit), one_line_errors("prog"):
         raise FileNotFoundError(f"no file at {HOSTILE}")
     with pytest.raises(SystemExit):
         Parser(prog="prog").parse_args([HOSTILE])

@@ -12,16 +12,17 @@ CORE = """
 import tempfile
 import jax
 import stepprune_jax as sp
-from stepprune_jax.pruning import PRUNERS, make_method
+from stepprune_jax.pruners import PRUNERS, build_pruner
 
 policy = sp.load_policy("shapes")
 image = jax.random.normal(jax.random.key(0), (2, 9, policy.config.feature_width))
 text = jax.random.normal(jax.random.key(1), (2, 3, policy.config.text_width))
-pruned = jax.jit(policy.select_fn(4, budget=4))(policy, image, text)
+select = jax.jit(lambda policy, image, text: policy.select(image, text, capacity=4))
+pruned = select(policy.with_budget(4), image, text)
 assert pruned.count.tolist() == [4, 4]
 again = sp.load_policy(sp.save_policy(policy, tempfile.mkdtemp() + "/policy.safetensors"))
 assert again.config == policy.config and len(PRUNERS) > 10
-make_method("fastv", budget=16)
+build_pruner("fastv", budget=16)
 """
 
 

@@ -10,7 +10,7 @@ from stepprune_jax import policy
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.flops import llm_flops, policy_flops, traced_flops, vision_flops
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.testing import tiny_hf_config
 
@@ -82,7 +82,8 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
             text={**sizes, "num_hidden_layers": 1},
         )
     )
-    params = vlm.abstract_params(config, jnp.float32)
+    backbone = Llava(config)
+    params = vlm.abstract_params(backbone, jnp.float32)
     sequence = jax.eval_shape(
         functools.partial(from_embeddings, config),
         jax.ShapeDtypeStruct((1, 96, 128), jnp.float32),
@@ -92,13 +93,13 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     assert counted == pytest.approx(llm_flops(config.text, 96).flops, rel=0.04)
     # Feature layer -2 of a tower of two: one block runs.
     counted = compiler_count(
-        lambda p, x: config.family.project(p, config, config.family.encode_image(p, config, x)[0]),
+        lambda p, x: backbone.project(p, backbone.encode_image(p, x)[0]),
         params,
         jax.ShapeDtypeStruct((1, 3, 112, 112), jnp.float32),
     )
-    one = vision_flops(config, [config.grid])
+    one = vision_flops(backbone, [config.grid])
     assert counted == pytest.approx(one["total"], rel=0.04)
-    assert vision_flops(config, [config.grid] * 2)["total"] == 2 * one["total"]
+    assert vision_flops(backbone, [config.grid] * 2)["total"] == 2 * one["total"]
 
 
 @pytest.mark.parametrize(("layers", "stop"), [(1, "hazard"), (2, "aligned")])

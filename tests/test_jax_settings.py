@@ -10,12 +10,11 @@ from PIL import Image
 from small_world import WIDTHS, drawn
 from tiny_run import make_run, metrics, write_data
 
-from stepprune_jax import FeatureStats, PolicyConfig, update_stats
+from stepprune_jax import FeatureStats, update_stats
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, Sampling, generate
-from stepprune_jax.pruning import AutoSelectConfig, Policy, make_method
-from stepprune_jax.pruning.policy_gradient import PolicyGradientSettings
-from stepprune_jax.pruning.registry import method_of
+from stepprune_jax.trained import AutoSelect, StepPrune
+from stepprune_jax.trained.policy_gradient import PolicyGradientSettings
 from stepprune_jax.training import train
 
 pytestmark = pytest.mark.slow
@@ -28,7 +27,7 @@ SETTINGS = {
 }
 B, N = 3, 9
 SETS = PolicyGradientSettings(samples=2)
-FOUR = RunOptions(max_tokens=4, warm_up=False)
+FOUR = RunOptions(max_tokens=4)
 
 
 @pytest.fixture(params=SETTINGS)
@@ -49,9 +48,9 @@ def setting(request):
 
 
 def made(kind, width=32):
-    config = kind(**WIDTHS | {"feature_width": width})
-    weights = jax.tree.map(lambda x: x / 4, drawn(method_of(config).specs(), 1))
-    return Policy(weights, config, None)
+    config = kind.config_type(**WIDTHS | {"feature_width": width})
+    policy = kind.init(jax.random.key(0, impl="threefry2x32"), config, FeatureStats.start(width))
+    return policy.replace(params=jax.tree.map(lambda x: x / 4, drawn(policy.specs(), 1)))
 
 
 def world(dtype):
@@ -71,7 +70,7 @@ def kept(policy, dtype):
         found.append(policy.prune(image, text, budget=4, key=key, **masks))
         if policy.has_stop:
             found.append(policy.prune(image, text, key=key, **masks))
-    select = jax.jit(policy.select_fn(4, budget=4))
+    select = jax.jit(functools.partial(type(policy).select, capacity=4, budget=4))
     found.append(select(policy, image, text, key=keys()[0], **masks))
     found = [np.asarray(part.index).tolist() for part in found]
     if policy.has_stop:
@@ -92,7 +91,7 @@ def keys():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("kind", [PolicyConfig, AutoSelectConfig])
+@pytest.mark.parametrize("kind", [StepPrune, AutoSelect])
 def test_a_policy_keeps_the_same_tokens(setting, kind, dtype):
     policy = made(kind)
     assert kept(policy, dtype) == setting(kept, policy, dtype)
@@ -116,7 +115,7 @@ def slopes(policy, key):
     return [jax.jit(jax.grad(loss))(policy.params) for loss in (gated, sampled)]
 
 
-@pytest.mark.parametrize("kind", [PolicyConfig, AutoSelectConfig])
+@pytest.mark.parametrize("kind", [StepPrune, AutoSelect])
 def test_a_policy_learns_the_same(setting, kind):
     key = jax.random.key(3, impl="threefry2x32")
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
@@ -129,10 +128,9 @@ def answers(folder, width):
     model = load_vlm(folder, dtype=jnp.float32, progress=False)
     random = np.random.default_rng(0)
     images = [Image.fromarray(random.integers(0, 256, (32, 48, 3), np.uint8)) for _ in range(3)]
-    method = make_method("stepprune", "own", policy=made(PolicyConfig, width))
     sampling = Sampling(3, 0.9, 0.9, repetition_penalty=1.2)
     asked = [images[:1], None, images[1:]]
-    how = {"method": method, "sampling": sampling, "options": FOUR}
+    how = {"pruner": made(StepPrune, width), "sampling": sampling, "options": FOUR}
     found = generate(model, ["What is this?", "two", "red dog"], asked, **how)
     return [(answer.token_ids, answer.kept_indices) for answer in found]
 

@@ -12,14 +12,13 @@ from experiments.shapes import write_world
 from stepprune_jax.benchmarks.folder import is_right
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import check_fits, load_policy
+from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.checkpoints.shipped import MODELS, POLICIES, SHAPES_MODEL, policy_names
-from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.split import read_split
-from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.pipeline import place_method
-from stepprune_jax.inference.sets import Batching, answer_all, rank_all
-from stepprune_jax.pruning import make_method
+from stepprune_jax.inference import Generator, RunOptions
+from stepprune_jax.inference.encode import encode_questions
+from stepprune_jax.inference.sets import Batching
+from stepprune_jax.pruners import build_pruner
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "policies"
 
@@ -38,12 +37,9 @@ def asking(model, folder, **world):
     @functools.cache
     def ask(name=None, budget=None, policy=None):
         policy = policy and load_policy(policy)
-        method = place_method(model, make_method(name, budget, policy=policy))
-        given, n = (model, method, encoded.prompts, encoded.images), model.config.max_image_tokens
-        ranking, batching = None, Batching(32, (36, n), (32,))
-        if method.pruner.budget.kind == "own":
-            ranking, _ = rank_all(*given, steps=method.pruner.most(n), batch_size=32)
-        answers = answer_all(*given, RunOptions(max_tokens=3), batching, ranking=ranking)
+        pruner, options = build_pruner(name, budget, policy=policy), RunOptions(max_tokens=3)
+        batching = Batching(32, (36, model.config.max_image_tokens), (32,))
+        (answers,) = Generator(model, pruner, options=options).answer_set(encoded, batching)
         pairs = zip(answers.texts, split.answers, strict=True)
         return np.mean([is_right(*pair) for pair in pairs]), answers.kept
 
@@ -91,7 +87,7 @@ def test_every_policy_is_for_a_model():
 )
 def test_policies_fit_their_model_and_say_where_they_come_from(model, qwen, file):
     policy = load_policy(file)
-    check_fits(policy.config, qwen.config if file.stem == "shapes_qwen" else model.config)
+    policy.check_fits(qwen.config if file.stem == "shapes_qwen" else model.config)
     assert policy.stats is not None
     _, metadata = safetensors.read_contents(file)
     assert {"seed", "commit", "command"} <= json.loads(metadata["about"]).keys()

@@ -39,7 +39,7 @@ from stepprune_jax.checkpoints.save import save_vlm
 model = load_vlm(sys.argv[1], progress=False)
 save_vlm(model, sys.argv[2])
 from stepprune_jax.inference import RunOptions, generate
-options = RunOptions(2, warm_up=False)
+options = RunOptions(2)
 (answer,) = generate(model, ["a dog?"], [Image.new("L", (30, 20))], options=options)
 assert answer.kept == 9 and 1 <= len(answer.token_ids) <= 2
 assert "torch" not in sys.modules

@@ -77,11 +77,11 @@ def shorten(host, params, tokens, index, rows):
     return PrunedGemma3(config=config, dtype=host.dtype), params | {"kept": kept}
 
 
-@functools.partial(jax.jit, static_argnames=("host", "select"))
-def pruned_logits(host, params, batch, policy, select):
+@functools.partial(jax.jit, static_argnames=("host", "capacity"))
+def pruned_logits(host, params, batch, policy, capacity):
     """Computes the logits [b, l, v] at the words, and which tokens of each image are kept."""
     image, text, mask = look(host, params, batch)
-    pruned = select(policy, image, text, text_mask=mask)
+    pruned = policy.select(image, text, text_mask=mask, capacity=capacity)
     model, params = shorten(host, params, pruned.tokens, pruned.index, len(batch.tokens))
     return model.apply({"params": params}, batch.tokens, images=batch.images).logits, pruned.index
 
@@ -126,8 +126,8 @@ run = functools.partial(pruned_logits, host, params)
 image = jax.jit(look, static_argnames="host")(host, params, batch)[0]
 n, width = image.shape[1:]
 stats = sp.update_stats(sp.FeatureStats.start(width), image)
-policy = sp.Policy.init(key, sp.PolicyConfig(width, 512, num_heads=4, max_steps=n), stats)
-apart = run(batch, policy, policy.select_fn(n, budget=n))[0] - unpruned(params, batch).logits
+policy = sp.StepPrune.init(key, sp.PolicyConfig(width, 512, num_heads=4, max_steps=n), stats)
+apart = run(batch, policy.with_budget(n), n)[0] - unpruned(params, batch).logits
 print(f"with all {n} tokens, logits differ from the host's by up to {jnp.max(jnp.abs(apart))}")
 
 optimiser = optax.adamw(1e-3)
@@ -136,15 +136,15 @@ updates, _ = optimiser.update(grads, optimiser.init(policy.params), policy.param
 policy = policy.replace(params=optax.apply_updates(policy.params, updates))
 print(f"loss {metrics['lm_loss']:.4f}: a step moves the policy by {optax.tree.norm(updates):.4f}")
 
-budget, stop = policy.select_fn(16, budget=16), policy.select_fn(32)  # at most 32 until it stops
+budget = policy.with_budget(16)
 others = [jnp.where(x, tokens[::-1], tokens) for x in (place < 0, batch.question, batch.answer)]
-for select in (budget, stop):
-    kept = [run(batch._replace(tokens=other), policy, select)[1] for other in others]
+for pruner, capacity in ((budget, 16), (policy, 32)):  # at most 32 until it stops
+    kept = [run(batch._replace(tokens=other), pruner, capacity)[1] for other in others]
     _, *new = (int(jnp.sum(jnp.any(index != kept[0], axis=1))) for index in kept)
     print(f"kept {jnp.sum(kept[0] >= 0, axis=1)}; {new} images differ for another question, answer")
 print(f"compiled for all, for the budget and for the stop: {pruned_logits._cache_size()} programs")
 
-calls = ("unpruned(params, batch)", "run(batch, policy, budget)")
+calls = ("unpruned(params, batch)", "run(batch, budget, 16)")
 clocks = [timeit.Timer(f"jax.block_until_ready({call})", globals=globals()) for call in calls]
 own, pruned = jnp.median(jnp.array([[c.timeit(1) for c in clocks] for _ in range(21)]), axis=0)
 print(f"16 of {n} tokens take {pruned / own:.2f} times as long, tower and policy included")

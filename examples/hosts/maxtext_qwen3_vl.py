@@ -82,11 +82,11 @@ def pack(batch, keep, size):
 
 
 @jax.jit(static_argnums=0)
-def pruned_forward(select, policy, weights, batch, pixels):
-    """Returns logits of a shorter sequence, and what `select` kept."""
+def pruned_forward(capacity, policy, weights, batch, pixels):
+    """Returns logits of a shorter sequence, and what the policy kept, at most `capacity` tokens."""
     model = nnx.merge(structure, weights)
     image, text, mask = read(model, batch, pixels)
-    pruned = select(policy, image, text, text_mask=mask)
+    pruned = policy.select(image, text, text_mask=mask, capacity=capacity)
     place, real = batch["inputs"] == special.image_pad, batch["inputs_segmentation"] > 0
     number = jnp.cumsum(place, axis=1) - 1
     keep = real & (~place | (number[..., None] == pruned.index[:, None]).any(axis=2))
@@ -116,24 +116,24 @@ batch, pixels = draw(0)
 image, text, _ = read(model, batch, pixels)
 stats = sp.update_stats(sp.FeatureStats.start(image.shape[2]), image)
 shape = sp.PolicyConfig(image.shape[2], text.shape[2], width=64, num_heads=4, max_steps=N)
-policy = sp.Policy.init(jax.random.key(0), shape, stats).calibrate([(image, text[:, :8])])
+policy = sp.StepPrune.init(jax.random.key(0), shape, stats).calibrate([(image, text[:, :8])])
 policy = jax.device_put(policy, jax.NamedSharding(model.mesh, jax.P()))  # where the weights are
 given, host = (policy, weights, batch, pixels), plain_forward(weights, batch, pixels)
-off = jnp.abs(pruned_forward(policy.select_fn(N, budget=N), *given)[0] - host)
+off = jnp.abs(pruned_forward(N, policy.with_budget(N), *given[1:])[0] - host)
 print(f"{N} of {N} tokens: logits off by {off[batch['inputs_segmentation'] > 0].max()}")
 compiled, tell = [], jax.monitoring.register_event_duration_secs_listener
 tell(lambda event, _, **about: compiled.append((event.split("/")[-1], about.get("fun_name"))))
-for capacity, how in ((2 * KEPT, {"mean_budget": KEPT}), (KEPT, {"budget": KEPT})):
-    select, before = policy.select_fn(capacity, **how), len(compiled)
-    counts = [pruned_forward(select, *given[:2], *draw(seed))[1].count for seed in range(3)]
+for capacity, budget in ((2 * KEPT, f"mean:{KEPT}"), (KEPT, KEPT)):
+    pruner, before = policy.with_budget(budget), len(compiled)
+    counts = [pruned_forward(capacity, pruner, weights, *draw(seed))[1].count for seed in range(3)]
     programs = compiled[before:].count(("backend_compile_duration", "jit(pruned_forward)"))
-    print(f"{how}: tokens of six images {np.ravel(counts)}, programs {programs}")
+    print(f"{budget}: tokens of six images {np.ravel(counts)}, programs {programs}")
 
-kept = pruned_forward(select, *given)[1].index
+kept = pruned_forward(KEPT, pruner, *given[1:])[1].index
 for learned, name in enumerate(("question", "answer")):
     place = jnp.roll(batch["targets_segmentation"], 1, axis=1) == learned
     other = batch | {"inputs": jnp.where(place, draw(1)[0]["inputs"], batch["inputs"])}
-    now = pruned_forward(select, policy, weights, other, pixels)[1].index
+    now = pruned_forward(KEPT, pruner, weights, other, pixels)[1].index
     print(f"another {name}: {(now[..., None] != kept[:, None]).all(2).sum()} other tokens are kept")
 
 trained = policy
@@ -144,7 +144,7 @@ same = np.array_equal(host, plain_forward(weights, batch, pixels))
 print(f"training: policy changed {all(jax.tree.leaves(moved))}, MaxText's logits same {same}")
 runs = (
     lambda: jax.block_until_ready(plain_forward(weights, batch, pixels)),
-    lambda: jax.block_until_ready(pruned_forward(select, *given)),
+    lambda: jax.block_until_ready(pruned_forward(KEPT, pruner, *given[1:])),
 )
 plain, pruned = np.median([[timeit.timeit(run, number=1) for run in runs] for _ in range(9)], 0)
 print(f"{plain:.3f} s without pruning, {pruned:.3f} s with it, ratio {plain / pruned:.2f}")

@@ -72,9 +72,8 @@ class PrunedPi0(nnx.Module):
     def view(self, observation, rng=None, train=False):
         """Returns pi0 reading what is kept of an observation."""
         view = View(self.host, model.preprocess_observation(rng, observation, train=train))
-        policy = self.policy.value
-        select = policy.select_fn(self.capacity, budget=self.budget, max_steps=self.capacity)
-        return view.read(select(policy, view.image, view.text, **view.masks))
+        sizes = {"capacity": self.capacity, "budget": self.budget, "max_steps": self.capacity}
+        return view.read(self.policy.value.select(view.image, view.text, **view.masks, **sizes))
 
     def sample_actions(self, rng, observation, **keywords):
         """As pi0's."""
@@ -123,7 +122,7 @@ seen = seen.replace(  # four prompts in one scene; the last robot has one wrist
 view = View(host, seen)
 n, width = view.image.shape[1:]
 stats = sp.update_stats(sp.FeatureStats.start(width), view.image, view.masks["image_mask"])
-policy = sp.Policy.init(key, sp.PolicyConfig(width, width, num_heads=4, max_steps=96), stats)
+policy = sp.StepPrune.init(key, sp.PolicyConfig(width, width, num_heads=4, max_steps=96), stats)
 moments, parts = optimiser.init(policy.params), nnx.split(host)
 start, held = jax.device_get((policy.params, parts[1]))
 for number, step in enumerate(jax.random.split(key, 3)):

@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from stepprune_jax.user_input import UserError
+
 
 class Array:
     """An array of numbers.
@@ -36,17 +38,17 @@ def read_pickle(file: str | Path) -> Any:
         with path.open("rb") as handle:
             return _Unpickler(handle).load()
     except _RefusedError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: names {error}, which is not loaded, as it could run any code: expected a "
             "pickle of numpy arrays of numbers, lists, tuples, numbers and strings alone"
         ) from None
     except OSError:
         raise
     except MemoryError as error:
-        raise ValueError(f"{path} needs more memory than is available") from error
+        raise UserError(f"{path} needs more memory than is available") from error
     except Exception as error:  # a damaged file may raise any kind
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path}: not a readable pickle: {reason}") from error
+        raise UserError(f"{path}: not a readable pickle: {reason}") from error
 
 
 class _RefusedError(Exception):

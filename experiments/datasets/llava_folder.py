@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stepprune_jax.data.json_files import write_json_lines
+from stepprune_jax.user_input import UserError
 
 
 class Asked(NamedTuple):
@@ -30,7 +31,7 @@ def validation_images(numbers: Sequence[int], share: float, seed: int) -> set[in
     """Chooses the training images that become the validation split."""
     count = round(share * len(numbers)) if 0 < share < 1 else 0
     if not 0 < count < len(numbers):
-        raise ValueError(
+        raise UserError(
             f"validation_share is {share}, expected a share from 0 to 1 that leaves some of the "
             f"{len(numbers)} training images to each split"
         )

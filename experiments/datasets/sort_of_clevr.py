@@ -24,7 +24,7 @@ from experiments.datasets.llava_folder import (
     write_questions,
 )
 from stepprune_jax.command_line import Parser, exit_with
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 
 # In the order of the codes, and as stored: blue first, as in OpenCV.
 COLORS = {
@@ -115,7 +115,7 @@ def convert(
     for split, questions in asked.items():
         if not questions or (ternary and not TERNARY & {q.category for q in questions}):
             kind = "ternary questions" if ternary else "others than ternary questions (--ternary)"
-            raise ValueError(f"{source}: {split}: expected {kind}, got none")
+            raise UserError(f"{source}: {split}: expected {kind}, got none")
     held = validation_images(range(len(scenes["train"])), validation_share, seed)
     held = {_image("train", number) for number in held}
     for split in scenes:
@@ -146,7 +146,7 @@ def _sequence(value: object, where: str, what: str, lengths: Sequence[int] = ())
     fits = isinstance(value, list | tuple)
     if not fits or (len(value) not in lengths if lengths else not value):
         got = f"{len(value)} entries" if fits else _shown(value)
-        raise ValueError(f"{where}: expected {what}, got {got}")
+        raise UserError(f"{where}: expected {what}, got {got}")
     return value
 
 
@@ -174,14 +174,14 @@ def _rgb(value: object, where: str) -> UInt8[np.ndarray, "h w 3"]:
     stored = value.values if isinstance(value, Array) else np.empty(0)
     fits = stored.ndim == 3 and stored.shape[2] == 3 and stored.dtype.kind == "f"
     if not fits or not ((stored >= 0) & (stored <= 1)).all():
-        raise ValueError(
+        raise UserError(
             f"{where}: expected an image [height, width, 3] of numbers from 0 to 1, got "
             f"{_shown(value)}"
         )
     image = np.rint(255 * stored).astype(np.uint8)
     for color, code in COLORS.items():
         if not (image == np.uint8(code)).all(-1).any():
-            raise ValueError(
+            raise UserError(
                 f"{where}: nothing is {color}, which is {code} with blue first, as in OpenCV"
             )
     return image[..., ::-1]
@@ -191,16 +191,16 @@ def _decode(code: object, answer: object, where: str) -> tuple[str, str, str]:
     """Returns the text of a question and its answer, and the family."""
     bits = code.values if isinstance(code, Array) else np.empty(0)
     if bits.ndim != 1 or len(bits) not in _CUTS:
-        raise ValueError(f"{where}: expected questions of 11 or 18 numbers, got {_shown(code)}")
+        raise UserError(f"{where}: expected questions of 11 or 18 numbers, got {_shown(code)}")
     first, second, kind, subtype = (
         np.flatnonzero(part).tolist() for part in np.split(bits, _CUTS[len(bits)])
     )
     single = len(first) == len(kind) == len(subtype) == 1
     if not np.isin(bits, (0, 1)).all() or not single or len(second) != (kind == [2]):
-        raise ValueError(f"{where}: not the code of a question: {bits.tolist()}")
+        raise UserError(f"{where}: not the code of a question: {bits.tolist()}")
     family = FAMILIES[kind[0]][subtype[0]]
     if type(answer) is not int or answer not in family.answers:  # True is an int, too
-        raise ValueError(
+        raise UserError(
             f"{where}: expected an answer of {list(family.answers)} to a question of the family "
             f"{family.name}, got {answer!r}"
         )
@@ -241,8 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--validation_share", type=float, default=0.1, help="share of the training images")
     add("--seed", type=int, default=0, help="seed for choosing validation images")
     options = parser.parse_args(argv)
-    with user_input():
-        counts = convert(**vars(options))
+    counts = convert(**vars(options))
     print(f"wrote {options.out}: {', '.join(f'{n} {k}' for k, n in counts.items())} questions")
 
 

@@ -10,7 +10,6 @@ from experiments.pretrain.run import pretrain
 from experiments.pretrain.settings import Pretraining
 from stepprune_jax.command_line import Parser, add_config, exit_with, read_config
 from stepprune_jax.parallel import distributed
-from stepprune_jax.user_input import user_input
 from stepprune_jax.workdir.lock import locked
 
 _NAME = "experiments.pretrain"
@@ -21,8 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog=_NAME, description=__doc__)
     add_config(parser)
     given, settings = read_config(parser, arguments, Pretraining)
-    with user_input():
-        distributed.use_cores(settings.cpu_devices)
+    distributed.use_cores(settings.cpu_devices)
     with locked(given.workdir):
         pretrain(settings, given.workdir, settings.data.folder)
 

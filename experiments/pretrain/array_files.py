@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stepprune_jax.user_input import UserError
+
 # What an array may hold: kinds of dtypes, and their name in messages.
 INTEGERS, NUMBERS, TEXT = ("iu", "integers"), ("biuf", "finite numbers"), ("U", "text")
 Kind = tuple[str, str]
@@ -16,7 +18,7 @@ def read_arrays(file: str | Path, kind: Callable[[str], Kind]) -> dict[str, np.n
     for name, array in arrays.items():
         kinds, expected = kind(name)
         if array.dtype.kind not in kinds or (array.dtype.kind == "f" and np.isinf(array).any()):
-            raise ValueError(f"{file}: {name} holds {array.dtype}, expected {expected}")
+            raise UserError(f"{file}: {name} holds {array.dtype}, expected {expected}")
     return arrays
 
 
@@ -27,4 +29,4 @@ def _read(file: Path) -> dict[str, np.ndarray]:
                 return dict(arrays)
         except Exception as error:  # a damaged file may raise any kind
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{file}: not a readable .npz file: {reason}") from error
+            raise UserError(f"{file}: not a readable .npz file: {reason}") from error

@@ -1,6 +1,5 @@
 """Data of pretraining: conversations, images, and labels of their patches."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ from experiments.pretrain.conversations import Sample, read_conversations
 from experiments.pretrain.images import Images
 from experiments.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
 from experiments.pretrain.settings import Pretraining
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels, stack_images
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import UserError, require
 
 PATCHES_FILE = "train_patches.npz"
 _KINDS = {"words": TEXT, "class": INTEGERS}  # by the first word of a name; of the others: numbers
@@ -54,49 +53,48 @@ def read_samples(folder: Path) -> list[Sample]:
     samples = read_conversations(folder / "train.json", folder / "images")
     for sample in samples:
         where = f"{folder / 'train.json'}: sample {sample.index}"
-        check((sample.image is not None, f"{where} has no image; all must have one here"))
+        require(sample.image is not None, f"{where} has no image; all must have one here")
     return samples
 
 
 def read_data(
-    run: Pretraining, folder: Path, samples: list[Sample], model: ModelConfig, settings: Any
+    run: Pretraining, folder: Path, samples: list[Sample], backbone: Backbone, settings: Any
 ) -> Data:
     """Reads labels, and checks them against the model and the stages."""
-    pixels = model.family.pixel_cache(model, settings, 4 << 30)
-    groups, patches = _measure(model, samples, pixels)
+    pixels = backbone.pixel_cache(settings, 4 << 30)
+    groups, patches = _measure(backbone, samples, pixels)
     labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
     tower = bool(labels) and run.tower.steps > 0
     trains = tower or run.language.train_tower or bool(run.init)
     expected = f"True: nothing else trains the tower, without steps or {folder / PATCHES_FILE}"
-    run.language.require("train_tower", trains, expected)
+    run.language.expect("train_tower", trains, expected)
     most = int(np.bincount(groups).max())
     expected = f"at most the {most} samples of {folder / 'train.json'} with images of one size"
     for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
-        stage.require("batch_size", stage.batch_size <= most, expected)
+        stage.expect("batch_size", stage.batch_size <= most, expected)
     if run.language.filled is not None:
         known = [np.isfinite(a) for name, a in labels.items() if name.startswith("share_")]
         needed = int(np.any(known, axis=0).sum(axis=1).max()) if known else 0
         expected = f"none, as {folder / PATCHES_FILE} has no labels share_..."
         if known:
             expected = f"at least {needed}: so many patches of an image have labels share_..."
-        run.language.require("filled", 0 < needed <= run.language.filled, expected)
+        run.language.expect("filled", 0 < needed <= run.language.filled, expected)
     mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
-    grids = functools.partial(model.family.grids, model)
-    return Data(samples, groups, pixels, grids, labels, words, mentions)
+    return Data(samples, groups, pixels, backbone.grids, labels, words, mentions)
 
 
 def _measure(
-    model: ModelConfig, samples: list[Sample], pixels: Callable[[Path], Pixels]
+    backbone: Backbone, samples: list[Sample], pixels: Callable[[Path], Pixels]
 ) -> tuple[Int[np.ndarray, " i"], int]:
     """The group of each sample, by the shape of its pixels, and the patches of the largest."""
-    if not model.sizes_vary:
-        return np.zeros(len(samples), int), model.max_image_tokens
+    if not backbone.config.sizes_vary:
+        return np.zeros(len(samples), int), backbone.config.max_image_tokens
     shapes, groups, patches = {}, [], 0
     for sample in samples:
         image = stack_images([pixels(sample.image)])
         shape = tuple(leaf.shape for leaf in jax.tree.leaves(image))
         groups.append(shapes.setdefault(shape, len(shapes)))
-        patches = max(patches, int(model.family.grids(model, image).prod()))
+        patches = max(patches, int(backbone.grids(image).prod()))
     return np.asarray(groups), patches
 
 
@@ -117,7 +115,7 @@ def _read_labels(
         classes = 2 if name in shares else int(arrays[name].max()) + 1 if name in arrays else 0
         if array.ndim != 1 or not classes or len(array) < classes:
             labels = f"has classes up to {classes - 1}" if classes else "is not there"
-            raise ValueError(
+            raise UserError(
                 f"{path}: words of {name} are {list(array.shape)}, and {name} {labels}; expected a "
                 "word for each class"
             )
@@ -130,13 +128,13 @@ def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches:
     expected |= {"image_": (images, -1), "share_": (images, patches)}
     shape = expected.get(name[:6])
     if shape is None:
-        raise ValueError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
+        raise UserError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
     fits = array.ndim == len(shape) and all(
         size in (-1, given) for size, given in zip(shape, array.shape, strict=True)
     )
     if not fits:
         shown = str(list(shape)).replace("-1", "any")
-        raise ValueError(
+        raise UserError(
             f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
             f"samples, and config.model makes {patches} patches of the largest image"
         )

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
 
 
@@ -22,9 +22,9 @@ class Images(NamedTuple):
     grid: Int[np.ndarray | Array, "i 2"]
 
 
-def real_tokens(config: ModelConfig, images: Images, n: int) -> Bool[Array, "i n"]:
+def real_tokens(backbone: Backbone, images: Images, n: int) -> Bool[Array, "i n"]:
     """Returns which of the `n` visual tokens of each image are not padding."""
-    return jnp.arange(n) < config.family.num_tokens(config, images.grid)[:, None]
+    return jnp.arange(n) < backbone.num_tokens(images.grid)[:, None]
 
 
 def of_tokens(label: Array, n: int) -> Array:

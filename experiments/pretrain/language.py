@@ -19,7 +19,7 @@ from experiments.pretrain.packing import Packed
 from experiments.pretrain.small import saliency, saliency_tap
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Wanted
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Params
@@ -157,12 +157,12 @@ class Seen(NamedTuple):
     grid: Int[Array, "i 2"]
 
 
-def _see(params, config, images: Images, key, words: Sequence[Words], shown: Shown) -> Seen:
+def _see(params, backbone, images: Images, key, words: Sequence[Words], shown: Shown) -> Seen:
     """Returns visual features of images, thinned or mixed with noise."""
-    taps = () if shown.kept is None and not shown.noisy else (saliency_tap(config),)
-    features, taps = config.family.encode_image(params, config, images.pixels, taps)
+    taps = () if shown.kept is None and not shown.noisy else (saliency_tap(backbone.config),)
+    features, taps = backbone.encode_image(params, images.pixels, taps)
     count, n = features.shape[:2]
-    index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), real_tokens(config, images, n)
+    index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), real_tokens(backbone, images, n)
     if not taps:
         return Seen(features, index, real, real, images.grid)
     attention = jax.lax.stop_gradient(saliency(next(iter(taps.values()))))
@@ -241,18 +241,19 @@ class Inside(NamedTuple):
 
 def run_packed(
     params: Params,
-    config: ModelConfig,
+    backbone: Backbone,
     seen: Seen,
     packed: Packed,
     slot: Int[Array, "i t"],
 ) -> tuple[Float[Array, "i a v"], Inside]:
     """Runs the language model on all exchanges of an image at once."""
+    config = backbone.config
     (images, shown), before = seen.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
     prefix_embedding = decoder.embed(params["language"], prefix)
     text_embedding = decoder.embed(params["language"], packed.ids)
     hidden = jnp.concatenate([prefix_embedding, seen.tokens, text_embedding], axis=1)
-    offset, extent = config.family.image_positions(config, seen.grid, seen.index)
+    offset, extent = backbone.image_positions(seen.grid, seen.index)
     axes = offset.shape[1]
     behind = before + extent[:, None] + packed.offset
     of_text = (jnp.broadcast_to(jnp.arange(before), prefix.shape), behind)
@@ -293,7 +294,7 @@ class Exchanges(NamedTuple):
 def language_loss(
     trained: Params,
     frozen: Params,
-    config: ModelConfig,
+    backbone: Backbone,
     key: Array,
     batch: Exchanges,
     shown: Shown,
@@ -306,12 +307,12 @@ def language_loss(
     words, and noise, are named after two thirds of the layers.
     """
     params, (images, packed, mentions, words) = frozen | trained, batch
-    seen = _see(params, config, images, key, words, shown)
-    seen = seen._replace(tokens=config.family.project(params, config, seen.tokens))
+    seen = _see(params, backbone, images, key, words, shown)
+    seen = seen._replace(tokens=backbone.project(params, seen.tokens))
     # A thinned image may not show what a question mentions.
     mentions = mentions if shown.all_contents else None
     slot = jnp.zeros((len(seen.index), 0), jnp.int32) if mentions is None else mentions.slot
-    logits, inside = run_packed(params, config, seen, packed, slot)
+    logits, inside = run_packed(params, backbone, seen, packed, slot)
     known = packed.label >= 0
     label = jnp.where(known, packed.label, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
@@ -319,11 +320,11 @@ def language_loss(
     right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
     total = jnp.sum(jnp.where(known, losses, 0)) / count
     embedding = params["language"]["embed"]["embedding"]
-    silent = (config.pad_token_id or 0) if shown.silence else None
+    silent = (backbone.config.pad_token_id or 0) if shown.silence else None
     aligned = 0.0
     for named in words:
         share = jnp.issubdtype(named.label.dtype, jnp.floating)
-        late = config.family.POSITION_AXES > 1 and (share or shown.noisy)
+        late = backbone.config.position_axes > 1 and (share or shown.noisy)
         visual = _normalised(inside.visual) if late else seen.tokens
         aligned += _alignment_loss(embedding, visual, seen, named, silent)
     scalars = {"lm_loss": total, "told": right}

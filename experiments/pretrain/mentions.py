@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from experiments.pretrain.array_files import INTEGERS, NUMBERS, TEXT, read_arrays
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.tower import linear_head
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import UserError, require
 
 MENTIONS_FILE = "train_mentions.npz"
 _FIELDS = {"sample": 1, "exchange": 1, "word": 1, "number": 1, "value": 2}
@@ -64,13 +64,13 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
     axes = {name: array.ndim for name, array in arrays.items()}
     fits = axes == _FIELDS and len({*map(len, arrays.values())}) == 1
     expected = f"expected {', '.join(_FIELDS)} with a row for each mention"
-    check((fits, f"{path}: {expected}, got {axes}"))
+    require(fits, f"{path}: {expected}, got {axes}")
     mentions = Mentions(**arrays)
     order = np.lexsort((mentions.exchange, mentions.sample))
     known = ((mentions.sample >= 0) & (mentions.sample < samples)).all()
     fits = bool(known and (np.diff(order) >= 0).all() and (mentions.number >= 0).all())
     expected = f"expected rows by sample, 0 to {samples - 1}, and exchange, with numbers from 0"
-    check((fits, f"{path}: {expected}"))
+    require(fits, f"{path}: {expected}")
     return mentions
 
 
@@ -90,7 +90,7 @@ def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Placed
         match = np.flatnonzero(inside & (packed.ids[sample] == tokens[word]))
         match = match[match > after]
         if not match.size:
-            raise ValueError(
+            raise UserError(
                 f"sample {sample}: {str(word)!r} is not in question {exchange}, or not after the "
                 "mention before it"
             )

@@ -41,10 +41,10 @@ from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel import distributed
-from stepprune_jax.user_input import local_path, user_input
+from stepprune_jax.user_input import local_path
 from stepprune_jax.workdir.checkpoints import Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.metrics import MetricsLog
 
@@ -61,7 +61,7 @@ class _Pretrainer(NamedTuple):
     Attributes:
         settings: settings of the run.
         workdir: its folder.
-        model: shape of the model.
+        backbone: the model.
         data: images, conversations and labels.
         packed: the conversations as tokens.
         mentions: mentions of their questions; None without labels.
@@ -71,7 +71,7 @@ class _Pretrainer(NamedTuple):
 
     settings: Pretraining
     workdir: Path
-    model: ModelConfig
+    backbone: Backbone
     data: Data
     packed: Packed
     mentions: PlacedMentions | None
@@ -82,7 +82,7 @@ class _Pretrainer(NamedTuple):
         """Returns the static part of a stage's updates."""
         micro_batch = self.settings.micro_batch
         return Recipe(
-            model=self.model,
+            backbone=self.backbone,
             steps=stage.steps,
             lr=stage.lr,
             micro_batch=micro_batch,
@@ -132,10 +132,10 @@ class _Pretrainer(NamedTuple):
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
             return params
-        recipe, small = self.recipe(stage), small_of(self.model)
-        others = ("share_",) if self.model.class_token_block is not None else ("share_", "image_")
+        recipe, small, config = self.recipe(stage), small_of(self.backbone), self.backbone.config
+        others = ("share_",) if config.class_token_block is not None else ("share_", "image_")
         labels = {name: a for name, a in labels.items() if not name.startswith(others)}
-        heads = init_heads(labels, self.model.feature_width)
+        heads = init_heads(labels, config.feature_width)
         trained = {part: params[part] for part in small.TOWER} | {"heads": heads}
         state = start(recipe, trained)
         state, key = everywhere((state, jax.random.key(self.settings.seed)), recipe.devices)
@@ -154,9 +154,9 @@ class _Pretrainer(NamedTuple):
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)
         if self.mentions is not None and MENTION_HEADS not in params:
-            heads = init_mention_heads(self.mentions, self.model.text.hidden_size)
+            heads = init_mention_heads(self.mentions, self.backbone.config.text.hidden_size)
             params = params | {MENTION_HEADS: heads}
-        parts = {small_of(self.model).CONNECTOR, "language"}
+        parts = {small_of(self.backbone).CONNECTOR, "language"}
         parts |= {"vision"} if run.language.train_tower else set()
         parts |= params.keys() & {MENTION_HEADS}
         trained = {name: params[name] for name in params if name in parts}
@@ -208,15 +208,14 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
     return int(random.choice(run.language.kept))
 
 
-def _start_language(params: dict, model: ModelConfig, data: Data) -> dict:
+def _start_language(params: dict, backbone: Backbone, data: Data) -> dict:
     """Rescales weights so that a small model learns: embeddings on the scale of layer outputs."""
     images = data.images(np.arange(min(64, len(data.samples))))
-    encode = jax.jit(model.family.encode_image, static_argnums=1)
-    features = encode(params, model, images.pixels)[0]
+    features = jax.jit(backbone.encode_image)(params, images.pixels)[0]
     language = dict(params["language"])
     language["embed"] = {"embedding": language["embed"]["embedding"] * 25}
-    real = real_tokens(model, images, features.shape[1])
-    return small_of(model).connect(params | {"language": language}, features, real)
+    real = real_tokens(backbone, images, features.shape[1])
+    return small_of(backbone).connect(params | {"language": language}, features, real)
 
 
 def _wide(label: np.ndarray) -> np.ndarray:
@@ -224,8 +223,8 @@ def _wide(label: np.ndarray) -> np.ndarray:
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
-def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelConfig, Any]:
-    """Returns initial weights, shape and tokenizer: random ones, or those of `run.init`.
+def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbone, Any]:
+    """Returns initial weights, backbone and tokenizer: random ones, or those of `run.init`.
 
     The vocabulary of the latter is extended by words of the data that it lacks.
     """
@@ -233,35 +232,35 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, ModelCo
     old = load_vlm(run.init, dtype=np.float32, layers="stacked") if run.init else None
     small = SMALL[run.model.family]
     if old is not None:
-        run.require("init", small_of(old.config) is small, f"a folder of {run.model.family!r}")
+        run.expect("init", small_of(old.backbone) is small, f"a folder of {run.model.family!r}")
         texts += [word for word in old.tokenizer.get_vocab() if word.isalnum()]
     tokenizer = build_tokenizer(texts, small.TEMPLATE)
-    key, model = jax.random.key(run.seed), small.model_config(run.model, tokenizer)
+    key, backbone = jax.random.key(run.seed), small.make_backbone(run.model, tokenizer)
     if old is None:
-        return small.init_params(key, model), model, tokenizer
-    language, new = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
-    distributed.say(f"words missing in {run.init}: {', '.join(new) or 'none'}")
-    text = dataclasses.replace(old.config.text, vocab_size=model.text.vocab_size)
-    ids = {"image_token_id": model.image_token_id, "pad_token_id": model.pad_token_id}
-    model = dataclasses.replace(old.config, text=text, **ids, eos_token_ids=model.eos_token_ids)
-    return old.params | {"language": language}, model, tokenizer
+        return small.init_params(key, backbone), backbone, tokenizer
+    language, lacking = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
+    distributed.say(f"words missing in {run.init}: {', '.join(lacking) or 'none'}")
+    new = backbone.config
+    text = dataclasses.replace(old.config.text, vocab_size=new.text.vocab_size)
+    ids = {"image_token_id": new.image_token_id, "pad_token_id": new.pad_token_id}
+    backbone = old.backbone.replace(text=text, **ids, eos_token_ids=new.eos_token_ids)
+    return old.params | {"language": language}, backbone, tokenizer
 
 
 def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:
     """Trains a small model on a data folder, or resumes an interrupted run."""
     workdir, folder = local_path(workdir).resolve(), local_path(folder)
-    with user_input():
-        samples = read_samples(folder)
-        params, model, tokenizer = _first_model(run, samples)
-        family, images = model.family, SMALL[run.model.family].image_settings(run.model)
-        data = read_data(run, folder, samples, model, images)
-        claim(workdir, run, "from scratch", file_identity(folder / "train.json"))
-        encoder = ConversationEncoder(tokenizer, family.place_images, family.conversation)
-        packed = pack(encoder, data.samples)
-        mentions = data.mentions and place_mentions(tokenizer, packed, data.mentions)
+    samples = read_samples(folder)
+    params, backbone, tokenizer = _first_model(run, samples)
+    images = SMALL[run.model.family].image_settings(run.model)
+    data = read_data(run, folder, samples, backbone, images)
+    claim(workdir, run, "from scratch", file_identity(folder / "train.json"))
+    encoder = ConversationEncoder(tokenizer, backbone.place_images, backbone.conversation)
+    packed = pack(encoder, data.samples)
+    mentions = data.mentions and place_mentions(tokenizer, packed, data.mentions)
     tokens = word_tokens(tokenizer, data.words)
     with Interrupt() as interrupt:
-        parts = (run, workdir, model, data, packed, mentions, tokens, interrupt)
+        parts = (run, workdir, backbone, data, packed, mentions, tokens, interrupt)
         pretrainer = _Pretrainer(*parts)
         params = pretrainer.train_tower(params)
         if params is None:
@@ -269,7 +268,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
         # Fetched, as stages may use different devices.
         params = jax.device_get(params)
         if not run.init:
-            params = _start_language(params, model, data)
+            params = _start_language(params, backbone, data)
         for name in ["language"] + ["noise"] * (run.noise.steps > 0):
             params = pretrainer.train_language(name, params)
             if params is None:
@@ -277,7 +276,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
             params = jax.device_get(params)
     params.pop(MENTION_HEADS, None)
     params = jax.tree.map(lambda leaf: leaf.astype(run.dtype), params)
-    saved = _save(VLM(params, model, tokenizer, images), workdir)
+    saved = _save(VLM(params, backbone, tokenizer, images), workdir)
     distributed.say(f"Done: {saved}")
     return saved
 

@@ -75,34 +75,34 @@ class ShapeSettings(Settings, path="config.model"):
             for name in names:
                 given, mine = getattr(self, name) is not None, family == self.family
                 expected = f"{'a value' if mine else 'none'} where family is {self.family!r}"
-                self.require(name, given == mine, expected)
+                self.expect(name, given == mine, expected)
         for part, divisor, why in (
             ("vision", 4, "their width holds a code of four channels a frequency"),
             ("text", 2, "rotary positions turn pairs of channels"),
         ):
             width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
             expected = f"a multiple of {divisor} x {heads} heads ({why})"
-            self.require(f"{part}_width", width % (divisor * heads) == 0, expected)
+            self.expect(f"{part}_width", width % (divisor * heads) == 0, expected)
         heads, grouped = self.text_heads, self.text_kv_heads or self.text_heads
-        self.require("text_kv_heads", heads % grouped == 0, f"a divisor of {heads} heads")
+        self.expect("text_kv_heads", heads % grouped == 0, f"a divisor of {heads} heads")
         token, layers = self.token_size, self.vision_layers
         size = "model.patch_size" if token == self.patch_size else f"{token}, a token's pixels"
-        self.require("image_size", self.image_size % token == 0, f"a multiple of {size}")
+        self.expect("image_size", self.image_size % token == 0, f"a multiple of {size}")
         if self.family == "llava":
             # One that follows a block: images are thinned by that block's attention.
             expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
-            self.require("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
+            self.expect("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
             return
         fits = self.least_size % token == 0 and self.least_size <= self.image_size
-        self.require("least_size", fits, f"a multiple of {size}, up to model.image_size")
-        self.require("window_size", self.window_size >= token, f"{token} pixels at least")
+        self.expect("least_size", fits, f"a multiple of {size}, up to model.image_size")
+        self.expect("window_size", self.window_size >= token, f"{token} pixels at least")
         blocks = set(self.full_blocks)
         fits = layers - 1 in blocks and blocks <= {*range(layers)}
         expected = f"some of 0 to {layers - 1}, with the last: images are thinned by its attention"
-        self.require("full_blocks", fits, expected)
+        self.expect("full_blocks", fits, expected)
         pairs = self.text_width // heads // 2
         fits = len(self.rope_sections) == 3 and sum(self.rope_sections) == pairs
-        self.require("rope_sections", fits, f"three numbers that add up to {pairs}")
+        self.expect("rope_sections", fits, f"three numbers that add up to {pairs}")
 
     def language(self, vocab_size: int, **own: Any) -> LlamaConfig:
         """Returns the configuration of the language model; `own` are fields of the family's."""
@@ -231,9 +231,9 @@ class Pretraining(Settings):
         super().__post_init__()
         expected = f"a multiple of micro_batch ({self.micro_batch})"
         for stage in (self.tower, self.language, self.noise):
-            stage.require("batch_size", stage.batch_size % self.micro_batch == 0, expected)
+            stage.expect("batch_size", stage.batch_size % self.micro_batch == 0, expected)
         n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
-        self.language.require("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
+        self.language.expect("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
         if self.language.thinned_share or self.noise.thinned_share:
             fits = bool(kept) and all(1 <= k <= n for k in kept)
-            self.language.require("kept", fits, f"numbers of visual tokens from 1 to {n}")
+            self.language.expect("kept", fits, f"numbers of visual tokens from 1 to {n}")

@@ -1,11 +1,11 @@
 """What a family adds to pretraining: the shape of its small model, where it starts, its vocabulary.
 
-The stages ask no family; all that they need besides `models.family` is here. A family is a module:
+The stages ask no family; all they need besides `models.backbone` is here. A family is a module:
 
 * `TEMPLATE`: tokens of its prompts.
 * `TOWER`, `CONNECTOR`: parts of the weights that learn from labels of patches, and the one before
   the language model that learns together with it.
-* `model_config` and `image_settings` of a shape; `init_params`, whose tower looks at neighbouring
+* `make_backbone` and `image_settings` of a shape; `init_params`, whose tower looks at neighbouring
   patches from the start.
 * `states`: what heads read labels from: visual tokens, and the class token, if any.
 * `connect`: brings what the language model is given to a scale that it learns from.
@@ -17,14 +17,15 @@ from jaxtyping import Array, Float
 
 from experiments.pretrain import small_llava, small_qwen
 from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 
 SMALL: dict[str, Any] = {"llava": small_llava, "qwen2_5_vl": small_qwen}
 
 
-def small_of(config: ModelConfig) -> Any:
-    """Returns the small model of a configuration's family."""
-    return SMALL[config.family.name]
+def small_of(backbone: Backbone) -> Any:
+    """Returns the small model of a backbone's family."""
+    return SMALL[backbone.name]
 
 
 def saliency_tap(config: ModelConfig) -> Tap:

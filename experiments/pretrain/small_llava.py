@@ -10,8 +10,8 @@ from experiments.pretrain.structure import init_tower, standardising_projector
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import LLAVA, tower
-from stepprune_jax.models.llava.config import ClipConfig, LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig, tower
+from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.models.stack import Params
 
@@ -20,15 +20,15 @@ TEMPLATE = Template(
     start="<s>",
     end="</s>",
     words="USER: ASSISTANT:",
-    system=LLAVA.conversation([None]).partition(" USER:")[0],
+    system=Llava.conversation([None]).partition(" USER:")[0],
     added=(IMAGE_MARK,),
 )
 TOWER = ("vision",)
 CONNECTOR = "projector"
 
 
-def model_config(shape: ShapeSettings, tokenizer: Any) -> LlavaConfig:
-    """Returns the configuration of a model of this shape and vocabulary."""
+def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Llava:
+    """Returns a model of this shape and vocabulary."""
     vision = ClipConfig(
         hidden_size=shape.vision_width,
         intermediate_size=shape.vision_mlp,
@@ -37,7 +37,7 @@ def model_config(shape: ShapeSettings, tokenizer: Any) -> LlavaConfig:
         image_size=shape.image_size,
         patch_size=shape.patch_size,
     )
-    return LlavaConfig(
+    config = LlavaConfig(
         vision=vision,
         text=shape.language(len(tokenizer)),
         feature_layer=shape.feature_layer,
@@ -46,6 +46,7 @@ def model_config(shape: ShapeSettings, tokenizer: Any) -> LlavaConfig:
         eos_token_ids=(2,),
         pad_token_id=0,
     )
+    return Llava(config)
 
 
 def image_settings(shape: ShapeSettings) -> ImageSettings:
@@ -53,15 +54,16 @@ def image_settings(shape: ShapeSettings) -> ImageSettings:
     return ImageSettings(resize_to=shape.image_size, crop_to=shape.image_size)
 
 
-def init_params(key: Array, config: LlavaConfig) -> Params:
+def init_params(key: Array, backbone: Llava) -> Params:
     """Draws weights whose tower looks at neighbouring patches from the start."""
-    return vlm.init_params(key, config) | {"vision": init_tower(key, config.vision)}
+    return vlm.init_params(key, backbone) | {"vision": init_tower(key, backbone.config.vision)}
 
 
 def states(
-    params: Params, config: LlavaConfig, pixels: Float[Array, "i 3 H W"]
+    params: Params, backbone: Llava, pixels: Float[Array, "i 3 H W"]
 ) -> tuple[Float[Array, "i n d"], Float[Array, "i d"]]:
     """Returns what LLaVA reads of the patches, and the class token."""
+    config = backbone.config
     hidden, _ = tower.encode(params["vision"], config.vision, pixels, config.feature_layer)
     return hidden[:, 1:], hidden[:, 0]
 

@@ -16,8 +16,8 @@ from experiments.pretrain.settings import ShapeSettings
 from experiments.pretrain.structure import AROUND
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.models import vlm
-from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig, QwenVisionConfig
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
+from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
 from stepprune_jax.models.qwen2_5_vl.tower import rotary_frequencies
 from stepprune_jax.models.stack import Params, lay_out
@@ -27,7 +27,7 @@ TEMPLATE = Template(
     start=None,
     end="<|im_end|>",
     words="user assistant",
-    system=QWEN2_5_VL.conversation([None]).partition("\n<|im_start|>user")[0],
+    system=Qwen2_5_VL.conversation([None]).partition("\n<|im_start|>user")[0],
     added=("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
 # The merger reads four patches for a token, so it learns their labels with the rest of the tower.
@@ -39,8 +39,8 @@ _CONTENT = 0.1  # of what patches show in the score of a local head
 _TOKEN_STD = 0.5  # as wide as embeddings of words are when the language model starts
 
 
-def model_config(shape: ShapeSettings, tokenizer: Any) -> QwenConfig:
-    """Returns the configuration of a model of this shape and vocabulary."""
+def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Qwen2_5_VL:
+    """Returns a model of this shape and vocabulary."""
     token = tokenizer.convert_tokens_to_ids
     vision = QwenVisionConfig(
         hidden_size=shape.vision_width,
@@ -52,7 +52,7 @@ def model_config(shape: ShapeSettings, tokenizer: Any) -> QwenConfig:
         full_blocks=shape.full_blocks,
         out_size=shape.text_width,
     )
-    return QwenConfig(
+    config = QwenConfig(
         vision=vision,
         text=shape.language(len(tokenizer), rope_sections=shape.rope_sections, qkv_bias=True),
         image_token_id=token("<|image_pad|>"),
@@ -61,6 +61,7 @@ def model_config(shape: ShapeSettings, tokenizer: Any) -> QwenConfig:
         min_pixels=shape.least_size**2,
         max_pixels=shape.image_size**2,
     )
+    return Qwen2_5_VL(config)
 
 
 def image_settings(shape: ShapeSettings) -> ImageSettings:
@@ -69,14 +70,14 @@ def image_settings(shape: ShapeSettings) -> ImageSettings:
     return ImageSettings()
 
 
-def init_params(key: Array, config: QwenConfig) -> Params:
+def init_params(key: Array, backbone: Qwen2_5_VL) -> Params:
     """Draws weights whose tower looks at neighbouring patches from the start.
 
     Each head of the blocks that attend within windows prefers one patch: the first eight their
     neighbours, the next eight those at distance 2, and so on in turn. Its keys' bias is the same
     everywhere, and its queries' is that one turned by the angle of the step to the patch.
     """
-    params, vision = vlm.init_params(key, config), config.vision
+    params, vision = vlm.init_params(key, backbone), backbone.config.vision
     width, heads = vision.hidden_size, vision.num_heads
     c, frequency = width // heads, rotary_frequencies(vision)
     strength = math.sqrt(_SHARPNESS * math.sqrt(c))
@@ -98,12 +99,12 @@ def init_params(key: Array, config: QwenConfig) -> Params:
 
 
 def states(
-    params: Params, config: QwenConfig, pixels: Patches
+    params: Params, backbone: Qwen2_5_VL, pixels: Patches
 ) -> tuple[Float[Array, "i n d"], None]:
     """Returns the merged tokens; there is no class token."""
     # Blocks one by one: a scan would keep, of every block, what attention to the whole image needs
     # for its gradient, even if the block attends within windows.
-    return config.family.encode_image(lay_out(params, "apart"), config, pixels)[0], None
+    return backbone.encode_image(lay_out(params, "apart"), pixels)[0], None
 
 
 def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]) -> Params:

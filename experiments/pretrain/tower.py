@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from experiments.pretrain.images import Images, of_tokens, real_tokens
 from experiments.pretrain.small import small_of
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.stack import Params
 
 Labels = dict[str, Array]
@@ -37,12 +37,12 @@ def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c
 
 
 def tower_loss(
-    trained: Params, config: ModelConfig, images: Images, labels: Labels
+    trained: Params, backbone: Backbone, images: Images, labels: Labels
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Sums the heads' losses at the visual tokens, before a projector."""
-    tokens, whole = small_of(config).states(trained, config, images.pixels)
+    tokens, whole = small_of(backbone).states(trained, backbone, images.pixels)
     n = tokens.shape[1]
-    real = real_tokens(config, images, n)
+    real = real_tokens(backbone, images, n)
     total, scalars = jnp.zeros(()), {}
 
     def mean(values):

@@ -16,7 +16,7 @@ from experiments.pretrain.language import Exchanges, Shown, Words, language_loss
 from experiments.pretrain.mentions import PlacedMentions
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.tower import tower_loss
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.parallel.placement import jit_for_weights
 
 
@@ -31,7 +31,7 @@ class Recipe(NamedTuple):
     """Static part of a stage's update.
 
     Attributes:
-        model: the model's shape.
+        backbone: the model.
         steps: updates of the stage.
         lr: peak learning rate.
         micro_batch: rows of a piece of the batch.
@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
         shown: how images are shown to the language model.
     """
 
-    model: ModelConfig
+    backbone: Backbone
     steps: int
     lr: float
     micro_batch: int
@@ -143,7 +143,7 @@ def _tower_update(key, state: State, images: Images, labels, recipe: Recipe):
     """Updates the tower and its heads; the key is unused except for its devices."""
 
     def loss(trained, _, part, __):
-        return tower_loss(trained, recipe.model, *part)
+        return tower_loss(trained, recipe.backbone, *part)
 
     grads, scalars = _accumulate(
         loss, state.trained, (), (images, labels), key, recipe.micro_batch, recipe.devices
@@ -172,7 +172,7 @@ def _language_update(
         params, prefix, tokens = frozen
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
         piece = Exchanges(images, Packed(prefix, *rows), mentions, named)
-        return language_loss(trained, params, recipe.model, piece_key, piece, recipe.shown)
+        return language_loss(trained, params, recipe.backbone, piece_key, piece, recipe.shown)
 
     frozen = (params, packed.prefix, tokens)
     batch = (images, tuple(packed[1:]), mentions, labels)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from experiments.shapes.world import preview, write_world
 from stepprune_jax.command_line import Parser, exit_with, integer_from
-from stepprune_jax.user_input import user_input
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preview", type=integer_from(0), default=0, help=sheet)
     options = vars(parser.parse_args(argv))
     out, count = options.pop("out"), options.pop("preview")
-    with user_input():
-        folder = write_world(out, **options)
+    folder = write_world(out, **options)
     print(f"wrote {folder}")
     if count:
         print(f"wrote {preview(folder, options['seed'], count, options['level'])}")

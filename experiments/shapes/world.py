@@ -17,6 +17,7 @@ from experiments.shapes.levels import LEVELS, ask
 from experiments.shapes.questions import Query
 from experiments.shapes.scene import COLORS, SHAPES, Scene, draw_scene
 from stepprune_jax.data.json_files import read_json_object, write_json_lines
+from stepprune_jax.user_input import UserError
 
 MANIFEST = "world.json"
 # The manifest of a world that is being written, and so incomplete.
@@ -243,7 +244,7 @@ def write_world(
 def _require(name: str, value: object, holds: bool, expected: str) -> None:
     """Raises a ValueError that names a setting, unless it `holds`."""
     if not holds:
-        raise ValueError(f"{name} of the shapes world is {value}, expected {expected}")
+        raise UserError(f"{name} of the shapes world is {value}, expected {expected}")
 
 
 def _is_written(folder: Path, settings: dict[str, object]) -> bool:
@@ -264,7 +265,7 @@ def _is_written(folder: Path, settings: dict[str, object]) -> bool:
         if written.get(name) != settings.get(name)
     ]
     if differ:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds a shapes world with other settings ({'; '.join(differ)}); "
             "choose another folder or delete it"
         )

@@ -26,17 +26,17 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import exit_with, integer_from
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import markdown_rows
-from stepprune_jax.evaluation.encode import encode_questions
 from stepprune_jax.evaluation.generate_stage import load_model
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.evaluation.split import Split, read_split, thin
 from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.pipeline import place_method
-from stepprune_jax.inference.sets import Batching, answer_all, rank_all
+from stepprune_jax.inference.encode import encode_questions
+from stepprune_jax.inference.generate import Generator
+from stepprune_jax.inference.sets import Batching
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.policy.buckets import bucket_ladder
-from stepprune_jax.pruning import Policy, Ranking, StepPrune, Trained, View, make_method
-from stepprune_jax.user_input import user_input
+from stepprune_jax.pruning import Ranking, View
+from stepprune_jax.trained import Policy, StepPrune
 
 _TEMPERATURES = (0.3, 1.0)
 
@@ -54,10 +54,9 @@ class Way(NamedTuple):
 class SoftScores(StepPrune):
     """Keeps the tokens of the highest soft scores of the greedy rollout, Eq. (11)."""
 
-    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+    def rank(self, view: View, steps: int) -> Ranking:
         """Orders tokens by score."""
-        inputs = self.inputs(params, view)
-        trajectory = functions.select(params.weights, self.config, inputs)
+        trajectory = functions.select(self.params, self.config, self.inputs(view))
         scores = functions.trajectory_scores(self.config, trajectory)
         return Ranking(jax.lax.top_k(scores, steps)[1].astype(jnp.int32))
 
@@ -90,23 +89,22 @@ def compare(
     most = max(budgets)
 
     def answers(way: Way, seed: int) -> list[float]:
-        def method(budget: int):
-            made = make_method(None, budget, policy=way.policy, options={"seed": seed})
+        def pruner(budget: int):
+            made = way.policy.with_budget(budget)
+            if "seed" in {field.name for field in dataclasses.fields(made)}:
+                made = made.replace(seed=seed)
             if way.soft:
-                pruner = SoftScores(config=way.policy.config, budget=made.pruner.budget)
-                made = made._replace(pruner=pruner)
-            return place_method(model, made)
+                fields = ("budget", "params", "config", "stats")
+                made = SoftScores(**{name: getattr(made, name) for name in fields})
+            return made
 
-        given = (encoded.prompts, encoded.images)
-        ranking, _ = rank_all(model, method(most), *given, steps=most, batch_size=size)
+        variants = [(pruner(budget), None) for budget in budgets]
+        generator = Generator(model, variants[-1][0], options=options)
         batching = Batching(size, bucket_ladder(most))
-        found = []
-        for budget in budgets:
-            texts = answer_all(
-                model, method(budget), *given, options, batching, ranking=ranking
-            ).texts
-            found.append(100 * np.mean(list(map(is_right, texts, split.answers))))
-        return found
+        return [
+            100 * np.mean(list(map(is_right, answers.texts, split.answers)))
+            for answers in generator.answer_set(encoded, batching, variants)
+        ]
 
     rows = []
     planned = [(name, way) for name, policy in policies.items() for way in ways(policy, seeds)]
@@ -146,11 +144,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--limit", type=integer_from(0), default=0, help="most questions; 0 for all")
     add("--json", help="file for all figures")
     given = parser.parse_args(argv)
-    with user_input():
-        run, json_file = read_study(given)
-        split = thin(read_split(run.root(BENCHMARK.name), "validation"), given.limit)
-        policies = {name: load_policy(name) for name in given.policy}
-        rows = compare(run, split, policies, given.budgets, given.seeds)
+    run, json_file = read_study(given)
+    split = thin(read_split(run.root(BENCHMARK.name), "validation"), given.limit)
+    policies = {name: load_policy(name) for name in given.policy}
+    rows = compare(run, split, policies, given.budgets, given.seeds)
     print(as_markdown(rows), end="")
     if json_file:
         write_json(json_file, rows)

@@ -20,7 +20,6 @@ from stepprune_jax.benchmarks.pope import SPLITS
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import read_answers, read_questions
-from stepprune_jax.user_input import user_input
 
 _SCENES = 60  # enough for an image with a yes and a no for each task of MME
 _POPE_STEP = 10**7  # distance between ids of POPE's splits in LLaVA's list
@@ -121,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="experiments.studies.example", description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder to write")
     arguments = parser.parse_args(argv)
-    with user_input():
-        root = write_example(arguments.out)
+    root = write_example(arguments.out)
     print(f"wrote {root}: pass it as --data, or as --config.eval.data")
 
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from stepprune_jax.pruning.base import Ranking, Trained, View
+from stepprune_jax.pruning.base import Ranking, View
 from stepprune_jax.pruning.budget import Budget
-from stepprune_jax.pruning.method import Method
 from stepprune_jax.pruning.random import Random
 
 
@@ -17,34 +16,34 @@ from stepprune_jax.pruning.random import Random
 class Oracle(Random):
     """Keeps the tokens that an answer depends on, in their order, and then random ones.
 
-    Its parameters are the known tokens of every question, from `make_oracle`.
-
     Attributes:
         seed: seed of the random tokens.
         known: fingerprint of the known tokens.
+        tokens: [q, t] the known tokens of every question, padded with -1; see `make_oracle`.
     """
 
     known: str = ""
+    tokens: Any = None
 
     name = "oracle"
     label = "oracle"
     version: ClassVar[int] = 1
+    leaves: ClassVar[tuple[str, ...]] = ("tokens",)
 
-    def rank(self, params: Trained, view: View, steps: int) -> Ranking:
+    def rank(self, view: View, steps: int) -> Ranking:
         """Puts the known tokens of each row's question before the others."""
-        known, n = params.weights["known"][view.number], view.tokens.shape[1]
+        known, n = jnp.asarray(self.tokens)[view.number], view.tokens.shape[1]
         hit = known[:, :, None] == jnp.arange(n)
-        later = known.shape[1] + jnp.argsort(super().rank((), view, n).order, axis=1)
+        later = known.shape[1] + jnp.argsort(super().rank(view, n).order, axis=1)
         place = jnp.where(hit.any(axis=1), jnp.argmax(hit, axis=1), later)
         return Ranking(jnp.argsort(place, axis=1)[:, :steps].astype(jnp.int32))
 
 
 def make_oracle(
     budget: Budget, relevant: Sequence[Sequence[int]], fingerprint: str, seed: int
-) -> Method:
+) -> Oracle:
     """Builds the oracle of a set of questions from the known tokens of each, in their order."""
     known = np.full((len(relevant), max(1, *map(len, relevant))), -1, np.int32)
     for row, tokens in zip(known, relevant, strict=True):
         row[: len(tokens)] = tokens
-    pruner = Oracle(budget=budget, seed=seed, known=fingerprint)
-    return Method(pruner, Trained({"known": known}, None))
+    return Oracle(budget=budget, seed=seed, known=fingerprint, tokens=known)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.evaluation.table import average_retention
-from stepprune_jax.user_input import user_input
 
 DATA = Path(__file__).parents[1] / "paper_tables.json"
 
@@ -210,8 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="experiments.studies.paper_tables", description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="paper-tables.md", help="file to write")
     arguments = parser.parse_args(argv)
-    with user_input():
-        Path(arguments.out).write_text(page(read_paper()), encoding="utf-8")
+    Path(arguments.out).write_text(page(read_paper()), encoding="utf-8")
     print(f"wrote {arguments.out}")
 
 

@@ -12,8 +12,7 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.llava import read_answers, read_questions
 from stepprune_jax.inference import generate
-from stepprune_jax.pruning import make_method
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 from stepprune_jax.visualize.overlays import Overlay, draw_rows, judged
 
 _FAMILIES = ("position", "color", "counting", "majority")
@@ -29,11 +28,11 @@ def draw(folder: Path, out: Path) -> None:
     having = (image for image, shown in by_image.items() if shown.keys() >= {*_FAMILIES})
     image = next(having, None)
     if image is None:
-        raise ValueError(f"{folder}: no image has questions of {', '.join(_FAMILIES)}")
+        raise UserError(f"{folder}: no image has questions of {', '.join(_FAMILIES)}")
     shown = by_image[image]
     texts, correct = zip(*(shown[family] for family in _FAMILIES), strict=True)
-    model, method = load_vlm("shapes"), make_method(policy=load_policy("shapes"))
-    answers = generate(model, texts, [image] * len(texts), method)
+    model, policy = load_vlm("shapes"), load_policy("shapes")
+    answers = generate(model, texts, [image] * len(texts), policy)
     row = []
     for family, text, answer, known in zip(_FAMILIES, texts, answers, correct, strict=True):
         right, (patches,), ((side, _),) = answer.text == known, answer.kept_indices, answer.grids
@@ -49,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", required=True, type=Path, help="folder of experiments.shapes")
     parser.add_argument("--out", required=True, type=Path, help="the PNG to write")
     arguments = parser.parse_args(argv)
-    with user_input():
-        draw(arguments.data, arguments.out)
+    draw(arguments.data, arguments.out)
 
 
 if __name__ == "__main__":

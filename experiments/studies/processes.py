@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.parallel import distributed
+from stepprune_jax.user_input import UserError
 
 _WAIT = 0.1  # seconds between checks of the processes
 _SHOWN = 20  # lines of a failed program's log
@@ -91,4 +92,4 @@ def _check(job: Job, code: int) -> None:
         return
     lines = job.log.read_text(errors="replace").splitlines()[-_SHOWN:]
     what = f"failed with exit code {code}" if code else f"ended without writing {job.product.name}"
-    raise ValueError(f"{job.name} {what}; the end of {job.log}:\n" + "\n".join(lines))
+    raise UserError(f"{job.name} {what}; the end of {job.log}:\n" + "\n".join(lines))

@@ -22,7 +22,7 @@ import optax
 
 import stepprune_jax as sp
 from stepprune_jax.command_line import Parser, exit_with
-from stepprune_jax.pruning import AutoSelectConfig, PolicyGradientSettings
+from stepprune_jax.trained import AutoSelectConfig, PolicyGradientSettings
 
 HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32
 WIDTH = 3 * HALF

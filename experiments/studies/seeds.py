@@ -57,8 +57,8 @@ from stepprune_jax.evaluation.settings import (
     check_policies,
 )
 from stepprune_jax.evaluation.split import Split, read_split
-from stepprune_jax.pruning import Policy
-from stepprune_jax.user_input import user_input
+from stepprune_jax.trained import Policy
+from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
 
@@ -103,8 +103,7 @@ def main(argv: list[str] | None = None) -> None:
     # For child processes: only train, on these processors.
     parser.add_argument("--train_only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cpus", type=int, nargs="+", help=argparse.SUPPRESS)
-    with user_input():
-        run_seeds(**vars(parser.parse_args(argv)))
+    run_seeds(**vars(parser.parse_args(argv)))
 
 
 def run_seeds(
@@ -143,7 +142,7 @@ def plan(
 ) -> list[Run]:
     """Plans every run, seed by seed, all on the same data."""
     if not seeds or min(seeds) < 0 or len({*seeds}) != len(seeds):
-        raise ValueError(f"--seeds is {list(seeds)}, expected distinct non-negative numbers")
+        raise UserError(f"--seeds is {list(seeds)}, expected distinct non-negative numbers")
     runs, identity = [], file_identity(data / TRAIN_FILE)
     models: dict[Any, str] = {}
     for seed in seeds:
@@ -173,7 +172,7 @@ def _train(run: Run) -> None:
     print(f"training {run.method}, seed {run.seed}, in {run.folder}", flush=True)
     training.train(run.config, run.folder)
     if not run.policy_file.is_file():
-        raise ValueError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
+        raise UserError(f"{run.folder} holds no {POLICY_FILE}: training was interrupted")
 
 
 def evaluate_runs(base: EvaluationRun, workdir: Path, runs: Sequence[Run]) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.cells import markdown_rows
-from stepprune_jax.evaluation.encode import Encoded, encode_chunks
 from stepprune_jax.evaluation.generate_stage import Task, answer_tasks, load_model
 from stepprune_jax.evaluation.names import ALL, DEFAULT
 from stepprune_jax.evaluation.rows import Conditions, TableRow
@@ -47,14 +46,16 @@ from stepprune_jax.evaluation.settings import (
     read_policies,
 )
 from stepprune_jax.evaluation.split import read_split
-from stepprune_jax.inference.pipeline import place_method, see
+from stepprune_jax.inference.encode import Encoded, encode_chunks
+from stepprune_jax.inference.pipeline import place_pruner, see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.noise import standardise
-from stepprune_jax.pruning import Budget, Method, Policy, View, make_method
-from stepprune_jax.user_input import expect, user_input
+from stepprune_jax.pruning import Budget, View
+from stepprune_jax.trained import Policy
+from stepprune_jax.user_input import UserError, expect
 from stepprune_jax.workdir.lock import locked
 
 SCORER = "AutoSelect-like"
@@ -80,7 +81,7 @@ def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     """Compares ways of choosing on the test split of the shapes world, or of data in its format."""
     workdir, shares = Path(workdir), [b for b in run.eval.budgets if isinstance(b, str)]
     if shares:
-        raise ValueError(f"config.eval.budgets holds {shares[0]}, expected numbers of tokens")
+        raise UserError(f"config.eval.budgets holds {shares[0]}, expected numbers of tokens")
     data = run.root(BENCHMARK.name)
     scorers = [*run.eval.rows]
     methods = ",".join([ALL, *scorers, DEFAULT])
@@ -148,8 +149,8 @@ def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
 
 def first_step(policy: Policy) -> Policy:
     """Returns a policy that takes all its tokens from its first pointer distribution."""
-    if policy.pruner.pointer_steps(1) is None:
-        raise ValueError(f"the row {FIRST_STEP!r} needs a policy with steps, not {policy.method!r}")
+    if policy.pointer_steps(1) is None:
+        raise UserError(f"the row {FIRST_STEP!r} needs a policy with steps, not {policy.name!r}")
     return policy.replace(config=dataclasses.replace(policy.config, group=_MOST_TOKENS))
 
 
@@ -178,7 +179,7 @@ def over_runs(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for same in zip(*(result[part] for result in results), strict=True):
             key = {name: same[0][name] for name in _KEYS if name in same[0]}
             if any(row[name] != key[name] for row in same for name in key):
-                raise ValueError("the runs to compare differ in their rows")
+                raise UserError("the runs to compare differ in their rows")
             fields = [field] if field else [name for name in same[0] if name not in key]
             values = {name: np.array([row[name] for row in same], float) for name in fields}
             row = key | {name: _mean(found) for name, found in values.items()}
@@ -189,7 +190,7 @@ def over_runs(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
     asked, runs = results[0]["questions"], len(results)
     if any(result["questions"] != asked for result in results):
-        raise ValueError("the runs to compare answered different questions")
+        raise UserError("the runs to compare answered different questions")
     error = "standard_error_over_runs"
     return {
         "runs": runs,
@@ -211,12 +212,12 @@ def describe_choices(
     size: int,
 ) -> tuple[list[dict[str, Float[np.ndarray, "q"]]], Float[np.ndarray, "q"]]:
     """Describes what is kept for each question, and how sharp the policy's first step is."""
-    method = place_method(model, make_method(policy=policy))
+    pruner = place_pruner(model, policy)
     described: list[list[dict[str, float]]] = [[] for _ in records]
     entropies = []
     chunks = encode_chunks(model, questions, batch_size=size, execution=execution)
     for first, encoded in chunks:
-        entropies.append(_entropies(model, method, encoded, size))
+        entropies.append(_entropies(model, pruner, encoded, size))
         images = _directions(encoded.images.features, policy.stats)
         for at, image in enumerate(encoded.prompts.image_of[:, 0].tolist()):
             number = first + at
@@ -258,19 +259,18 @@ def _describe(
     }
 
 
-def _entropies(model: VLM, method: Method, encoded: Encoded, size: int) -> Float[np.ndarray, "q"]:
+def _entropies(model: VLM, pruner: Policy, encoded: Encoded, size: int) -> Float[np.ndarray, "q"]:
     """Computes the entropy of a policy's first pointer distribution for each question, in nats."""
-    run, parts = jax.jit(_first_entropy, static_argnums=1), []
+    run, parts = jax.jit(_first_entropy), []
     for rows, count in batches(len(encoded.prompts.length), size):
-        view = see(model, method.pruner, encoded.prompts.take(rows), encoded.images)
-        parts.append(np.asarray(fetch(run(method.params, method.pruner, view)))[:count])
+        view = see(model, pruner, encoded.prompts.take(rows), encoded.images)
+        parts.append(np.asarray(fetch(run(pruner, view)))[:count])
     return np.concatenate(parts)
 
 
-def _first_entropy(params: Any, pruner: Any, view: View) -> Float[Array, "r"]:
+def _first_entropy(pruner: Any, view: View) -> Float[Array, "r"]:
     limits = functions.Limits(max_steps=1, min_tokens=1)
-    inputs = pruner.inputs(params, view)
-    steps = functions.select(params.weights, pruner.config, inputs, limits)
+    steps = functions.select(pruner.params, pruner.config, pruner.inputs(view), limits)
     log_prob = jax.nn.log_softmax(steps.log_prob[:, 0].astype(jnp.float32))
     return -jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1)
 
@@ -322,16 +322,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", help="file for all figures")
     given = parser.parse_args(argv)
     scorers, results = given.scorer or [None] * len(given.workdir), []
-    with user_input():
-        fits = len(scorers) == len(given.workdir)
-        expect("--scorer", scorers, fits, "a file for each folder of --workdir")
-        run, json_file = read_study(given)
-        for workdir, scorer in zip(given.workdir, scorers, strict=True):
-            rows = run.eval.rows | ({SCORER: scorer} if scorer else {})
-            one = dataclasses.replace(run, eval=dataclasses.replace(run.eval, rows=rows))
-            with locked(Path(workdir)):
-                results.append(compare(one, workdir))
-        result = over_runs(results) if len(results) > 1 else results[0]
+    fits = len(scorers) == len(given.workdir)
+    expect("--scorer", scorers, fits, "a file for each folder of --workdir")
+    run, json_file = read_study(given)
+    for workdir, scorer in zip(given.workdir, scorers, strict=True):
+        rows = run.eval.rows | ({SCORER: scorer} if scorer else {})
+        one = dataclasses.replace(run, eval=dataclasses.replace(run.eval, rows=rows))
+        with locked(Path(workdir)):
+            results.append(compare(one, workdir))
+    result = over_runs(results) if len(results) > 1 else results[0]
     print(as_markdown(result), end="")
     if json_file:
         write_json(json_file, result)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from stepprune_jax import configurations
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.training import Run
+from stepprune_jax.user_input import UserError
 
 _RATES = ("lr", "final_lr", "muon_lr")
 
@@ -124,7 +125,7 @@ def variant_configs(
     known = {key: (key, None) for key in VARIANTS}
     known |= {f"{key}+{trial}": (key, trial) for key in VARIANTS for trial in TRIALS}
     if not keys or len({*keys}) != len(keys) or any(key not in known for key in keys):
-        raise ValueError(
+        raise UserError(
             f"--rows is {list(keys)}, expected distinct ones of {', '.join(VARIANTS)}, "
             f"alone or with one of +{', +'.join(TRIALS)}"
         )

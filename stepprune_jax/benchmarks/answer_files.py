@@ -26,6 +26,7 @@ from stepprune_jax.data.json_files import (
     replace_file,
     write_json,
 )
+from stepprune_jax.user_input import UserError
 
 ANSWERS = "answers"
 
@@ -105,7 +106,7 @@ class AnswerFile(NamedTuple):
 
 
 class AnswerLine(NamedTuple):
-    """An answer, how many tokens were kept, its time, and what only some lines have.
+    """An answer, how many tokens were kept, its time if known, and what only some lines have.
 
     `gflops` are the operations up to the first token of an answer about an image; `order`, `grid`
     and `visual_tokens` the kept tokens of one that may be drawn, and of how many they are.
@@ -113,7 +114,7 @@ class AnswerLine(NamedTuple):
 
     text: str
     kept: int
-    ms: float
+    ms: float | None
     fields: Mapping[str, object] = {}
 
 
@@ -140,7 +141,7 @@ def check_claim(file: AnswerFile) -> None:
     ]
     if changed:
         differ = "; ".join(changed) if there else f"{file.provenance_path.name} is missing"
-        raise ValueError(
+        raise UserError(
             f"{file.path} holds answers of another provenance; move it and its .json away, or give "
             f"another --workdir. {differ}"
         )
@@ -165,7 +166,7 @@ def _read(path: Path) -> Provenance:
     good = value.keys() == _FIELDS.keys()
     good = good and all(type(value[name]) in kinds for name, kinds in _FIELDS.items())
     if not good or value["num_tokens"] < 1:
-        raise ValueError(f"{path} is not the provenance of an answer file")
+        raise UserError(f"{path} is not the provenance of an answer file")
     return Provenance(**value)
 
 
@@ -209,7 +210,7 @@ def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> lis
             num_lines += 1
             key = str(value["question_id"]), value["prompt"]
             if key not in waiting:
-                raise ValueError(
+                raise UserError(
                     f"{path}: question {key[0]!r} with the prompt {key[1][:60]!r} is not one of "
                     "this benchmark; move the file away"
                 )
@@ -242,7 +243,7 @@ def answer_object(
     value = {"question_id": question.question_id, **head, "prompt": question.prompt}
     value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
     value |= {"model_id": file.provenance.model, "metadata": {}}
-    value |= {"kept": line.kept, "ms": round(line.ms, 3)}
+    value |= {"kept": line.kept, "ms": None if line.ms is None else round(line.ms, 3)}
     return value | line.fields
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.data.json_files import JsonObject, field, identity, read_json_lines, words
+from stepprune_jax.user_input import UserError
 
 
 class Answer(NamedTuple):
@@ -57,7 +58,7 @@ def latest(
     kept = {name: answer for name, answer in last.items() if answer is not None}
     if not kept:
         first = f", such as {known[0]!r}" if known else ""
-        raise ValueError(f"no answer is to a question of this benchmark{first}{remedy}")
+        raise UserError(f"no answer is to a question of this benchmark{first}{remedy}")
     if repeated:
         warnings.append(f"{repeated:,} questions answered repeatedly: the last answer counts")
     if unknown:
@@ -78,7 +79,7 @@ def require_all(
     if len(kept) < len(known) or others:
         first = next((f", such as {name!r}" for name in known if name not in kept), "")
         count = f"{len(known) - len(kept):,} of {len(known):,}"
-        raise ValueError(
+        raise UserError(
             f"{file}: {count} questions have no answer{first}, and {others:,} lines answer other "
             "questions: the official program refuses this; skip them with --missing leave-out"
         )

@@ -9,6 +9,7 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion, check_images, read_list
 from stepprune_jax.data.json_files import JsonObject
+from stepprune_jax.user_input import UserError
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ class Benchmark:
         layout.file(path, self.question_source)
         questions = list(self.read(path, root / self.images))
         if not questions:
-            raise ValueError(f"{path}: expected at least one question, got none")
+            raise UserError(f"{path}: expected at least one question, got none")
         check_images(questions, self.image_source)
         if self.without_ocr is not None and not ocr:
             questions = [self.without_ocr(question) for question in questions]

@@ -10,7 +10,6 @@ from pathlib import Path
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.score import DATA
 from stepprune_jax.command_line import Parser, exit_with
-from stepprune_jax.user_input import user_input
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", required=True, help="file or folder to write")
     arguments = parser.parse_args(argv)
     convert = BENCHMARKS[arguments.benchmark].convert
-    with user_input():
-        warnings = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
+    warnings = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(f"wrote {arguments.out}")

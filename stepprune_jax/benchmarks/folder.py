@@ -9,7 +9,7 @@ from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, w
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
 from stepprune_jax.data.llava import read_questions
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import UserError, require
 
 QUESTIONS = "test.jsonl"
 ANSWERS = "test_answers.jsonl"
@@ -50,7 +50,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     kinds: dict[str, list[str]] = {}
     for name, (where, row) in questions.items():
         kind = words(row, "category", where) if "category" in row else "default"
-        check((name in truths, f"{where}: no answer to question {name!r} in {ANSWERS}"))
+        require(name in truths, f"{where}: no answer to question {name!r} in {ANSWERS}")
         kinds.setdefault(kind, []).append(name)
     if others := len(truths.keys() - questions.keys()):
         warnings.append(f"{others:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
@@ -73,7 +73,7 @@ def _by_id(path: Path) -> dict[str, Record]:
         name = identity(record.value, "question_id", record.where)
         if name in records:
             place = f"was already given at {records[name].where}"
-            raise ValueError(f'{record.where}: "question_id" {name!r} {place}')
+            raise UserError(f'{record.where}: "question_id" {name!r} {place}')
         records[name] = record
     return records
 

@@ -15,6 +15,7 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers, require_all
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.data.json_files import JsonObject, read_json_object
+from stepprune_jax.user_input import UserError
 
 QUESTIONS = "testdev_balanced_questions.json"
 NUM_QUESTIONS = 12_578
@@ -53,7 +54,7 @@ def read_questions(path: Path) -> dict[str, Question]:
             if record["isBalanced"]:
                 questions[name] = _question(record)
     if not questions:
-        raise ValueError(f"{path}: expected questions with isBalanced true, got none")
+        raise UserError(f"{path}: expected questions with isBalanced true, got none")
     return questions
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax.data.json_files import replace_file
+from stepprune_jax.user_input import UserError
 
 
 def file(path: Path, source: str) -> Path:
@@ -19,7 +20,7 @@ def records(value: Mapping[str, object], field: str, path: Path) -> list[tuple[s
     """Returns the entries of the list in a file's field, each with its place for messages."""
     entries = value.get(field)
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f'{path}: expected a list under "{field}"')
+        raise UserError(f'{path}: expected a list under "{field}"')
     return [(f"{path}: {field} {number}", entry) for number, entry in enumerate(entries, start=1)]
 
 
@@ -29,7 +30,7 @@ def expected(where: str, what: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(f"{where}: expected {what} ({error!r})") from error
+        raise UserError(f"{where}: expected {what} ({error!r})") from error
 
 
 def size_warnings(what: str, count: int, published: int) -> list[str]:

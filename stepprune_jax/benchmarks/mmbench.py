@@ -21,6 +21,7 @@ from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import OPTION_LETTER, BenchmarkQuestion
 from stepprune_jax.data.json_files import JsonObject
+from stepprune_jax.user_input import UserError
 
 # The k-th rotation of question i has the index i + k * ROTATION.
 ROTATION = 1_000_000
@@ -86,20 +87,20 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
             reader = csv.reader(lines, dialect="excel-tab")
             names = next(reader, [])
             if missing := [name for name in ("index", "question", "A", "B") if name not in names]:
-                raise ValueError(f"{path}: line 1: expected a column {missing[0]}")
+                raise UserError(f"{path}: line 1: expected a column {missing[0]}")
             for fields in filter(None, reader):  # pandas skips blank lines, too
                 cells = (None if field in _EMPTY else field for field in fields)
                 row = dict(zip(names, cells, strict=False))
                 index = row.get("index") or ""
                 if len(fields) != len(names) or not index.isdecimal() or int(index) in known:
-                    raise ValueError(
+                    raise UserError(
                         f"{path}: line {reader.line_num}: expected {len(names)} fields, with a "
                         "number of its own as index: was the file truncated?"
                     )
                 known.add(int(index))
                 yield row
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
+        raise UserError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
     finally:
         csv.field_size_limit(limit)
 
@@ -122,7 +123,7 @@ def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQ
         except ValueError:
             image = b""
         if not (image and _has_text(row["question"])):
-            raise ValueError(
+            raise UserError(
                 f"{path}: index {row['index']}: expected a question, and an image in base64 or the "
                 "index of a row with one"
             )
@@ -248,7 +249,7 @@ def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
     path = _find(root, edition, edition.dev)[0]
     table = _rows_by_index(path)
     if unknown := next((i for i, row in table.items() if row.get("answer") is None), None):
-        raise ValueError(
+        raise UserError(
             f"{path}: index {unknown}: no letter in a column answer; {_submit(edition)}"
         )
     return table
@@ -259,7 +260,7 @@ def _one_round(answers: str | Path) -> list[Answer]:
     rows = read_answers(answers)
     for row in rows:
         if row.fields.get("round_id", 0) != 0:
-            raise ValueError(
+            raise UserError(
                 f"{row.where}: expected round_id 0, got {row.fields['round_id']!r}: the file was "
                 "written with --all-rounds, which is not used here (the rotations are rows of the "
                 "question file)"

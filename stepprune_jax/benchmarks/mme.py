@@ -14,6 +14,7 @@ from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE
 from stepprune_jax.data.json_files import JsonObject, read_text
+from stepprune_jax.user_input import UserError
 
 PERCEPTION = (
     "existence",
@@ -100,7 +101,7 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
             f"{_total(by_image):.2f}"
         )
     if pairs == "position" and by_position is None:
-        raise ValueError(f"{answers}: a task has an odd number of answers: no pairs by position")
+        raise UserError(f"{answers}: a task has an odd number of answers: no pairs by position")
     parts = {"image": by_image, "position": by_position}[pairs]
     sums = ("perception", "cognition")
     beside = None if by_position is None else {name: by_position[name] for name in sums}
@@ -171,7 +172,7 @@ def _read_questions(file: Path) -> list[tuple[str, str]]:
     found = [re.fullmatch("([^\t]*)\t(Yes|No)", line.strip(), re.DOTALL) for line in lines]
     pairs = [(match[1], match[2]) for match in found if match]
     if not len(pairs) == len(lines) == 2:
-        raise ValueError(f"{file}: expected two lines, each a question, a tab and Yes or No")
+        raise UserError(f"{file}: expected two lines, each a question, a tab and Yes or No")
     return pairs
 
 
@@ -207,10 +208,10 @@ def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]
         tasks[line.question.task].setdefault(line.question.file, []).append(line)
     for task, images in tasks.items():
         if not images:
-            raise ValueError(f"no answer to a question of task {task}")
+            raise UserError(f"no answer to a question of task {task}")
         for file, pair in images.items():
             if len(pair) != 2:
-                raise ValueError(
+                raise UserError(
                     f"{task}/{file}: one of the two questions is answered, the other is not: "
                     f"answer both (answered: {pair[0].question.text!r})"
                 )

@@ -12,6 +12,7 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
 from stepprune_jax.data.json_files import field, identity, read_json_lines, words
+from stepprune_jax.user_input import UserError
 
 QUESTIONS = "llava_pope_test.jsonl"
 # Splits of the published list with their sizes.
@@ -144,7 +145,7 @@ def _parts(counts: dict[str, Counts]) -> dict[str, object]:
     """Computes the figures of all splits and their means."""
     for split, count in counts.items():
         if not sum(count):
-            raise ValueError(f"no answer to a question of split {split} of {QUESTIONS}")
+            raise UserError(f"no answer to a question of split {split} of {QUESTIONS}")
     figures = {split: count.figures() for split, count in counts.items()}
     pooled = Counts(*(sum(column) for column in zip(*counts.values(), strict=True)))
     return {
@@ -164,7 +165,7 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
         split = field(row, "category", where, (*rows,).__contains__, f"one of {', '.join(rows)}")
         name = identity(row, "question_id", where)
         if name in known:
-            raise ValueError(f'{where}: "question_id" {name!r} is also that of another question')
+            raise UserError(f'{where}: "question_id" {name!r} is also that of another question')
         known.add(name)
         rows[split][_key(row, where)] = name
     warnings, questions = [], {}
@@ -182,7 +183,7 @@ def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list
     other = [key for key, _ in rows if key not in ids]
     if other or len(rows) != len(ids):
         odd = f", such as {other[0][1]!r} of {other[0][0]}" if other else ""
-        raise ValueError(
+        raise UserError(
             f"{path}: its {len(rows):,} rows are not the {len(ids):,} questions of {split} in "
             f"{QUESTIONS}{odd}: another version; get the file from {_SOURCE}"
         )

@@ -15,6 +15,7 @@ from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
 from stepprune_jax.benchmarks.questions import IMAGE_MARK, OPTION_LETTER, BenchmarkQuestion
 from stepprune_jax.data.json_files import field, identity, read_json_list, read_json_object, words
 from stepprune_jax.settings import is_count
+from stepprune_jax.user_input import UserError
 
 LETTERS = "ABCDE"
 QUESTIONS = 4241
@@ -81,7 +82,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     kept = latest(read_answers(answers), problems, warnings)
     seen = [name for name, answer in kept.items() if IMAGE_MARK in answer.prompt]
     if not seen:
-        raise ValueError(f"{answers}: no prompt holds <image>: were the images shown?")
+        raise UserError(f"{answers}: no prompt holds <image>: were the images shown?")
     differ = set(seen) ^ {name for name in illustrated if name in kept}
     if differ:
         warnings.append(

@@ -11,7 +11,7 @@ from typing import NoReturn
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
 from stepprune_jax.command_line import Parser, exit_with, file_to_write, program
 from stepprune_jax.data.json_files import JsonObject, write_json
-from stepprune_jax.user_input import one_line, user_input
+from stepprune_jax.user_input import one_line
 
 _NAME = "stepprune_jax.benchmarks.score"
 DATA = "playground/data/eval"
@@ -55,11 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parser().parse_args(argv)
     benchmark = BENCHMARKS[arguments.benchmark]
     options = {name: getattr(arguments, name) for name in benchmark.options}
-    with user_input():
-        out = arguments.json and file_to_write("--json", arguments.json)
-        score = benchmark.score(Path(arguments.data), Path(arguments.answers), **options)
-        if out:
-            write_json(out, score._asdict())
+    out = arguments.json and file_to_write("--json", arguments.json)
+    score = benchmark.score(Path(arguments.data), Path(arguments.answers), **options)
+    if out:
+        write_json(out, score._asdict())
     print(summary(benchmark, score))
 
 

@@ -15,6 +15,7 @@ from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import normalise, soft_accuracy, ten
 from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.user_input import UserError
 
 ANNOTATIONS = "TextVQA_0.5.1_val.json"
 NUM_QUESTIONS = 5000
@@ -102,7 +103,7 @@ def _key(row: Answer, people: dict[tuple[str, str], list[str]], path: Path) -> t
     """Returns image and question that a line answers."""
     key = row.id, question_of(row.prompt)
     if key not in people:
-        raise ValueError(
+        raise UserError(
             f"{row.where}: {path.name} has no question {key[1]!r} on image {key[0]!r}, with the "
             f"prompt {row.prompt[:80]!r}"
         )

@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from stepprune_jax.user_input import UserError
+
 NUM_PEOPLE = 10  # people who answered each question
 
 # Words whose key is the word without its apostrophe.
@@ -119,7 +121,7 @@ def normalise(text: str) -> str:
 def ten(where: str, answers: Sequence[str]) -> list[str]:
     """Returns the human answers to a question; raises with its place if they are not ten."""
     if len(answers) != NUM_PEOPLE or not all(isinstance(answer, str) for answer in answers):
-        raise ValueError(f"{where}: expected {NUM_PEOPLE} answers in words, got {answers!r:.80}")
+        raise UserError(f"{where}: expected {NUM_PEOPLE} answers in words, got {answers!r:.80}")
     return list(answers)
 
 

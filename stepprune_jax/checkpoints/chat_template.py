@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepprune_jax.data.json_files import read_json_object, read_text
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Tokenizer
-from stepprune_jax.models.family import Family
 
 # Where `transformers` looks for a template, in this order.
 _FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja")
@@ -17,19 +17,19 @@ _ROLES = ("user", "assistant")
 _LOG = logging.getLogger(__name__)
 
 
-def warn_of_template(folder: Path, family: Family, tokenizer: Tokenizer) -> None:
+def warn_of_template(folder: Path, backbone: Backbone, tokenizer: Tokenizer) -> None:
     """Logs a warning if a folder has a template that writes other prompts, or none at all."""
     for file in map(folder.joinpath, _FILES):
         if file.is_file():
-            problem = _problem(file, family, tokenizer)
+            problem = _problem(file, backbone, tokenizer)
             if problem:
                 text = "%s: the chat template %s; prompts are written as by the published %s models"
-                _LOG.warning(text, file, problem, family.name)
+                _LOG.warning(text, file, problem, backbone.name)
             if problem is not None:
                 return
 
 
-def _problem(file: Path, family: Family, tokenizer: Tokenizer) -> str | None:
+def _problem(file: Path, backbone: Backbone, tokenizer: Tokenizer) -> str | None:
     """Returns what is wrong with the template of a file, "" if nothing is, None without one."""
     problem = ""
     for plain in (False, True):  # some templates take a message's parts, some its text
@@ -42,7 +42,7 @@ def _problem(file: Path, family: Family, tokenizer: Tokenizer) -> str | None:
         except Exception as error:  # a template is a program
             problem = problem or f"cannot be used ({' '.join(str(error).split())})"
             continue
-        known = map(family.published_prompts, conversations)
+        known = map(backbone.published_prompts, conversations)
         if all(text in among for text, among in zip(texts, known, strict=True)):
             return ""
         problem = "writes other prompts and is not followed"

@@ -10,6 +10,8 @@ from stepprune_jax.checkpoints.generation_config import read_generation_config
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.checkpoints.weight_files import WEIGHT_NAMES, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.extras import MissingPackageError
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import (
     Json,
     ModelConfig,
@@ -19,7 +21,7 @@ from stepprune_jax.models.config import (
     switch,
 )
 from stepprune_jax.models.families import find_family
-from stepprune_jax.user_input import errors_named, local_path, warn_once
+from stepprune_jax.user_input import UserError, local_path, naming, warn_once
 
 # Files fetched from the hub first: they reveal a wrong repository before its weights are fetched.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
@@ -37,10 +39,15 @@ class Source(NamedTuple):
     """
 
     folder: Path
-    config: ModelConfig
+    backbone: Backbone
     vision_folder: Path | None
     origins: tuple[str, ...]
     repetition_penalty: float = 1.0
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the backbone."""
+        return self.backbone.config
 
 
 def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
@@ -77,7 +84,7 @@ def inspect_folder(
     raw = _read_config(folder)
     family = find_family(raw, str(folder))
     file = folder / "config.json"
-    with errors_named(file):
+    with naming(file, TypeError, ValueError):
         configured = family.vision_folder(raw)
     stops, penalty = read_generation_config(folder, raw)
     tower, raw_tower, origins = None, None, (str(folder_or_hub_id),)
@@ -85,14 +92,16 @@ def inspect_folder(
         tower, origin = _vision_folder(folder, configured, vision_folder)
         raw_tower, origins = _read_config(tower), (*origins, origin)
     elif vision_folder is not None:
-        raise ValueError(
+        raise UserError(
             f"{folder} has its image tower in the same files; vision_folder is for checkpoints "
             "with a separate tower, such as the original LLaVA-v1.5"
         )
-    with errors_named(file if tower is None else f"{file} with the tower of {tower}"):
-        config = family.read_config(raw | stops, raw_tower)
-    config = family.bound_images(config, tower or folder, min_pixels, max_pixels)
-    return Source(folder, config, tower, origins, penalty)
+    with naming(
+        file if tower is None else f"{file} with the tower of {tower}", TypeError, ValueError
+    ):
+        backbone = family.read(raw | stops, raw_tower)
+    backbone = backbone.bound_images(tower or folder, min_pixels, max_pixels)
+    return Source(folder, backbone, tower, origins, penalty)
 
 
 def fetch_weights(source: Source) -> None:
@@ -133,7 +142,7 @@ def _read_config(folder: Path) -> Json:
     adapter = folder / "adapter_config.json"
     unapplied = "is not applied: merge it into the model, or take it out of the folder"
     if adapter.is_file():  # `transformers` applies it, if it is installed with peft
-        raise ValueError(f"the adapter of {adapter} {unapplied}")
+        raise UserError(f"the adapter of {adapter} {unapplied}")
     for file in sorted(folder.glob("adapter_model.*")):
         warn_once(f"{file} {unapplied}")
     config = read_json_object(path)
@@ -141,7 +150,7 @@ def _read_config(folder: Path) -> Json:
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise ValueError(f"{path}: quantised weights ({method!r}) are not supported")
+        raise UserError(f"{path}: quantised weights ({method!r}) are not supported")
     return config
 
 
@@ -168,11 +177,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
                 )
             tokenizer = _sentencepiece_tokenizer(folder)
         tokenizer("?")  # where some wrong settings are noticed
-    except (ImportError, FileNotFoundError):
+    except (MissingPackageError, FileNotFoundError):
         raise
     except Exception as error:  # the Rust tokenizer raises bare Exceptions
         reason = " ".join(str(error).split())
-        raise ValueError(
+        raise UserError(
             f"{path} could not be read as a tokenizer, with tokenizer_config.json: {reason}"
         ) from error
     return tokenizer
@@ -189,7 +198,7 @@ def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
         if importlib.util.find_spec(module) is None
     ]
     if absent:
-        raise ImportError(
+        raise MissingPackageError(
             f"{folder} has tokenizer.model but no tokenizer.json; reading it needs "
             f"pip install {' '.join(absent)}"
         )

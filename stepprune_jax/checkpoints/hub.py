@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from stepprune_jax.user_input import UserError
+
 _LOG = logging.getLogger(__name__)
 
 PREFIX = "hub:"
@@ -100,7 +102,7 @@ def upload(folder: Path, names: Sequence[str], target: Repository, *, private: b
             commit_message="Upload a policy of stepprune_jax",
         )
     except Exception as error:  # as in `download`
-        raise OSError(
+        raise UserError(
             f"uploading to {target} failed: {_one_line(error)}. The files are in {folder}; "
             f"`hf upload {target.name} {folder}` also uploads them"
         ) from error

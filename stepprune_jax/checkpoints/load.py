@@ -26,12 +26,12 @@ from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.chat_template import warn_of_template
 from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models import vlm, weights
+from stepprune_jax.models.backbone import Backbone, Processor
 from stepprune_jax.models.config import ModelConfig, Tokenizer
-from stepprune_jax.models.family import Processor
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import Target
 from stepprune_jax.parallel import sharding
-from stepprune_jax.user_input import expect
+from stepprune_jax.user_input import UserError, expect
 
 # Weights that are read at once.
 _READERS = 3
@@ -51,7 +51,7 @@ class VLM(NamedTuple):
 
     Attributes:
         params: the parameter tree of `stepprune_jax.models.vlm`.
-        config: its configuration.
+        backbone: its family's functions, with its configuration.
         tokenizer: a `transformers` tokenizer, or None.
         image_settings: the family's image processor settings, or None.
         folder: folder it was loaded from, or None.
@@ -60,11 +60,16 @@ class VLM(NamedTuple):
     """
 
     params: Params
-    config: ModelConfig
+    backbone: Backbone
     tokenizer: Tokenizer = None
     image_settings: Processor = None
     folder: Path | None = None
     repetition_penalty: float = 1.0
+
+    @property
+    def config(self) -> ModelConfig:
+        """The configuration of the backbone."""
+        return self.backbone.config
 
 
 def load_vlm(
@@ -113,7 +118,7 @@ def load_vlm(
         folder_or_hub_id, vision_folder, min_pixels=min_pixels, max_pixels=max_pixels
     )
     tokenizer = folders.load_tokenizer(source.folder)
-    settings = source.config.family.image_settings(source.vision_folder or source.folder)
+    settings = source.backbone.image_settings(source.vision_folder or source.folder)
     params = load_params(source, mesh, dtype, layers=layers, progress=progress)
     source = _with_tie(source, "head" not in params["language"])
     return make_vlm(source, params, tokenizer, settings)
@@ -123,9 +128,9 @@ def make_vlm(
     source: folders.Source, params: Params, tokenizer: Tokenizer, image_settings: Processor
 ) -> VLM:
     """Builds a `VLM` from the parts loaded from a folder, whose chat template is checked."""
-    warn_of_template(source.folder, source.config.family, tokenizer)
+    warn_of_template(source.folder, source.backbone, tokenizer)
     penalty = source.repetition_penalty
-    return VLM(params, source.config, tokenizer, image_settings, source.folder, penalty)
+    return VLM(params, source.backbone, tokenizer, image_settings, source.folder, penalty)
 
 
 def load_params(
@@ -160,12 +165,12 @@ def load_params(
     source = _with_tie(source, _is_tied(source, jnp.dtype(dtype)))
     platform = None if mesh is None else mesh.devices.flat[0].platform
     layout = "auto" if layers == "none" else layers
-    abstract = vlm.abstract_params(source.config, jnp.dtype(dtype), layout, platform)
-    targets = source.config.family.weight_targets(abstract, source.config)
+    abstract = vlm.abstract_params(source.backbone, jnp.dtype(dtype), layout, platform)
+    targets = source.backbone.weight_targets(abstract)
     entries = _collect(source, targets)
     if layers == "none":
         targets = [x for x in targets if not x.path.startswith("language/layers/")]
-    layouts = _layouts(abstract, source.config, mesh)
+    layouts = _layouts(abstract, source.backbone, mesh)
     sizes = [sum(entries[name].nbytes for name in target.names) for target in targets]
     flat: dict[str, Array] = {}
     readers = concurrent.futures.ThreadPoolExecutor(_READERS)
@@ -196,10 +201,10 @@ def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
     )
 
 
-def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str, Sharding]:
+def _layouts(abstract: dict, backbone: Backbone, mesh: Mesh | None) -> dict[str, Sharding]:
     """Returns a sharding for every weight."""
     if mesh is not None:
-        return weights.flatten(sharding.shardings(abstract, config.family.SHARDING_RULES, mesh))
+        return weights.flatten(sharding.shardings(abstract, backbone.SHARDING_RULES, mesh))
     device = jnp.zeros(()).devices().pop()  # honours jax.default_device
     return {path: SingleDeviceSharding(device) for path in weights.flatten(abstract)}
 
@@ -207,12 +212,12 @@ def _layouts(abstract: dict, config: ModelConfig, mesh: Mesh | None) -> dict[str
 def _with_tie(source: folders.Source, tied: bool) -> folders.Source:
     """Returns a source whose head is the embedding, or is not."""
     text = dataclasses.replace(source.config.text, tie_embeddings=tied)
-    return source._replace(config=dataclasses.replace(source.config, text=text))
+    return source._replace(backbone=source.backbone.replace(text=text))
 
 
-def _tied_names(config: ModelConfig) -> tuple[str, str]:
+def _tied_names(backbone: Backbone) -> tuple[str, str]:
     """Returns the canonical names of the embeddings and of the head."""
-    names = {rule.path: rule.name for rule in config.family.weight_rules(config)}
+    names = {rule.path: rule.name for rule in backbone.weight_rules()}
     return names["language/embed/embedding"], names["language/head/kernel"]
 
 
@@ -221,11 +226,11 @@ def _is_tied(source: folders.Source, dtype: np.dtype) -> bool:
 
     Files may hold both, and the same numbers twice.
     """
-    config = source.config
-    if not config.text.tie_embeddings:
+    backbone = source.backbone
+    if not backbone.config.text.tie_embeddings:
         return False
-    stored = {config.family.canonical_name(x): e for x, e in read_folder(source.folder).items()}
-    embed, head = map(stored.get, _tied_names(config))
+    stored = {backbone.canonical_name(x): e for x, e in read_folder(source.folder).items()}
+    embed, head = map(stored.get, _tied_names(backbone))
     if embed is None or head is None or _are_equal(embed, head, dtype):
         return True
     _LOG.warning(
@@ -256,7 +261,7 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
     """Finds the tensor of every name, and reports all mismatches in one error."""
     problems: dict[str, list[str]] = collections.defaultdict(list)
     entries: dict[str, safetensors.TensorEntry] = {}
-    family = source.config.family
+    backbone = source.backbone
 
     def add(name: str, entry: safetensors.TensorEntry) -> None:
         if name in entries:
@@ -264,14 +269,14 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
         entries[name] = entry
 
     for name, entry in read_folder(source.folder).items():
-        add(family.canonical_name(name), entry)
-    if source.vision_folder and not any(map(family.is_vision_name, entries)):
+        add(backbone.canonical_name(name), entry)
+    if source.vision_folder and not any(map(backbone.is_vision_name, entries)):
         for name, entry in read_folder(source.vision_folder).items():
-            canonical = family.canonical_name(name, of_vision_folder=True)
+            canonical = backbone.canonical_name(name, of_vision_folder=True)
             if canonical is not None:
                 add(canonical, entry)
-    embed, head = _tied_names(source.config)
-    if source.config.text.tie_embeddings and head in entries:
+    embed, head = _tied_names(backbone)
+    if backbone.config.text.tie_embeddings and head in entries:
         entries.setdefault(embed, entries[head])  # what is tied is stored under either name
     wanted = {name: target for target in targets for name in target.names}
     for name, target in wanted.items():
@@ -288,14 +293,14 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
                 f"{entry.name} is {entry.dtype}, expected floating point"
             )
     for name, entry in entries.items():
-        if name not in wanted and not family.is_harmless(name, source.config):
+        if name not in wanted and not backbone.is_harmless(name):
             problems["unused"].append(f"{entry.name} in {entry.path.name}")
     if problems:
         lines = [f"the weights in {source.folder} do not fit its configuration:"]
         for kind, items in problems.items():
             lines += [f"  {kind} ({len(items)}):", *(f"    {item}" for item in items[:_LISTED])]
             lines += [f"    and {len(items) - _LISTED} more"] if len(items) > _LISTED else []
-        raise ValueError("\n".join(lines))
+        raise UserError("\n".join(lines))
     return entries
 
 

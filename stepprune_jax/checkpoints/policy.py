@@ -25,12 +25,12 @@ from stepprune_jax.checkpoints.published import (
 from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, policy_names
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
-from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import Policy, TrainedConfig, learned_methods, method_of
-from stepprune_jax.pruning.calibration import read_calibration
+from stepprune_jax.pruners import selector_of, weighted
 from stepprune_jax.settings import is_number
-from stepprune_jax.user_input import check, errors_named, expect, local_path
+from stepprune_jax.trained import SelectorConfig, Weighted
+from stepprune_jax.trained.calibration import read_calibration
+from stepprune_jax.user_input import UserError, expect, local_path, naming, require
 from stepprune_jax.version import version
 
 POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub
@@ -39,14 +39,14 @@ VERSION = 1
 _LISTED = 40  # tensors that a message names
 
 
-def config_metadata(config: TrainedConfig) -> dict[str, str]:
+def config_metadata(config: SelectorConfig) -> dict[str, str]:
     """Returns a policy's method and configuration, as stored in its file's metadata."""
-    method = method_of(config).name
+    method = selector_of(config).name
     return {"method": method, "config": json.dumps(dataclasses.asdict(config))}
 
 
 def save_policy(
-    policy: Policy, path: str | Path, about: Mapping[str, object] | None = None
+    policy: Weighted, path: str | Path, about: Mapping[str, object] | None = None
 ) -> Path:
     """Writes a policy as one safetensors file, atomically.
 
@@ -88,7 +88,7 @@ def save_policy(
     return path
 
 
-def load_policy(path: str | Path) -> Policy:
+def load_policy(path: str | Path) -> Weighted:
     """Reads a policy written by `save_policy`, or one that a method's authors publish, strictly.
 
     The latter are VisionSelector's checkpoints, and GlimpsePrune's new modules.
@@ -97,7 +97,8 @@ def load_policy(path: str | Path) -> Policy:
         path: the file, the name of a shipped policy, or "owner/name", as in `policy_file`.
 
     Returns:
-        The policy, with weights of the dtype of its method's parameters.
+        The method with its weights, of the dtype of its parameters: a `StepPrune` if that is what
+        the file says. It stops by itself, where it can, until `with_budget` says otherwise.
 
     Raises:
         FileNotFoundError: there is no such file, here or on the hub.
@@ -111,12 +112,12 @@ def load_policy(path: str | Path) -> Policy:
     if is_published(entries):
         return _load_published(path)
     if (metadata.get("kind"), metadata.get("version")) != (FORMAT, str(VERSION)):
-        raise ValueError(
+        raise UserError(
             f"{path} is not a policy of format version {VERSION}, as save_policy writes it: it has "
             f"version {metadata.get('version')}, and tensors such as {', '.join([*entries][:3])}"
         )
     config, calibration = read_config(path, metadata), None
-    with errors_named(path):
+    with naming(path, TypeError, ValueError):
         stop_bias = parse_json(metadata.get("stop_bias", ""), "stop_bias")
         expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
         if "calibration" in metadata:
@@ -131,8 +132,13 @@ def load_policy(path: str | Path) -> Policy:
     stats = {name: tensors.pop(f"stats/{name}", None) for name in FeatureStats._fields}
     stats = None if stats["var"] is None else FeatureStats(**stats)
     good = stats is None or not (np.asarray(stats.var) < 0).any()
-    check((good, f"{path}: 'stats/var' has variances below 0, expected numbers from 0"))
-    return Policy(weights.unflatten(tensors), config, stats, float(stop_bias), calibration)
+    require(good, f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
+    return selector_of(config).replace(
+        params=weights.unflatten(tensors),
+        stats=stats,
+        stop_bias=float(stop_bias),
+        calibration=calibration,
+    )
 
 
 def read_about(path: str | Path) -> dict[str, object]:
@@ -144,13 +150,13 @@ def read_about(path: str | Path) -> dict[str, object]:
     return as_object(parse_json(metadata.get("about", "{}"), about), about)
 
 
-def _load_published(path: Path) -> Policy:
+def _load_published(path: Path) -> Weighted:
     """Reads a selector's weights from its authors' file, or by the index of a checkpoint."""
     config, arrays = read_published(path)
     wanted = _wanted(config, has_stats=False)
     _check_tensors(f"in {path}", config, wanted, arrays)
     tensors = {name: jnp.asarray(arrays[name], leaf.dtype) for name, leaf in wanted.items()}
-    return Policy(weights.unflatten(tensors), config, stats=None)
+    return selector_of(config).replace(params=weights.unflatten(tensors))
 
 
 def policy_file(path: str | Path) -> Path:
@@ -183,23 +189,10 @@ def policy_file(path: str | Path) -> Path:
     return found
 
 
-def check_fits(policy: TrainedConfig, config: ModelConfig) -> None:
-    """Checks that a policy fits a model, before anything is compiled."""
-    widths = [("feature_width", policy.feature_width, "vision", config.feature_width)]
-    if policy.text_width:
-        widths.append(("text_width", policy.text_width, "text", config.text.hidden_size))
-    wrong = [
-        f"its {name} is {width}, the model's {part} hidden_size {expected}"
-        for name, width, part, expected in widths
-        if width != expected
-    ]
-    check((not wrong, "the policy does not fit the model: " + "; ".join(wrong)))
-
-
-def _wanted(config: TrainedConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
+def _wanted(config: SelectorConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype by name of every tensor in a policy's file."""
-    method = method_of(config)
-    wanted = weights.flatten(jax.eval_shape(lambda: method.init(jax.random.key(0))))
+    method = selector_of(config)
+    wanted = weights.flatten(jax.eval_shape(lambda: method.draw_params(jax.random.key(0))))
     if has_stats:
         stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
         wanted |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
@@ -208,7 +201,7 @@ def _wanted(config: TrainedConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeS
 
 def _check_sizes(
     path: Path,
-    config: TrainedConfig,
+    config: SelectorConfig,
     entries: Mapping[str, safetensors.TensorEntry],
 ) -> None:
     """Rejects sizes beyond those of the tensors, before lists of that size are built."""
@@ -222,7 +215,7 @@ def _check_sizes(
 
 def _check_tensors(
     place: str,
-    config: TrainedConfig,
+    config: SelectorConfig,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     stored: Mapping[str, jax.Array | np.ndarray | safetensors.TensorEntry],
 ) -> None:
@@ -240,18 +233,18 @@ def _check_tensors(
         lines[_LISTED:] = [f"  and {len(lines) - _LISTED} more"]
     if lines:
         kind = type(config).__name__
-        raise ValueError(f"the weights {place} do not fit their {kind}:\n" + "\n".join(lines))
+        raise UserError(f"the weights {place} do not fit their {kind}:\n" + "\n".join(lines))
 
 
-def read_config(path: Path, metadata: Mapping[str, str]) -> TrainedConfig:
+def read_config(path: Path, metadata: Mapping[str, str]) -> SelectorConfig:
     """Reads the configuration of a policy from metadata as written by `config_metadata`."""
-    method, known = metadata.get("method"), learned_methods()
+    method, known = metadata.get("method"), weighted()
     expect(f"{path}: the method of its policy", method, method in known, f"one of {(*known,)}")
     kind = known[method].config_type
-    with errors_named(path):
+    with naming(path, TypeError, ValueError):
         fields = as_object(parse_json(metadata.get("config", ""), kind.__name__), kind.__name__)
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
         newer = f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
-        check((not unknown, newer))
+        require(not unknown, newer)
         # JSON has no tuples, and lists cannot be hashed.
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})

@@ -13,8 +13,8 @@ import numpy as np
 from stepprune_jax.checkpoints import hub, safetensors, torch_file
 from stepprune_jax.checkpoints.weight_files import read_shards, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.pruning import GlimpsePruneConfig, TrainedConfig, VisionSelectorConfig
-from stepprune_jax.user_input import errors_named, expect
+from stepprune_jax.trained import GlimpsePruneConfig, SelectorConfig, VisionSelectorConfig
+from stepprune_jax.user_input import expect, naming
 
 PREFIX = "visual.importance_scorer."
 GLIMPSE_FILE, GLIMPSE_CONFIG = "new_modules_gp.pt", "config.json"
@@ -63,7 +63,7 @@ def is_published(names: Iterable[str]) -> bool:
     return any(name.startswith(PREFIX) for name in names)
 
 
-def read_published(path: Path) -> tuple[TrainedConfig, dict[str, np.ndarray]]:
+def read_published(path: Path) -> tuple[SelectorConfig, dict[str, np.ndarray]]:
     """Reads published weights from a file, or from the shards that an index names.
 
     Args:
@@ -85,7 +85,7 @@ def read_published(path: Path) -> tuple[TrainedConfig, dict[str, np.ndarray]]:
     own = {name: entry for name, entry in entries.items() if name.startswith(PREFIX)}
     shapes = [entry.shape for entry in own.values() if len(entry.shape) == 2]
     h, d = shapes[0] if shapes else (1, 1)
-    with errors_named(path):
+    with naming(path, TypeError, ValueError):
         config = VisionSelectorConfig(d, hidden_dim=h)
     return config, _read_tensors(own, _NAMES)
 
@@ -114,7 +114,7 @@ def _read_glimpseprune(path: Path) -> tuple[GlimpsePruneConfig, dict[str, np.nda
     fields = {x.name: raw.get(x.name) for x in dataclasses.fields(GlimpsePruneConfig)}
     fields |= {"text_width": raw.get("hidden_size"), "vision_width": width}
     fields["feature_width"] = fields["text_width"] if is_qwen else width
-    with errors_named(beside):
+    with naming(beside, TypeError, ValueError):
         # LLaVA's are numbered by the blocks before a state, Qwen2.5-VL's by the one that it leaves.
         states = fields["selected_visual_layers"] = [
             state + is_qwen for state in raw.get("selected_visual_layers")

@@ -18,7 +18,7 @@ import numpy as np
 
 from stepprune_jax.data.json_files import as_object, file_named, parse_json
 from stepprune_jax.settings import is_count
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import UserError, require
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -79,7 +79,7 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
         if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             pointer = start.startswith(b"version ")
             said = "a Git LFS pointer, run `git lfs pull`" if pointer else "or it is truncated"
-            raise ValueError(f"{path} is not a safetensors file ({said})")
+            raise UserError(f"{path} is not a safetensors file ({said})")
         raw = file.read(length)
     where = f"{path}: corrupt safetensors header"
     header = as_object(parse_json(raw, where, unique=True), where)
@@ -88,9 +88,9 @@ def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, s
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: entry.offset):
         apart = not entry.nbytes or entry.offset >= end
-        check((apart, f"{where}: {entry.name!r} overlaps another tensor"))
+        require(apart, f"{where}: {entry.name!r} overlaps another tensor")
         end = max(end, entry.offset + entry.nbytes)
-    check((end <= size, f"{path} is truncated: it has {size} of {end} bytes; download it again"))
+    require(end <= size, f"{path} is truncated: it has {size} of {end} bytes; download it again")
     return entries, {name: str(text) for name, text in metadata.items()}
 
 
@@ -104,7 +104,7 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
     except (LookupError, TypeError, ValueError):
         good = False
     if not good:
-        raise ValueError(
+        raise UserError(
             f"{path}: the header record of {name!r} is corrupt, or its dtype is none of "
             f"{', '.join(DTYPES)}: {str(info)[:200]}"
         )
@@ -158,7 +158,7 @@ def _check_finite(bits: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> None
         if (worst := piece.max()) >= first:
             finite = worst <= most.view(kind)
             what = f"numbers too large for {dtype}" if finite else "NaN or infinity"
-            raise ValueError(
+            raise UserError(
                 f"{entry.path}: {entry.name!r} holds {what}, expected finite numbers: the "
                 "file is damaged, or is the result of a failed run"
             )
@@ -184,7 +184,7 @@ def _read_into(descriptor: int, view: memoryview, entry: TensorEntry, offset: in
     while done < len(view):
         count = os.preadv(descriptor, [view[done:]], offset + done)
         if count == 0:
-            raise ValueError(
+            raise UserError(
                 f"{entry.path} is truncated: {entry.name!r} ends at byte "
                 f"{entry.offset + entry.nbytes}, the file at {offset + done}"
             )

@@ -14,7 +14,7 @@ from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.stack import Params, layout_of
 from stepprune_jax.models.weights import Target
-from stepprune_jax.user_input import local_path
+from stepprune_jax.user_input import UserError, local_path
 
 
 def save_vlm(model: VLM, folder: str | Path) -> None:
@@ -25,7 +25,7 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
     copied from token 0, so that greedy answers do not change.
 
     Args:
-        model: result of `load_vlm`, or a `VLM` built from parameters and a config; tokenizer and
+        model: result of `load_vlm`, or a `VLM` built from parameters and a backbone; tokenizer and
             image settings are written if present.
         folder: folder to write; created if needed, must not hold weights yet.
 
@@ -35,12 +35,12 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
     """
     folder = local_path(folder)
     safetensors.make_empty(folder)
-    family = model.config.family
     flat = weights.flatten(model.params)
     layers = layout_of(model.params)
-    _check_shapes(flat, vlm.abstract_params(model.config, layers=layers))
-    config, tokenizer = family.complete_vocabulary(model.config, model.tokenizer)
-    targets = family.weight_targets(vlm.abstract_params(config, layers=layers), config)
+    _check_shapes(flat, vlm.abstract_params(model.backbone, layers=layers))
+    backbone, tokenizer = model.backbone.complete_vocabulary(model.tokenizer)
+    config = backbone.config
+    targets = backbone.weight_targets(vlm.abstract_params(backbone, layers=layers))
     _write_weights(folder, flat, targets)
     dtype = jax.tree.leaves(model.params)[0].dtype
     _write_json(folder / "config.json", config.to_hf(str(dtype)))
@@ -52,7 +52,7 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     if model.image_settings is not None:
-        for name, value in family.hf_processor(config, model.image_settings).items():
+        for name, value in backbone.hf_processor(model.image_settings).items():
             _write_json(folder / name, value)
 
 
@@ -67,7 +67,7 @@ def _check_shapes(flat: Mapping[str, Array | np.ndarray], abstract: Params) -> N
     ]
     wrong += [f"{path} is not part of this model" for path in flat if path not in expected]
     if wrong:
-        raise ValueError("the parameters do not fit the config:\n  " + "\n  ".join(wrong))
+        raise UserError("the parameters do not fit the config:\n  " + "\n  ".join(wrong))
 
 
 def _write_weights(

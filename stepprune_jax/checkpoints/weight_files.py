@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from stepprune_jax.checkpoints import safetensors, torch_file
 from stepprune_jax.checkpoints.safetensors import INDEX_NAME, SINGLE_NAME, TensorEntry
 from stepprune_jax.data.json_files import as_object, read_json_object
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import UserError, require
 
 # In the order of `transformers`: the first that a folder has is read.
 WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -45,7 +45,7 @@ def read_shards(index: Path, prefix: str = "") -> dict[str, TensorEntry]:
     wrong |= {e.name for e in stored if entries[e.name] is not e}  # in two shards
     wrong |= weight_map.keys() - entries.keys()
     named = min(wrong, default="")
-    check((not wrong, f"{index}: weight_map does not have the one place of {named!r}"))
+    require(not wrong, f"{index}: weight_map does not have the one place of {named!r}")
     return entries
 
 
@@ -67,7 +67,7 @@ def read_weight_map(index: Path, prefix: str = "", stored: bool = True) -> dict[
     plain = all(isinstance(file, str) for file in weight_map.values())
     plain = plain and all(PurePath(name).name == name and name.isprintable() for name in files)
     if not (files or prefix) or not plain or {"", ".."} & {*files}:
-        raise ValueError(f"{index}: weight_map should name files in the same folder, got {files}")
+        raise UserError(f"{index}: weight_map should name files in the same folder, got {files}")
     missing = [file for file in files if not os.path.isfile(index.parent / file)]
     if missing and stored:
         raise FileNotFoundError(

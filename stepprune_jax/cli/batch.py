@@ -11,16 +11,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 from stepprune_jax.benchmarks.answer_files import append, recover
-from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.data.llava import Question
-from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
-from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.pipeline import place_method
-from stepprune_jax.inference.sets import Batching, answer_all, rank_all
+from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
+from stepprune_jax.inference.generate import Generator
+from stepprune_jax.inference.sets import Batching, milliseconds
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.pruning import Method, Ranker
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import require
 
 
 def unanswered(
@@ -42,7 +39,7 @@ def unanswered(
             ),
             (not differ, f"was answered with another {', '.join(differ)}"),
         ):
-            check((fits, f"{out}: question {name!r} {problem}; give another --out"))
+            require(fits, f"{out}: question {name!r} {problem}; give another --out")
         done.add(name)
     return {n: q for n, q in enumerate(questions) if q.question_id not in done}
 
@@ -53,70 +50,53 @@ def _image(question: Question, folder: Path) -> str:
 
 
 def answer_file(
-    model: VLM,
-    method: Method,
+    generator: Generator,
     todo: Mapping[int, Question],
     folder: Path,
     out: Path,
     about: Mapping[str, object],
-    options: RunOptions,
     batch_size: int,
 ) -> None:
     """Answers questions greedily and appends a line for each, chunk by chunk.
 
     Args:
-        model: the model.
-        method: how visual tokens are pruned.
+        generator: model and pruner, how they are run, and the longest answer.
         todo: the questions by number.
         folder: folder of their images.
         out: the file of answers.
         about: what every line says of how it was made.
-        options: how the model is run, and the longest answer.
         batch_size: questions per batch, rounded up to the devices.
 
     Raises:
         ValueError: an image that the model cannot take.
     """
+    model = generator.model
     devices = row_count(mesh_of(model.params))
     size = -(-batch_size // devices) * devices
-    method, batching = place_method(model, method), Batching(size, widths=WIDTHS)
     chunk = min(chunk_size(model, size), 8 * size)  # what an interruption may lose
     interval = 0.2 if sys.stderr.isatty() else 10
     with tqdm(total=len(todo), unit="question", mininterval=interval) as bar:
         for first in range(0, len(todo), chunk):
             part = dict(itertools.islice(todo.items(), first, first + chunk))
-            lines = _answer(model, method, part, folder, options, batching)
+            lines = _answer(generator, part, folder, size)
             append(out, [line | about for line in lines])
             bar.update(len(part))
 
 
 def _answer(
-    model: VLM,
-    method: Method,
-    questions: Mapping[int, Question],
-    folder: Path,
-    options: RunOptions,
-    batching: Batching,
+    generator: Generator, questions: Mapping[int, Question], folder: Path, size: int
 ) -> list[JsonObject]:
     """Answers some questions, by number."""
-    size, pruner = batching.batch_size, method.pruner
     encoded = encode_questions(
-        model,
+        generator.model,
         [*questions.values()],
         batch_size=size,
-        taps=pruner.taps(model.config),
-        execution=options.execution,
+        taps=generator.pruner.taps(generator.model.config),
+        execution=generator.options.execution,
         numbers=[*questions],
         as_shown=True,
     )
-    encoded = cut_prompts(encoded, options.context_limit or model.config.family.CONTEXT_LIMIT)
-    prompts, images = encoded.prompts, encoded.images
-    ranking, ranked = None, 0.0
-    if isinstance(pruner, Ranker):
-        n = model.config.max_image_tokens
-        steps = pruner.entering(n) or pruner.most(n)
-        ranking, ranked = rank_all(model, method, prompts, images, steps=steps, batch_size=size)
-    answers = answer_all(model, method, prompts, images, options, batching, ranking=ranking)
+    (answers,) = generator.answer_set(encoded, Batching(size, widths=WIDTHS))
     return [
         {
             "question_id": question.question_id,
@@ -126,7 +106,7 @@ def _answer(
             "visual_tokens": int(encoded.sizes[row]),
             "kept": int(answers.kept[row]),
             "kept_indices": answers.order[row].tolist(),
-            "ms": round(1000 * float(encoded.seconds + ranked + answers.seconds[row]), 3),
+            "ms": milliseconds(answers.seconds[row]),
         }
         for row, question in enumerate(questions.values())
     ]

@@ -9,6 +9,7 @@ A file of questions, in LLaVA's format, is answered in batches.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import warnings
@@ -22,21 +23,23 @@ from PIL import Image
 
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.identity import load_policy_for, model_identity
-from stepprune_jax.checkpoints.load import VLM, load_params, make_vlm
+from stepprune_jax.checkpoints.load import load_params, make_vlm
 from stepprune_jax.cli.batch import answer_file, unanswered
 from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
 from stepprune_jax.evaluation.rows import policy_digest
-from stepprune_jax.inference.answer import Answer, answer, check_run, trace_arrays
 from stepprune_jax.inference.base import Begun, RunOptions
-from stepprune_jax.inference.request import Request, read_request
+from stepprune_jax.inference.generate import Answer, Generator, trace_arrays
+from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
+from stepprune_jax.inference.timing import timed_answer
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
-from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget, Method, make_method, read_options
-from stepprune_jax.user_input import check, expect, local_path, one_line, user_input
+from stepprune_jax.pruners import PRUNERS, build_pruner, read_options
+from stepprune_jax.pruning import POSITIONS, Budget, Pruner
+from stepprune_jax.user_input import UserError, expect, local_path, one_line, require
 
 _NAME = "stepprune-generate"
 _BATCH_SIZE = 8
@@ -46,11 +49,8 @@ _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.floa
 class _Run(NamedTuple):
     """What the flags ask for, read once."""
 
-    model: VLM
+    generator: Generator
     images: list[Image.Image]  # of a conversation or an overlay
-    method: Method
-    sampling: Sampling
-    options: RunOptions
     request: Request
     system: str | None
     about: JsonObject  # how answers are made
@@ -120,22 +120,22 @@ def _check_flags(given: argparse.Namespace) -> None:
     amounts = [f"--{name}" for name in names if getattr(given, name) is not None]
     mean = given.mean_budget is not None or (given.budget or "").startswith("mean:")
     many = f"{' and '.join(amounts)} are given, expected one of them"
-    check((not mean or len(amounts) == 1, many))
+    require(not mean or len(amounts) == 1, many)
     if given.questions is not None or given.out is not None:
         _check_batch(given)
         return
     for name in ("image_folder", "batch_size"):
-        check((getattr(given, name) is None, f"--{name} belongs to --questions"))
+        require(getattr(given, name) is None, f"--{name} belongs to --questions")
     asked, once = given.prompt is not None, not given.interactive
-    check(
-        (asked or not once, "--prompt is missing (or --interactive, to read questions from stdin)"),
-        (once or not given.json, "--json answers one --prompt, expected no --interactive"),
-        (
-            given.overlay is None or (once and bool(given.image)),
-            "--overlay requires one --prompt and at least one --image",
-        ),
-        (given.trace is None or given.json, "--trace requires --json"),
+    require(
+        asked or not once, "--prompt is missing (or --interactive, to read questions from stdin)"
     )
+    require(once or not given.json, "--json answers one --prompt, expected no --interactive")
+    require(
+        given.overlay is None or (once and bool(given.image)),
+        "--overlay requires one --prompt and at least one --image",
+    )
+    require(given.trace is None or given.json, "--trace requires --json")
     for flag, file, suffix in (
         ("--overlay", given.overlay, ".png"),
         ("--trace", given.trace, ".npz"),
@@ -147,13 +147,13 @@ def _check_flags(given: argparse.Namespace) -> None:
 def _check_batch(given: argparse.Namespace) -> None:
     """Raises if flags do not belong to a file of questions, which is answered greedily."""
     both = given.questions is not None and given.out is not None
-    check((both, "--questions and --out are given together: questions, and where answers go"))
+    require(both, "--questions and --out are given together: questions, and where answers go")
     names = ("prompt", "system", "image", "interactive", "json", "overlay", "trace")
     names += ("temperature", "top_p", "repetition_penalty", "seed")
     defaults = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
     for name in names:
         asked = getattr(given, name) not in (None, False, [], defaults.get(name))
-        check((not asked, f"--{name} does not belong to --questions, which is answered greedily"))
+        require(not asked, f"--{name} does not belong to --questions, which is answered greedily")
     given.out = file_to_write("--out", given.out)
     given.image_folder = given.image_folder or given.questions.parent
 
@@ -167,11 +167,11 @@ def _read(given: argparse.Namespace) -> _Run:
         min_pixels=given.min_pixels,
         max_pixels=given.max_pixels,
     )
-    settings = source.config.family.image_settings(source.vision_folder or source.folder)
+    settings = source.backbone.image_settings(source.vision_folder or source.folder)
     model = make_vlm(source, {}, folders.load_tokenizer(source.folder), settings)
     mean = given.mean_budget
     policy = None if given.policy is None else load_policy_for(source, given.policy)
-    method = make_method(
+    pruner = build_pruner(
         given.pruner,
         given.budget if mean is None else Budget("mean", mean),
         policy=policy,
@@ -186,11 +186,11 @@ def _read(given: argparse.Namespace) -> _Run:
     )
     execution = Execution(attention=given.attention)
     options = RunOptions(given.max_tokens, given.positions, execution=execution)
-    check_run(model.config, method, sampling, options)
+    generator = Generator(model, pruner, sampling, options)
     # Paths, so that errors name the file.
     asked = "?" if given.prompt is None else given.prompt
-    request = read_request(model, [asked], [given.image], system=given.system)
-    about, todo = _about(given, method), {}
+    request = generator.read([asked], [given.image], system=given.system)
+    about, todo = _about(given, pruner), {}
     if given.questions is not None:
         about["weights"] = model_identity(source)[:16]
         about["policy_weights"] = None if policy is None else policy_digest(policy)
@@ -201,13 +201,12 @@ def _read(given: argparse.Namespace) -> _Run:
     mesh = None if given.mesh is None else build_mesh(given.mesh)
     nothing = given.questions is not None and not todo
     params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
-    model = model._replace(params=params)
-    return _Run(model, images, method, sampling, options, request, given.system, about, todo)
+    generator = dataclasses.replace(generator, model=model._replace(params=params))
+    return _Run(generator, images, request, given.system, about, todo)
 
 
-def _about(given: argparse.Namespace, method: Method) -> JsonObject:
+def _about(given: argparse.Namespace, pruner: Pruner) -> JsonObject:
     """Says how answers are made, for those who read them."""
-    pruner = method.pruner
     return {
         "model": given.model,
         "vision_folder": given.vision_folder,
@@ -229,16 +228,11 @@ def _about(given: argparse.Namespace, method: Method) -> JsonObject:
 
 def _stream(run: _Run, request: Request) -> Answer:
     """Prints an answer token by token, and then its figures."""
-
-    def write(row: int, token: int, piece: str) -> None:
-        print(piece, end="", flush=True)
-
-    (found,) = answer(run.model, request, run.method, run.sampling, run.options, write)
-    print(
-        f"\n[kept {found.kept} of {found.visual_tokens} visual tokens, first token after "
-        f"{found.ttft_ms:.1f} ms, {found.tokens_per_s:.1f} tokens/s]",
-        flush=True,
+    found, times = timed_answer(
+        run.generator, request, lambda piece: print(piece, end="", flush=True)
     )
+    kept = f"kept {found.kept} of {found.visual_tokens} visual tokens"
+    print(f"\n[{kept}, {times}]", flush=True)
     return found
 
 
@@ -261,9 +255,10 @@ def _converse(run: _Run, first: str | None) -> None:
     turns: list[str] = []
     for question in _questions(first):
         try:
-            request = read_request(run.model, [[*turns, question]], [run.images], system=run.system)
+            turns_now = [[*turns, question]]
+            request = run.generator.read(turns_now, [run.images], system=run.system)
             found = _stream(run, request)
-        except ValueError as error:
+        except UserError as error:
             print(f"{program(_NAME)}: error: {one_line(error)}", file=sys.stderr, flush=True)
             continue
         turns += [question, found.text]
@@ -286,23 +281,13 @@ def _execute(given: argparse.Namespace) -> None:
     """Runs the parsed command."""
     if hasattr(sys.stdin, "reconfigure"):  # a question that is not UTF-8 is rejected as a prompt
         sys.stdin.reconfigure(errors="surrogateescape")
-    with user_input():
-        run = _read(given)
+    run = _read(given)
     if given.questions is not None:
         if not run.todo:
             print(f"{given.out} has an answer to every question", file=sys.stderr)
             return
-        with user_input():
-            answer_file(
-                run.model,
-                run.method,
-                run.todo,
-                given.image_folder,
-                given.out,
-                run.about,
-                run.options,
-                given.batch_size or _BATCH_SIZE,
-            )
+        size = given.batch_size or _BATCH_SIZE
+        answer_file(run.generator, run.todo, given.image_folder, given.out, run.about, size)
         return
     if given.interactive:
         try:
@@ -317,8 +302,13 @@ def _execute(given: argparse.Namespace) -> None:
                 with file_named(Path(given.trace)):
                     np.savez_compressed(given.trace, **trace_arrays(begun))
 
-        (found,) = answer(run.model, run.request, run.method, run.sampling, run.options, trace=save)
-        print(json.dumps(run.about | found._asdict()))
+        found, times = timed_answer(run.generator, run.request, trace=save)
+        measured = {
+            "ttft_ms": 1000 * times.first_token,
+            "compile_ms": 1000 * times.compiling,
+            "tokens_per_s": times.tokens_per_s,
+        }
+        print(json.dumps(run.about | found._asdict() | measured))
     else:
         found = _stream(run, run.request)
     if given.overlay is not None:
@@ -326,7 +316,7 @@ def _execute(given: argparse.Namespace) -> None:
         from stepprune_jax.visualize.overlays import draw_answer
 
         with file_named(Path(given.overlay)):
-            draw_answer(given.overlay, run.model, run.images, given.prompt, found)
+            draw_answer(given.overlay, run.generator.model, run.images, given.prompt, found)
 
 
 def command() -> NoReturn:

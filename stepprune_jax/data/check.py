@@ -25,7 +25,7 @@ from stepprune_jax.data.llava import (
     read_questions,
 )
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
-from stepprune_jax.user_input import local_path, one_line, user_input
+from stepprune_jax.user_input import UserError, local_path, one_line
 
 SPLITS = ("validation", "test")
 
@@ -67,7 +67,7 @@ def _conversations(folder: Path, images: set[Path]) -> Checked:
     file, faults, good = folder / TRAIN_FILE, [], 0
     try:
         entries = read_json_list(file, "sample")
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         return Checked(TRAIN_FILE, 0, "samples", [str(error)])
     for index, entry in enumerate(entries):
         where = f"{file}: sample {index}"
@@ -75,7 +75,7 @@ def _conversations(folder: Path, images: set[Path]) -> Checked:
             image = parse_conversation(entry, where).image
             if image is not None:
                 images.add(existing_image(folder / IMAGES, image, where))
-        except (OSError, ValueError) as error:
+        except (OSError, UserError) as error:
             faults.append(str(error))
         else:
             good += 1
@@ -102,7 +102,7 @@ def _whole(name: str, kind: str, read: Callable[[], Sequence[object]]) -> Checke
     """Checks a file that is read as a whole."""
     try:
         return Checked(name, len(read()), kind, [])
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         return Checked(name, 0, kind, [str(error)])
 
 
@@ -113,7 +113,7 @@ def _decoded(root: Path, paths: Iterable[Path]) -> Checked:
     def size_or_fault(path: Path) -> tuple[int, int] | str:
         try:
             size = open_image(path).size
-        except (OSError, ValueError) as error:
+        except (OSError, UserError) as error:
             return str(error)
         if is_shown_otherwise(path):
             turned.add(path)
@@ -149,8 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
     parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
     arguments = parser.parse_args(argv)
-    with user_input():
-        checked = check_folder(arguments.folder)
+    checked = check_folder(arguments.folder)
     for name, count, kind, faults, notes in checked:
         numbers = ((faults, "faults"), (notes, "not for all runs"))
         rest = "".join(f", {len(lines):,} {what}" for lines, what in numbers if lines)

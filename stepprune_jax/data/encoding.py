@@ -15,6 +15,7 @@ from stepprune_jax.data.prompts import (
     start_tokens,
     user_words,
 )
+from stepprune_jax.user_input import UserError
 
 # Label of a token that is not supervised.
 IGNORE = -100
@@ -58,7 +59,7 @@ class ConversationEncoder:
         tokenizer: a fast `transformers` tokenizer.
         place_images: (message, number of images) -> the first user turn with its image marks.
         conversation: turns -> the prompt in the family's template, with the prefix property of
-            `models.family.Family.conversation`.
+            `models.backbone.Backbone.conversation`.
         vocab_size: vocabulary size of the model; ids are below it.
     """
 
@@ -70,7 +71,7 @@ class ConversationEncoder:
     def check(self) -> None:
         """Raises a ValueError for a tokenizer that does not return the offsets of its tokens."""
         if not getattr(self.tokenizer, "is_fast", False):
-            raise ValueError(
+            raise UserError(
                 "the tokenizer does not return the offsets of its tokens in the text; expected a "
                 "fast one (with tokenizer.json)"
             )

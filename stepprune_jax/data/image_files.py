@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from stepprune_jax.data.json_files import words
+from stepprune_jax.user_input import UserError
 
 # Threads that query a file system, which may be remote, and names per query.
 _THREADS = 16
@@ -18,7 +19,7 @@ _PART = 1000
 PRESENT, MISSING, OUTSIDE = 0, 1, 2
 
 
-class ImagePathError(ValueError):
+class ImagePathError(UserError):
     """An image's path leaves its folder."""
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from stepprune_jax.user_input import UserError
+
 # Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
 STRIP_PIXELS = 1 << 24
 _STRIP_ROWS = 256
@@ -59,7 +61,7 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
             with Image.open(source) as image:
                 return _to_rgb(image, as_shown)
     except Exception as error:  # Pillow's decoders may raise any kind
-        raise ValueError(f"{name} {_problem(error)}") from error
+        raise UserError(f"{name} {_problem(error)}") from error
 
 
 class _RefusedError(ValueError):

@@ -22,7 +22,7 @@ from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, last_answer
 from stepprune_jax.data.image_files import ImagePathError
 from stepprune_jax.data.json_files import file_named
 from stepprune_jax.data.llava import Conversation, parse_conversation
-from stepprune_jax.user_input import errors_named
+from stepprune_jax.user_input import UserError, naming
 
 # Version of the index format; a change invalidates older files.
 _FORM = 5
@@ -47,7 +47,7 @@ class Samples(NamedTuple):
         """Parses and checks a sample, of whose text the template may refuse some."""
         where = self.where(sample)
         parsed = parse_conversation(self.entries[sample], where)
-        with errors_named(where):
+        with naming(where):
             self.conversation(parsed.turns)
         return parsed
 
@@ -91,7 +91,7 @@ def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
     ):
         try:
             record = samples.parse(number)
-        except ValueError as error:
+        except UserError as error:
             if isinstance(error, ImagePathError) or not skip_malformed:
                 raise
             rows.append((number, 0, 0, -1, MALFORMED))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepprune_jax.user_input import UserError
+
 # Half of a pair: JSON can name it, and UTF-8 cannot hold it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -32,13 +34,13 @@ def read_json_list(file: str | Path, kind: str = "entry") -> list[Any]:
     """Reads a file that holds one JSON list."""
     try:
         value = _read_json(file)
-    except ValueError as error:
+    except UserError as error:
         lines = str(error).endswith("Extra data")
         hint = ": expected one list, not an object per line" if lines else ""
-        raise ValueError(f"{error}{hint}") from error
+        raise UserError(f"{error}{hint}") from error
     if not isinstance(value, list) or not value:
         what = f"at least one {kind}" if isinstance(value, list) else "a JSON list"
-        raise ValueError(f"{file}: expected {what}, got {_kind(value)}")
+        raise UserError(f"{file}: expected {what}, got {_kind(value)}")
     return value
 
 
@@ -58,16 +60,16 @@ def read_json_lines(file: str | Path, broken: list[str] | None = None) -> list[R
         where = f"{file}: line {number}"
         try:
             value = parse_json(line, where)
-        except ValueError as error:
+        except UserError as error:
             cut = number == len(lines)
             hint = " (the last line is incomplete: was the file truncated?)" if cut else ""
             if broken is None:
-                raise ValueError(f"{error}{hint}") from error
+                raise UserError(f"{error}{hint}") from error
             broken.append(f"{error}{hint}")
             continue
         records.append(Record(where, as_object(value, where)))
     if not records:
-        raise ValueError(f"{file}: expected one JSON object per line, got an empty file")
+        raise UserError(f"{file}: expected one JSON object per line, got an empty file")
     return records
 
 
@@ -78,7 +80,7 @@ def parse_json(text: str | bytes, where: str, *, unique: bool = False) -> Any:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         return json.loads(text, object_pairs_hook=_named_once if unique else None)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}{_problem(error)}") from error
+        raise UserError(f"{where}{_problem(error)}") from error
 
 
 def _problem(error: ValueError | RecursionError) -> str:
@@ -95,7 +97,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> JsonObject:
     value: JsonObject = {}
     for name, inner in pairs:
         if name in value:
-            raise ValueError(f"{name!r} is given twice")
+            raise UserError(f"{name!r} is given twice")
         value[name] = inner
     return value
 
@@ -103,7 +105,7 @@ def _named_once(pairs: list[tuple[str, Any]]) -> JsonObject:
 def as_object(value: object, where: str) -> JsonObject:
     """Checks that a value is a JSON object."""
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {_kind(value)}")
+        raise UserError(f"{where}: expected a JSON object, got {_kind(value)}")
     return value
 
 
@@ -118,7 +120,7 @@ def field(
     found = value.get(name)
     if not holds(found):
         problem = f"is {_kind(found)}" if name in value else "is missing"
-        raise ValueError(f'{where}: "{name}" {problem}, expected {expected}')
+        raise UserError(f'{where}: "{name}" {problem}, expected {expected}')
     return found
 
 
@@ -188,7 +190,7 @@ def read_text(file: str | Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path}: line {line}: not UTF-8: {error.reason}") from error
+        raise UserError(f"{path}: line {line}: not UTF-8: {error.reason}") from error
 
 
 def _kind(value: object) -> str:

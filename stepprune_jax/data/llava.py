@@ -20,7 +20,7 @@ from stepprune_jax.data.json_files import (
     words,
 )
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import UserError, require
 
 # Fields of other programs' files that change what a sample is about, or how it is asked.
 _FOREIGN = {
@@ -66,7 +66,7 @@ def parse_conversation(entry: object, where: str) -> Conversation:
     """
     value = as_object(entry, where)
     for name, expected in _FOREIGN.items():
-        check((not value.get(name), f'{where}: "{name}" is not followed, expected {expected}'))
+        require(not value.get(name), f'{where}: "{name}" is not followed, expected {expected}')
     image = image_name(value, where) if value.get("image") is not None else None
     return Conversation(image, _turns(value, where, image is not None))
 
@@ -97,12 +97,12 @@ def read_for(file: str | Path, questions: Sequence[Question], kind: str) -> list
     for record in read_json_lines(file):
         name = _new_id(record, seen)
         if name not in known:
-            raise ValueError(f'{record.where}: "question_id" {name!r} belongs to no question')
+            raise UserError(f'{record.where}: "question_id" {name!r} belongs to no question')
         matched[name] = record
     missing = [q.question_id for q in questions if q.question_id not in matched]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{file}: no {kind} for question_id {missing[0]!r}{others}")
+        raise UserError(f"{file}: no {kind} for question_id {missing[0]!r}{others}")
     return [matched[question.question_id] for question in questions]
 
 
@@ -123,18 +123,18 @@ def _turns(value: Mapping[str, object], where: str, has_image: bool) -> tuple[st
         field(message, "from", place, functools.partial(operator.eq, role), f'"{role}" here')
         turns.append(_without_marks(words(message, "value", place), place, number, has_image))
     if len(turns) % 2:
-        raise ValueError(f'{where}: "conversations" ends with a question that has no answer')
+        raise UserError(f'{where}: "conversations" ends with a question that has no answer')
     return tuple(turns)
 
 
 def _without_marks(text: str, place: str, number: int, has_image: bool) -> str:
     """Returns message `number` without image marks; raises for misplaced marks."""
     if IMAGE_MARK in text and has_image and number % 2 == 0 and number > 0:
-        raise ValueError(f'{place}: "value": {IMAGE_MARK} is allowed in the first question only')
+        raise UserError(f'{place}: "value": {IMAGE_MARK} is allowed in the first question only')
     ends = text.strip()
     # In the middle of a text it may be about HTML; at an end it is a missing image.
     if not has_image and number == 0 and (ends.startswith(IMAGE_MARK) or ends.endswith(IMAGE_MARK)):
-        raise ValueError(f'{place}: "value" has {IMAGE_MARK}, but the sample has no "image"')
+        raise UserError(f'{place}: "value" has {IMAGE_MARK}, but the sample has no "image"')
     return _bare(text, "value", place)
 
 
@@ -144,7 +144,7 @@ def _bare(text: str, name: str, where: str) -> str:
         return text
     bare = text.replace(IMAGE_MARK, "").strip()
     if not bare:
-        raise ValueError(f'{where}: "{name}" is empty except for {IMAGE_MARK}')
+        raise UserError(f'{where}: "{name}" is empty except for {IMAGE_MARK}')
     return bare
 
 
@@ -153,6 +153,6 @@ def _new_id(record: Record, seen: dict[str, str]) -> str:
     where, value = record
     name = identity(value, "question_id", where)
     if name in seen:
-        raise ValueError(f'{where}: "question_id" {name!r} was already given at {seen[name]}')
+        raise UserError(f'{where}: "question_id" {name!r} was already given at {seen[name]}')
     seen[name] = where.rpartition(": ")[2]
     return name

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from stepprune_jax.user_input import UserError
+
 IMAGE_MARK = "<image>"
 IMAGE_TOKEN = -200
 
@@ -31,7 +33,7 @@ def check_ids(ids: Iterable[int], vocab_size: int) -> None:
     """Raises a ValueError if a tokenizer gave an id that the model has no embedding for."""
     largest = max(ids, default=0)
     if largest >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer gives id {largest}, expected ids below {vocab_size}, the model's "
             "vocab_size: it is another model's"
         )
@@ -41,7 +43,7 @@ def check_marks(text: str, num_images: int) -> None:
     """Raises a ValueError unless the text has one `IMAGE_MARK` for each image."""
     marks = text.count(IMAGE_MARK)
     if marks != num_images:
-        raise ValueError(
+        raise UserError(
             f"the prompt has {marks or 'no'} {IMAGE_MARK}, but {num_images} image(s) are given; "
             "expected one for each"
         )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.settings import Settings, choice, count, setting
-from stepprune_jax.user_input import local_path
+from stepprune_jax.user_input import UserError, local_path
 
 TRAIN_FILE = "train.json"
 IMAGES = "images"
@@ -74,7 +74,7 @@ class Source(NamedTuple):
 def data_folder(data: DataSettings) -> Path:
     """Returns the folder of a run's data."""
     if not data.folder:
-        raise ValueError("config.data.folder is empty, expected a folder with train.json, images/")
+        raise UserError("config.data.folder is empty, expected a folder with train.json, images/")
     folder = local_path(data.folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"config.data.folder: no folder {folder}")

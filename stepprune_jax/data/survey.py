@@ -24,6 +24,7 @@ from stepprune_jax.data.index import (
 )
 from stepprune_jax.data.json_files import read_json_list
 from stepprune_jax.data.source import Source
+from stepprune_jax.user_input import UserError
 
 
 def open_corpus(
@@ -56,7 +57,7 @@ def open_corpus(
     for line in _report(index, missing, samples, split_turns, limits):
         say(line)
     if not len(used):
-        raise ValueError(f"{source.file}: expected a sample with an image and an answer, got none")
+        raise UserError(f"{source.file}: expected a sample with an image and an answer, got none")
     corpus = Corpus(index, used, samples, source.image_root, encoder, limits)
     for line in _token_report(index, used, corpus, limits):
         say(line)
@@ -67,7 +68,7 @@ def _refuse(index: Index, samples: Samples, source: Source, limits: Limits) -> N
     """Raises for the first unusable sample, if requested."""
     bad = np.flatnonzero((index.problem == MALFORMED) | (index.problem == NO_ANSWER))
     if source.data.unusable == "stop" and len(bad):
-        raise ValueError(_explain(index, int(bad[0]), samples, limits))
+        raise UserError(_explain(index, int(bad[0]), samples, limits))
 
 
 def _explain(index: Index, row: int, samples: Samples, limits: Limits) -> str:
@@ -76,7 +77,7 @@ def _explain(index: Index, row: int, samples: Samples, limits: Limits) -> str:
     if index.problem[row] == MALFORMED:
         try:
             samples.parse(sample)
-        except ValueError as error:
+        except UserError as error:
             return str(error)
     return (
         f"{samples.where(sample)}: no answer within the first {limits.context} embeddings, "

@@ -18,7 +18,6 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, program
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
-from stepprune_jax.user_input import user_input
 
 _NAME = "stepprune_jax.demo"
 _SMALL = {
@@ -52,18 +51,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ImportError as error:
         parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
     small = given.model in _SMALL
-    with user_input():
-        names = [*given.policy, *([given.model] if small else [])]
-        loaded = ((name, load_policy(name)) for name in dict.fromkeys(names))
-        policies = {f"{policy.method} ({name})": policy for name, policy in loaded}
-        model = load_vlm(
-            given.model,
-            dtype=jnp.dtype(given.dtype or ("float32" if small else "bfloat16")),
-            vision_folder=given.vision_folder,
-            min_pixels=given.min_pixels,
-            max_pixels=given.max_pixels,
-        )
-        choices = list_choices(model, policies)
+    names = [*given.policy, *([given.model] if small else [])]
+    loaded = ((name, load_policy(name)) for name in dict.fromkeys(names))
+    policies = {f"{policy.name} ({name})": policy for name, policy in loaded}
+    model = load_vlm(
+        given.model,
+        dtype=jnp.dtype(given.dtype or ("float32" if small else "bfloat16")),
+        vision_folder=given.vision_folder,
+        min_pixels=given.min_pixels,
+        max_pixels=given.max_pixels,
+    )
+    choices = list_choices(model, policies)
     name = _SMALL[given.model] if small else Path(given.model).name
     serve(
         build(model, name, choices, shapes_examples() if small else []),

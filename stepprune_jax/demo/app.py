@@ -8,7 +8,9 @@ from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.demo.compare import BY_ITSELF, Choice, compare
-from stepprune_jax.inference.answer import Answer
+from stepprune_jax.inference.generate import Answer
+from stepprune_jax.inference.timing import Times
+from stepprune_jax.user_input import UserError
 
 
 def build(
@@ -73,20 +75,19 @@ def _handler(
         if image is None:
             raise gr.Error("give an image", print_exception=False)
         try:
-            chosen = choices[method].method(mode, count)
+            chosen = choices[method].build(mode, count)
             shown = compare(model, chosen, image, question)
-        except ValueError as error:
+        except UserError as error:
             raise gr.Error(str(error), print_exception=False) from error
-        return _update("all", shown.full), _update("kept", shown.pruned), shown.picture
+        return _update("all", *shown.full), _update("kept", *shown.pruned), shown.picture
 
     return answer
 
 
-def _update(which: str, answer: Answer) -> dict:
-    """Updates the text of an answer, its number of tokens, and the time to the first."""
+def _update(which: str, answer: Answer, times: Times) -> dict:
+    """Updates the text of an answer, its number of tokens, and its times."""
     label = f"{which} tokens: {answer.kept} of {answer.visual_tokens}"
-    info = f"first token after {answer.ttft_ms:.1f} ms"
-    return gr.update(value=answer.text, label=label, info=info)
+    return gr.update(value=answer.text, label=label, info=str(times))
 
 
 def serve(page: gr.Blocks, host: str, port: int) -> None:

@@ -33,17 +33,20 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.efficiency import measure
 from stepprune_jax.efficiency.measure import Bench, Row
-from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
+from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, find_backbone
 from stepprune_jax.efficiency.timing import environment, peak_memory, table
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.models import vlm
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.policy import FeatureStats, PolicyConfig
-from stepprune_jax.pruning import PRUNERS, Policy, make_method, method_of, read_options
-from stepprune_jax.user_input import expect, user_input
+from stepprune_jax.pruners import PRUNERS, build_pruner, read_options, selector_of
+from stepprune_jax.pruning import Budget
+from stepprune_jax.trained import Weighted
+from stepprune_jax.user_input import UserError, expect
 
 UNPRUNED = "all"
 _HEADER = [
@@ -63,13 +66,13 @@ _ONE_IN = (3, 4.5, 9)
 _PRICE_GROWTH = 30.0
 
 
-def with_square_images(config: ModelConfig, tokens: int) -> ModelConfig:
+def with_square_images(backbone: Backbone, tokens: int) -> Backbone:
     """Bounds images so that the largest one is a square of so many visual tokens."""
-    area = config.vision.factor**2
-    config = config.family.bound_images(config, None, area, tokens * area)
-    square = config.max_image_tokens == tokens == math.isqrt(tokens) ** 2
+    area = backbone.config.vision.factor**2
+    backbone = backbone.bound_images(None, area, tokens * area)
+    square = backbone.config.max_image_tokens == tokens == math.isqrt(tokens) ** 2
     expect("--tokens", tokens, square, "a square number from 225")
-    return config
+    return backbone
 
 
 def default_rows(config: ModelConfig) -> list[str]:
@@ -85,7 +88,7 @@ def default_rows(config: ModelConfig) -> list[str]:
     for name in rows:
         try:
             read_rows([name], config, decoder_layers=1, dtype="float32")
-        except ValueError as error:
+        except UserError as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
         else:
             kept.append(name)
@@ -116,30 +119,29 @@ def read_rows(
             }
             known = {field.name for field in dataclasses.fields(kind)}
             shape = kind(**{name: value for name, value in widths.items() if name in known})
-            learned = Policy({}, shape, None)
+            learned = selector_of(shape).replace(params={})
         # A mean is calibrated once weights and images are there.
         bias = 0.0 if learned and budget.startswith("mean") else None
-        given = {"policy": learned, "stop_bias": bias, "options": options}
-        method = make_method(pruner, budget or None, **given)
-        method.pruner.check(config, config.max_image_tokens)
-        rows.append(Row(name, method))
+        built = build_pruner(
+            pruner, budget or None, policy=learned, stop_bias=bias, options=options
+        )
+        built.check(config, config.max_image_tokens)
+        rows.append(Row(name, built, Budget.parse(budget or None)))
     return rows
 
 
 def draw_learned(row: Row) -> Row:
     """Draws random parameters of a row's method."""
-    if not row.method.params:
+    if not isinstance(row.pruner, Weighted):
         return row
-    pruner = row.method.pruner
-    weights, stats = _drawn(pruner.config)
-    learned = row.method.params._replace(weights=pruner.prepare(weights), stats=stats)
-    return row._replace(method=row.method._replace(params=learned))
+    params, stats = _drawn(row.pruner.config)
+    return row._replace(pruner=row.pruner.replace(params=params, stats=stats))
 
 
 @functools.cache  # the budgets of a method share one policy
 def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
     """Draws random weights of a policy, and statistics that leave features unchanged."""
-    weights = jax.jit(method_of(shape).init)(jax.random.key(1))
+    weights = jax.jit(selector_of(shape).draw_params)(jax.random.key(1))
     return weights, FeatureStats.start(shape.feature_width)
 
 
@@ -203,27 +205,27 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     flags = parse(arguments)
-    with user_input():
-        config = model_config(flags.model)
-        if config.sizes_vary:
-            config = with_square_images(config, flags.tokens)
-        names = flags.rows or default_rows(config)
-        execution = Execution(attention=flags.attention)
-        execution.check_backend()
-        rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
-        if flags.dry_run:
-            batch = measure.draw_batch(config, 1, flags.text)
-            counts = {x.name: measure.count_tflops(config, x.method, batch) for x in rows}
-            cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
-            parts = counts[rows[0].name]
-            print(table(["row", *(f"{part}, TFLOPs" for part in parts), "all"], cells))
-            return
-        out = file_to_write("--json", flags.json)
+    backbone = find_backbone(flags.model)
+    if backbone.config.sizes_vary:
+        backbone = with_square_images(backbone, flags.tokens)
+    config = backbone.config
+    names = flags.rows or default_rows(config)
+    execution = Execution(attention=flags.attention)
+    execution.check_backend()
+    rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+    if flags.dry_run:
+        batch = measure.draw_batch(backbone, 1, flags.text)
+        counts = {x.name: measure.count_tflops(backbone, x, batch) for x in rows}
+        cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
+        parts = counts[rows[0].name]
+        print(table(["row", *(f"{part}, TFLOPs" for part in parts), "all"], cells))
+        return
+    out = file_to_write("--json", flags.json)
     dtype = jnp.dtype(flags.dtype)
     # The same layout as in `load_vlm`.
-    model = VLM(random_weights(vlm.abstract_params(config, dtype, "auto")), config)
+    model = VLM(random_weights(vlm.abstract_params(backbone, dtype, "auto")), backbone)
     rows = [draw_learned(row) for row in rows]
-    rows = [row._replace(method=place_method(model, row.method)) for row in rows]
+    rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
     options = RunOptions(flags.new_tokens + 1, execution=execution)
     bench = Bench(model, options, flags.rounds)
     result = {
@@ -241,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "left_out": {},
     }
     for size in flags.batch:
-        batch, measured, base = measure.draw_batch(config, size, flags.text), [], None
+        batch, measured, base = measure.draw_batch(backbone, size, flags.text), [], None
         result["batches"][str(size)] = measured
         for row in tqdm(rows, desc=f"batch {size}", unit="row"):
             beside = row if row.name == UNPRUNED else base

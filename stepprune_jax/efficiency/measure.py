@@ -18,17 +18,18 @@ from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_images
 from stepprune_jax.inference.sets import rank_all
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.parallel.placement import fetch
-from stepprune_jax.pruning import Method
+from stepprune_jax.pruning import Budget, Pruner
 
 
 class Row(NamedTuple):
-    """A row of the table: its name, such as "stepprune@64", and its method."""
+    """A row of the table: its name, such as "stepprune@64", its pruner, and what it is to keep."""
 
     name: str
-    method: Method
+    pruner: Pruner
+    budget: Budget
 
 
 class Batch(NamedTuple):
@@ -46,12 +47,12 @@ class Bench(NamedTuple):
     rounds: int
 
 
-def draw_batch(config: ModelConfig, size: int, text: int) -> Batch:
+def draw_batch(backbone: Backbone, size: int, text: int) -> Batch:
     """Draws images and prompts."""
-    random = np.random.default_rng(0)
+    config, random = backbone.config, np.random.default_rng(0)
     pixels = jax.tree.map(
         lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
-        config.family.max_pixels(config, size),
+        backbone.max_pixels(size),
     )
     if config.sizes_vary:
         side = math.isqrt(config.max_image_tokens)
@@ -63,28 +64,27 @@ def draw_batch(config: ModelConfig, size: int, text: int) -> Batch:
     full = np.full(size, text, np.int32)
     prompts = Prompts(ids, full + 1, words, full, number[:, None], number)
     parts = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], pixels) for row in range(size)]
-    return Batch(prompts, read_images(config, parts))
+    return Batch(prompts, read_images(backbone, parts))
 
 
 def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
     """Calibrates the stop of a row with a mean budget on the images of the batch."""
-    pruner, model = row.method.pruner, bench.model
-    if pruner.budget.kind != "mean":
+    pruner, model = row.pruner, bench.model
+    if row.budget.kind != "mean":
         return row
     vision = fetch(pipeline.encode(model, batch.images, pruner.taps(model.config)))
     size, n = len(batch.prompts.length), vision.features.shape[1]
     ranking, _ = rank_all(
-        model, row.method, batch.prompts, vision, steps=pruner.most(n), batch_size=size
+        model, pruner, batch.prompts, vision, steps=pruner.longest(n), batch_size=size
     )
     margin = jnp.asarray(ranking.margin)
     bias = policy.calibrate_stop_bias(
         margin,
-        pruner.budget.value,
-        min_tokens=pruner.least,
+        row.budget.value,
+        min_tokens=pruner.min_tokens,
         max_bias=jnp.max(jnp.abs(margin)) + 1,
     )
-    learned = row.method.params._replace(stop_bias=bias)
-    return row._replace(method=row.method._replace(params=learned))
+    return row._replace(pruner=pruner.replace(stop_bias=bias))
 
 
 def measure(bench: Bench, base: Row | None, row: Row, batch: Batch) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def measure(bench: Bench, base: Row | None, row: Row, batch: Batch) -> dict[str,
             "decode": _spread(1e3 * turn.decode / steps for turn in own),
             **({"whole_baseline": _spread(1e3 * turn.whole for turn in beside)} if beside else {}),
         },
-        "tflops": count_tflops(bench.model.config, row.method, batch, kept.mean()),
+        "tflops": count_tflops(bench.model.backbone, row, batch, kept.mean()),
         "cache_bytes": first.cache // len(kept),
         "compile_s": max(0.0, first.whole + first.decode - again),
         "speed_up": beside and _spread(a.whole / b.whole for a, b in zip(beside, own, strict=True)),
@@ -126,13 +126,13 @@ class _Turn(NamedTuple):
 def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
     """Answers a batch like a user's program, timing the first token."""
     model, options, sampling = bench.model, bench.options, greedy(())
-    taps = row.method.pruner.taps(model.config)
+    taps = row.pruner.taps(model.config)
     vision = jax.block_until_ready(pipeline.encode(model, batch.images, taps, options.execution))
     begin = time.perf_counter()
-    jax.block_until_ready(pipeline.choose(model, row.method, batch.prompts, vision)[0])
+    jax.block_until_ready(pipeline.choose(model, row.pruner, batch.prompts, vision)[0])
     selector = time.perf_counter() - begin
     begin = time.perf_counter()
-    ready = pipeline.prepare(model, row.method, batch.prompts, batch.images, options)
+    ready = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
     begun = pipeline.begin(model, ready, sampling)
     jax.block_until_ready(begun.state.token)
     middle = time.perf_counter()
@@ -150,19 +150,19 @@ def _spread(values: Iterable[float]) -> list[float]:
 
 
 def count_tflops(
-    config: ModelConfig, method: Method, batch: Batch, kept: float | None = None
+    backbone: Backbone, row: Row, batch: Batch, kept: float | None = None
 ) -> dict[str, float]:
     """Returns each stage's operations, by formula, for the tokens that are present.
 
     Args:
-        config: the model's configuration.
-        method: the method.
+        backbone: the model.
+        row: the row.
         batch: prompts with one image each.
         kept: mean count of a learned stop; None for that of the budget, or the most without one.
     """
     if kept is None:
-        pruner, n = method.pruner, config.max_image_tokens
-        kept = pruner.entering(n) or pruner.budget.value or pruner.most(n)
+        schedule = row.pruner.schedule(backbone.config, backbone.config.max_image_tokens)
+        kept = schedule.enter or row.budget.value or schedule.most
     text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
-    flops = first_token_flops(config, method.pruner, grid, text, text, round(float(kept)))
+    flops = first_token_flops(backbone, row.pruner.bare, grid, text, text, round(float(kept)))
     return {part: len(batch.prompts.length) * count / 1e12 for part, count in flops.items()}

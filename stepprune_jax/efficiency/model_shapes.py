@@ -9,10 +9,9 @@ import pathlib
 
 from stepprune_jax.checkpoints.shipped import ASSETS
 from stepprune_jax.data.json_files import JsonObject, read_json_object
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.families import find_family
-from stepprune_jax.models.images import naming
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import naming, require
 
 
 def _read(*names: str) -> dict[str, JsonObject]:
@@ -24,13 +23,13 @@ MODELS = _read("llava-7b", "llava-13b", "mid")
 QWEN_MODELS = _read("qwen-mid", "qwen2.5-vl-7b", "qwen2.5-vl-3b")
 
 
-def model_config(name: str) -> ModelConfig:
-    """Returns the config of a known model, or of a folder or file in the Hugging Face layout."""
+def find_backbone(name: str) -> Backbone:
+    """Returns a known model, or that of a folder or file in the Hugging Face layout."""
     known = MODELS | QWEN_MODELS
     path = pathlib.Path(name)
     path = path / "config.json" if path.is_dir() else path
     given = name in known or path.is_file()
-    check((given, f"--model {name!r} is neither a file nor one of {', '.join(known)}"))
+    require(given, f"--model {name!r} is neither a file nor one of {', '.join(known)}")
     raw = known[name] if name in known else read_json_object(path)
     with naming(f"--model {name!r}"):
-        return find_family(raw, f"--model {name!r}").read_config(raw, None)
+        return find_family(raw, f"--model {name!r}").read(raw, None)

@@ -18,15 +18,17 @@ from stepprune_jax.benchmarks import BenchmarkQuestion
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.json_files import JsonObject, read_json_object, write_json
 from stepprune_jax.data.llava import Question
-from stepprune_jax.evaluation.encode import encode_chunks
 from stepprune_jax.evaluation.split import spread_over
-from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.encode import encode_chunks
+from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
-from stepprune_jax.pruning import Budget, Policy, make_method
-from stepprune_jax.pruning.calibration import calibrate
+from stepprune_jax.pruning import Budget
+from stepprune_jax.trained import Policy
+from stepprune_jax.trained.calibration import calibrate
+from stepprune_jax.user_input import UserError
 
 FILE = "stop_biases.json"
 Biases = Mapping[str, Mapping[int | str, float]]  # by row name and budget
@@ -127,7 +129,7 @@ def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[
         each = max(1, most // len(asked)) if most else 0
         chosen += [shown[at] for at in spread_over(len(shown), each)]
     if not chosen:
-        raise ValueError(f"no question of {', '.join(asked)} has an image for stop biases")
+        raise UserError(f"no question of {', '.join(asked)} has an image for stop biases")
     return chosen
 
 
@@ -139,16 +141,16 @@ def stop_margins(
     size: int,
 ) -> Margins:
     """Rolls a policy out on questions with an image each, `size` of them per batch."""
-    method = place_method(model, make_method(policy=policy))
-    steps = method.pruner.most(model.config.max_image_tokens)
+    pruner = place_pruner(model, policy)
+    steps = pruner.longest(model.config.max_image_tokens)
     parts, sizes = [], []
     with tqdm(total=len(questions), desc="stop biases", unit="question", mininterval=1) as bar:
         for _, encoded in encode_chunks(model, questions, batch_size=size, execution=execution):
             ranking, _ = rank_all(
-                model, method, encoded.prompts, encoded.images, steps=steps, batch_size=size
+                model, pruner, encoded.prompts, encoded.images, steps=steps, batch_size=size
             )
             own = encoded.sizes
-            longest = np.array([min(size, method.pruner.most(int(size))) for size in own])
+            longest = np.array([min(size, pruner.longest(int(size))) for size in own])
             reached = np.arange(ranking.margin.shape[1]) < longest[:, None]
             margin = np.full((len(own), steps), np.inf, ranking.margin.dtype)
             margin[:, : reached.shape[1]] = np.where(reached, ranking.margin, np.inf)
@@ -167,13 +169,13 @@ def calibrate_policy(
 ) -> Policy:
     """Returns a policy with the mean counts of its stop biases, measured without answering."""
     margins = stop_margins(model, policy, questions, execution, size)
-    table = calibrate(margins.margin, margins.sizes, policy.pruner.least)
+    table = calibrate(margins.margin, margins.sizes, policy.min_tokens)
     return policy.replace(calibration=table)
 
 
 def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:
     """Computes the stop biases at which a policy meets budgets, as `Budget.parse` reads them."""
-    least = min(policy.pruner.least, margins.margin.shape[1])
+    least = min(policy.min_tokens, margins.margin.shape[1])
     margin = jnp.asarray(margins.margin)
     bound = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1
     means = [

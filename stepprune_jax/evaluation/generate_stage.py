@@ -33,29 +33,18 @@ from stepprune_jax.benchmarks.answer_files import (
 )
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.evaluation.calibrate import FILE, Biases, Sample, StopBiases, spread
-from stepprune_jax.evaluation.encode import (
-    WIDTHS,
-    Encoded,
-    chunk_size,
-    cut_prompts,
-    encode_questions,
-)
 from stepprune_jax.evaluation.operations import first_token_flops
-from stepprune_jax.evaluation.rows import Conditions, RankingKey, TableRow
+from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.pipeline import place_method
-from stepprune_jax.inference.sets import Answers, Batching, answer_all, rank_all
+from stepprune_jax.inference.encode import WIDTHS, Encoded, chunk_size, encode_questions
+from stepprune_jax.inference.generate import Generator
+from stepprune_jax.inference.sets import Answers, Batching, milliseconds
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import Method, Ranking
-from stepprune_jax.pruning.method import NO_PRUNING
-from stepprune_jax.user_input import user_input
-
-# With the seconds per question that each took.
-_Rankings = dict[RankingKey | None, tuple[Ranking | None, float]]
+from stepprune_jax.pruning import AllTokens
 
 
 def generate_answers(
@@ -67,11 +56,10 @@ def generate_answers(
     must see. `policy` is that of the default row, if not the run's own.
     """
     folder = Path(workdir) / ANSWERS
-    with user_input():
-        source = run.model.inspect()
-        policies = read_policies(run.eval, workdir, policy, source)
-        check_policies(policies, source.config, run.eval)
-        tasks = read_tasks(Conditions(run, source, policies, folder))
+    source = run.model.inspect()
+    policies = read_policies(run.eval, workdir, policy, source)
+    check_policies(policies, source.config, run.eval)
+    tasks = read_tasks(Conditions(run, source, policies, folder))
     answer_tasks(tasks, lambda: load_model(run))
     return {task.benchmark.name: folder / task.benchmark.name for task in tasks}
 
@@ -87,12 +75,11 @@ def load_model(run: EvaluationRun) -> VLM:
 
 def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
     """Answers the missing questions of tasks; loads the model only if there are any."""
-    with user_input():
-        # In every task first: the provenance of all files is checked before the model is loaded.
-        todo = [task for task in tasks if task.is_missing()]
-        if not todo:
-            return
-        model = load()
+    # In every task first: the provenance of all files is checked before the model is loaded.
+    todo = [task for task in tasks if task.is_missing()]
+    if not todo:
+        return
+    model = load()
     for task in todo:
         task.run(model)
 
@@ -178,13 +165,12 @@ class Task:
         settings, run = self.conditions.settings, self.conditions.run
         devices = row_count(mesh_of(model.params))
         size = -(-settings.batch_size // devices) * devices
-        with user_input():
-            biases = {}
-            if self.sample is not None:
-                biases = self._biases.compute(
-                    model, self.conditions.policies, self.sample, run.model.execution, size
-                )
-            rows = self._claim(self._files(biases))
+        biases = {}
+        if self.sample is not None:
+            biases = self._biases.compute(
+                model, self.conditions.policies, self.sample, run.model.execution, size
+            )
+        rows = self._claim(self._files(biases))
         answerer = _Answerer(self, model, size, rows)
         todo = sorted(frozenset().union(*(row.missing for row in rows)))
         chunk = chunk_size(model, size)
@@ -241,7 +227,7 @@ class _Answerer:
         conditions, settings = task.conditions, task.conditions.settings
         self._task, self._model, self._rows = task, model, rows
         n, sizes = conditions.num_tokens, None
-        steps = [row.row.steps(n) for row in rows]
+        steps = [row.row.steps(model.config) for row in rows]
         if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
             sizes = tuple(sorted({*steps, n}))
         self._batching = Batching(size, sizes, WIDTHS)
@@ -250,10 +236,6 @@ class _Answerer:
             settings.positions,
             execution=conditions.run.model.execution,
         )
-        self._steps: dict[RankingKey | None, int] = {}
-        for row, longest in zip(rows, steps, strict=True):
-            key = row.row.ranking
-            self._steps[key] = max(longest, self._steps.get(key, 0))
         shown = [n for n, question in enumerate(task.questions) if question.image is not None]
         most = len(shown) if task.benchmark.keep_order else min(settings.samples, len(shown))
         self._samples = {shown[number * len(shown) // most] for number in range(most)}
@@ -269,57 +251,48 @@ class _Answerer:
             model,
             [questions[number] for number in numbers],
             batch_size=self._batching.batch_size,
-            taps=[tap for row, _ in lacking for tap in row.row.method.pruner.taps(config)],
+            taps=[tap for row, _ in lacking for tap in row.row.pruner.taps(config)],
             execution=self._options.execution,
             numbers=numbers,
         )
-        encoded = cut_prompts(encoded, config.family.CONTEXT_LIMIT)
         plain = self._answer_plain(encoded)
         seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
-        rankings = self._rank(seen, [row.row for row, _ in lacking])
-        for (row, file, _), mine in lacking:
-            bar.set_postfix_str(file.path.stem, refresh=False)
-            places = np.flatnonzero(np.isin(seen.prompts.number, mine))
-            lines = plain | self._answer_row(seen.take(places), row, rankings, places)
-            objects = [answer_object(file, n, questions[n], lines[n]) for n in mine]
-            append(file.part(jax.process_index()), objects)
+        for _, group in itertools.groupby(lacking, lambda pair: pair[0].row.shared):
+            self._answer_group(list(group), seen, plain, bar)
+
+    def _answer_group(
+        self,
+        group: Sequence[tuple[_OpenRow, list[int]]],
+        seen: Encoded,
+        plain: dict[int, AnswerLine],
+        bar: tqdm,
+    ) -> None:
+        """Answers the rows of one method, whose tokens are put in order once, and writes them."""
+        numbers = seen.prompts.number
+        places = [np.flatnonzero(np.isin(numbers, mine)) for _, mine in group]
+        variants = [(row.row.pruner, at) for (row, _), at in zip(group, places, strict=True)]
+        generator = Generator(self._model, variants[0][0], options=self._options)
+        answered = generator.answer_set(seen, self._batching, variants)
+        for (row, mine), at, answers in zip(group, places, answered, strict=True):
+            bar.set_postfix_str(row.file.path.stem, refresh=False)
+            lines = plain | self._lines(seen.take(at), row.row, answers)
+            questions = self._task.questions
+            objects = [answer_object(row.file, n, questions[n], lines[n]) for n in mine]
+            append(row.file.part(jax.process_index()), objects)
             bar.update(len(mine))
 
-    def _rank(self, seen: Encoded, rows: Sequence[TableRow]) -> _Rankings:
-        """Computes one ranking for all rows that share it, and its seconds per question."""
-        rankings: _Rankings = {None: (None, 0.0)}
-        for row in rows:
-            key = row.ranking
-            if key not in rankings and len(seen.prompts.number):
-                rankings[key] = rank_all(
-                    self._model,
-                    place_method(self._model, row.method),
-                    seen.prompts,
-                    seen.images,
-                    steps=self._steps[key],
-                    batch_size=self._batching.batch_size,
-                )
-        return rankings
-
-    def _answer_row(
-        self, seen: Encoded, row: TableRow, rankings: _Rankings, places: np.ndarray
-    ) -> dict[int, AnswerLine]:
-        """Answers one row of the table; returns the lines by number of the question."""
-        if not len(places):
-            return {}
-        ranking, ranked = rankings[row.ranking]
-        if ranking is not None:
-            ranking = jax.tree.map(lambda part: part[places], ranking)
-        answers, lines = self._answer(row.method, seen, ranking), {}
+    def _lines(self, seen: Encoded, row: TableRow, answers: Answers) -> dict[int, AnswerLine]:
+        """Returns the lines of one row of the table by number of the question."""
+        lines = {}
         grids, sizes = seen.images.grid[seen.prompts.image_of[:, 0]].tolist(), seen.sizes.tolist()
         asked = np.stack([seen.prompts.length - 1, seen.prompts.num_words, answers.kept], axis=1)
         for at, number in enumerate(seen.prompts.number.tolist()):
-            made = (self._model.config, row.method.pruner, tuple(grids[at]), *asked[at].tolist())
+            made = (self._model.backbone, row.pruner.bare, tuple(grids[at]), *asked[at].tolist())
             fields = {"gflops": sum(first_token_flops(*made).values()) / 1e9}
             if number in self._samples and row.budget.kind != "all":
                 order = answers.order[at].tolist()
                 fields |= {"order": order, "grid": grids[at], "visual_tokens": sizes[at]}
-            taken = 1000 * float(seen.seconds + ranked + answers.seconds[at])
+            taken = milliseconds(answers.seconds[at])
             lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, fields)
         return lines
 
@@ -328,18 +301,8 @@ class _Answerer:
         rows = np.flatnonzero(~encoded.prompts.has_image)
         if not len(rows):
             return {}
-        some = encoded.take(rows)
-        answers = self._answer(NO_PRUNING, some)
+        some = encoded.take(rows)._replace(seconds=0.0)
+        generator = Generator(self._model, AllTokens(), options=self._options)
+        (answers,) = generator.answer_set(some, self._batching)
         pairs = zip(some.prompts.number.tolist(), answers.texts, answers.seconds, strict=True)
-        return {number: AnswerLine(text, 0, 1000 * float(taken)) for number, text, taken in pairs}
-
-    def _answer(self, method: Method, seen: Encoded, ranking: Ranking | None = None) -> Answers:
-        return answer_all(
-            self._model,
-            place_method(self._model, method),
-            seen.prompts,
-            seen.images,
-            self._options,
-            self._batching,
-            ranking=ranking,
-        )
+        return {number: AnswerLine(text, 0, milliseconds(taken)) for number, text, taken in pairs}

@@ -18,11 +18,10 @@ from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.names import own_stop
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning import PRUNERS, Budget, Method, Policy, Ranker, make_method
-from stepprune_jax.user_input import local_path
-
-# What rows that share a ranking have in common: pruner and policy.
-RankingKey = tuple[Ranker, str | None]
+from stepprune_jax.pruners import PRUNERS, build_pruner
+from stepprune_jax.pruning import Budget, Pruner
+from stepprune_jax.trained import Weighted
+from stepprune_jax.user_input import UserError, local_path
 
 
 class TableRow(NamedTuple):
@@ -30,7 +29,7 @@ class TableRow(NamedTuple):
 
     label: str
     budget: Budget
-    method: Method
+    pruner: Pruner
     policy: str | None = None
 
     @property
@@ -43,24 +42,22 @@ class TableRow(NamedTuple):
         return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
 
     @property
-    def ranking(self) -> RankingKey | None:
-        """Key of the ranking, equal for rows that share it; None for methods without ranking."""
-        pruner = self.method.pruner
-        if not isinstance(pruner, Ranker):
-            return None
-        return dataclasses.replace(pruner, budget=Budget()), self.policy
+    def shared(self) -> tuple[Pruner, str | None]:
+        """Equal for rows of one method and policy that differ in their budget alone."""
+        return dataclasses.replace(self.pruner.bare, budget=Budget()), self.policy
 
-    def steps(self, num_tokens: int) -> int:
+    def steps(self, config: ModelConfig) -> int:
         """Returns the length of the order that the row needs."""
+        num_tokens = config.max_image_tokens
         if self.budget.is_exact:
             return self.budget.count(num_tokens)
-        return self.method.pruner.most(num_tokens)
+        return self.pruner.schedule(config, num_tokens).most
 
 
 def plan_rows(
     settings: EvalSettings,
     config: ModelConfig,
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, Weighted],
     biases: Biases,
     seed: int,
 ) -> list[TableRow]:
@@ -76,29 +73,29 @@ def plan_rows(
             continue
         options = ({"seed": seed} if kind.is_random else {}) | given.get(name, {})
         for budget in [Budget()] if kind.budgets == ("all",) else budgets:
-            row = TableRow(kind.label, budget, make_method(name, budget, options=options))
+            row = TableRow(kind.label, budget, build_pruner(name, budget, options=options))
             try:
-                row.method.pruner.check(config, n)
-            except ValueError:
+                row.pruner.check(config, n)
+            except UserError:
                 if settings.names(kind.label):
                     raise
                 continue
             rows.append(row)
     for name, policy in policies.items():
-        made = {"policy": policy, "options": given.get(policy.method)}
-        rows += [TableRow(name, b, make_method(None, b, **made), name) for b in budgets]
-        decides = not policy.has_stop and "own" in policy.pruner.budgets
+        made = {"policy": policy, "options": given.get(policy.name)}
+        rows += [TableRow(name, b, build_pruner(None, b, **made), name) for b in budgets]
+        decides = not policy.has_stop and "own" in policy.budgets
         if name not in biases and not decides:
             continue
         for asked, exact in zip(settings.budgets, budgets, strict=True) if policy.has_stop else ():
             budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
-            method = make_method(None, budget, policy=policy, stop_bias=bias)
-            rows.append(TableRow(name, budget, method, name))
+            pruner = build_pruner(None, budget, policy=policy, stop_bias=bias)
+            rows.append(TableRow(name, budget, pruner, name))
         if name in settings.own_stops:
             own = Budget("own")
-            made = {"options": given.get(policy.method)} if decides else {"stop_bias": 0.0}
-            method = make_method(None, own, policy=policy, **made)
-            rows.append(TableRow(own_stop(name), own, method, name))
+            made = {"options": given.get(policy.name)} if decides else {"stop_bias": 0.0}
+            pruner = build_pruner(None, own, policy=policy, **made)
+            rows.append(TableRow(own_stop(name), own, pruner, name))
     return [row for row in rows if settings.wants(row.policy or row.label)]
 
 
@@ -108,7 +105,7 @@ class Conditions:
 
     run: EvaluationRun
     source: Source
-    policies: Mapping[str, Policy]
+    policies: Mapping[str, Weighted]
     folder: Path
 
     @property
@@ -148,7 +145,7 @@ class Conditions:
         for row, file in zip(rows, files, strict=True):
             other = owners.setdefault(file.path, row)
             if other is not row:
-                raise ValueError(
+                raise UserError(
                     f"{file.path} would hold the answers of {other.label!r} at {other.budget} and "
                     f"of {row.label!r} at {row.budget}: remove one budget, or give the row "
                     "another name"
@@ -166,9 +163,10 @@ class Conditions:
         }
         if row.policy is not None:
             made["policy"] = self.digests[row.policy]
-        pruner, exact = row.method.pruner, row.budget.is_exact
+        pruner, exact = row.pruner, row.budget.is_exact
+        base = {field.name for field in dataclasses.fields(Weighted)}
         for field in dataclasses.fields(pruner):
-            if field.name not in ("budget", "config"):
+            if field.name not in base:
                 value = getattr(pruner, field.name)
                 made[field.name] = list(value) if isinstance(value, tuple) else value
         if pruner.version > 1:
@@ -185,14 +183,14 @@ class Conditions:
             mode=row.mode,
             budget=row.count(self.num_tokens),
             num_tokens=self.num_tokens,
-            stop_bias=float(row.method.params.stop_bias) if pruner.has_stop and not exact else None,
+            stop_bias=float(pruner.stop_bias) if pruner.has_stop and not exact else None,
             # The last part of the folder or hub id; the hub's own folders are hashes.
             model=local_path(self.source.origins[0]).resolve().name,
             made=made,
         )
 
 
-def policy_digest(policy: Policy) -> str:
+def policy_digest(policy: Weighted) -> str:
     """Fingerprints everything that determines a policy's choices, except the stop bias."""
     digest = hashlib.sha256(repr(policy.config).encode())
     leaves = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))

@@ -14,6 +14,7 @@ from stepprune_jax.benchmarks.answers import Answer, read_answers
 from stepprune_jax.data.json_files import JsonObject, read_json_list
 from stepprune_jax.evaluation.names import ALL, DOWNSAMPLED
 from stepprune_jax.settings import is_count, is_number
+from stepprune_jax.user_input import UserError
 
 SCORES = "scores.json"
 # The fields from which tables are built.
@@ -41,7 +42,7 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
     made, answers, problem = file.provenance, [], None
     try:
         answers = _whole_lines(file)
-    except ValueError as error:  # a line that another program may have written
+    except UserError as error:  # a line that another program may have written
         problem = str(error)
     return {
         "benchmark": made.benchmark,
@@ -134,7 +135,7 @@ def _score(file: AnswerFile, root: Path, answered: int, problem: str | None) -> 
         try:
             score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
             return {**score._asdict(), "problem": None}
-        except (OSError, ValueError) as error:
+        except (OSError, UserError) as error:
             problem = str(error)
     return {"headline": None, "parts": {}, "warnings": [], "problem": problem}
 
@@ -155,8 +156,8 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
     try:
         scores = read_json_list(path, "score")
         good = all(map(_is_score, scores))
-    except (ValueError, AttributeError, KeyError, TypeError):
+    except (UserError, AttributeError, KeyError, TypeError):
         good = False
     if not good:
-        raise ValueError(f"{path} is not a list of scores, as eval.py writes them")
+        raise UserError(f"{path} is not a list of scores, as eval.py writes them")
     return scores

@@ -12,7 +12,6 @@ from stepprune_jax.checkpoints.frozen import ModelSettings
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.policy import (
     POLICY_FILE,
-    check_fits,
     load_policy,
     policy_file,
 )
@@ -20,16 +19,11 @@ from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import (
-    POSITIONS,
-    PRUNERS,
-    Budget,
-    Policy,
-    learned_methods,
-    read_options,
-)
+from stepprune_jax.pruners import PRUNERS, read_options, weighted
+from stepprune_jax.pruning import POSITIONS, Budget
 from stepprune_jax.settings import Settings, choice, count, setting
-from stepprune_jax.user_input import local_path
+from stepprune_jax.trained import Weighted
+from stepprune_jax.user_input import UserError, local_path
 
 
 def _are_budgets(values: tuple[int | str, ...]) -> bool:
@@ -106,18 +100,18 @@ class EvalSettings(Settings, path="config.eval"):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
-        self.require("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
+        self.expect("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
+        self.expect("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
         labels = self.labels
         known = [name for name, kind in PRUNERS.items() if kind.label in labels]
         known = list(dict.fromkeys([*known, *labels]))
         lower = {name.lower() for name in known}
         strange = [name for name in _listed(self.methods) if name.lower() not in lower]
-        self.require("methods", not strange, f"some of {', '.join(known)}")
+        self.expect("methods", not strange, f"some of {', '.join(known)}")
         # A stop's biases are calibrated without options.
         known = [name for name, kind in PRUNERS.items() if not kind.has_stop]
         expected = f"options after names of {', '.join(known)}"
-        self.require("options", {*known} >= self.pruner_options.keys(), expected)
+        self.expect("options", {*known} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
@@ -154,7 +148,7 @@ class EvalSettings(Settings, path="config.eval"):
     @property
     def learned(self) -> list[str]:
         """Labels of methods with weights, of which one is the run's."""
-        return [kind.label for kind in learned_methods().values()]
+        return [kind.label for kind in weighted().values()]
 
 
 def _listed(text: str) -> list[str]:
@@ -210,7 +204,7 @@ def read_policies(
     workdir: str | Path,
     policy: str | Path | None = None,
     source: Source | None = None,
-) -> dict[str, Policy]:
+) -> dict[str, Weighted]:
     """Loads the policies of the rows to answer by name, in the order of the table.
 
     `source` is the model that they are for; see `load_policy_for`.
@@ -229,7 +223,7 @@ def read_policies(
         except FileNotFoundError:
             if needed:
                 raise
-    label = None if own is None else own.pruner.label
+    label = None if own is None else own.label
     for name in [name for name in settings.rows if settings.wants(name) and name != label]:
         try:
             policies[name] = load(policy_file(settings.rows[name]))
@@ -240,24 +234,24 @@ def read_policies(
     if label in wanted:
         policies[label] = own
     elif needed:
-        settings.require("methods", False, f"{label} among them, the row of the run's policy")
+        settings.expect("methods", False, f"{label} among them, the row of the run's policy")
     return policies
 
 
 def check_policies(
-    policies: Mapping[str, Policy], config: ModelConfig, settings: EvalSettings
+    policies: Mapping[str, Weighted], config: ModelConfig, settings: EvalSettings
 ) -> None:
     """Rejects policies that do not fit the model or cannot keep the budgets, by their rows."""
     n = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
     fits = max(counts, default=0) <= n
-    settings.require("budgets", fits, f"at most the {n} visual tokens of the model")
+    settings.expect("budgets", fits, f"at most the {n} visual tokens of the model")
     most = max(Budget.parse(budget).count(n) for budget in settings.budgets)
     for name, policy in policies.items():
         try:
-            check_fits(policy.config, config)
-        except ValueError as error:
-            raise ValueError(f"row {name!r}: {error}") from error
-        steps = policy.pruner.most(n)
+            policy.check_fits(config)
+        except UserError as error:
+            raise UserError(f"row {name!r}: {error}") from error
+        steps = policy.schedule(config, n).most
         expected = f"at most the {steps} steps of row {name!r} for {n} visual tokens"
-        settings.require("budgets", most <= steps, expected)
+        settings.expect("budgets", most <= steps, expected)

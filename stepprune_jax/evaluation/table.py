@@ -20,8 +20,8 @@ from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markdown_rows
 from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
 from stepprune_jax.evaluation.scores import read_scores
-from stepprune_jax.pruning import PRUNERS
-from stepprune_jax.user_input import user_input
+from stepprune_jax.pruners import PRUNERS
+from stepprune_jax.user_input import UserError
 
 NAME = "table"
 # Fields of scores on hard questions, which a run that downsamples has.
@@ -136,7 +136,7 @@ def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: str) -> N
     for run, score in scores[1:]:
         first_run, first = scores[0]
         if score[field] != first[field]:
-            raise ValueError(
+            raise UserError(
                 f"{first['method']} of {first_run} and {score['method']} of {run} have different "
                 f"{what} ({first[field]} and {score[field]}): they do not belong in one table"
             )
@@ -307,11 +307,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
     arguments = parser.parse_args(argv)
-    with user_input():
-        names = [str(Path(run)) for run in arguments.runs]
-        table = merge_scores({name: read_scores(name) for name in names})
-        if arguments.out is not None:
-            write_table(Path(arguments.out), table)
+    names = [str(Path(run)) for run in arguments.runs]
+    table = merge_scores({name: read_scores(name) for name in names})
+    if arguments.out is not None:
+        write_table(Path(arguments.out), table)
     print(as_markdown(table), end="")
 
 

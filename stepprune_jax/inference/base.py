@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.images import Pixels, join_images
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.models.vlm import Halted
-from stepprune_jax.pruning import Kept, LayerCut, Pruner, Trained
+from stepprune_jax.pruning import Kept, LayerCut, Pruner
 
 
 class Prompts(NamedTuple):
@@ -69,11 +69,11 @@ class Images(NamedTuple):
     taps: dict[Tap, Array] | None = None
 
 
-def read_images(config: ModelConfig, parts: Sequence[Pixels]) -> Images:
+def read_images(backbone: Backbone, parts: Sequence[Pixels]) -> Images:
     """Builds `Images` from the results of the family's preprocessing, one for each image."""
     pixels = join_images(parts)
-    grid = np.asarray(config.family.grids(config, pixels), np.int32)
-    sizes = np.asarray(config.family.num_tokens(config, grid), np.int32)
+    grid = np.asarray(backbone.grids(pixels), np.int32)
+    sizes = np.asarray(backbone.num_tokens(grid), np.int32)
     # Of each image before it is padded to the others.
     checks = [zlib.crc32(b"".join(map(bytes, jax.tree.leaves(part)))) for part in parts]
     return Images(grid, sizes, np.array(checks, np.uint32), pixels)
@@ -91,15 +91,12 @@ class RunOptions:
         context_limit: longest row after expansion, with the kept tokens; longer ones are truncated
             at the right end, with a warning. None for that of the model's family.
         execution: how the layers of tower and language model are run.
-        warm_up: whether `generate` runs a batch of new shapes once before the timed run, so that
-            times include no compilation.
     """
 
     max_tokens: int = 128
     positions: str = "own"
     context_limit: int | None = None
     execution: Execution = Execution()
-    warm_up: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +106,6 @@ class Plan:
     A program's plan sets only what the program depends on, so that others share it.
     """
 
-    pruner: Pruner | None = None  # without its exact count: `Pruner.program`
     capacity: int = 0  # padded number of tokens kept of an image
     projected: bool = False  # whether the kept tokens are
     slots: tuple[int, ...] = ()  # length of the rows of each stage of the language model
@@ -151,7 +147,7 @@ class Batch(NamedTuple):
     """A batch that is ready for its last program before decoding, `programs.begin`."""
 
     plan: Plan
-    learned: Trained | tuple[()]  # trained parameters, if that program reads them
+    pruner: Pruner | None  # `Pruner.program`, if that program reads it
     tokens: Kept | Pairs | Halted  # the kept tokens, what to choose them from, or rows at a cut
     texts: Texts
     visual_tokens: Int[np.ndarray, "b"]  # of each row before pruning

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference.base import Decoding, Places, Plan, Texts, Trace
@@ -19,7 +19,8 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
-from stepprune_jax.user_input import user_input
+from stepprune_jax.pruning import Pruner
+from stepprune_jax.user_input import UserError
 
 
 def row_keys(key: Array, rows: int) -> Array:
@@ -65,12 +66,12 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     )
 
 
-def make_cuts(learned: PyTree, texts: Texts, plan: Plan) -> list[vlm.Cut]:
+def make_cuts(pruner: Pruner | None, texts: Texts, plan: Plan) -> list[vlm.Cut]:
     """Builds the cuts of a plan, with the functions of its pruner."""
     rows = {"last": 1, "text": plan.text}
 
     def drop(cut, count):
-        return lambda rows, taps: plan.pruner.drop(learned, cut, rows, taps, count)
+        return lambda rows, taps: pruner.drop(cut, rows, taps, count)
 
     return [
         vlm.Cut(
@@ -81,7 +82,7 @@ def make_cuts(learned: PyTree, texts: Texts, plan: Plan) -> list[vlm.Cut]:
             rows=rows[cut.rows],
             renumber=plan.positions == "compact",
             forgets=cut.forgets,
-            probe=plan.pruner.probe(learned),
+            probe=pruner.probe(),
         )
         for cut, slots, count in zip(plan.cuts, plan.slots[1:], texts.counts, strict=True)
     ]
@@ -90,7 +91,7 @@ def make_cuts(learned: PyTree, texts: Texts, plan: Plan) -> list[vlm.Cut]:
 def start(
     params: Params,
     config: ModelConfig,
-    learned: PyTree,
+    pruner: Pruner | None,
     sequence: Sequence,
     texts: Texts,
     sampling: Sampling,
@@ -98,7 +99,7 @@ def start(
     halted: vlm.Halted | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill, with the pruner's cuts, and draws the first tokens."""
-    cuts = make_cuts(learned, texts, plan)
+    cuts = make_cuts(pruner, texts, plan)
     slots = plan.max_tokens - 1  # the last token is never read, so it needs none
     result = vlm.prefill(
         params, config, sequence, slots, cuts, execution=plan.execution, halted=halted
@@ -161,11 +162,10 @@ def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -
     """Raises a ValueError that names the first prompt whose logits were not finite."""
     broken = np.flatnonzero(~finite)
     if broken.size:
-        with user_input():
-            raise ValueError(
-                f"prompt {numbers[broken[0]]}: the model's logits are not finite. Either its input "
-                "is not, or its dtype overflows, as float16 may: use bfloat16 or float32"
-            )
+        raise UserError(
+            f"prompt {numbers[broken[0]]}: the model's logits are not finite. Either its input "
+            "is not, or its dtype overflows, as float16 may: use bfloat16 or float32"
+        )
 
 
 run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",))

@@ -40,8 +40,8 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows, replicate_like
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
-from stepprune_jax.pruning import Budget, Kept, Method, Pruner, Ranking, View
-from stepprune_jax.pruning.method import NO_PRUNING
+from stepprune_jax.pruning import AllTokens, Budget, Kept, Pruner, Ranker, Ranking, View
+from stepprune_jax.trained import Weighted
 
 
 def encode(
@@ -51,7 +51,7 @@ def encode(
     mesh, taps = mesh_of(model.params), tuple(dict.fromkeys(taps))
     features, tapped = programs.run_encode(
         model.params,
-        model.config,
+        model.backbone,
         place_rows(mesh, images.pixels),
         taps=taps,
         plan=Plan(execution=execution, mesh=mesh),
@@ -60,21 +60,24 @@ def encode(
     return images._replace(pixels=None, features=features, taps=tapped)
 
 
-def place_method(model: VLM, method: Method) -> Method:
-    """Copies a method's trained parameters to the model's devices."""
-    return method._replace(params=replicate_like(model.params, method.params))
+def place_pruner(model: VLM, pruner: Pruner) -> Pruner:
+    """Copies a pruner's weights to the model's devices, as its programs read them."""
+    if isinstance(pruner, Weighted):
+        pruner = pruner.prepare()
+    return replicate_like(model.params, pruner)
 
 
 def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> View:
     """Builds a pruner's view of a batch: a row for each (image, prompt) pair, as in `choose`."""
-    pairs = _pairs(model, pruner, prompts, images)
+    choice = _plan_choice(model, pruner, prompts, images, None)
+    pairs = _pairs(model, pruner, prompts, images, choice)
     plan = Plan(projected=pruner.after_projector, mesh=mesh_of(model.params))
-    return programs.run_see(model.params, model.config, pairs, plan=plan)
+    return programs.run_see(model.params, model.backbone, pairs, plan=plan)
 
 
 def choose(
     model: VLM,
-    method: Method,
+    pruner: Pruner,
     prompts: Prompts,
     images: Images,
     *,
@@ -90,20 +93,17 @@ def choose(
     computation; the kept tokens are then those before the projector, for any pruner. Images after
     the tower need the taps of the pruner.
     """
-    pruner = method.pruner
-    if ranking is not None:
-        image = _pair_up(prompts.image_of).image
-        counts = exact_counts(pruner, images.sizes[image])
-        counts = np.asarray(pruner.counts(method.params, ranking, counts), np.int32)
-        arrays = (images.features[image], ranking.order, counts)
-        capacity = choose_bucket(counts, _kept_sizes(model.config, pruner, images, sizes))
-        arrays = place_rows(mesh_of(model.params), arrays)
-        return programs.run_take(*arrays, capacity=capacity), counts
-    pairs, plan, counts = _plan_choice(
-        model, pruner, prompts, images, execution=execution, sizes=sizes
-    )
-    kept = programs.run_choose(model.params, model.config, method.params, pairs, plan=plan)
-    return kept, counts if pruner.budget.is_exact else fetch(kept.count)
+    choice = _plan_choice(model, pruner, prompts, images, sizes)
+    return _choose(model, pruner, choice, prompts, images, execution, ranking)
+
+
+class _Choice(NamedTuple):
+    """What a pruner chooses from, as far as the host knows it."""
+
+    rows: "_Rows"
+    counts: Int[np.ndarray, "r"]  # tokens to keep if they follow from the images' sizes, or all
+    capacity: int  # padded number of tokens kept of an image, the most where a stop decides
+    sizes: Sequence[int]  # of which the capacity is one
 
 
 def _plan_choice(
@@ -111,42 +111,59 @@ def _plan_choice(
     pruner: Pruner,
     prompts: Prompts,
     images: Images,
-    *,
-    execution: Execution = Execution(),
-    sizes: Sequence[int] | None = None,
-) -> tuple[Pairs, Plan, Int[np.ndarray, "r"]]:
-    """Returns what `programs.choose` reads, its plan, and counts if exact; args as in `choose`."""
-    capacity = pruner.most(_padded_tokens(model.config, images))
-    counts = exact_counts(pruner, images.sizes[_pair_up(prompts.image_of).image])
-    if pruner.budget.is_exact:
-        capacity = choose_bucket(counts, _kept_sizes(model.config, pruner, images, sizes))
-    plan = Plan(
-        pruner=pruner.program(),
-        capacity=capacity,
-        projected=pruner.after_projector,
-        execution=execution,
-        mesh=mesh_of(model.params),
-    )
-    return _pairs(model, pruner, prompts, images), plan, counts
+    sizes: Sequence[int] | None,
+) -> _Choice:
+    """Plans the choice of a batch; `sizes` are those of `choose`."""
+    config, rows = model.config, _pair_up(prompts.image_of)
+    n = _padded_tokens(model, images)
+    schedule = pruner.schedule(config, n)
+    if schedule.enter == n:
+        sizes = (n,)
+    elif sizes is None:
+        sizes = bucket_ladder(schedule.most)
+    counts = exact_counts(model.config, pruner, images.sizes[rows.image])
+    capacity = choose_bucket(counts, sizes) if pruner.budget.is_exact else schedule.most
+    return _Choice(rows, counts, capacity, sizes)
 
 
-def rank(model: VLM, method: Method, prompts: Prompts, images: Images, steps: int) -> Ranking:
+def _choose(
+    model: VLM,
+    pruner: Pruner,
+    choice: _Choice,
+    prompts: Prompts,
+    images: Images,
+    execution: Execution,
+    ranking: Ranking | None,
+) -> tuple[Kept, Int[np.ndarray, "r"]]:
+    """Runs a planned choice; see `choose`."""
+    mesh = mesh_of(model.params)
+    if ranking is not None:
+        counts = np.asarray(pruner.counts(ranking, choice.counts), np.int32)
+        arrays = (images.features[choice.rows.image], ranking.order, counts)
+        capacity = choose_bucket(counts, choice.sizes)
+        return programs.run_take(*place_rows(mesh, arrays), capacity=capacity), counts
+    pairs = _pairs(model, pruner, prompts, images, choice)
+    plan = Plan(choice.capacity, pruner.after_projector, execution=execution, mesh=mesh)
+    kept = programs.run_choose(model.params, model.backbone, pruner.program(), pairs, plan=plan)
+    return kept, choice.counts if pruner.budget.is_exact else fetch(kept.count)
+
+
+def rank(model: VLM, pruner: Ranker, prompts: Prompts, images: Images, steps: int) -> Ranking:
     """Puts the tokens of each (image, prompt) pair in an order of length `steps`.
 
     Args are those of `choose`, with a `Ranker` and images after the tower; rows are as there.
     """
     # One program serves every budget: an order does not depend on it.
-    pruner = dataclasses.replace(method.pruner, budget=Budget())
-    plan = Plan(pruner=pruner, projected=pruner.after_projector, mesh=mesh_of(model.params))
-    pairs = _pairs(model, pruner, prompts, images)
-    return programs.run_rank(
-        model.params, model.config, method.params, pairs, plan=plan, steps=steps
-    )
+    pruner = dataclasses.replace(pruner.program(), budget=Budget())
+    plan = Plan(projected=pruner.after_projector, mesh=mesh_of(model.params))
+    choice = _plan_choice(model, pruner, prompts, images, None)
+    pairs = _pairs(model, pruner, prompts, images, choice)
+    return programs.run_rank(model.params, model.backbone, pruner, pairs, plan=plan, steps=steps)
 
 
 def prepare(
     model: VLM,
-    method: Method,
+    pruner: Pruner,
     prompts: Prompts,
     images: Images | None,
     options: RunOptions,
@@ -161,26 +178,28 @@ def prepare(
     padded to the next of a ladder of lengths. `sizes` and `ranking` are those of `choose`. A prompt
     that is longer than the context is truncated, with a warning.
     """
-    config, rows, padded = model.config, _pair_up(prompts.image_of), 1
-    execution = options.execution
-    choice, cuts = Plan(execution=execution, mesh=mesh_of(model.params)), ()
-    if not len(rows.image):
-        method, tokens = NO_PRUNING, _no_tokens(model)
+    config, mesh = model.config, mesh_of(model.params)
+    capacity, padded, cuts, chooses = 0, 1, (), False
+    if images is None or not prompts.has_image.any():
+        rows, pruner, tokens = _pair_up(prompts.image_of), AllTokens(), _no_tokens(model)
         size, grid = np.zeros(1, np.int32), np.ones((1, 2), np.int32)
         counts = size
     else:
-        size, grid = images.sizes[rows.image], images.grid[rows.image]
-        cuts = method.pruner.cuts(config, _padded_tokens(config, images))
-        if images.features is None and method.pruner.budget.is_exact:
-            tokens, choice, counts = _plan_choice(
-                model, method.pruner, prompts, images, execution=execution, sizes=sizes
-            )
+        choice = _plan_choice(model, pruner, prompts, images, sizes)
+        rows, size, grid = choice.rows, images.sizes, images.grid
+        size, grid = size[rows.image], grid[rows.image]
+        cuts = pruner.cuts(config, _padded_tokens(model, images))
+        # Where the counts are known and the tower has not run, the last program chooses.
+        chooses = images.features is None and pruner.budget.is_exact
+        if chooses:
+            tokens, counts = _pairs(model, pruner, prompts, images, choice), choice.counts
+            capacity = padded = choice.capacity
         else:
-            tokens, counts = choose(
-                model, method, prompts, images, execution=execution, sizes=sizes, ranking=ranking
+            tokens, counts = _choose(
+                model, pruner, choice, prompts, images, options.execution, ranking
             )
-        padded = choose_bucket(counts, _kept_sizes(config, method.pruner, images, sizes))
-    pruner, limit = method.pruner, options.context_limit or config.family.CONTEXT_LIMIT
+            padded = choose_bucket(counts, choice.sizes)
+    limit = options.context_limit or model.backbone.CONTEXT_LIMIT
     of_image = _fit(prompts, np.where(rows.shown, counts[rows.slot], 0), limit)
     survivors = _survivors(pruner, config, of_image, len(cuts))
     left, j = [of_image, *survivors.sum(3)], rows.slot.shape[1]
@@ -194,24 +213,24 @@ def prepare(
         slots, text = [width + j * count for count in most], width
         ids = _padded_to(prompts.ids, width)
     own = options.positions == "own"
-    plan = dataclasses.replace(
-        choice,
+    plan = Plan(
+        capacity=capacity,
         projected=pruner.after_projector and ranking is None,
         slots=tuple(slots),
         cuts=cuts,
         text=text if any(cut.rows == "text" for cut in cuts) else 0,
         positions=pruner.own_positions(config) if own else options.positions,
         max_tokens=options.max_tokens,
+        execution=options.execution,
+        mesh=mesh,
     )
-    if cuts:
-        plan = dataclasses.replace(plan, pruner=pruner.program())
     texts = Texts(
         ids, prompts.length, rows.slot, rows.shown, grid[rows.slot], tuple(survivors[..., 0])
     )
-    # Unused parameters would still distinguish programs, so they are left out.
-    learned = method.params if plan.pruner is not None else ()
+    # An unused pruner would still distinguish programs, so it is left out.
+    used = pruner.program() if cuts or chooses else None
     before = np.where(rows.shown, size[rows.slot], 0).sum(1)
-    batch = Batch(plan, learned, tokens, place_rows(plan.mesh, texts), before, left[-1].sum(1))
+    batch = Batch(plan, used, tokens, place_rows(plan.mesh, texts), before, left[-1].sum(1))
     return batch if not cuts or pruner.budget.is_exact else _halt(model, batch, limit)
 
 
@@ -221,7 +240,7 @@ def _halt(model: VLM, batch: Batch, limit: int) -> Batch:
     longest = 1 if batch.plan.cuts[0].forgets else batch.plan.max_tokens
     plan = dataclasses.replace(batch.plan, max_tokens=longest)
     halted, count = programs.run_halt(
-        model.params, model.config, batch.learned, batch.tokens, batch.texts, plan=plan
+        model.params, model.backbone, batch.pruner, batch.tokens, batch.texts, plan=plan
     )
     remain, visual = fetch(count).T
     slots = min(_bucket(int(remain.max()), ladder(limit)), plan.slots[0])
@@ -240,15 +259,15 @@ def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.
         positions=batch.plan.positions,
         mesh=batch.plan.mesh,
     )
-    rows = programs.run_place(model.params, model.config, batch.tokens, batch.texts, plan=plan)
+    rows = programs.run_place(model.params, model.backbone, batch.tokens, batch.texts, plan=plan)
     return fetch((rows.hidden, rows.length))
 
 
 def begin(model: VLM, batch: Batch, sampling: Sampling) -> Begun:
     """Runs the language model, and what `prepare` left to its program, to the first tokens."""
-    plan, learned, tokens, texts, visual_tokens, kept = batch
+    plan, pruner, tokens, texts, visual_tokens, kept = batch
     state, trace = programs.run_begin(
-        model.params, model.config, learned, tokens, texts, sampling, plan=plan
+        model.params, model.backbone, pruner, tokens, texts, sampling, plan=plan
     )
     return Begun(state, trace, visual_tokens, kept)
 
@@ -299,17 +318,17 @@ def _padded_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
     return np.where(rows < count, rows, 0)
 
 
-def _padded_tokens(config: ModelConfig, images: Images) -> int:
+def _padded_tokens(model: VLM, images: Images) -> int:
     """Returns the padded number n of tokens of each image after the tower."""
     if images.features is not None:
         return images.features.shape[1]
-    return config.family.padded_tokens(config, images.pixels)
+    return model.backbone.padded_tokens(images.pixels)
 
 
-def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> Pairs:
+def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice: _Choice) -> Pairs:
     """Places a pruner's inputs on the model's devices."""
-    rows, mesh = _pair_up(prompts.image_of), mesh_of(model.params)
-    image, n = rows.image, _padded_tokens(model.config, images)
+    rows, mesh = choice.rows, mesh_of(model.params)
+    image, n = rows.image, _padded_tokens(model, images)
     sizes, grid, seed = images.sizes[image], images.grid[image], images.seed[image]
     said = zip(prompts.words[rows.prompt], prompts.num_words[rows.prompt], seed, strict=True)
     # Continued by the question, so that neither place nor batch changes what is drawn for a row.
@@ -340,28 +359,20 @@ def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> Pair
                 num_words[rows.prompt],
                 prompts.number[rows.prompt],
                 seed,
-                exact_counts(pruner, sizes),
+                choice.counts,
             ),
         ),
     )
 
 
-def exact_counts(pruner: Pruner, image_sizes: Int[np.ndarray, "r"]) -> Int[np.ndarray, "r"]:
+def exact_counts(
+    config: ModelConfig, pruner: Pruner, image_sizes: Int[np.ndarray, "r"]
+) -> Int[np.ndarray, "r"]:
     """Returns the tokens to keep of images if they follow from their sizes, otherwise all."""
     sizes, at = np.unique(image_sizes, return_inverse=True)
-    counts = [pruner.entering(int(size)) for size in sizes]
+    counts = [pruner.schedule(config, int(size)).enter for size in sizes]
     pairs = zip(counts, sizes, strict=True)
     return np.array([size if count is None else count for count, size in pairs], np.int32)[at]
-
-
-def _kept_sizes(
-    config: ModelConfig, pruner: Pruner, images: Images, sizes: Sequence[int] | None
-) -> Sequence[int]:
-    """Returns the sizes that kept tokens are padded to."""
-    n = _padded_tokens(config, images)
-    if pruner.entering(n) == n:
-        return (n,)
-    return bucket_ladder(pruner.most(n)) if sizes is None else sizes
 
 
 def _no_tokens(model: VLM) -> Kept:
@@ -380,10 +391,10 @@ def _padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b wi
 def _survivors(
     pruner: Pruner, config: ModelConfig, of_image: Int[np.ndarray, "b j"], cuts: int
 ) -> Int[np.ndarray, "cuts b j 2"]:
-    """Evaluates `Pruner.survivors` for each image of each row; 0 for images without tokens."""
+    """Evaluates `Schedule.after` for each image of each row; 0 for images without tokens."""
     left = np.zeros((cuts, *of_image.shape, 2), np.int32)
     for size in np.unique(of_image[of_image > 0]) if cuts else ():
-        of_size = np.array(pruner.survivors(config, int(size)))
+        of_size = np.array(pruner.schedule(config, int(size)).after)
         left[:, of_image == size] = of_size[:, None]
     return left
 

@@ -10,42 +10,42 @@ from collections.abc import Sequence as Ordered
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax.inference import decoding
 from stepprune_jax.inference.base import Decoding, Pairs, Plan, Texts, Trace
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.policy.host import jax_defaults
-from stepprune_jax.pruning import Kept, Ranking, View
+from stepprune_jax.pruning import Kept, Pruner, Ranker, Ranking, View
 from stepprune_jax.pruning.base import take_first
 
 
 def encode(
     params: Params,
-    config: ModelConfig,
+    backbone: Backbone,
     pixels: Pixels,
     *,
     taps: Ordered[Tap],
     plan: Plan,
 ) -> tuple[Float[Array, "i n d"], tuple[Array, ...]]:
     """Runs the tower over images; returns the features and the taps in their order."""
-    tokens, tapped = config.family.encode_image(params, config, pixels, taps, plan.execution)
+    tokens, tapped = backbone.encode_image(params, pixels, taps, plan.execution)
     chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
     return constrain_rows(plan.mesh, (tokens, chosen))
 
 
-def see(params: Params, config: ModelConfig, pairs: Pairs, *, plan: Plan) -> View:
+def see(params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan) -> View:
     """Builds a pruner's view of encoded images, with a row for each pair."""
     n, tokens = pairs.images.shape[1], pairs.images[pairs.image]
     if plan.projected:
-        tokens = config.family.project(params, config, tokens)
+        tokens = backbone.project(params, tokens)
     return constrain_rows(
         plan.mesh,
         View(
@@ -62,50 +62,48 @@ def see(params: Params, config: ModelConfig, pairs: Pairs, *, plan: Plan) -> Vie
     )
 
 
-def choose(
-    params: Params, config: ModelConfig, learned: PyTree, pairs: Pairs, *, plan: Plan
-) -> Kept:
+def choose(params: Params, backbone: Backbone, pruner: Pruner, pairs: Pairs, *, plan: Plan) -> Kept:
     """Keeps tokens of each pair, from images before or after the tower."""
     if pairs.taps is None:
-        taps = plan.pruner.taps(config)
-        tokens, taps = encode(params, config, pairs.images, taps=taps, plan=plan)
+        taps = pruner.taps(backbone.config)
+        tokens, taps = encode(params, backbone, pairs.images, taps=taps, plan=plan)
         pairs = pairs._replace(images=tokens, taps=taps)
-    return plan.pruner.select(learned, see(params, config, pairs, plan=plan), plan.capacity)
+    return pruner.keep(see(params, backbone, pairs, plan=plan), plan.capacity)
 
 
 def rank(
     params: Params,
-    config: ModelConfig,
-    learned: PyTree,
+    backbone: Backbone,
+    pruner: Ranker,
     pairs: Pairs,
     *,
     plan: Plan,
     steps: int,
 ) -> Ranking:
     """Orders the tokens of each pair; the order has `steps` entries."""
-    return plan.pruner.rank(learned, see(params, config, pairs, plan=plan), steps)
+    return pruner.rank(see(params, backbone, pairs, plan=plan), steps)
 
 
-def place(params: Params, config: ModelConfig, kept: Kept, texts: Texts, *, plan: Plan) -> Sequence:
+def place(params: Params, backbone: Backbone, kept: Kept, texts: Texts, *, plan: Plan) -> Sequence:
     """Projects the kept tokens and puts them in place of the images."""
     # No image fills more slots than a row has; one more slot reveals that the row is truncated.
     capacity = plan.slots[0]
     parts = (kept.index, kept.place, kept.tokens, kept.valid)
     index, at, tokens, valid = (part[:, : capacity + 1] for part in parts)
-    tokens = tokens if plan.projected else config.family.project(params, config, tokens)
+    tokens = tokens if plan.projected else backbone.project(params, tokens)
     index, at, tokens, valid = (part[texts.pair] for part in (index, at, tokens, valid))
     note = None if kept.note is None else kept.note[:, : capacity + 1][texts.pair]
     visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid, note)
     sequence = vlm.assemble(
-        params, config, texts.ids, texts.length, visual, plan.positions, capacity
+        params, backbone, texts.ids, texts.length, visual, plan.positions, capacity
     )
     return constrain_rows(plan.mesh, sequence)
 
 
 def halt(
     params: Params,
-    config: ModelConfig,
-    learned: PyTree,
+    backbone: Backbone,
+    pruner: Pruner,
     kept: Kept,
     texts: Texts,
     *,
@@ -115,10 +113,10 @@ def halt(
 
     Returns the rows, and how many of their tokens remain: in all, and of the images.
     """
-    sequence = place(params, config, kept, texts, plan=plan)
-    (cut,) = decoding.make_cuts(learned, texts, plan)
+    sequence = place(params, backbone, kept, texts, plan=plan)
+    (cut,) = decoding.make_cuts(pruner, texts, plan)
     room = plan.max_tokens - 1  # as in `decoding.start`
-    halted = vlm.halt(params, config, sequence, cut, room=room, execution=plan.execution)
+    halted = vlm.halt(params, backbone.config, sequence, cut, room=room, execution=plan.execution)
     remain = halted.keep & sequence.rows.valid
     visual = remain & (sequence.image >= 0)
     count = jnp.stack([remain.sum(1), visual.sum(1)], axis=1)
@@ -127,8 +125,8 @@ def halt(
 
 def begin(
     params: Params,
-    config: ModelConfig,
-    learned: PyTree,
+    backbone: Backbone,
+    pruner: Pruner | None,
     tokens: Kept | Pairs | vlm.Halted,
     texts: Texts,
     sampling: Sampling,
@@ -141,26 +139,26 @@ def begin(
     """
     if isinstance(tokens, vlm.Halted):
         return decoding.start(
-            params, config, learned, tokens.sequence, texts, sampling, plan, tokens
+            params, backbone.config, pruner, tokens.sequence, texts, sampling, plan, tokens
         )
     kept = tokens
     if isinstance(tokens, Pairs):
-        kept = choose(params, config, learned, tokens, plan=plan)
-    sequence = place(params, config, kept, texts, plan=plan)
-    state, trace = decoding.start(params, config, learned, sequence, texts, sampling, plan)
+        kept = choose(params, backbone, pruner, tokens, plan=plan)
+    sequence = place(params, backbone, kept, texts, plan=plan)
+    state, trace = decoding.start(params, backbone.config, pruner, sequence, texts, sampling, plan)
     if kept.order is not None:
         order = jnp.where(texts.shown[..., None], kept.order[texts.pair], -1)
         trace = trace._replace(order=constrain_rows(plan.mesh, order))
     return state, trace
 
 
-run_encode = jit_for_weights(encode, ("config", "taps", "plan"))
-run_see = jit_for_weights(see, ("config", "plan"))
-run_choose = jit_for_weights(choose, ("config", "plan"))
-run_rank = jit_for_weights(rank, ("config", "plan", "steps"))
-run_place = jit_for_weights(place, ("config", "plan"))
-run_halt = jit_for_weights(halt, ("config", "plan"))
-run_begin = jit_for_weights(begin, ("config", "plan"))
+run_encode = jit_for_weights(encode, ("backbone", "taps", "plan"))
+run_see = jit_for_weights(see, ("backbone", "plan"))
+run_choose = jit_for_weights(choose, ("backbone", "plan"))
+run_rank = jit_for_weights(rank, ("backbone", "plan", "steps"))
+run_place = jit_for_weights(place, ("backbone", "plan"))
+run_halt = jit_for_weights(halt, ("backbone", "plan"))
+run_begin = jit_for_weights(begin, ("backbone", "plan"))
 run_take = jax.jit(jax_defaults()(take_first), static_argnames="capacity")
 
 

@@ -1,6 +1,5 @@
 """From prompts and images to ids and pixels, without the model's weights."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +18,9 @@ from stepprune_jax.data.prompts import (
 )
 from stepprune_jax.inference.base import Images, Prompts, read_images
 from stepprune_jax.inference.buckets import row_bucket
-from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.images import Pixels, join_images, naming
-from stepprune_jax.user_input import check
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.images import Pixels, join_images
+from stepprune_jax.user_input import UserError, naming, require
 
 ImageLike = str | Path | bytes | Image.Image
 # A question, or a conversation: user first, then alternating.
@@ -36,14 +35,12 @@ class Request(NamedTuple):
         question_ids: ids of each prompt's user text alone, for the policy.
         images: the distinct images, before the tower; None if there are none.
         image_of: for each prompt, the row in `images` of each of its images.
-        seconds: time taken to read it.
     """
 
     ids: tuple[tuple[int, ...], ...]
     question_ids: tuple[tuple[int, ...], ...]
     images: Images | None
     image_of: tuple[tuple[int, ...], ...]
-    seconds: float = 0.0
 
     def prompts(self) -> Prompts:
         """Returns the prompts as arrays, padded to buckets."""
@@ -105,20 +102,20 @@ def read_request(
             image, one that the model does not take, or a model without a tokenizer. The message
             names the prompt or the image.
     """
-    begin, config = time.perf_counter(), model.config
+    backbone = model.backbone
     if isinstance(prompts, str):
         raise TypeError("prompts is a string, expected a list of prompts")
     rows = [None] * len(prompts) if images is None else list(images)
     blind = model.image_settings is None and any(row is not None for row in rows)
-    check(
-        (model.tokenizer is not None, "the model has no tokenizer: load it with load_vlm"),
-        (not blind, "the model has no image settings: load it with load_vlm"),
-        (len(prompts) > 0, "prompts is empty, expected at least one"),
-        (len(rows) == len(prompts), f"images has {len(rows)} entries for {len(prompts)} prompt(s)"),
-        (
-            IMAGE_MARK not in (system or ""),
-            f"the system's text has {IMAGE_MARK}, which the user's may",
-        ),
+    require(model.tokenizer is not None, "the model has no tokenizer: load it with load_vlm")
+    require(not blind, "the model has no image settings: load it with load_vlm")
+    require(len(prompts) > 0, "prompts is empty, expected at least one")
+    require(
+        len(rows) == len(prompts), f"images has {len(rows)} entries for {len(prompts)} prompt(s)"
+    )
+    require(
+        IMAGE_MARK not in (system or ""),
+        f"the system's text has {IMAGE_MARK}, which the user's may",
     )
     _check_utf8(system or "")
     places: dict[str | bytes | int, int] = {}
@@ -127,11 +124,11 @@ def read_request(
     for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         try:
             row = _as_images(row)
-            turns = _turns(prompt, len(row), config)
-            text = config.family.conversation(turns, system)
+            turns = _turns(prompt, len(row), backbone)
+            text = backbone.conversation(turns, system)
             ids.append(tuple(tokenize_with_images(model.tokenizer, text, len(row))))
-            check_ids(ids[-1], config.text.vocab_size)
-        except (TypeError, ValueError) as error:
+            check_ids(ids[-1], backbone.config.text.vocab_size)
+        except (TypeError, UserError) as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             raise type(error)(f"{where}{error}") from error
         questions.append(question_ids(model.tokenizer, turns))
@@ -141,11 +138,10 @@ def read_request(
             places[_identity(image)] = len(pixels)
             with naming(_name(image, place, number, turns[-1])):
                 opened = open_image(image, as_shown=as_shown)
-                pixels.append(config.family.preprocess(config, model.image_settings, [opened]))
+                pixels.append(backbone.preprocess(model.image_settings, [opened]))
         image_of.append(tuple(places[_identity(image)] for image in row))
-    seen = read_images(config, pixels) if pixels else None
-    seconds = time.perf_counter() - begin
-    return Request(tuple(ids), tuple(questions), seen, tuple(image_of), seconds)
+    seen = read_images(backbone, pixels) if pixels else None
+    return Request(tuple(ids), tuple(questions), seen, tuple(image_of))
 
 
 def _identity(image: ImageLike) -> str | bytes | int:
@@ -181,16 +177,16 @@ def _check_utf8(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         place = f"{text[error.start]!a} at character {error.start}"
-        raise ValueError(f"the prompt is not UTF-8 text: {place}") from error
+        raise UserError(f"the prompt is not UTF-8 text: {place}") from error
 
 
-def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
+def _turns(prompt: Prompt, num_images: int, backbone: Backbone) -> list[str]:
     """Returns the turns of a conversation, with image marks where the model expects them."""
     turns = list(prompt) if isinstance(prompt, list | tuple) else [prompt]
     if not turns or not all(isinstance(turn, str) for turn in turns):
         raise TypeError(f"expected a string or a list of strings, got {prompt!r}")
     ends = f"a conversation of {len(turns)} turns ends with an answer, not a question"
-    check((len(turns) % 2 == 1, ends))
+    require(len(turns) % 2 == 1, ends)
     for turn in turns:
         _check_utf8(turn)
     # An answer cannot contain an image, but a model may have written the mark.
@@ -198,7 +194,7 @@ def _turns(prompt: Prompt, num_images: int, config: ModelConfig) -> list[str]:
     marks = sum(turn.count(IMAGE_MARK) for turn in turns)
     asked = turns[-1].replace(IMAGE_MARK, "").strip()
     shown_alone = len(turns) == 1 and num_images > 0
-    check((bool(asked) or shown_alone, "the question is empty"))
+    require(bool(asked) or shown_alone, "the question is empty")
     if marks == turns[0].count(IMAGE_MARK):  # otherwise marks in later turns keep their places
-        turns[0] = config.family.place_images(turns[0], num_images)
+        turns[0] = backbone.place_images(turns[0], num_images)
     return turns

@@ -1,6 +1,7 @@
-"""Whole sets of prompts, batch by batch: ranked once for all budgets, and answered."""
+"""Whole sets of questions, batch by batch: ranked once for all budgets, and answered."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,11 +12,15 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions
 from stepprune_jax.inference.decoding import check_finite
+from stepprune_jax.inference.encode import Encoded
+from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.sampling import greedy
 from stepprune_jax.inference.text import answer_text
-from stepprune_jax.inference.timing import timed
 from stepprune_jax.parallel.placement import fetch
-from stepprune_jax.pruning import Method, Ranking
+from stepprune_jax.pruning import Pruner, Ranker, Ranking
+
+# A pruner, and the rows of a set that it is to answer; None for all.
+Variant = tuple[Pruner, Int[np.ndarray, "_"] | None]
 
 
 class Batching(NamedTuple):
@@ -40,14 +45,58 @@ class Answers(NamedTuple):
         kept: [q] number of visual tokens kept.
         order: for each prompt the indices of its kept tokens: in order of choice for a ranker, in
             raster order for other methods, without merged or added tokens.
-        seconds: [q] seconds per prompt: the time of its batch, from features to the last token,
-            divided by the batch size, padding included.
+        seconds: [q] seconds per prompt, from its image and ids to its last token, in full batches;
+            NaN where a program was compiled on the way.
     """
 
     texts: list[str]
     kept: Int[np.ndarray, "q"]
     order: list[np.ndarray]
     seconds: Float[np.ndarray, "q"]
+
+
+def answer_set(
+    model: VLM,
+    variants: Sequence[Variant],
+    asked: Encoded,
+    options: RunOptions,
+    batching: Batching,
+) -> Iterator[Answers]:
+    """Answers questions greedily by the variants of a pruner; see `Generator.answer_set`.
+
+    There is no repetition penalty. The answer to a question does not depend on the others. A
+    `Ranker` puts tokens in order once for all variants, if the tower has run and every question has
+    an image.
+
+    Raises:
+        ValueError: the model's logits are not finite; the message gives the question's number.
+    """
+    placed = [pipeline.place_pruner(model, pruner) for pruner, _ in variants]
+    ranking, ranked, n = None, 0.0, model.config.max_image_tokens
+    ranks = isinstance(placed[0], Ranker) and asked.images.features is not None
+    if ranks and len(asked.prompts.length) and asked.all_shown:
+        schedules = [pruner.schedule(model.config, n) for pruner in placed]
+        steps = max(x.most if x.enter is None else x.enter for x in schedules)
+        ranking, ranked = rank_all(
+            model,
+            placed[0],
+            asked.prompts,
+            asked.images,
+            steps=steps,
+            batch_size=batching.batch_size,
+        )
+    for pruner, (_, rows) in zip(placed, variants, strict=True):
+        mine = asked if rows is None else asked.take(rows)
+        order = ranking
+        if ranking is not None and rows is not None:
+            order = jax.tree.map(lambda part, rows=rows: part[rows], ranking)
+        answers = _answer_all(model, pruner, mine, options, batching, order)
+        yield answers._replace(seconds=answers.seconds + asked.seconds + ranked)
+
+
+def milliseconds(seconds: float) -> float | None:
+    """Returns a time of `Answers` in milliseconds; None for NaN, which JSON does not have."""
+    return None if np.isnan(seconds) else round(1000 * float(seconds), 3)
 
 
 def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -59,7 +108,7 @@ def batches(total: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
 
 def rank_all(
     model: VLM,
-    method: Method,
+    pruner: Ranker,
     prompts: Prompts,
     images: Images,
     *,
@@ -70,68 +119,51 @@ def rank_all(
 
     Args:
         model: the model.
-        method: the ranker, from `place_method`.
+        pruner: the ranker, from `place_pruner`.
         prompts: prompts with one image each.
         images: all images after the tower, on the host.
         steps: length of the order; at most the number of tokens of the largest image.
         batch_size: prompts per batch.
 
     Returns:
-        The ranking, on the host, and the mean seconds per row, padding included.
+        The ranking, on the host, and the mean seconds per row of a full batch without compilation,
+        NaN if there is none.
     """
-    parts, seconds = [], 0.0
+    parts, seconds = [], []
     steps = min(steps, images.features.shape[1])
     for rows, count in batches(len(prompts.length), batch_size):
-
-        def run(rows=rows):
-            return fetch(pipeline.rank(model, method, prompts.take(rows), images, steps))
-
-        ranking, taken = timed(run)
-        seconds += taken
+        begin, before = time.perf_counter(), num_compiled()
+        ranking = fetch(pipeline.rank(model, pruner, prompts.take(rows), images, steps))
+        if num_compiled() == before:
+            seconds.append(time.perf_counter() - begin)
         parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
     ranking = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-    return ranking, seconds / (len(parts) * batch_size)
+    return ranking, float(np.mean(seconds)) / batch_size if seconds else np.nan
 
 
-def answer_all(
+def _answer_all(
     model: VLM,
-    method: Method,
-    prompts: Prompts,
-    images: Images,
+    pruner: Pruner,
+    asked: Encoded,
     options: RunOptions,
     batching: Batching,
-    *,
-    ranking: Ranking | None = None,
+    ranking: Ranking | None,
 ) -> Answers:
-    """Answers every prompt greedily, without a repetition penalty.
+    """Answers every question by one pruner.
 
     Prompts are sorted by their widths, if there are several, and by their counts, if a ranking
     gives them, so that a batch is padded to the smallest sizes that hold it; those without an image
-    come last. The answer to a prompt does not depend on the others.
-
-    Args:
-        model: the model.
-        method: how to prune, from `place_method`.
-        prompts: prompts with one image each, or none.
-        images: all images, on the host: before the tower if no two prompts share one, otherwise
-            after it.
-        options: how the model is run, and the longest answer.
-        batching: sizes.
-        ranking: result of `rank_all` for these prompts, which all have an image.
-
-    Returns:
-        The answers, in the order of the prompts.
-
-    Raises:
-        ValueError: the model's logits are not finite; the message gives the prompt's number.
+    come last.
     """
+    prompts, images = asked.prompts, asked.images
     total, size = len(prompts.length), batching.batch_size
     widths = batching.widths or (prompts.ids.shape[1],)
     bucket = np.searchsorted(widths, prompts.length)
     count, order = prompts.has_image.astype(np.int32), [np.zeros(0, np.int32)] * total
     if ranking is not None:
-        exact = pipeline.exact_counts(method.pruner, images.sizes[prompts.image_of[:, 0]])
-        count = np.asarray(method.pruner.counts(method.params, ranking, exact), np.int32)
+        sizes = images.sizes[prompts.image_of[:, 0]]
+        exact = pipeline.exact_counts(model.config, pruner, sizes)
+        count = np.asarray(pruner.counts(ranking, exact), np.int32)
         order = [picks[:kept] for picks, kept in zip(ranking.order, count, strict=True)]
     ranked = np.lexsort((-count, -bucket))
     sampling = greedy(model.config.eos_token_ids)
@@ -139,33 +171,28 @@ def answer_all(
     texts, seconds, kept = [""] * total, np.zeros(total), np.zeros(total, np.int32)
     for places, real in batches(total, size):
         rows = ranked[places]
-
-        def run(rows=rows):
-            batch = pipeline.prepare(
-                model,
-                method,
-                prompts.take(rows),
-                images,
-                options,
-                sizes=batching.sizes,
-                width=int(widths[bucket[rows[0]]]),
-                ranking=None if ranking is None else jax.tree.map(lambda x: x[rows], ranking),
-            )
-            begun = pipeline.begin(model, batch, sampling)
-            limit, execution = options.max_tokens, options.execution
-            state = pipeline.finish(model, begun.state, sampling, limit, execution)
-            tokens, counts, finite = fetch((state.tokens, state.count, state.finite))
-            check_finite(finite, prompts.number[rows])
-            ids = [tuple(row[:n].tolist()) for row, n in zip(tokens, counts, strict=True)]
-            return ids, begun.kept, begun.trace.stages[-1].index
-
-        (ids, left, index), taken = timed(run)
-        if ranking is None:
-            index = fetch(index)
+        begin, before = time.perf_counter(), num_compiled()
+        batch = pipeline.prepare(
+            model,
+            pruner,
+            prompts.take(rows),
+            images,
+            options,
+            sizes=batching.sizes,
+            width=int(widths[bucket[rows[0]]]),
+            ranking=None if ranking is None else jax.tree.map(lambda x, r=rows: x[r], ranking),
+        )
+        begun = pipeline.begin(model, batch, sampling)
+        state = pipeline.finish(model, begun.state, sampling, options.max_tokens, options.execution)
+        tokens, counts, finite = fetch((state.tokens, state.count, state.finite))
+        taken = time.perf_counter() - begin if num_compiled() == before else np.nan
+        check_finite(finite, prompts.number[rows])
+        index = fetch(begun.trace.stages[-1].index) if ranking is None else None
         for at, row in enumerate(rows[:real].tolist()):
-            if ids[at] not in known:
-                known[ids[at]] = answer_text(model.tokenizer, ids[at])
-            texts[row], seconds[row], kept[row] = known[ids[at]], taken / size, left[at]
-            if ranking is None:
+            ids = tuple(tokens[at, : counts[at]].tolist())
+            if ids not in known:
+                known[ids] = answer_text(model.tokenizer, ids)
+            texts[row], seconds[row], kept[row] = known[ids], taken / size, begun.kept[at]
+            if index is not None:
                 order[row] = index[at][index[at] >= 0]
     return Answers(texts, kept, order, seconds)

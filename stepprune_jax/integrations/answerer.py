@@ -12,24 +12,23 @@ from PIL import Image
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.identity import load_policy_for
-from stepprune_jax.checkpoints.load import VLM, load_vlm
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.evaluation.encode import WIDTHS, chunk_size, cut_prompts, encode_questions
-from stepprune_jax.inference.answer import answer, check_run
 from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.pipeline import place_method
-from stepprune_jax.inference.request import read_request
+from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
+from stepprune_jax.inference.generate import Generator, check_run
 from stepprune_jax.inference.sampling import Sampling
-from stepprune_jax.inference.sets import Batching, answer_all
+from stepprune_jax.inference.sets import Batching
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import PRUNERS, Method, make_method
+from stepprune_jax.pruners import PRUNERS, build_pruner
 from stepprune_jax.settings import is_count
-from stepprune_jax.user_input import check, expect
+from stepprune_jax.user_input import expect, require
 
 DTYPES = ("bfloat16", "float32", "float16")
+_GREEDY = Sampling(repetition_penalty=1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +86,8 @@ class Wanted(NamedTuple):
 class Answerer(NamedTuple):
     """A model with its pruning method; `batch_size` questions per batch, over all devices."""
 
-    model: VLM
-    method: Method
+    generator: Generator
     batch_size: int
-    options: RunOptions
 
 
 def load_answerer(settings: Settings) -> Answerer:
@@ -103,10 +100,10 @@ def load_answerer(settings: Settings) -> Answerer:
     size, dtype, known = settings.batch_size, settings.dtype, settings.policy is not None
     expect("dtype", dtype, dtype in DTYPES, f"one of {', '.join(DTYPES)}")
     expect("batch_size", size, is_count(size), "an integer from 1")
-    check((settings.method != "policy" or known, "method 'policy' needs a policy"))
+    require(settings.method != "policy" or known, "method 'policy' needs a policy")
     is_random = settings.method in PRUNERS and PRUNERS[settings.method].is_random
     source = folders.inspect_folder(settings.pretrained, settings.vision_folder)
-    method = make_method(
+    pruner = build_pruner(
         None if settings.method == "policy" else settings.method,
         settings.budget,
         policy=None if settings.policy is None else load_policy_for(source, settings.policy),
@@ -115,13 +112,13 @@ def load_answerer(settings: Settings) -> Answerer:
     )
     execution = Execution(attention=settings.attention)
     options = RunOptions(positions=settings.positions, execution=execution)
-    check_run(source.config, method, Sampling(), options)
+    check_run(source.config, pruner, Sampling(), options)
     devices = None if settings.mesh == "single" else build_mesh(settings.mesh)
     model = load_vlm(
         settings.pretrained, devices, jnp.dtype(dtype), vision_folder=settings.vision_folder
     )
     size *= row_count(mesh_of(model.params))
-    return Answerer(model, place_method(model, method), size, options)
+    return Answerer(Generator(model, pruner, _GREEDY, options), size)
 
 
 def answer_questions(
@@ -157,7 +154,7 @@ def answer_questions(
             text = _answer_alone(answerer, wanted[place], longest)
             texts[place], done = cut_at(text, wanted[place].until), done + 1
             report(done)
-        size = chunk_size(answerer.model, answerer.batch_size)
+        size = chunk_size(answerer.generator.model, answerer.batch_size)
         for first in range(0, len(alike), size):
             places = alike[first : first + size]
             asked = [_question(place, wanted[place]) for place in places]
@@ -180,31 +177,34 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
 
 def _answer_alone(answerer: Answerer, wanted: Wanted, longest: int) -> str:
     """Answers a question about several images as the others, but in a batch of its own."""
-    request = read_request(answerer.model, [wanted.text], [wanted.images], as_shown=False)
-    options = dataclasses.replace(answerer.options, max_tokens=longest, warm_up=False)
-    sampling = Sampling(repetition_penalty=1.0)
-    return answer(answerer.model, request, answerer.method, sampling, options)[0].text
+    generator = _with_longest(answerer.generator, longest)
+    request = generator.read([wanted.text], [wanted.images], as_shown=False)
+    return generator.answer(request)[0].text
 
 
 def _answer_chunk(
     answerer: Answerer, asked: Sequence[BenchmarkQuestion], longest: int
 ) -> list[str]:
     """Answers questions; an image shared by several goes through the tower once."""
-    model, method = answerer.model, answerer.method
+    generator = _with_longest(answerer.generator, longest)
     seen = [question.image for question in asked if question.image is not None]
     encoded = encode_questions(
-        model,
+        generator.model,
         asked,
         batch_size=answerer.batch_size,
-        taps=method.pruner.taps(model.config),
-        execution=answerer.options.execution,
+        taps=generator.pruner.taps(generator.model.config),
+        execution=generator.options.execution,
         tower=len(set(seen)) < len(seen),
         numbers=[question.question_id for question in asked],
     )
-    encoded = cut_prompts(encoded, model.config.family.CONTEXT_LIMIT)
-    options = dataclasses.replace(answerer.options, max_tokens=longest)
-    batching = Batching(answerer.batch_size, widths=WIDTHS)
-    return answer_all(model, method, encoded.prompts, encoded.images, options, batching).texts
+    (answers,) = generator.answer_set(encoded, Batching(answerer.batch_size, widths=WIDTHS))
+    return answers.texts
+
+
+def _with_longest(generator: Generator, longest: int) -> Generator:
+    """Returns the generator with another longest answer."""
+    options = dataclasses.replace(generator.options, max_tokens=longest)
+    return dataclasses.replace(generator, options=options)
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from stepprune_jax.integrations.answerer import Settings, Wanted, answer_questions, load_answerer
+from stepprune_jax.user_input import UserError
 
 try:
     from lmms_eval.api.model import lmms
@@ -96,7 +97,7 @@ class StepPrune(lmms):
         visuals = [visual for visual in visuals if visual is not None]
         if not all(isinstance(visual, Image.Image) for visual in visuals):
             kinds = ", ".join(type(visual).__name__ for visual in visuals)
-            raise ValueError(f"{where}: expected images, got {len(visuals)} visual(s): {kinds}")
+            raise UserError(f"{where}: expected images, got {len(visuals)} visual(s): {kinds}")
         _check_greedy(settings, where)
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
@@ -123,7 +124,7 @@ def _check_greedy(settings: Mapping[str, object], where: str) -> None:
     if sampled or (settings.get("num_beams") or 1) != 1:
         names = ("do_sample", "num_beams", "temperature")
         given = ", ".join(f"{name} {settings[name]!r}" for name in names if name in settings)
-        raise ValueError(f"{where}: answers are greedy (temperature 0, one beam), got {given}")
+        raise UserError(f"{where}: answers are greedy (temperature 0, one beam), got {given}")
     ignored = sorted(settings.keys() - _HEEDED - _HARMLESS)
     if ignored:
         warnings.warn(f"generation settings without effect: {', '.join(ignored)}", stacklevel=2)

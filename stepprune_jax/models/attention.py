@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.config import require
 from stepprune_jax.policy.layers import map_queries
+from stepprune_jax.user_input import naming, require
 
 # Kinds of taps between blocks; the others belong to a block.
 STATES = ("hidden", "normed")
@@ -210,10 +210,8 @@ def resolve_taps(
     resolved = {}
     for kind, layer in taps:
         count = num_layers + (kind in STATES)
-        require(
-            f"tap {kind}.{layer}",
-            (kind in kinds, f"there is no {kind!r}; supported: {', '.join(kinds)}"),
-            (-count <= layer < count, f"there are only {count}"),
-        )
+        with naming(f"tap {kind}.{layer}"):
+            require(kind in kinds, f"there is no {kind!r}; supported: {', '.join(kinds)}")
+            require(-count <= layer < count, f"there are only {count}")
         resolved[f"{kind}.{layer}"] = (kind, layer % count)
     return resolved

@@ -7,13 +7,10 @@ classes, because published files leave default fields out.
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from stepprune_jax.settings import is_count, is_number
-from stepprune_jax.user_input import check
-
-if TYPE_CHECKING:
-    from stepprune_jax.models.family import Family
+from stepprune_jax.user_input import UserError, naming, require
 
 Json = dict[str, Any]
 Tokenizer = Any  # one of `transformers`, whose import takes half a second; None if there is none
@@ -47,13 +44,8 @@ def read_fields(raw: Json, where: str, rules: Mapping[str, Rule]) -> Json:
         values[name] = rule.default if given is None else rule.read(given)
         if values[name] is None and not (given is None and rule.optional):
             found = "missing" if given is None else repr(given)
-            raise ValueError(f"{where}: {rule.field} is {found}, expected {rule.expected}")
+            raise UserError(f"{where}: {rule.field} is {found}, expected {rule.expected}")
     return values
-
-
-def require(where: str, *rules: tuple[bool, str]) -> None:
-    """Refuses values that do not fit together, with the first message whose condition is false."""
-    check(*((fits, f"{where}: {message}") for fits, message in rules))
 
 
 def one_of(field: str, default: object, *others: object) -> Rule:
@@ -166,7 +158,7 @@ def read_rope(raw: Json, where: str) -> tuple[float, RopeScaling | None]:
         return theta, None
     scaling = RopeScaling(kind, **read_fields(rope, where, _SCALINGS[kind]))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    require(where, (low < high, f"low_freq_factor is {low}, expected less than {high}"))
+    require(low < high, f"{where}: low_freq_factor is {low}, expected less than {high}")
     return theta, scaling
 
 
@@ -217,15 +209,15 @@ class LlamaConfig:
     def __post_init__(self):
         heads, kv_heads, c = self.num_heads, self.num_kv_heads, self.head_dim
         sections = self.rope_sections
-        require(
-            "text_config",
-            (heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} key heads"),
-            (c > 0 and c % 2 == 0, f"head_dim {c} must be even for rotary positions"),
-            (
+        with naming("text_config"):
+            require(
+                heads % kv_heads == 0, f"{heads} heads are not a multiple of {kv_heads} key heads"
+            )
+            require(c > 0 and c % 2 == 0, f"head_dim {c} must be even for rotary positions")
+            require(
                 not sections or 2 * sum(sections) == c,
                 f"mrope_section {list(sections)} does not add up to half of head_dim {c}",
-            ),
-        )
+            )
 
     @classmethod
     def from_hf(cls, raw: Json) -> "LlamaConfig":
@@ -294,14 +286,9 @@ class ModelConfig(abc.ABC):
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
-    @property
-    @abc.abstractmethod
-    def family(self) -> "Family":
-        """The family."""
-
     @abc.abstractmethod
     def to_hf(self, dtype: str) -> Json:
-        """Describes a model as a ``config.json`` that `Family.read_config` reads."""
+        """Describes a model as a ``config.json`` that `Backbone.read` reads."""
 
     @property
     @abc.abstractmethod
@@ -312,6 +299,11 @@ class ModelConfig(abc.ABC):
     @abc.abstractmethod
     def max_image_tokens(self) -> int:
         """Visual tokens of the largest image: a bound for budgets, rows and memory, not a size."""
+
+    @property
+    def position_axes(self) -> int:
+        """Position ids p of a token: 1, or 3 for (time, row, column)."""
+        return len(self.text.rope_sections) or 1
 
     @property
     def sizes_vary(self) -> bool:

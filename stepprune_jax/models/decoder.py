@@ -24,7 +24,7 @@ from stepprune_jax.models.attention import (
     resolve_taps,
     self_attend,
 )
-from stepprune_jax.models.config import LlamaConfig, require
+from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.layers import BlockOutput, Dense, GatedMlp, RmsNorm, wide_product
 from stepprune_jax.models.rotary import rotary, rotate
 from stepprune_jax.models.sequence import Rows
@@ -37,7 +37,7 @@ from stepprune_jax.models.stack import (
     take_layer,
 )
 from stepprune_jax.policy.layers import merge_heads, split_heads
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import naming, require
 
 TAP_KINDS = ("hidden", "normed", "attention", "scores", "keys", "mlp_input", "rotary")
 _BY_QUERY = ("attention", "scores")
@@ -281,16 +281,14 @@ def run_layers(
     hidden, (first, last), capacity = rows.hidden, span, wanted.capacity
     b, s, _ = hidden.shape
     plain = execution.attention == "matmul" and cache is None and capacity is None
-    check((rows.segment is None or plain, "segments need plain attention and no cache"))
+    require(rows.segment is None or plain, "segments need plain attention and no cache")
     named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
         beyond = kind in (*STATES, *_BY_QUERY)
         queries = kind not in _BY_QUERY or wanted.query_index is not None
-        require(
-            f"tap {name}",
-            (first <= at < last + beyond, f"outside the stage {span}"),
-            (queries, "needs query_index"),
-        )
+        with naming(f"tap {name}"):
+            require(first <= at < last + beyond, f"outside the stage {span}")
+            require(queries, "needs query_index")
     context = _make_context(config, rows, cache)
     new = None
     if cache is not None or capacity is not None:

@@ -1,14 +1,15 @@
 """The model families, and which of them reads a checkpoint folder."""
 
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
-from stepprune_jax.models.family import Family
-from stepprune_jax.models.llava import LLAVA
-from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL
+from stepprune_jax.models.llava import Llava
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
+from stepprune_jax.user_input import UserError
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAVA, QWEN2_5_VL)}
+FAMILIES: dict[str, type[Backbone]] = {family.name: family for family in (Llava, Qwen2_5_VL)}
 
 
-def find_family(raw: Json, where: str) -> Family:
+def find_family(raw: Json, where: str) -> type[Backbone]:
     """Finds the family that reads a checkpoint folder.
 
     Args:
@@ -22,7 +23,7 @@ def find_family(raw: Json, where: str) -> Family:
         if family.matches(raw):
             return family
     supported = "; ".join(family.SUPPORTED for family in FAMILIES.values())
-    raise ValueError(
+    raise UserError(
         f"{where}: unsupported architecture: model_type {raw.get('model_type')!r}, "
         f"architectures {raw.get('architectures')!r}; supported: {supported}"
     )

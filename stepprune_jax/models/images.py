@@ -1,8 +1,7 @@
 """Image code shared by model families: processor files, pixels of bytes, batches of mixed sizes."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import Json, Rule, number, one_of, part, read_fields
 from stepprune_jax.settings import is_number
-from stepprune_jax.user_input import check, warn_once
+from stepprune_jax.user_input import require, warn_once
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -83,18 +82,7 @@ def check_aspect(width: int, height: int) -> None:
     most = MAX_ASPECT * min(height, width)
     message = f"expected sides of at most {MAX_ASPECT} to 1"
     narrow = f"an image of {width} x {height} pixels is too narrow: {message}"
-    check((max(height, width) <= most, narrow))
-
-
-@contextlib.contextmanager
-def naming(image: str) -> Iterator[None]:
-    """Puts the name of an image in front of errors about it, unless they have it already."""
-    try:
-        yield
-    except ValueError as error:
-        if str(error).startswith(image):
-            raise
-        raise ValueError(f"{image}: {error}") from error
+    require(max(height, width) <= most, narrow)
 
 
 def join_images(parts: Sequence[Pixels]) -> Pixels:

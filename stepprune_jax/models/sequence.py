@@ -73,7 +73,7 @@ def from_embeddings(
     """Builds rows of `length` embeddings without visual tokens, at positions 0, 1, 2, ..."""
     b, s = hidden.shape[:2]
     position = jnp.where(jnp.arange(s) < length[:, None], jnp.arange(s, dtype=jnp.int32), 0)
-    position = jnp.broadcast_to(position[:, None], (b, config.family.POSITION_AXES, s))
+    position = jnp.broadcast_to(position[:, None], (b, config.position_axes, s))
     none = jnp.full((b, s), -1, jnp.int32)
     return Sequence(hidden, position, length, length, none, none)
 

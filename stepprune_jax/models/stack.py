@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jaxtyping import Array, Int
 
-from stepprune_jax.user_input import check, expect
+from stepprune_jax.user_input import expect, require
 
 Params = dict[str, Any]  # weights by name, in nested dicts
 T = TypeVar("T")
@@ -57,9 +57,9 @@ class Execution:
     def check_backend(self) -> None:
         """Raises a ValueError if jax's default device, or what is installed, cannot run it."""
         absent = self.attention == "tokamax" and importlib.util.find_spec("tokamax") is None
-        check((not absent, "attention 'tokamax' needs its package: pip install tokamax"))
+        require(not absent, "attention 'tokamax' needs its package: pip install tokamax")
         backend = jax.default_backend() if self.attention == "cudnn" else "gpu"
-        check((backend == "gpu", f"attention 'cudnn' needs a GPU, jax uses {backend!r}"))
+        require(backend == "gpu", f"attention 'cudnn' needs a GPU, jax uses {backend!r}")
 
 
 def lay_out(params: Params, layout: str = "auto", platform: str | None = None) -> Params:

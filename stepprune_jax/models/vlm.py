@@ -1,11 +1,11 @@
 """Sequences of text and visual tokens, for any model family: assemble, prefill, decode.
 
 Everything is a pure function of (params, config, arrays); `config` is static under `jax.jit` and
-the frozen weights are an argument, never a closure. `config.family` encodes images (see
-`models.family`); the language model of all families is `models.decoder`, its shape `config.text`
-and its weights `params["language"]`. Sequences may hold any pruned visual tokens, and may be pruned
-again between layers: rows differ in length, and padding is at the right end only and never changes
-a result.
+the frozen weights are an argument, never a closure. Where images matter, the backbone stands in
+place of its `config` (see `models.backbone`); the language model of all families is
+`models.decoder`, its shape `config.text` and its weights `params["language"]`. Sequences may hold
+any pruned visual tokens, and may be pruned again between layers: rows differ in length, and padding
+is at the right end only and never changes a result.
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache, Wanted
 from stepprune_jax.models.sequence import (
@@ -114,25 +115,25 @@ class Prefill(NamedTuple):
     cuts: tuple[Sequence, ...] = ()
 
 
-def init_params(key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Params:
+def init_params(key: Array, backbone: Backbone, dtype: DTypeLike = jnp.float32) -> Params:
     """Draws weights of the whole model.
 
     Args:
         key: PRNG key; consumed.
-        config: the model's shape.
+        backbone: the model.
         dtype: dtype of every leaf.
 
     Returns:
         A plain nested dict; kernels are [in, out], weights of layers are stacked along a leading
         axis.
     """
-    params = config.family.init_params(key, config)
+    params = backbone.init_params(key)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 @jax_defaults()
 def abstract_params(
-    config: ModelConfig,
+    backbone: Backbone,
     dtype: DTypeLike = jnp.bfloat16,
     layers: str = "stacked",
     platform: str | None = None,
@@ -140,7 +141,7 @@ def abstract_params(
     """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating arrays.
 
     Args:
-        config: the model's shape.
+        backbone: the model.
         dtype: dtype of every leaf.
         layers: layout of layers: "stacked", "apart" or "auto"; see `stack.lay_out`.
         platform: as in `stack.lay_out`.
@@ -148,7 +149,7 @@ def abstract_params(
     Returns:
         The tree.
     """
-    stacked = jax.eval_shape(lambda: init_params(jax.random.key(0), config, dtype))
+    stacked = jax.eval_shape(lambda: init_params(jax.random.key(0), backbone, dtype))
     return jax.eval_shape(lambda params: lay_out(params, layers, platform), stacked)
 
 
@@ -184,7 +185,7 @@ def _starts(places: _Places, span: Int[Array, "b j"]) -> tuple[Array, Array, Arr
 
 def assemble(
     params: Params,
-    config: ModelConfig,
+    backbone: Backbone,
     ids: Int[Array, "b l"],
     text_length: Int[Array, "b"],
     visual: Visual,
@@ -195,7 +196,7 @@ def assemble(
 
     Args:
         params: the model's weights.
-        config: the model's shape.
+        backbone: the model.
         ids: [b, l] token ids with -200 in place of an image, right-padded with anything.
         text_length: [b] number of ids of each row, with sentinels counted as one.
         visual: the kept tokens.
@@ -221,10 +222,10 @@ def assemble(
         text_position, following = text_slot, total
         visual_position = visual_slot[:, :, None]
     else:
-        offset, extent = config.family.image_positions(config, visual.grid, visual.place)
+        offset, extent = backbone.image_positions(visual.grid, visual.place)
         text_position, image_start, following = _starts(places, extent)
         visual_position = image_start[..., None, None] + offset
-    p = config.family.POSITION_AXES
+    p = backbone.config.position_axes
     text_position = jnp.broadcast_to(text_position[:, None], (b, p, l))
     visual_position = jnp.broadcast_to(visual_position, (b, j, p, k))
     visual_position = visual_position.swapaxes(1, 2).reshape(b, p, j * k)
@@ -393,7 +394,7 @@ def decode_step(
     stages = (cache,) if isinstance(cache, Cache) else tuple(cache)
     language = params["language"]
     hidden = decoder.embed(language, token[:, None])
-    b, p = token.shape[0], config.family.POSITION_AXES
+    b, p = token.shape[0], config.position_axes
     valid = jnp.ones(hidden.shape[:2], bool)
     extended, first = [], 0
     for stage in stages:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from stepprune_jax.user_input import check, expect
+from stepprune_jax.user_input import UserError, expect, require
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
     try:
         jax.distributed.initialize(**settings)
     except RuntimeError as error:
-        raise ValueError(f"the processes of this run did not find each other: {error}") from error
+        raise UserError(f"the processes of this run did not find each other: {error}") from error
 
 
 def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -80,7 +80,7 @@ def _plain(environment: Mapping[str, str]) -> dict[str, Any]:
     good = address.rpartition(":")[2].isdecimal() and count.isdecimal() and number.isdecimal()
     if not good or int(number) >= int(count):
         given = ", ".join(f"{name}={environment.get(name, '')}" for name in _PLAIN)
-        raise ValueError(
+        raise UserError(
             f"a run of several processes needs {_PLAIN[0]}=host:port, {_PLAIN[1]}, and {_PLAIN[2]} "
             f"from 0 below it; got {given}"
         )
@@ -127,7 +127,7 @@ def together(function: Callable[[], T]) -> T:
     failed = any_process(failure is not None)
     if failure is not None:
         raise failure
-    check((not failed, "another process of this run failed; its message gives the reason"))
+    require(not failed, "another process of this run failed; its message gives the reason")
     return result
 
 
@@ -137,7 +137,7 @@ def require_same(digest: str, what: str) -> None:
         return
     digests = multihost_utils.process_allgather(np.frombuffer(bytes.fromhex(digest), np.uint8))
     same = bool((digests == digests[0]).all())
-    check((same, f"{what} differ between the processes of this run"))
+    require(same, f"{what} differ between the processes of this run")
 
 
 def any_process(flag: bool) -> bool:

@@ -20,6 +20,7 @@ from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.parallel.sharding import BATCH
 from stepprune_jax.policy.host import jax_defaults
+from stepprune_jax.user_input import UserError
 
 T = TypeVar("T")  # a tree of arrays
 
@@ -124,7 +125,7 @@ def local_rows(mesh: Mesh | None, rows: int) -> slice:
     cuts = sharding.addressable_devices_indices_map((rows,)).values()
     spans = sorted({cut.indices(rows)[:2] for (cut,) in cuts})
     if any(end != start for (_, end), (start, _) in itertools.pairwise(spans)):
-        raise ValueError(
+        raise UserError(
             f"the mesh {dict(mesh.shape)} gives process {jax.process_index()} rows that do not "
             "follow each other; build it with the processes in order along its first axes"
         )

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import UserError, naming, require
 
 AXES = ("data", "fsdp", "tensor")
 PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor", "data_fsdp")
@@ -58,8 +58,9 @@ def build_mesh(
         shape[shape.index(-1)] = len(devices) // known
     fits = sizes.keys() <= {*AXES} and min(shape) >= 1 and math.prod(shape) == len(devices)
     unlike = f"mesh sizes {sizes} do not fit {len(devices)} devices; axes: {', '.join(AXES)}"
-    check((fits, unlike))
-    return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    require(fits, unlike)
+    with naming(f"mesh {sizes}", ValueError):  # as of a TPU whose chips lie otherwise
+        return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def _sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
@@ -75,7 +76,7 @@ def _sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
         pairs = [pair.split("=") for pair in preset.split(",")]
         return {axis.strip(): int(size) for axis, size in pairs}
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"mesh {preset!r} is unknown, expected one of {', '.join(PRESETS)}, or sizes by axis, "
             "such as data=2,fsdp=-1"
         ) from None
@@ -122,7 +123,7 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
             axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
             parts = math.prod(mesh.shape[axis] for axis in axes)
             cut = f"{size} is not divisible by the {parts} devices of mesh axes {axes}"
-            check((size % parts == 0, f"{name} of shape {tuple(leaf.shape)}: {cut}"))
+            require(size % parts == 0, f"{name} of shape {tuple(leaf.shape)}: {cut}")
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(sharding, tree)

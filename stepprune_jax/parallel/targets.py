@@ -14,7 +14,7 @@ import jax
 from jax.experimental import topologies
 
 from stepprune_jax.parallel.accelerators import known_as
-from stepprune_jax.user_input import nearest
+from stepprune_jax.user_input import UserError, nearest
 
 # XLA's message on a product for which its first choice of Triton tiles fails. With a device it
 # would try others, and cuBLAS.
@@ -98,7 +98,7 @@ def read_name(name: str) -> Named:
     known = (*CARDS, *TPUS)
     form = r"[1-9]\d*" if kind in CARDS else r"[1-9]\d*(x[1-9]\d*){1,2}"
     if kind not in known or (colon and not re.fullmatch(form, size)):
-        raise ValueError(
+        raise UserError(
             f"target {name!r} is unknown, expected one of {', '.join(known)}, with a number of "
             f"cards or a layout of chips, such as h200:2 or v5e:2x4.{nearest(kind, known)}"
         )
@@ -112,7 +112,7 @@ def make_target(name: str) -> Target:
     """Creates the devices of a target, before or after jax has started."""
     named, problem = read_name(name), missing(name)
     if problem:
-        raise ValueError(f"target {name!r}: {problem}")
+        raise UserError(f"target {name!r}: {problem}")
     return (_cuda if named.kind in CARDS else _tpu)(name, named)
 
 
@@ -195,5 +195,5 @@ def _tpu(name: str, named: Named) -> Target:
         said = str(error).splitlines()[0]
         if not said.startswith("INVALID_ARGUMENT"):
             raise
-        raise ValueError(f"target {name!r}: libtpu has no such layout of chips: {said}") from error
+        raise UserError(f"target {name!r}: libtpu has no such layout of chips: {said}") from error
     return Target(name, tuple(topology.devices), {})

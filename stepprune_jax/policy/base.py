@@ -74,11 +74,11 @@ class Inputs(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("budget", "min_tokens", "max_tokens"),
-    meta_fields=("max_steps", "group"),
+    meta_fields=("max_steps", "group", "draw"),
 )
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Bounds on the number of tokens kept; a field that is None takes the configuration's value.
+    """How many tokens are kept, and how; a field that is None takes the configuration's value.
 
     Counts are integers or one per row, and may be traced. A row never keeps more tokens than it
     has.
@@ -95,6 +95,7 @@ class Limits:
             token: p_t(i) over the remaining tokens, the stop (a hazard before each token, the
             other two by the group's logits), A_t and beta^t; the credit of each of the g tokens is
             a gradient to the group's logits. The last group is cut where the episode ends.
+        draw: temperature at which tokens are drawn, 0 for the most probable ones; static.
     """
 
     budget: ArrayLike | None = None
@@ -102,6 +103,7 @@ class Limits:
     max_tokens: ArrayLike | None = None
     max_steps: int | None = None
     group: int | None = None
+    draw: float | int | None = None
 
 
 @jax.tree_util.register_static
@@ -136,12 +138,13 @@ class Progress(NamedTuple):
     Attributes:
         share: share of training done, in [0, 1]; sets the temperature of SoftTopK.
         text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
-        running_count: running mean of K, 0 at the start; read by `soft_budget="batch_mean"` only.
+        state: what the objective returned as its state for the batch before, if it has any; () for
+            the first batch.
     """
 
     share: ArrayLike = 1.0
     text_gate: ArrayLike = 1.0
-    running_count: ArrayLike = 0.0
+    state: Any = ()
 
 
 class Trajectory(NamedTuple):
@@ -243,7 +246,8 @@ class Gated(NamedTuple):
         stopped: count at which a row stops by itself; under a probe, the one at a price factor of
             1.
         longest: T_max of each row.
-        running_count: updated running mean of K.
+        state: the running mean of K, for `Progress.state` of the next batch, if `soft_budget` is
+            "batch_mean"; () otherwise.
         real: True at real tokens.
     """
 
@@ -254,7 +258,7 @@ class Gated(NamedTuple):
     price: Float[Array, "b"]
     stopped: Int[Array, "b"]
     longest: Int[Array, "b"]
-    running_count: Float[Array, ""]
+    state: Float[Array, ""] | tuple[()]
     real: Bool[Array, "b n"]
 
 

@@ -1,5 +1,6 @@
 """From a selection to a short prefix: kept tokens, padded to a bucket."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -102,6 +103,19 @@ _choose = jax.jit(choose)
 run_gather = jax.jit(gather, static_argnames=("capacity", "order"))
 
 
+def as_arrays(limits: Limits, config: PolicyConfig, batch: int, num_tokens: int) -> Limits:
+    """Returns limits whose counts are arrays, so that all of them share a program.
+
+    Raises:
+        ValueError: limits out of range.
+    """
+    _, group, rows = read_limits(limits, config, batch, num_tokens)
+    if limits.budget is not None:
+        return dataclasses.replace(limits, budget=rows.max_tokens, group=group)
+    least, most = rows
+    return dataclasses.replace(limits, min_tokens=least, max_tokens=most, group=group)
+
+
 @implicit_promotion()
 def prune(
     params: Params,
@@ -141,16 +155,9 @@ def prune(
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, inputs))):
         raise TypeError(
             "prune reads the counts on the host and cannot be jitted: jit choose(params, config, "
-            "inputs, ...) and gather(picks, image, capacity), or Policy.select_fn"
+            "inputs, ...) and gather(picks, image, capacity), or Policy.select"
         )
-    steps, group, rows = read_limits(limits, config, *inputs.image.shape[:2])
-    sizes = {"max_steps": limits.max_steps, "group": group}
-    # Every count is an array, so that programs are the same for all.
-    if limits.budget is None:
-        limits = Limits(min_tokens=rows.min_tokens, max_tokens=rows.max_tokens, **sizes)
-    else:
-        limits = Limits(budget=rows.max_tokens, **sizes)
-    how = {"stop_bias": stop_bias, "decoder": decoder, "key": key}
-    picks = _choose(params, config, inputs, limits, **how)
-    bucket = choose_bucket(picks.count, bucket_ladder(steps))
+    limits = as_arrays(limits, config, *inputs.image.shape[:2])
+    picks = _choose(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder, key=key)
+    bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))
     return run_gather(picks, inputs.image, bucket, order=order)

@@ -1,6 +1,5 @@
 """The training pathway: `gate` makes every token as noisy as the policy decides; Eq. (15)."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -72,20 +71,21 @@ def gate(
         ValueError: features or embeddings of another width, or masks of another shape.
     """
     budget_key, noise_key = jax.random.split(key)
-    count, limits = jnp.sum(inputs.real, axis=1), Limits()
+    # The history is that of the best tokens, as printed.
+    count, limits = jnp.sum(inputs.real, axis=1), Limits(draw=0.0)
     most = longest(config, count)
     if config.batch_budget == "probe":
         shares = budget_range(RANDOM_BUDGET, config.budget_anneal, progress.share)
         budget = draw_budgets(budget_key, count, most, shares)
-        limits = Limits(min_tokens=budget, max_tokens=budget)
+        limits = Limits(min_tokens=budget, max_tokens=budget, draw=0.0)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, len(count))
     bias = stop_bias + log_price
-    # The history is that of the best tokens, as printed.
-    best = dataclasses.replace(config, draw=0.0)
-    episode = begin(params, best, inputs, limits, progress.text_gate, bias, decoder)
-    trajectory = roll_out(params, best, episode, decoder)
-    running = jnp.asarray(progress.running_count, jnp.float32)
-    running = update_running_count(running, trajectory.count)
+    episode = begin(params, config, inputs, limits, progress.text_gate, bias, decoder)
+    trajectory = roll_out(params, config, episode, decoder)
+    running, state = 0.0, ()
+    if config.soft_budget == "batch_mean":
+        (before,) = jax.tree.leaves(progress.state) or (0.0,)
+        running = state = update_running_count(before, trajectory.count)
     k = soft_budget(config, trajectory, running, count)
     scores = trajectory_scores(config, trajectory)
     temperature = polarisation_temperature(config, progress.share)
@@ -102,7 +102,7 @@ def gate(
         price=jnp.exp(log_price + log_price_growth(config, trajectory.count, count)),
         stopped=stopped,
         longest=most,
-        running_count=jax.lax.stop_gradient(running),
+        state=jax.lax.stop_gradient(state),
         real=inputs.real,
     )
 

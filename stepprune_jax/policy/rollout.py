@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params, StepFn
-from stepprune_jax.policy.config import PolicyConfig, is_integer
+from stepprune_jax.policy.config import PolicyConfig, is_integer, is_number
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.host import THREEFRY, implicit_promotion, threefry
 from stepprune_jax.policy.layers import score_dtype
@@ -29,7 +29,7 @@ class Episode(NamedTuple):
     """Arguments of an episode, broadcast to full shape: slots are zero in the padding.
 
     `exact` says whether the count is given, so that no stop has to be looked at. `key` has one for
-    each row if tokens are drawn, and is None otherwise.
+    each row if tokens are drawn, and is None otherwise; `draw` is their temperature.
     """
 
     query: Float[Array, "b d"]
@@ -43,6 +43,7 @@ class Episode(NamedTuple):
     group: int
     exact: bool
     key: Key[Array, "b"] | None
+    draw: float | int
 
 
 def read_limits(
@@ -117,8 +118,17 @@ def start_episode(
     start = decoder.init(params, config, slots, memory_mask, steps)
     bias = jnp.broadcast_to(jnp.asarray(stop_bias, score_dtype(memory.dtype)), (b,))
     exact = limits.budget is not None
-    keys = read_key(key, b) if config.draw else None
-    return Episode(*start, slots, image_mask, rows, bias, steps, group, exact, keys)
+    draw = read_temperature(limits, config)
+    keys = read_key(key, b) if draw else None
+    return Episode(*start, slots, image_mask, rows, bias, steps, group, exact, keys, draw)
+
+
+def read_temperature(limits: Limits, config: PolicyConfig) -> float | int:
+    """Returns the temperature of the draws; raises a ValueError unless it is a number >= 0."""
+    draw = config.draw if limits.draw is None else limits.draw
+    if not (is_number(draw) and draw >= 0):
+        raise ValueError(f"draw is {draw!r}, expected a number >= 0")
+    return draw
 
 
 def read_key(key: Array | None, batch: int) -> Key[Array, "b"]:
@@ -134,7 +144,7 @@ def read_key(key: Array | None, batch: int) -> Key[Array, "b"]:
 
 
 def gumbel(
-    config: PolicyConfig,
+    scale: float | int,
     key: Key[Array, "b"],
     step: Int[Array, ""],
     num_tokens: int,
@@ -143,25 +153,25 @@ def gumbel(
     """Draws the noise of a step, by which the argmax of the logits becomes a draw.
 
     The noise of a token depends on the row's key, the step and its place: neither on other rows nor
-    on padding.
+    on padding. It is multiplied by `scale`, the temperature of the distribution that is drawn from.
     """
     keys = jax.vmap(jax.random.fold_in, (0, None))(key, step)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (num_tokens,), dtype))(keys)
-    return config.draw * config.temperature * noise
+    return scale * noise
 
 
 def perturbed(
     config: PolicyConfig,
+    episode: Episode,
     logits: Float[Array, "b m"],
-    key: Key[Array, "b"] | None,
     step: Int[Array, ""],
 ) -> Float[Array, "b n"]:
     """Returns the logits of the image slots, with the noise of a step where tokens are drawn."""
     image = logits[:, :-1]
-    if key is None:
+    if episode.key is None:
         return image
-    num_tokens = image.shape[1]
-    return image + gumbel(config, key, step, num_tokens, image.dtype)
+    scale, num_tokens = episode.draw * config.temperature, image.shape[1]
+    return image + gumbel(scale, episode.key, step, num_tokens, image.dtype)
 
 
 def best_token(image: Float[Array, "*b n"], available: Bool[Array, "*b n"]) -> Int[Array, "*b"]:
@@ -288,9 +298,8 @@ def rollout(
     def body(carry, t):
         query, cache, available = carry
         logits, cache = step(params, config, episode.context, query, cache, t)
-        choice = best_token(
-            perturbed(config, logits, episode.key, t - t % episode.group), available
-        )
+        noisy = perturbed(config, episode, logits, t - t % episode.group)
+        choice = best_token(noisy, available)
         p = step_distribution(config, logits, available, t, episode.limits, episode.stop_bias)
         prob = jnp.concatenate([p.prob, p.stop_prob[..., None]], axis=-1)
         available = available & (tokens != choice[:, None])

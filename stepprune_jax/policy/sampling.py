@@ -40,7 +40,7 @@ def sample(
 
     Args:
         params: policy weights.
-        config: policy configuration; `draw` and `estimator` are not read.
+        config: policy configuration; `draw` and `estimator` are not read, nor is `limits.draw`.
         inputs: image and question.
         limits: bounds on the counts. An exact budget leaves the stop no choice.
         keys: g PRNG keys, one for each draw; consumed.
@@ -54,14 +54,13 @@ def sample(
     Raises:
         ValueError: as `select`.
     """
-    config = dataclasses.replace(config, draw=1.0, estimator="parallel")
-    b = inputs.image.shape[0]
+    b, limits = inputs.image.shape[0], dataclasses.replace(limits, draw=1.0)
     started = begin(params, config, inputs, limits, text_gate, stop_bias, decoder)
 
     def one(key):
         order_key, stop_key = jax.random.split(key)
         episode = started._replace(key=jax.random.split(order_key, b))
-        return read_draw(roll_out(params, config, episode, decoder), stop_key)
+        return read_draw(roll_out(params, config, episode, decoder, "parallel"), stop_key)
 
     return jax.vmap(one)(threefry(keys))
 

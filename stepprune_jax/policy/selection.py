@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.base import (
+    AnyArray,
     DecoderFns,
     Inputs,
     Limits,
@@ -74,8 +75,8 @@ def begin(
 ) -> Episode:
     """Encodes the inputs and prepares an episode over them."""
     encoded, asked = encode_and_ask(params, config, inputs, text_gate)
-    how = (inputs.image_mask, limits, stop_bias, decoder, key)
-    episode = start_episode(params, config, memory(params, encoded), *how)
+    slots, mask = memory(params, encoded), inputs.image_mask
+    episode = start_episode(params, config, slots, mask, limits, stop_bias, decoder, key)
     return episode if asked is None else episode._replace(query=episode.query + asked)
 
 
@@ -105,7 +106,7 @@ def select(
         text_gate: g_txt.
         stop_bias: added to the stop logits, a number or one per row.
         decoder: functions of the decoder.
-        key: PRNG key of the draws if `config.draw` is not 0, one for all rows or one for each;
+        key: PRNG key of the draws if their temperature is not 0, one for all rows or one for each;
             consumed. By default a fixed one, so that a question's tokens are always the same.
 
     Returns:
@@ -119,10 +120,14 @@ def select(
 
 
 def roll_out(
-    params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
+    params: Params,
+    config: PolicyConfig,
+    episode: Episode,
+    decoder: DecoderFns = POINTER,
+    estimator: str | None = None,
 ) -> Trajectory:
-    """Runs an episode with the estimator and the feedback that are asked for."""
-    straight = config.estimator == "straight_through"
+    """Runs an episode with an estimator, the configuration's by default, and the feedback of it."""
+    straight = (estimator or config.estimator) == "straight_through"
     if not straight and decoder.sequence is not None and decoder.feedback is None:
         return select_parallel(params, config, episode, decoder)
     feedback = decoder.feedback or (straight_through if straight else hard_feedback)
@@ -201,7 +206,7 @@ def step_by_step(params: Params, config: PolicyConfig, episode: Episode, step: S
         logits, cache = step(params, config, episode.context, query, cache, t)
         margin = stop_margin(config, logits, available, t, episode.stop_bias)[2]
         first = t - t % episode.group
-        choice = best_token(perturbed(config, logits, episode.key, first), available)
+        choice = best_token(perturbed(config, episode, logits, first), available)
         available = available & (jnp.arange(n) != choice[:, None])
         state = (hard_feedback(episode.slots, None, choice), cache, available)
         return state, choice[None], margin[None]
@@ -255,9 +260,9 @@ def by_tables(
         numbers = first // group + jnp.arange(pointer_steps)
         noise = None
         if key is not None:  # of the whole block at once
-            wide = layers.score_dtype(episode.slots.dtype)
+            wide, scale = layers.score_dtype(episode.slots.dtype), episode.draw * config.temperature
             noise = jax.vmap(gumbel, (None, None, 0, None, None))(
-                config, key, numbers * group, n, wide
+                scale, key, numbers * group, n, wide
             )
         walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
         choice, stop, best = jax.tree.map(lambda x: x.swapaxes(0, 1), read)
@@ -332,13 +337,13 @@ def pick(
     return first_picks(choice[:steps].T, first_true(stop.T), n)
 
 
-def first_picks(order: Int[Array, "b t"], count: Int[Array, "b"], num_tokens: int) -> Picks:
+def first_picks(order: Int[AnyArray, "b t"], count: Int[AnyArray, "b"], num_tokens: int) -> Picks:
     """Picks the first `count` tokens of each row's order."""
     b, steps = order.shape
     action = jnp.where(jnp.arange(steps) < count[:, None], order, num_tokens)
     kept = jnp.zeros((b, num_tokens), bool)
     kept = kept.at[jnp.arange(b)[:, None], action].set(True, mode="drop")
-    return Picks(action, count, kept)
+    return Picks(action, jnp.asarray(count), kept)
 
 
 @implicit_promotion()

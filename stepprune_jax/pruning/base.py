@@ -1,14 +1,16 @@
 """The interface of all pruning methods: what a method sees, what it keeps, and where.
 
-A `Pruner` is a frozen, hashable configuration with pure functions. It chooses before the language
-model (`select`), between its layers (`cuts`, `drop`), or both. A `Ranker` puts tokens in an order
-whose prefixes are its choices, so that one pass serves every budget. The trained parameters of a
-method are arguments.
+A `Pruner` is a frozen dataclass with pure functions, and a pytree: it is an argument of the
+programs that use it, with the weights of a trained method as its leaves. It chooses before the
+language model (`keep`), between its layers (`cuts`, `drop`), or both. A `Ranker` puts tokens in an
+order whose prefixes are its choices, so that one pass serves every budget.
 """
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+import functools
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +21,17 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import POSITIONS as MODEL_POSITIONS
 from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.policy import FeatureStats, Picks, gather
+from stepprune_jax.policy import Picks, gather
 from stepprune_jax.policy.host import THREEFRY
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import keep_best
+from stepprune_jax.user_input import UserError, require
 
 # Choices of position ids for kept tokens; "own" is what the method's authors use.
 POSITIONS = (*MODEL_POSITIONS, "own")
+
+AnyPruner = TypeVar("AnyPruner", bound="Pruner")
 
 
 class View(NamedTuple):
@@ -98,24 +103,6 @@ class Ranking(NamedTuple):
     margin: Float[Array, "r t"] | None = None
 
 
-class Trained(NamedTuple):
-    """Parameters of a trained pruner.
-
-    Attributes:
-        weights: tree of arrays.
-        stats: statistics of the features it was trained with, or None.
-        stop_bias: added to the stop logits.
-    """
-
-    weights: dict[str, Any]
-    stats: FeatureStats | None
-    stop_bias: ArrayLike = 0.0
-
-
-# The first argument of a pruner's functions; empty where nothing is trained.
-Params = Trained | tuple[()]
-
-
 class LayerCut(NamedTuple):
     """A place between layers where a pruner drops tokens.
 
@@ -147,21 +134,40 @@ class Survivors(NamedTuple):
     merged: int = 0
 
 
+class Schedule(NamedTuple):
+    """How many tokens of an image are in the language model.
+
+    Attributes:
+        enter: tokens that enter it; None if that depends on more than the image's size.
+        most: the most tokens that may enter it.
+        after: the tokens that remain after each cut between its layers.
+    """
+
+    enter: int | None
+    most: int
+    after: tuple[Survivors, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Pruner:
     """Base class of pruning methods, which keeps everything.
 
-    Subclasses add their options as fields and override the methods in which they differ.
+    Subclasses are frozen dataclasses that add their options as fields, and override the methods in
+    which they differ. Every subclass is a pytree: the fields that `leaves` names are its children,
+    all others are static.
 
     Attributes:
-        budget: tokens to keep per image.
+        budget: tokens to keep per image: a `Budget`, or what `Budget.parse` reads, such as 64,
+            "1/9" or "own".
     """
 
-    budget: Budget = Budget()
+    budget: Any = Budget()  # a `Budget` once it is built
 
     name: ClassVar[str]
     # Its name in tables.
     label: ClassVar[str]
+    # The fields that are arrays or trees of arrays.
+    leaves: ClassVar[tuple[str, ...]] = ()
     # Supported kinds of budgets.
     budgets: ClassVar[tuple[str, ...]] = ("all", *EXACT)
     # Options that set the number of tokens in place of a budget.
@@ -174,12 +180,30 @@ class Pruner:
     after_projector: ClassVar[bool] = False
     # Whether its tokens are random ones, by an option `seed`, which commands set to their own.
     is_random: ClassVar[bool] = False
-    # The class of a policy's configuration, for a pruner that is `Learned`.
+    # The class of its configuration, for a pruner with weights.
     config_type: ClassVar[type | None] = None
     # Whether it has a learned stop, and so stop biases and mean budgets.
     has_stop: ClassVar[bool] = False
     # Incremented when the choice of tokens changes, so that answers are not mixed.
     version: ClassVar[int] = 1
+
+    def __init_subclass__(cls, **keywords: Any):
+        super().__init_subclass__(**keywords)
+        jax.tree_util.register_pytree_with_keys(
+            cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten
+        )
+
+    def __post_init__(self):
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+
+    def with_budget(self: AnyPruner, budget: Budget | int | str) -> AnyPruner:
+        """Returns a copy with another budget, as `Budget.parse` reads it."""
+        return dataclasses.replace(self, budget=Budget.parse(budget))
+
+    @property
+    def bare(self: AnyPruner) -> AnyPruner:
+        """A copy without its leaves, which can be hashed: a key for what depends on the method."""
+        return dataclasses.replace(self, **dict.fromkeys(self.leaves)) if self.leaves else self
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Checks budget, options and model before anything is loaded.
@@ -191,11 +215,12 @@ class Pruner:
         Raises:
             ValueError: an unsupported budget or option, or a model that lacks an intermediate.
         """
-        budget, most = self.budget, self.most(num_tokens)
+        budget = self.budget
         self.require_kind(budget)
         if budget.kind in EXACT:
+            most = self.schedule(config, num_tokens).most
             count = budget.number if budget.kind == "count" else budget.exact_count(num_tokens)
-            self.require("budget", count <= most, f"at most {most} of {num_tokens} visual tokens")
+            self.expect("budget", count <= most, f"at most {most} of {num_tokens} visual tokens")
 
     @property
     def budget_counts(self) -> str:
@@ -206,29 +231,31 @@ class Pruner:
     def require_kind(cls, budget: Budget) -> None:
         """Raises a ValueError unless budgets of this kind are supported."""
         if budget.kind not in cls.budgets:
-            raise ValueError(
+            raise UserError(
                 f"{cls.name} does not support the budget {budget}, only {', '.join(cls.budgets)}"
             )
 
-    def require(self, option: str, holds: bool, expected: str) -> None:
-        """Raises a ValueError that names the option and what was `expected`, unless `holds`."""
-        if not holds:
-            value = getattr(self, option)
-            shown = str(value) if isinstance(value, Budget) else repr(value)
-            raise ValueError(f"{self.name}: {option} is {shown}, expected {expected}")
+    def expect(self, option: str, fits: bool, expected: str) -> None:
+        """Raises a UserError that names the option and what was `expected`, unless it fits."""
+        value = getattr(self, option)
+        shown = str(value) if isinstance(value, Budget) else repr(value)
+        require(fits, f"{self.name}: {option} is {shown}, expected {expected}")
 
-    def most(self, num_tokens: int) -> int:
-        """Returns the largest count it can keep of an image with `num_tokens` tokens."""
-        return num_tokens
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts an image's tokens in the language model; all other counts derive from it.
+
+        Args:
+            config: the model's configuration.
+            num_tokens: tokens of the image.
+
+        Returns:
+            The counts, with an entry of `Schedule.after` for each of `cuts`.
+        """
+        return Schedule(self.budget.count(num_tokens), num_tokens)
 
     def own_positions(self, config: ModelConfig) -> str:
         """Returns `positions`, or "original" in a model whose tokens have several ids each."""
-        return self.positions if config.family.POSITION_AXES == 1 else "original"
-
-    def entering(self, num_tokens: int) -> int | None:
-        """Returns how many tokens of an image enter the language model; None if data-dependent."""
-        count = self.budget.count(num_tokens)
-        return None if count is None else min(count, self.most(num_tokens))
+        return self.positions if config.position_axes == 1 else "original"
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the intermediates of the tower that it needs."""
@@ -237,16 +264,15 @@ class Pruner:
     def program(self) -> "Pruner":
         """Returns the pruner without its exact count, on which no compiled program depends.
 
-        `select` reads exact counts from the view, and `drop` takes them as an argument, so that all
+        `keep` reads exact counts from the view, and `drop` takes them as an argument, so that all
         counts share programs.
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
-    def select(self, params: Params, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Chooses the tokens that enter the language model.
 
         Args:
-            params: trained parameters.
             view: inputs of the pruner.
             capacity: static size of the result; at least every row's count.
 
@@ -272,18 +298,6 @@ class Pruner:
         """
         return ()
 
-    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns how many tokens of an image remain after each cut.
-
-        Args:
-            config: the model's configuration.
-            num_tokens: tokens of the image that enter the language model.
-
-        Returns:
-            One entry for each of `cuts`.
-        """
-        return ()
-
     def layer_tokens(
         self, config: ModelConfig, num_tokens: int, kept: int | None = None
     ) -> list[int]:
@@ -297,23 +311,46 @@ class Pruner:
         Returns:
             A count for each layer, as `flops.llm_flops` takes them once the text is added.
         """
-        entering, most = self.entering(num_tokens), num_tokens if kept is None else kept
-        entering = most if entering is None else entering
-        cuts, counts = self.cuts(config, num_tokens), [entering] * config.text.num_layers
-        for cut, left in zip(cuts, self.survivors(config, entering), strict=True):
+        enter = self.schedule(config, num_tokens).enter
+        if enter is None:
+            enter = num_tokens if kept is None else kept
+        cuts, counts = self.cuts(config, num_tokens), [enter] * config.text.num_layers
+        for cut, left in zip(cuts, self.schedule(config, enter).after, strict=True):
             counts[cut.layer :] = [sum(left) if kept is None else kept] * (len(counts) - cut.layer)
         return counts
+
+
+def _flatten(pruner: Pruner) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the children of a pruner, and its static fields."""
+    names = [field.name for field in dataclasses.fields(pruner) if field.name not in pruner.leaves]
+    children = tuple(getattr(pruner, name) for name in pruner.leaves)
+    return children, tuple(getattr(pruner, name) for name in names)
+
+
+def _flatten_with_keys(pruner: Pruner) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the children of a pruner with the names of their fields, and its static fields."""
+    children, static = _flatten(pruner)
+    keys = map(jax.tree_util.GetAttrKey, pruner.leaves)
+    return tuple(zip(keys, children, strict=True)), static
+
+
+def _unflatten(cls: type[Pruner], static: tuple[Any, ...], children: Iterable[Any]) -> Pruner:
+    """Builds a pruner without checks: its children may be tracers, or anything a tree may hold."""
+    pruner = object.__new__(cls)
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in cls.leaves]
+    for name, value in zip((*names, *cls.leaves), (*static, *children), strict=True):
+        object.__setattr__(pruner, name, value)
+    return pruner
 
 
 class Ranker(Pruner, abc.ABC):
     """A pruner that puts tokens in an order and keeps a prefix of it."""
 
     @abc.abstractmethod
-    def rank(self, params: Params, view: View, steps: int) -> Ranking:
+    def rank(self, view: View, steps: int) -> Ranking:
         """Puts the tokens of each row in an order.
 
         Args:
-            params: trained parameters.
             view: inputs of the pruner.
             steps: static length of the order.
 
@@ -321,25 +358,22 @@ class Ranker(Pruner, abc.ABC):
             The order, and the margins of a learned stop.
         """
 
-    def counts(
-        self, params: Params, ranking: Ranking, exact: Int[ArrayLike, "r"]
-    ) -> Int[ArrayLike, "r"]:
+    def counts(self, ranking: Ranking, exact: Int[ArrayLike, "r"]) -> Int[ArrayLike, "r"]:
         """Returns the length of the prefix kept of each row's order; runs on the host.
 
         Args:
-            params: trained parameters.
             ranking: the orders.
-            exact: [r] result of `entering` for each row's image, or the image's number of tokens
-                where a learned stop decides.
+            exact: [r] tokens that enter of each row's image, or the image's number of tokens where
+                a learned stop decides.
 
         Returns:
             [r] counts.
         """
         return exact
 
-    def select(self, params: Params, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Keeps the first `view.count` tokens of the order, in raster order."""
-        ranking = self.rank(params, view, capacity)
+        ranking = self.rank(view, capacity)
         return take_first(view.tokens, ranking.order, view.count, capacity)
 
 
@@ -355,19 +389,16 @@ class LayerPruner(Pruner, abc.ABC):
             return "the mean over all layers of an image's tokens"
         return "tokens of an image after the last cut between layers"
 
-    def entering(self, num_tokens: int) -> int:
-        """Returns n: all tokens enter."""
-        return num_tokens
-
     @abc.abstractmethod
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cuts; as in `Pruner`, but at least one."""
 
-    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the budget, after a single cut."""
-        return (Survivors(self.budget.exact_count(num_tokens)),)
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts all tokens before a single cut, and the budget after it."""
+        left = Survivors(self.budget.exact_count(num_tokens))
+        return Schedule(num_tokens, num_tokens, (left,))
 
-    def probe(self, params: Params) -> Float[Array, "layers e"] | None:
+    def probe(self) -> Float[Array, "layers e"] | None:
         """Returns vectors of a token behind each prompt before a cut; see `models.vlm.Cut`."""
         return None
 
@@ -385,7 +416,6 @@ class LayerPruner(Pruner, abc.ABC):
 
     def drop(
         self,
-        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
@@ -394,7 +424,6 @@ class LayerPruner(Pruner, abc.ABC):
         """Chooses the tokens that remain after a cut.
 
         Args:
-            params: trained parameters.
             cut: the cut.
             sequence: the rows before it.
             taps: the cut's intermediates by name.

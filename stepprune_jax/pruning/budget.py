@@ -3,6 +3,8 @@
 import dataclasses
 from fractions import Fraction
 
+from stepprune_jax.user_input import UserError
+
 EXACT = ("count", "rate")
 # What each kind has as its value.
 _VALUES = {
@@ -35,7 +37,7 @@ class Budget:
     def __post_init__(self):
         value = self.value
         if self.kind not in _VALUES:
-            raise ValueError(f"budget of kind {self.kind!r}, expected one of {', '.join(_VALUES)}")
+            raise UserError(f"budget of kind {self.kind!r}, expected one of {', '.join(_VALUES)}")
         if self.kind in ("all", "own"):
             good = value is None
         elif not isinstance(value, int | float | Fraction) or isinstance(value, bool):
@@ -45,14 +47,14 @@ class Budget:
         else:
             good = 0 < value <= 1 if self.kind == "rate" else 0 < value < 1 << 31
         if not good:
-            raise ValueError(f"budget is {value!r}, expected {_VALUES[self.kind]}")
+            raise UserError(f"budget is {value!r}, expected {_VALUES[self.kind]}")
 
     @classmethod
-    def parse(cls, text: str | int | float | None) -> "Budget":
+    def parse(cls, text: "Budget | str | int | float | None") -> "Budget":
         """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
 
         Args:
-            text: the text, or a count; None is "all".
+            text: the text, a count, or a budget, which is returned; None is "all".
 
         Returns:
             The budget. Shares are exact: a third of 576 tokens is 192.
@@ -60,6 +62,8 @@ class Budget:
         Raises:
             ValueError: another form, or a number out of range.
         """
+        if isinstance(text, Budget):
+            return text
         text = "all" if text is None else str(text)
         if text in ("all", "own"):
             return cls(text)
@@ -73,7 +77,7 @@ class Budget:
                 return cls("rate", Fraction(text))
             return cls("count", int(text))
         except (ValueError, ZeroDivisionError) as error:
-            raise ValueError(
+            raise UserError(
                 f"budget is {text!r}, expected a count such as 64, a share such as 1/3 or 22.2%, "
                 "mean:32, own, or all"
             ) from error

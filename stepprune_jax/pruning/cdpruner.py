@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Params, Ranker, Ranking, View
+from stepprune_jax.pruning.base import Ranker, Ranking, View
 from stepprune_jax.pruning.ordering import unit_vectors
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -58,11 +58,11 @@ class CDPruner(Ranker):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects options out of range."""
         super().check(config, num_tokens)
-        self.require("theta", self.theta is None or 0 <= self.theta < 1, "None, or 0 to below 1")
-        self.require("relevance_weight", 0 <= self.relevance_weight <= 1, "0 to 1")
-        self.require("split_threshold", self.split_threshold >= 0, "an integer from 0")
+        self.expect("theta", self.theta is None or 0 <= self.theta < 1, "None, or 0 to below 1")
+        self.expect("relevance_weight", 0 <= self.relevance_weight <= 1, "0 to 1")
+        self.expect("split_threshold", self.split_threshold >= 0, "an integer from 0")
 
-    def rank(self, params: Params, view: View, steps: int) -> Ranking:
+    def rank(self, view: View, steps: int) -> Ranking:
         """Orders the tokens of each row by greedy maximization of the determinant."""
         real = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
         unit, size = unit_vectors(view.tokens, view.valid), real.sum(1, keepdims=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Params, Ranker, Ranking, View
+from stepprune_jax.pruning.base import Ranker, Ranking, View
 from stepprune_jax.pruning.ordering import by_score, class_token_block
 
 
@@ -29,7 +29,7 @@ class Cls(Ranker):
         """Returns the class token's row of attention."""
         return (Tap("attention", class_token_block(config, self.name)),)
 
-    def rank(self, params: Params, view: View, steps: int) -> Ranking:
+    def rank(self, view: View, steps: int) -> Ranking:
         """Orders patches by attention."""
         attention = jnp.mean(view.taps[0].astype(jnp.float32), axis=1)
         return Ranking(by_score(attention[:, 1:], None)[:, :steps])

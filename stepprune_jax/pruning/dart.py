@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
 from stepprune_jax.pruning.ordering import keep_best, unit_vectors
 
 ORDERS = ("set", "norm")
@@ -54,11 +54,11 @@ class Dart(LayerPruner):
         """Rejects a layer that does not exist, an absence of pivots, and an unknown order."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
-        self.require("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
+        self.expect("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
         for pivots in ("pivot_image_token", "pivot_text_token"):
             known = getattr(self, pivots) >= 0 and self._pivots > 0
-            self.require(pivots, known, "0 or more, and at least one pivot of both kinds")
-        self.require("pivot_order", self.pivot_order in ORDERS, f"one of {', '.join(ORDERS)}")
+            self.expect(pivots, known, "0 or more, and at least one pivot of both kinds")
+        self.expect("pivot_order", self.pivot_order in ORDERS, f"one of {', '.join(ORDERS)}")
 
     @property
     def _pivots(self) -> int:
@@ -73,19 +73,19 @@ class Dart(LayerPruner):
         """The image's pivots are not among them."""
         return "tokens that the pivots select; the image's pivots remain in addition"
 
-    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the number of tokens taken, plus the visual pivots."""
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts the tokens taken, plus the visual pivots."""
         if self.budget.exact_count(num_tokens) >= num_tokens:
-            return (Survivors(num_tokens),)
+            return Schedule(num_tokens, num_tokens, (Survivors(num_tokens),))
         # A share is not rounded before it is divided.
         kind, number = self.budget.kind, Fraction(self.budget.number)
         budget = number * num_tokens if kind == "rate" else number
         taken = int(budget // self._pivots) * self._pivots
-        return (Survivors(max(1, min(num_tokens, taken + self.pivot_image_token))),)
+        left = max(1, min(num_tokens, taken + self.pivot_image_token))
+        return Schedule(num_tokens, num_tokens, (Survivors(left),))
 
     def drop(
         self,
-        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],

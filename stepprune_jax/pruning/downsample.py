@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from stepprune_jax.pruning.base import Kept, Params, Pruner, View
+from stepprune_jax.pruning.base import Kept, Pruner, View
 from stepprune_jax.pruning.grid import deal_lines
 
 
@@ -31,7 +31,7 @@ class Downsample(Pruner):
     label = "downsample"
     positions: ClassVar[str] = "compact"
 
-    def select(self, params: Params, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Returns the means of the cells in raster order."""
         n, slot, count = view.tokens.shape[1], jnp.arange(capacity)[None], view.count[:, None]
         height, width = view.grid[:, :1], view.grid[:, 1:]

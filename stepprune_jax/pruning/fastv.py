@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
 from stepprune_jax.pruning.budget import Budget
 
 
@@ -35,8 +35,8 @@ class FastV(LayerPruner):
         """Rejects a layer that does not exist, and averages that the first layers exceed."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
-        self.require("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
-        self.require(
+        self.expect("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
+        self.expect(
             "budget",
             not self.average or self._share(config, num_tokens) > 0,
             f"a larger mean over {depth} layers, as the first {self.layer} see all {num_tokens} "
@@ -44,19 +44,20 @@ class FastV(LayerPruner):
         )
 
     def program(self) -> "FastV":
-        """Also removes `average`."""
+        """Returns the pruner without its budget and `average`, as `drop` is given the counts."""
         return dataclasses.replace(self, budget=Budget(), average=False)
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut before layer K."""
         return (LayerCut(self.layer, (Tap("attention", self.layer - 1),)),)
 
-    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the number of tokens from layer K on."""
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts the tokens from layer K on."""
         if not self.average:
-            return super().survivors(config, num_tokens)
+            return super().schedule(config, num_tokens)
         share = self._share(config, num_tokens)  # the mean of a small image may be out of reach
-        return (Survivors(Budget("rate", share).exact_count(num_tokens) if share > 0 else 1),)
+        left = Budget("rate", share).exact_count(num_tokens) if share > 0 else 1
+        return Schedule(num_tokens, num_tokens, (Survivors(left),))
 
     def _share(self, config: ModelConfig, num_tokens: int) -> Fraction:
         """Returns the share from layer K on with which the mean is the budget."""

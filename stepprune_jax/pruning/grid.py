@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from stepprune_jax.pruning.base import Kept, Params, Pruner, View, take
+from stepprune_jax.pruning.base import Kept, Pruner, View, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Grid(Pruner):
     name = "grid"
     label = "grid"
 
-    def select(self, params: Params, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Keeps `view.count` tokens of each row."""
         order = grid_indices(view.grid, view.count, capacity)
         return take(view.tokens, order, view.count, capacity)

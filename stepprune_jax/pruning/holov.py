@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Params, Pruner, View, take
+from stepprune_jax.pruning.base import Kept, Pruner, View, take
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import group_means, keep_best, map_tokens, ranking_block
 
@@ -57,15 +57,15 @@ class HoloV(Pruner):
         """Rejects models that do not rank patches, no crops, and a negative weight."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
-        self.require("crops", self.crops >= 1, "an integer from 1")
-        self.require("alpha", self.alpha >= 0, "0 or more")
+        self.expect("crops", self.crops >= 1, "an integer from 1")
+        self.expect("alpha", self.alpha >= 0, "0 or more")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's row of attention, or the attention that tokens receive."""
         kind = "attention" if config.received_block is None else "received"
         return (Tap(kind, ranking_block(config, self.name)),)
 
-    def select(self, params: Params, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Returns the tokens by crop, in each by attention; then zero vectors.
 
         Without a class token, the tokens in raster order.

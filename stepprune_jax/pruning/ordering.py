@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy.layers import map_queries
+from stepprune_jax.user_input import UserError
 
 
 def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> Int[Array, "r n"]:
@@ -106,5 +107,5 @@ def class_token_block(config: ModelConfig, name: str) -> int:
     """
     block = config.class_token_block
     if block is None:
-        raise ValueError(f"{name}: the model's tower has no [CLS] attention to rank patches by")
+        raise UserError(f"{name}: the model's tower has no [CLS] attention to rank patches by")
     return block

@@ -9,7 +9,7 @@ attention, and one further token is the weighted sum of all patches that were no
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Params, Pruner, View
-from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.base import Kept, Pruner, Schedule, View
+from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import by_score, class_token_block, evenly, unit_vectors
 
 
@@ -33,6 +33,7 @@ class PruMerge(Pruner):
         neighbours: patches added to each kept one.
     """
 
+    budget: Any = Budget("own")
     neighbours: int = 32
 
     name = "prumerge"
@@ -45,13 +46,13 @@ class PruMerge(Pruner):
         """Rejects models without a class token, and a negative number of neighbours."""
         super().check(config, num_tokens)
         class_token_block(config, self.name)
-        self.require("neighbours", self.neighbours >= 0, "an integer from 0")
+        self.expect("neighbours", self.neighbours >= 0, "an integer from 0")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's query and all keys of the tower's last block."""
         return Tap("query", -1), Tap("keys", -1)
 
-    def select(self, params: Params, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Returns the kept patches, most attended first, and the sum of the others."""
         query, keys = (tap.astype(jnp.float32) for tap in view.taps)
         attention = class_attention(query, keys)[:, 1:]
@@ -117,9 +118,9 @@ class PruMergePlus(PruMerge):
     name = "prumerge_plus"
     label = "PruMerge+"
 
-    def most(self, num_tokens: int) -> int:
-        """Returns one more than there are tokens if each image decides: a grid of all."""
-        return num_tokens + self._is_adaptive
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts one more than there are tokens if each image decides: a grid of all."""
+        return Schedule(self.budget.count(num_tokens), num_tokens + self._is_adaptive)
 
     def _most_attended(
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
 from stepprune_jax.pruning.schedule import (
     are_layers,
     choose_layers,
@@ -54,16 +54,16 @@ class PyramidDrop(LayerPruner):
         depth, ratios = config.text.num_layers, self.image_token_ratio_list
         layers = self._layers(config)
         known = are_layers(layers, 1, depth - 1)
-        self.require("layer_list", known, f"ascending layers from 1 to {depth - 1}")
+        self.expect("layer_list", known, f"ascending layers from 1 to {depth - 1}")
         if ratios is None:
-            self.require(
+            self.expect(
                 "budget",
                 not self.average or self._meets(layers, config),
                 f"a larger mean over {depth} layers, as stages end at layers {layers}",
             )
             return
         falling = (1 >= one >= other > 0 for one, other in itertools.pairwise((1, *ratios)))
-        self.require(
+        self.expect(
             "image_token_ratio_list",
             len(ratios) == len(layers) and all(falling),
             f"{len(layers)} shares in (0, 1], none larger than the one before",
@@ -77,15 +77,15 @@ class PyramidDrop(LayerPruner):
         """Returns a cut before each layer of the list."""
         return tuple(LayerCut(layer, (Tap("attention", layer),)) for layer in self._layers(config))
 
-    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the tokens remaining from each listed layer on; given shares may leave none."""
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts the tokens from each listed layer on; given shares may leave none."""
         if self.image_token_ratio_list is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
             budget = self.budget.exact_count(num_tokens)
             counts = geometric_counts(num_tokens, budget, widths, self.average)
         else:
             counts = (int(num_tokens * ratio) for ratio in self.image_token_ratio_list)
-        return tuple(map(Survivors, counts))
+        return Schedule(num_tokens, num_tokens, tuple(map(Survivors, counts)))
 
     def _layers(self, config: ModelConfig) -> tuple[int, ...]:
         """Returns the list of layers."""

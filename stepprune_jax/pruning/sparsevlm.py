@@ -21,7 +21,7 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.rotary import rotate
 from stepprune_jax.models.sequence import Sequence, last_slots
 from stepprune_jax.policy.host import THREEFRY
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params, Survivors
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.ordering import keep_best
 from stepprune_jax.pruning.schedule import (
@@ -68,18 +68,18 @@ class TextRated(LayerPruner):
         super().check(config, num_tokens)
         depth, layers = config.text.num_layers, self._layers(config)
         known = are_layers(layers, 0, depth - 2)
-        self.require("pruning_loc", known, f"ascending layers from 0 to {depth - 2}")
+        self.expect("pruning_loc", known, f"ascending layers from 0 to {depth - 2}")
         values = self.sparse_token_list
         known = values is None or (len(values) == len(layers) and min(values) >= 1)
-        self.require("sparse_token_list", known, f"{len(layers)} integers from 1")
+        self.expect("sparse_token_list", known, f"{len(layers)} integers from 1")
         if self._list(config, num_tokens) is not None:
             return
-        counts = [num_tokens, *map(sum, self.survivors(config, num_tokens))]
+        counts = [num_tokens, *map(sum, self.schedule(config, num_tokens).after)]
         budget = self.budget.exact_count(num_tokens)
         total = sum(w * n for w, n in zip(stage_widths(layers, depth), counts, strict=True))
         met = total <= budget * depth if self.average else counts[-1] == budget
         what = "mean over layers" if self.average else "number"
-        self.require("budget", met, f"a larger {what}: it prunes after {layers} of {depth} layers")
+        self.expect("budget", met, f"a larger {what}: it prunes after {layers} of {depth} layers")
 
     def program(self) -> "TextRated":
         """Removes the schedule, as `drop` is given the counts."""
@@ -96,8 +96,8 @@ class TextRated(LayerPruner):
             cuts.append(LayerCut(layer + 1, (*taps, *embeddings), "text"))
         return tuple(cuts)
 
-    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the numbers of kept and recycled tokens after each listed layer."""
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts the kept and the recycled tokens after each listed layer."""
         values, left, before = self._list(config, num_tokens), [], num_tokens
         totals = ()
         if values is None:
@@ -113,11 +113,10 @@ class TextRated(LayerPruner):
                 kept = max(0, min(values[number], before - 1))
             left.append(Survivors(kept, self._merged(before - kept)))
             before = sum(left[-1])
-        return tuple(left)
+        return Schedule(num_tokens, num_tokens, tuple(left))
 
     def drop(
         self,
-        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
@@ -186,7 +185,7 @@ class SparseVLM(TextRated):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects negative noise."""
         super().check(config, num_tokens)
-        self.require("noise", self.noise >= 0, "0 or more")
+        self.expect("noise", self.noise >= 0, "0 or more")
 
     def _merged(self, dropped: int) -> int:
         """Returns the number of clusters of the dropped tokens."""
@@ -223,7 +222,7 @@ class SparseVLMv2(TextRated):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects fewer than one head."""
         super().check(config, num_tokens)
-        self.require("heads", self.heads >= 1, "an integer from 1")
+        self.expect("heads", self.heads >= 1, "an integer from 1")
 
     def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
         """Averages the raters' attention over that of rotary positions alone, over `heads`."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Params
+from stepprune_jax.pruning.base import LayerCut, LayerPruner
 from stepprune_jax.pruning.ordering import evenly, keep_best
 
 _LOWEST = -1e30
@@ -56,11 +56,11 @@ class TopV(LayerPruner):
         """Rejects a layer without one after it, and numbers out of range."""
         super().check(config, num_tokens)
         last = config.text.num_layers - 2
-        self.require("layer", 0 <= self.layer <= last, f"0 to {last}")
+        self.expect("layer", 0 <= self.layer <= last, f"0 to {last}")
         for option in ("sigma", "epsilon", "iterations"):
-            self.require(option, getattr(self, option) > 0, "more than 0")
+            self.expect(option, getattr(self, option) > 0, "more than 0")
         for option in ("alpha", "beta", "gamma", "recover_every"):
-            self.require(option, getattr(self, option) >= 0, "0 or more")
+            self.expect(option, getattr(self, option) >= 0, "0 or more")
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the cut after the layer."""
@@ -69,7 +69,6 @@ class TopV(LayerPruner):
 
     def drop(
         self,
-        params: Params,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Params, Pruner, View
+from stepprune_jax.pruning.base import Kept, Pruner, View
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import (
     by_score,
@@ -57,7 +57,7 @@ class VisionZip(Pruner):
         count = self.budget.exact_count(num_tokens)
         option = "budget" if self.contextual is None else "contextual"
         contextual = 1 if self.contextual is None else self.contextual
-        self.require(
+        self.expect(
             option, 1 <= contextual < count, "one that leaves a dominant and a contextual token"
         )
 
@@ -78,7 +78,7 @@ class VisionZip(Pruner):
             return Tap("received", block), Tap("keys", block)
         return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1)
 
-    def select(self, params: Params, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Returns dominant tokens in raster order, the class token first; then the merged ones.
 
         Without a class token, all in raster order.

@@ -21,14 +21,15 @@ from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.command_line import Parser, exit_with, integer_from, program
 from stepprune_jax.models.stack import ATTENTIONS, Execution
-from stepprune_jax.pruning import POSITIONS, PRUNERS, Budget
+from stepprune_jax.pruners import PRUNERS
+from stepprune_jax.pruning import POSITIONS, Budget
 from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.images import Limits
 from stepprune_jax.serving.local import Local
 from stepprune_jax.serving.messages import Defaults, Reader
 from stepprune_jax.serving.metrics import Metrics
-from stepprune_jax.user_input import check, expect, local_path, user_input
+from stepprune_jax.user_input import UserError, expect, local_path, require
 
 _NAME = "stepprune-serve"
 # Seconds that a connection may be idle: longer than a busy client takes to use it again, which
@@ -85,46 +86,43 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         The application, and the host and the port to serve it on.
     """
     given = _parser().parse_args(argv)
-    with user_input():
-        mean, folder = given.mean_budget, given.image_folder
-        both = mean is not None and given.budget is not None
-        folder = None if folder is None else local_path(folder)
-        check(
-            (not both, "--budget and --mean_budget are given, expected one of them"),
-            (folder is None or folder.is_dir(), f"--image_folder {folder} is not a folder"),
-        )
-        for name, fits, expected in (
-            ("engine", given.engine is None or _is_address(given.engine), "http://HOST:PORT"),
-            ("engine_timeout", given.engine_timeout > 0, "seconds above 0"),
-            ("port", 0 < given.port < 1 << 16, "1 to 65535"),
-            ("batch_wait_ms", 0 <= given.batch_wait_ms <= 60_000, "0 to 60000"),
-        ):
-            expect(f"--{name}", getattr(given, name), fits, expected)
-        for origin in given.cors:
-            fits = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
-            expect("--cors", origin, fits, "http://HOST:PORT without a path, or *")
-        _check_free(given.host, given.port)
-        model = load_vlm(
-            given.model,
-            dtype=jnp.dtype(given.dtype),
-            vision_folder=given.vision_folder,
-            min_pixels=given.min_pixels,
-            max_pixels=given.max_pixels,
-            layers="auto" if given.engine is None else "none",
-        )
-        source = inspect_folder(given.model, given.vision_folder)
-        name = given.name or Path(given.model).name
-        defaults = Defaults(
-            given.pruner,
-            None if given.policy is None else load_policy_for(source, given.policy),
-            given.budget if mean is None else Budget("mean", mean),
-            given.positions or ("own" if given.engine is None else "compact"),
-            given.max_tokens,
-            Execution(attention=given.attention),
-        )
-        pixels, size = given.max_megapixels * 10**6, given.max_megabytes << 20
-        limits = Limits(size, pixels, given.max_images, folder)
-        reader = Reader(model, name, defaults, limits, engine=given.engine is not None)
+    mean, folder = given.mean_budget, given.image_folder
+    both = mean is not None and given.budget is not None
+    folder = None if folder is None else local_path(folder)
+    require(not both, "--budget and --mean_budget are given, expected one of them")
+    require(folder is None or folder.is_dir(), f"--image_folder {folder} is not a folder")
+    for name, fits, expected in (
+        ("engine", given.engine is None or _is_address(given.engine), "http://HOST:PORT"),
+        ("engine_timeout", given.engine_timeout > 0, "seconds above 0"),
+        ("port", 0 < given.port < 1 << 16, "1 to 65535"),
+        ("batch_wait_ms", 0 <= given.batch_wait_ms <= 60_000, "0 to 60000"),
+    ):
+        expect(f"--{name}", getattr(given, name), fits, expected)
+    for origin in given.cors:
+        fits = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
+        expect("--cors", origin, fits, "http://HOST:PORT without a path, or *")
+    _check_free(given.host, given.port)
+    model = load_vlm(
+        given.model,
+        dtype=jnp.dtype(given.dtype),
+        vision_folder=given.vision_folder,
+        min_pixels=given.min_pixels,
+        max_pixels=given.max_pixels,
+        layers="auto" if given.engine is None else "none",
+    )
+    source = inspect_folder(given.model, given.vision_folder)
+    name = given.name or Path(given.model).name
+    defaults = Defaults(
+        given.pruner,
+        None if given.policy is None else load_policy_for(source, given.policy),
+        given.budget if mean is None else Budget("mean", mean),
+        given.positions or ("own" if given.engine is None else "compact"),
+        given.max_tokens,
+        Execution(attention=given.attention),
+    )
+    pixels, size = given.max_megapixels * 10**6, given.max_megabytes << 20
+    limits = Limits(size, pixels, given.max_images, folder)
+    reader = Reader(model, name, defaults, limits, engine=given.engine is not None)
     metrics = Metrics()
     batching = {"batch_size": given.batch_size, "batch_seconds": given.batch_wait_ms / 1000}
     if given.engine is None:
@@ -142,8 +140,9 @@ def _check_free(host: str, port: int) -> None:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # the latter for names that no host can have
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {host} --port {port}: {reason}") from error
 
 
 def _is_address(given: str) -> bool:

@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
-    """Runs tower, choice and projector for requests with one method.
+    """Runs tower, choice and projector for requests with one pruner.
 
     Rows do not depend on each other. Shapes are those of buckets, and tower and choice have their
     own programs, so that a new length of the text compiles neither.
@@ -57,7 +57,7 @@ def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
     Returns:
         A row for each request.
     """
-    method, options = chats[0].method, chats[0].options
+    pruner, options = chats[0].pruner, chats[0].options
     joined = join_requests([chat.request for chat in padded(chats)])
     prompts, images = joined.prompts(), joined.images
     if images is not None:
@@ -66,9 +66,9 @@ def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
         rows = np.where(rows < count, rows, 0)
         pixels = jax.tree.map(lambda part: part[rows], images.pixels)
         images = Images(*(part[rows] for part in images[:3]), pixels)
-        taps = method.pruner.taps(model.config)
+        taps = pruner.taps(model.config)
         images = pipeline.encode(model, images, taps, options.execution)
-    batch = pipeline.prepare(model, method, prompts, images, options)
+    batch = pipeline.prepare(model, pruner, prompts, images, options)
     hidden, length = pipeline.embed(model, batch)
     counts = zip(length.tolist(), batch.visual_tokens.tolist(), batch.kept.tolist(), strict=True)
     rows = zip(hidden, map(Started._make, counts), strict=True)
@@ -105,7 +105,7 @@ class Engine:
         how = {"timeout": timeout, "limits": limits, "trust_env": False}
         self._client = httpx2.AsyncClient(base_url=self._address, **how)
         self.batcher = Batcher(
-            self._run, lambda chat: id(chat.method), batch_size, batch_seconds, metrics
+            self._run, lambda chat: id(chat.pruner), batch_size, batch_seconds, metrics
         )
 
     def _run(self, jobs: Sequence[Job]) -> None:

@@ -23,7 +23,7 @@ class RequestError(Exception):
         self.field = None if field is None else one_line(field[: _REPR.maxstring])
 
 
-def require(fits: bool, field: str, message: str, status: int = 400) -> None:
+def refuse_unless(fits: bool, field: str, message: str, status: int = 400) -> None:
     """Raises a RequestError about a field, unless it `fits`."""
     if not fits:
         raise RequestError(status, message, field)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stepprune_jax.serving.errors import RequestError, require, shown
+from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import nearest
 
@@ -152,8 +152,8 @@ def read_fields(value: Any, where: str, rules: Mapping[str, Rule]) -> dict[str, 
         if given is None:
             continue
         message = f"{here} has {shown(name)}, which is not supported.{nearest(name, rules)}"
-        require(name in rules, field or name, message)
+        refuse_unless(name in rules, field or name, message)
         fits, expected = rules[name]
         full = f"{where}.{name}" if where else name
-        require(fits(given), field or name, f"{full} is {shown(given)}, expected {expected}")
+        refuse_unless(fits(given), field or name, f"{full} is {shown(given)}, expected {expected}")
     return {name: given for name, given in value.items() if given is not None}

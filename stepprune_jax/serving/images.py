@@ -10,7 +10,8 @@ from pathlib import Path
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
-from stepprune_jax.serving.errors import RequestError, require, shown
+from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
+from stepprune_jax.user_input import UserError
 
 # What is read of an untrusted sender.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -54,7 +55,7 @@ def read_image(url: object, where: str, limits: Limits) -> Image.Image:
         content = _read_file(limits.folder, str(url).removeprefix("file://"), where, limits.bytes)
     else:
         message = f"{where} is {shown(url)}, expected {known}; addresses are not fetched"
-        require(_DATA.fullmatch(head) is not None, "messages", message)
+        refuse_unless(_DATA.fullmatch(head) is not None, "messages", message)
         try:
             content = base64.b64decode(data, validate=True)
         except ValueError as error:  # also of a character that is not ASCII
@@ -69,10 +70,10 @@ def read_image(url: object, where: str, limits: Limits) -> Image.Image:
     except Exception as error:  # Pillow's decoders may raise any kind
         message = f"{where} is not an intact image of {', '.join(FORMATS)}"
         raise RequestError(400, message, "messages") from error
-    require(fits, "messages", f"{where} has more than {limits.pixels} pixels", 413)
+    refuse_unless(fits, "messages", f"{where} has more than {limits.pixels} pixels", 413)
     try:
         return open_image(image, as_shown=True)
-    except ValueError as error:
+    except UserError as error:
         problem = str(error).removeprefix(repr(image))
         raise RequestError(400, f"{where}{problem}", "messages") from error
 
@@ -86,6 +87,6 @@ def _read_file(folder: Path, name: str, where: str, most: int) -> bytes:
         content = path.read_bytes() if small else b""
     except (OSError, ValueError):
         inside, small, content = False, False, b""
-    require(inside, "messages", f"{where} is {shown(name)}, no file below the images' folder")
-    require(small, "messages", f"{where} is a file of more than {most} bytes", 413)
+    refuse_unless(inside, "messages", f"{where} is {shown(name)}, no file below the images' folder")
+    refuse_unless(small, "messages", f"{where} is a file of more than {most} bytes", 413)
     return content

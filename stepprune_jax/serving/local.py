@@ -1,4 +1,4 @@
-"""Answers without an engine, by the library's own `answer`: any method, on any machine.
+"""Answers without an engine, by the library's own `Generator`: any method, on any machine.
 
 A batch is answered to its end before the next one starts, so this serves a few users.
 """
@@ -7,16 +7,12 @@ import dataclasses
 from collections.abc import AsyncIterator, Hashable, Sequence
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.inference.answer import answer
 from stepprune_jax.inference.base import Begun
+from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.request import join_requests
 from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
 from stepprune_jax.serving.messages import Chat
 from stepprune_jax.serving.metrics import Metrics
-
-
-class _DoneError(Exception):
-    """Every row of the batch has its answer, or nobody waits for it."""
 
 
 class Local:
@@ -49,7 +45,7 @@ class Local:
         """A request that draws its answer runs alone: draws depend on the row of a batch."""
         if chat.sampling.temperature:
             return None
-        return id(chat.method), chat.sampling, chat.options.positions, self._longest(chat)
+        return id(chat.pruner), chat.sampling, chat.options.positions, self._longest(chat)
 
     def _run(self, jobs: Sequence[Job]) -> None:
         """Reports the tokens of each job as they are drawn."""
@@ -62,19 +58,15 @@ class Local:
             for job, numbers in zip(jobs, counts, strict=False):
                 job.put(Started(*numbers))
 
-        def report(row: int, token: int, piece: str) -> None:
+        request = join_requests([chat.request for chat in padded([job.chat for job in jobs])])
+        options = dataclasses.replace(chat.options, max_tokens=self._longest(chat))
+        generator = Generator(self._model, chat.pruner, chat.sampling, options)
+        for row, token, _ in generator.stream(request, start):
             if row < len(jobs) and left[row]:
                 left[row] -= 1
                 finish = "stop" if token in stops else None if left[row] else "length"
                 left[row] = 0 if finish else left[row]
                 jobs[row].put(Tokens((token,), finish))
+            # Every row has its answer, or nobody waits for it.
             if all(job.gone or not rest for job, rest in zip(jobs, left, strict=True)):
-                raise _DoneError
-
-        request = join_requests([chat.request for chat in padded([job.chat for job in jobs])])
-        options = dataclasses.replace(chat.options, max_tokens=self._longest(chat))
-        try:
-            how = (chat.method, chat.sampling, options)
-            answer(self._model, request, *how, on_token=report, trace=start)
-        except _DoneError:
-            pass
+                break

@@ -15,18 +15,21 @@ from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_MARK
-from stepprune_jax.inference.answer import check_run
 from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.pipeline import place_method
+from stepprune_jax.inference.generate import check_run
+from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.pruning import Budget, Method, Policy, make_method
-from stepprune_jax.serving.errors import RequestError, require, shown
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import Budget, Pruner
+from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
 from stepprune_jax.serving.fields import BODY, ENGINE, IMAGE_URL, MESSAGE, PART, read_fields
 from stepprune_jax.serving.images import Limits, read_image
+from stepprune_jax.trained import Weighted
+from stepprune_jax.user_input import UserError
 
-_METHODS = 64  # that are kept, of those that requests have asked for
+_PRUNERS = 64  # that are kept, of those that requests have asked for
 _LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
 _ROLES = ("user", "assistant")
 _SYSTEM = ("system", "developer")
@@ -36,7 +39,7 @@ _PASSED = ("seed", "stop", *ENGINE)
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What a request that does not say otherwise gets; see `make_method` and `RunOptions`.
+    """What a request that does not say otherwise gets; see `build_pruner` and `RunOptions`.
 
     Attributes:
         pruner: name of the method; None for that of the policy, or none.
@@ -48,7 +51,7 @@ class Defaults:
     """
 
     pruner: str | None = None
-    policy: Policy | None = None
+    policy: Weighted | None = None
     budget: Budget | str | None = None
     positions: str = "own"
     max_tokens: int = 128
@@ -60,7 +63,7 @@ class Chat(NamedTuple):
 
     Attributes:
         request: the prompt and its images, before the tower.
-        method: how visual tokens are pruned.
+        pruner: how visual tokens are pruned.
         sampling: how tokens are drawn.
         options: the longest answer, and how the model is run.
         passed: fields that an engine gets as they were sent.
@@ -71,7 +74,7 @@ class Chat(NamedTuple):
     """
 
     request: Request
-    method: Method
+    pruner: Pruner
     sampling: Sampling
     options: RunOptions
     passed: Mapping[str, Any] = MappingProxyType({})
@@ -106,12 +109,14 @@ class Reader:
         self.model, self.name, self.limits = model, name, limits
         self._defaults, self._engine = defaults, engine
         self._rules = BODY | ENGINE if engine else BODY
-        self._method = functools.lru_cache(_METHODS)(self._make_method)
-        self._weights = place_method(model, make_method(policy=defaults.policy)).params
+        self._pruner = functools.lru_cache(_PRUNERS)(self._build_pruner)
+        # All requests share the weights on the devices.
+        policy = defaults.policy
+        self._policy = None if policy is None else place_pruner(model, policy)
         try:
             self._how({})
         except RequestError as error:
-            raise ValueError(error.message) from error
+            raise UserError(error.message) from error
 
     def read(self, body: bytes) -> Chat:
         """Reads a request.
@@ -131,86 +136,82 @@ class Reader:
             raise RequestError(400, f"the body is not JSON: {error}") from error
         fields = read_fields(fields, "", self._rules)
         for name in ("model", "messages"):
-            require(name in fields, name, f"{name} is missing")
+            refuse_unless(name in fields, name, f"{name} is missing")
         self.check_name(fields["model"])
-        method, sampling, options = self._how(fields)
+        pruner, sampling, options = self._how(fields)
         system, turns, images = self._turns(fields["messages"])
         try:
             request = read_request(self.model, [turns], [images], system=system)
-        except ValueError as error:
+        except UserError as error:
             raise RequestError(400, str(error), "messages") from error
-        self._check_length(request, method)
+        self._check_length(request, pruner)
         usage = fields.get("stream_options", {}).get("include_usage") is True
         stream, with_ids = (fields.get(x, False) for x in ("stream", "return_token_ids"))
         passed = {name: fields[name] for name in _PASSED if name in fields}
         stop = fields.get("stop", ())
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        how = (method, sampling, options, passed, stop, stream, usage, with_ids)
-        return Chat(request, *how)
+        return Chat(request, pruner, sampling, options, passed, stop, stream, usage, with_ids)
 
     def check_name(self, name: str) -> None:
         """Raises a RequestError if a model is not the one that is served."""
         message = f"model is {shown(name)}, expected {self.name!r}"
-        require(name == self.name, "model", message, 404)
+        refuse_unless(name == self.name, "model", message, 404)
 
-    def _how(self, fields: dict[str, Any]) -> tuple[Method, Sampling, RunOptions]:
-        """Returns method, sampling and options, checked together."""
+    def _how(self, fields: dict[str, Any]) -> tuple[Pruner, Sampling, RunOptions]:
+        """Returns pruner, sampling and options, checked together."""
         defaults, heat = self._defaults, fields.get("temperature", 0.0)
         both = "budget" in fields and "mean_budget" in fields
-        require(not both, "budget", "budget and mean_budget are given, expected one of them")
+        refuse_unless(not both, "budget", "budget and mean_budget are given, expected one of them")
         most = fields.get("max_completion_tokens", fields.get("max_tokens", defaults.max_tokens))
         # Without a seed, two answers to one question differ.
         seed = fields.get("seed", secrets.randbelow(1 << 32) if heat else 0)
         sampling = Sampling(seed, heat, fields.get("top_p", 1.0))
         positions = fields.get("positions", defaults.positions)
-        options = RunOptions(most, positions, None, defaults.execution, warm_up=False)
+        options = RunOptions(most, positions, None, defaults.execution)
         asked = {"pruner", "budget", "mean_budget"} & {*fields}
         budget = fields.get("budget") if asked else defaults.budget
         try:
             if "mean_budget" in fields:
                 budget = Budget("mean", fields["mean_budget"])
-            method = self._method(fields.get("pruner", defaults.pruner), budget)
+            pruner = self._pruner(fields.get("pruner", defaults.pruner), budget)
             if self._engine:
-                self._check_engine(method, options)
-            check_run(self.model.config, method, sampling, options)
-        except ValueError as error:
+                self._check_engine(pruner, options)
+            check_run(self.model.config, pruner, sampling, options)
+        except UserError as error:
             named = next((name for name in BODY if f"{name} is " in str(error)), "pruner")
             other = {"budget": "mean_budget", "max_tokens": "max_completion_tokens"}.get(named)
             named = other if other in fields else named
             raise RequestError(400, str(error), named) from error
-        return method, sampling, options
+        return pruner, sampling, options
 
-    def _make_method(self, name: str | None, budget: Budget | str | int | None) -> Method:
-        """Builds a method; all that are trained share the weights on the devices."""
-        policy = self._defaults.policy
-        if policy is not None and name not in (None, policy.method):
+    def _build_pruner(self, name: str | None, budget: Budget | str | int | None) -> Pruner:
+        """Builds a pruner; the policy is that of the server, unless another method is named."""
+        policy = self._policy
+        if policy is not None and name not in (None, policy.name):
             policy = None
-        method = make_method(name, budget, policy=policy)
-        if policy is None:
-            return method
-        return method._replace(params=self._weights._replace(stop_bias=method.params.stop_bias))
+        return build_pruner(name, budget, policy=policy)
 
-    def _check_engine(self, method: Method, options: RunOptions) -> None:
+    def _check_engine(self, pruner: Pruner, options: RunOptions) -> None:
         """Raises for what an engine, which is given embeddings, cannot do."""
-        pruner, config = method.pruner, self.model.config
+        config = self.model.config
         message = f"pruner is {pruner.name!r}, which drops tokens inside the language model; "
         message += "with an engine, expected one that chooses before it"
-        require(not pruner.cuts(config, config.max_image_tokens), "pruner", message)
+        refuse_unless(not pruner.cuts(config, config.max_image_tokens), "pruner", message)
         message = f"positions is {options.positions!r}, expected 'compact' with an engine, which "
         message += "numbers the embeddings that it is given"
-        require(options.positions == "compact", "positions", message)
+        refuse_unless(options.positions == "compact", "positions", message)
 
-    def _check_length(self, request: Request, method: Method) -> None:
+    def _check_length(self, request: Request, pruner: Pruner) -> None:
         """Raises if a prompt might have to be truncated."""
-        limit, visual = self.model.config.family.CONTEXT_LIMIT, 0
+        limit, visual = self.model.backbone.CONTEXT_LIMIT, 0
         for row in request.image_of[0]:
             size = int(request.images.sizes[row])
-            entering = method.pruner.entering(size)
-            visual += method.pruner.most(size) if entering is None else entering
+            schedule = pruner.schedule(self.model.config, size)
+            visual += schedule.most if schedule.enter is None else schedule.enter
         text = len(request.ids[0]) - len(request.image_of[0])
         message = f"messages have {text} text tokens and up to {visual} visual tokens"
         message += f", expected at most {limit} together"
-        require(text + visual <= limit, "messages", message)
+        refuse_unless(text + visual <= limit, "messages", message)
 
     def _turns(self, messages: list[Any]) -> tuple[str | None, list[str], list[Image.Image]]:
         """Returns the system's text, that of each turn, marked if a later one has images, and them.
@@ -219,8 +220,8 @@ class Reader:
             RequestError: a message is not of the role whose turn it is, or has a bad part.
         """
         system, turns, counts, images = None, [], [], []
-        family, characters = self.model.config.family, 0
-        most = _LONGEST_TOKEN * family.CONTEXT_LIMIT
+        backbone, characters = self.model.backbone, 0
+        most = _LONGEST_TOKEN * backbone.CONTEXT_LIMIT
         for number, message in enumerate(messages):
             where, expected = f"messages[{number}]", _ROLES[len(turns) % 2]
             fields = read_fields(message, where, MESSAGE)
@@ -228,28 +229,28 @@ class Reader:
             problem = f"{where}.role is {shown(role)}, expected {expected!r}: user and assistant "
             problem += "in turn, after what the system says"
             known = role == expected or (role in _SYSTEM and not turns)
-            require(known, "messages", problem)
+            refuse_unless(known, "messages", problem)
             before = len(images)
             text = self._text(fields.get("content"), where, role, images)
             characters += len(text)
             problem = f"{where} brings the text above {most} characters, more than the model reads"
-            require(characters <= most, "messages", problem, 413)
+            refuse_unless(characters <= most, "messages", problem, 413)
             problem = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
-            require(IMAGE_MARK not in text, "messages", problem)
+            refuse_unless(IMAGE_MARK not in text, "messages", problem)
             if role in _SYSTEM:
                 system = text if system is None else f"{system}\n{text}"
                 continue
             turns.append(text)
             counts.append(len(images) - before)
-        require(len(turns) > 0, "messages", "messages has none of the user")
+        refuse_unless(len(turns) > 0, "messages", "messages has none of the user")
         if any(counts[1:]):  # otherwise `read_request` puts the marks in front of the first text
-            turns = list(map(family.place_images, turns, counts))
+            turns = list(map(backbone.place_images, turns, counts))
         return system, turns, images
 
     def _text(self, content: Any, where: str, role: str, images: list[Image.Image]) -> str:
         """Returns the text of a message, and adds its images to the list."""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        require(parts is not None, "messages", f"{where}.content is missing")
+        refuse_unless(parts is not None, "messages", f"{where}.content is missing")
         texts = []
         for place, given in enumerate(parts):
             at = f"{where}.content[{place}]"
@@ -257,16 +258,16 @@ class Reader:
             if part.get("type") == "image_url" and role == "user":
                 at = f"{at}.image_url"
                 few = len(images) < self.limits.images
-                require(few, "messages", f"{at} is one more than {len(images)} images")
+                refuse_unless(few, "messages", f"{at} is one more than {len(images)} images")
                 url = read_fields(part.get("image_url"), at, IMAGE_URL).get("url")
                 images.append(read_image(url, f"{at}.url", self.limits))
                 continue
             fits = part.get("type") == "text" and "text" in part
             expected = "expected a text, or an image_url of the user"
-            require(fits, "messages", f"{at} is {shown(part)}, {expected}")
+            refuse_unless(fits, "messages", f"{at} is {shown(part)}, {expected}")
             texts.append(part["text"])
         return "\n".join(texts)
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise UserError(f"{name} is not a number of JSON")

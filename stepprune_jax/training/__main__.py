@@ -13,7 +13,7 @@ from stepprune_jax.training.hooks import read_window
 from stepprune_jax.training.plan import dry_run, use_virtual_devices
 from stepprune_jax.training.run import train
 from stepprune_jax.training.settings import Run
-from stepprune_jax.user_input import check, user_input
+from stepprune_jax.user_input import require
 
 _NAME = "train.py"
 
@@ -37,16 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", metavar="FIRST:LAST", help="updates to profile, from 1")
     given, run = read_config(parser, arguments, Run)
     if given.dry_run:
-        with user_input():
-            check((given.profile is None, "--profile does not belong to --dry_run"))
-            use_virtual_devices(run, given.target)
+        require(given.profile is None, "--profile does not belong to --dry_run")
+        use_virtual_devices(run, given.target)
         dry_run(run, given.workdir, given.target)
         return
-    with user_input():
-        check((given.target is None, "--target requires --dry_run"))
-        window = None if given.profile is None else read_window(given.profile, run.steps)
-        distributed.use_cores(run.cpu_devices)
-        distributed.start()
+    require(given.target is None, "--target requires --dry_run")
+    window = None if given.profile is None else read_window(given.profile, run.steps)
+    distributed.use_cores(run.cpu_devices)
+    distributed.start()
     train(run, given.workdir, window)
 
 

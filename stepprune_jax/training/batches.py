@@ -1,13 +1,12 @@
 """Batches of conversations; the batch of a step is a pure function of seed and step."""
 
 import collections
-import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,16 +16,17 @@ from stepprune_jax.checkpoints.folder import Source as ModelSource
 from stepprune_jax.checkpoints.folder import load_tokenizer
 from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
 from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.data.order import Order
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.data.source import DataSettings, Source
 from stepprune_jax.data.survey import open_corpus
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.images import join_images, stack_images
+from stepprune_jax.models.images import Pixels, join_images, stack_images
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import Batch
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
 
@@ -61,16 +61,16 @@ class Images(NamedTuple):
     """How a family converts images to pixels.
 
     Attributes:
-        read: maps a path to pixels, for example `Family.pixel_cache`.
+        read: maps a path to pixels, for example `Backbone.pixel_cache`.
         grids: maps pixels of several images to the grids of their visual tokens.
         largest: shapes of the pixels of the largest image, with any number of images, to which
             batches are padded if hosts build parts of them and must agree; None if all images have
             one size.
     """
 
-    read: Callable[[Path], Any]
-    grids: Callable[[Any], Int[np.ndarray, "r 2"]]
-    largest: Any = None
+    read: Callable[[Path], Pixels]
+    grids: Callable[[Pixels], Int[np.ndarray, "r 2"]]
+    largest: Pixels | None = None
 
 
 class Batches:
@@ -108,11 +108,11 @@ class Batches:
         """Returns the rows of batch `step`, over all hosts."""
         return self._order.indices(step)
 
-    def samples(self, step: int) -> list[dict[str, Any]]:
+    def samples(self, step: int) -> list[JsonObject]:
         """Describes the rows of batch `step`, over all hosts; see `Corpus.describe`."""
         return [self._corpus.describe(row) for row in self.indices(step).tolist()]
 
-    def first_images(self, count: int) -> Iterator[Any]:
+    def first_images(self, count: int) -> Iterator[Pixels]:
         """Yields up to `count` distinct readable images, in the order of training."""
         seen: set[Path] = set()
         for row in self._order.epoch(0).tolist():
@@ -141,8 +141,7 @@ class Batches:
         targets = stack_targets(rows, self._images.grids(pixels), widths.ids, widths.targets)
         return Batch(pixels, text, text_length, targets)
 
-    @user_input()
-    def _readable(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Any]:
+    def _readable(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Pixels]:
         """Returns the rows to build here, and the pixels of their images."""
         numbers, pixels = [], []
         for place in range(len(indices))[self._loading.local]:
@@ -153,7 +152,7 @@ class Batches:
                     break
             else:
                 where = self._corpus.where(int(indices[place]))
-                raise ValueError(f"{where}: no image of its batch can be read")
+                raise UserError(f"{where}: no image of its batch can be read")
             numbers.append(row)
             pixels.append(image)
         pixels = stack_images(pixels)
@@ -163,22 +162,20 @@ class Batches:
             pixels = join_images([none, pixels])
         return numbers, pixels
 
-    @user_input()  # images are read while training continues
-    def _read(self, row: int) -> Any:
+    def _read(self, row: int) -> Pixels | None:
         """Returns the pixels of a row; None if unreadable and rows may be skipped."""
         try:
             return self._images.read(self._corpus.image(row))
-        except (FileNotFoundError, MemoryError, ValueError) as error:
+        except (FileNotFoundError, MemoryError, UserError) as error:
             reason = error if str(error) else "it needs more memory than is available"
             message = f'{self._corpus.where(row)}: "image": {reason}'
             if not self._loading.skip_unreadable:
-                kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+                kind = FileNotFoundError if isinstance(error, FileNotFoundError) else UserError
                 raise kind(message) from error
             _LOG.warning("%s; skipped", message)
             return None
 
-    @user_input()
-    def stream(self, steps: int, state: dict[str, Any] | None = None) -> "Stream":
+    def stream(self, steps: int, state: JsonObject | None = None) -> "Stream":
         """Returns the batches up to step `steps` - 1, built a few ahead in the background.
 
         Args:
@@ -194,7 +191,7 @@ class Batches:
         first = 0
         if state is not None:
             if state["rows"] != self.identity:
-                raise ValueError(
+                raise UserError(
                     f"the run began with other samples of {self._corpus.file} than the "
                     f"{len(self._corpus):,} that can be used now: images were added or removed"
                 )
@@ -213,7 +210,7 @@ class Stream(Iterator):
         self._waiting: collections.deque[Future[Batch]] = collections.deque()
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JsonObject:
         """Returns the state that `Batches.stream` resumes from, as JSON values."""
         return {"next_batch": self._next, "rows": self._batches.identity}
 
@@ -257,7 +254,7 @@ def row_limits(data: DataSettings, model: ModelConfig) -> Limits:
     """Returns the limits on the length of a row, in which an image must leave room for text."""
     limits = Limits(model.max_image_tokens, data.context_limit, data.policy_text_limit)
     expected = f"more than the {limits.image_tokens} visual tokens of an image"
-    data.require("context_limit", limits.ids > 1, expected)
+    data.expect("context_limit", limits.ids > 1, expected)
     return limits
 
 
@@ -267,25 +264,25 @@ def open_batches(
     identity: str,
     model: ModelSource,
     local: slice = slice(None),
-    say: Callable[[str], Any] = print,
+    say: Callable[[str], None] = print,
 ) -> Batches:
     """Reads a run's training file and plans its batches; needs no weights."""
-    data, config, family = run.data, model.config, model.config.family
+    data, backbone, config = run.data, model.backbone, model.config
     limits = row_limits(data, config)
     encoder = ConversationEncoder(
         load_tokenizer(model.folder),
-        family.place_images,
-        family.conversation,
+        backbone.place_images,
+        backbone.conversation,
         config.text.vocab_size,
     )
     corpus = open_corpus(source, encoder, limits, identity, say)
-    settings = family.image_settings(model.vision_folder or model.folder)
+    settings = backbone.image_settings(model.vision_folder or model.folder)
     return Batches(
         corpus=corpus,
         images=Images(
-            family.pixel_cache(config, settings, int(data.cache_gb * 2**30)),
-            functools.partial(family.grids, config),
-            family.max_pixels(config, 1) if config.sizes_vary else None,
+            backbone.pixel_cache(settings, int(data.cache_gb * 2**30)),
+            backbone.grids,
+            backbone.max_pixels(1) if config.sizes_vary else None,
         ),
         batch_size=run.batch_size,
         seed=run.seed,

@@ -5,17 +5,17 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jaxtyping import Array, Int
 
+from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training.batches import Batches
 from stepprune_jax.training.settings import Run
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 
 NONFINITE_FILE = "nonfinite.json"
 # Updates that may wait on the device while the host continues; each holds its batch.
@@ -43,7 +43,7 @@ class Guard:
     def _report(self, step: int):
         """Writes the samples of the batches up to that of update `step`, counted from 1."""
         steps = range(step - self._limit + 1, step + 1)
-        batches: list[dict[str, Any]] = [
+        batches: list[JsonObject] = [
             {"step": n, "samples": self._batches.samples(n - 1)} for n in steps
         ]
         if distributed.is_main():
@@ -56,7 +56,7 @@ class Guard:
 
 
 @contextlib.contextmanager
-def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[None]:
+def memory_advice(run: Run, devices: Sequence[jax.Device] | None = None) -> Iterator[None]:
     """Converts out-of-memory errors of compiler and allocator to a one-line error."""
     try:
         yield
@@ -64,13 +64,10 @@ def memory_advice(run: Run, devices: Sequence[Any] | None = None) -> Iterator[No
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         first_line, changes = str(error).strip().splitlines()[0], "; ".join(remedies(run, devices))
-        with user_input():
-            raise ValueError(
-                f"out of device memory: {changes}. jax reports: {first_line}"
-            ) from error
+        raise UserError(f"out of device memory: {changes}. jax reports: {first_line}") from error
 
 
-def remedies(run: Run, devices: Sequence[Any] | None = None) -> list[str]:
+def remedies(run: Run, devices: Sequence[jax.Device] | None = None) -> list[str]:
     """Lists unused ways to save memory, the cheapest first."""
     devices = jax.devices() if devices is None else devices
     spread = 1 if run.mesh == "single" else row_count(build_mesh(run.mesh, devices))

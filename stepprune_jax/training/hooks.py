@@ -7,9 +7,10 @@ from pathlib import Path
 import jax
 
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruning import Policy
+from stepprune_jax.trained import Policy
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.validation import Validation
+from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.metrics import MetricsLog, open_boards
 
 PROFILE = "profile"
@@ -78,7 +79,7 @@ def read_window(text: str, steps: int) -> tuple[int, int]:
     """Reads the flag `--profile`, "FIRST:LAST", updates counted from 1."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"--profile is {text!r}, expected FIRST:LAST, such as 10:12")
+        raise UserError(f"--profile is {text!r}, expected FIRST:LAST, such as 10:12")
     if not 1 <= int(first) <= int(last) <= steps:
-        raise ValueError(f"--profile is {text!r}, expected updates from 1 to {steps}, in order")
+        raise UserError(f"--profile is {text!r}, expected updates from 1 to {steps}, in order")
     return int(first), int(last)

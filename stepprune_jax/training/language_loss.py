@@ -7,17 +7,17 @@ few rows are stored, nothing is computed twice, and on a CPU the data stay in th
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from stepprune_jax.models import decoder, vlm
-from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.stack import Execution
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned
 
@@ -56,7 +56,7 @@ class ForwardOptions(NamedTuple):
     mesh: Mesh | None = None
 
 
-def map_rows(function: Callable[[Any], Any], options: ForwardOptions, rows: Any) -> Any:
+def map_rows(function: Callable[[PyTree], PyTree], options: ForwardOptions, rows: PyTree) -> PyTree:
     """Applies a function of rows to a few rows at a time."""
     count = jax.tree.leaves(rows)[0].shape[0]
     parts = count // options.rows if options.rows else 1
@@ -77,8 +77,8 @@ def map_rows(function: Callable[[Any], Any], options: ForwardOptions, rows: Any)
 
 
 def lm_loss(
-    params: dict[str, Any],
-    model: ModelConfig,
+    params: Params,
+    backbone: Backbone,
     options: ForwardOptions,
     tokens: Float[Array, "b n d"],
     targets: Targets,
@@ -88,31 +88,32 @@ def lm_loss(
     Differentiable with respect to the tokens alone.
     """
     count = jnp.maximum(jnp.sum(targets.supervised), 1)
-    return jnp.sum(_row_losses(model, options, params, tokens, targets)) / count
+    return jnp.sum(_row_losses(backbone, options, params, tokens, targets)) / count
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _row_losses(model, options, params, tokens, targets):
+def _row_losses(backbone, options, params, tokens, targets):
     """Sums the cross-entropy of each row, [b]."""
-    return map_rows(
-        lambda rows: _whole_rows(model, options, params, *rows),
-        options,
-        (tokens, Targets(*targets)),
-    )
+
+    def part(rows):
+        tokens, targets = rows
+        return _whole_rows(backbone, options, params, tokens, targets)
+
+    return map_rows(part, options, (tokens, targets))
 
 
-def _row_losses_fwd(model, options, params, tokens, targets):
+def _row_losses_fwd(backbone, options, params, tokens, targets):
     """Returns the losses, and the gradient of each row's loss with respect to its tokens."""
 
     def part(rows):
         tokens, targets = rows
-        losses, pull = jax.vjp(lambda t: _whole_rows(model, options, params, t, targets), tokens)
+        losses, pull = jax.vjp(lambda t: _whole_rows(backbone, options, params, t, targets), tokens)
         return losses, pull(jnp.ones_like(losses))[0]
 
-    return map_rows(part, options, (tokens, Targets(*targets)))
+    return map_rows(part, options, (tokens, targets))
 
 
-def _row_losses_bwd(model, options, slopes, weight):
+def _row_losses_bwd(backbone, options, slopes, weight):
     """Returns the gradient of the tokens; frozen weights and targets have none."""
     return None, slopes * weight[:, None, None].astype(slopes.dtype), None
 
@@ -121,19 +122,19 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd)
 
 
 def _whole_rows(
-    model: ModelConfig, options: ForwardOptions, params, tokens, targets: Targets
+    backbone: Backbone, options: ForwardOptions, params, tokens, targets: Targets
 ) -> Float[Array, " b"]:
     """Computes the losses of `row_scores` for rows with all N tokens."""
     b, n, _ = tokens.shape
     index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
-    count = model.family.num_tokens(model, targets.grid)
+    count = backbone.num_tokens(targets.grid)
     pruned = Pruned(index, tokens, index < count[:, None], count)
-    return row_scores(params, model, options, pruned, targets)[0]
+    return row_scores(params, backbone, options, pruned, targets)[0]
 
 
 def row_scores(
-    params: dict[str, Any],
-    model: ModelConfig,
+    params: Params,
+    backbone: Backbone,
     options: ForwardOptions,
     kept: Pruned,
     targets: Targets,
@@ -145,11 +146,11 @@ def row_scores(
     `vlm.assemble`.
     """
     k = kept.tokens.shape[1]
-    tokens = model.family.project(params, model, kept.tokens)
+    tokens = backbone.project(params, kept.tokens)
     visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)
     sequence = vlm.assemble(
         params,
-        model,
+        backbone,
         targets.ids,
         targets.length,
         jax.tree.map(lambda part: part[:, None], visual),
@@ -157,16 +158,16 @@ def row_scores(
         capacity=targets.ids.shape[1] - 1 + k,
     )
     sequence = sequence._replace(hidden=constrain_rows(options.mesh, sequence.hidden))
-    span = (0, model.text.num_layers)
+    span = (0, backbone.config.text.num_layers)
     language = params["language"]
     stage = decoder.run_layers(
-        language, model.text, sequence.rows, span, execution=options.execution
+        language, backbone.config.text, sequence.rows, span, execution=options.execution
     )
     # The head runs at the supervised places only: on the whole sequence it would be the largest
     # array of the step.
     place = jnp.maximum(targets.place + kept.count[:, None] - 1, 0)
     hidden = jnp.take_along_axis(stage.hidden, place[..., None], axis=1)
-    log_prob = jax.nn.log_softmax(decoder.logits(language, model.text, hidden), axis=-1)
+    log_prob = jax.nn.log_softmax(decoder.logits(language, backbone.config.text, hidden), axis=-1)
     target_log_prob = jnp.take_along_axis(log_prob, targets.target[..., None], axis=-1)[..., 0]
     right = jnp.argmax(log_prob, axis=-1) == targets.target
     losses = -jnp.sum(jnp.where(targets.supervised, target_log_prob, 0), axis=1)
@@ -174,8 +175,8 @@ def row_scores(
 
 
 def answer_losses(
-    params: dict[str, Any],
-    model: ModelConfig,
+    params: Params,
+    backbone: Backbone,
     options: ForwardOptions,
     kept: Pruned,
     targets: Targets,
@@ -193,7 +194,7 @@ def answer_losses(
         sets, of = rows
         sets = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sets)
         of = jax.tree.map(lambda x: jnp.repeat(x, g, axis=0), of)
-        losses, _ = row_scores(params, model, options, sets, of, positions)
+        losses, _ = row_scores(params, backbone, options, sets, of, positions)
         return losses.reshape(-1, g)
 
-    return map_rows(part, options, (kept, Targets(*targets))) / count
+    return map_rows(part, options, (kept, targets)) / count

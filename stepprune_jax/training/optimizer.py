@@ -6,12 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 from optax.contrib import MuonDimensionNumbers
 
 from stepprune_jax.parallel.sharding import path_name
-from stepprune_jax.pruning import TrainedMethod
 from stepprune_jax.settings import Settings, count, number, positive, setting
+from stepprune_jax.trained import Selector
+from stepprune_jax.trained.base import Weights
 
 
 def _decay(default: float) -> Any:
@@ -55,7 +56,7 @@ def learning_rate(
 
 
 def make_optimizer(
-    settings: OptimizerSettings, steps: int, method: TrainedMethod
+    settings: OptimizerSettings, steps: int, method: Selector
 ) -> optax.GradientTransformationExtraArgs:
     """Builds the optimiser: AdamW, or Muon for matrices and AdamW for the rest.
 
@@ -85,7 +86,7 @@ def make_optimizer(
     return optax.chain(clip, muon, _descend(optax.scale(-1.0), settings, steps))
 
 
-def mark_stop(method: TrainedMethod, params: Any) -> Any:
+def mark_stop(method: Selector, params: Weights) -> PyTree:
     """Marks the weights of the stop itself with True."""
     return jax.tree_util.tree_map_with_path(lambda path, _: method.is_stop(path_name(path)), params)
 
@@ -106,6 +107,6 @@ def _descend(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _matrices(params: Any) -> Any:
+def _matrices(params: Weights) -> PyTree:
     """Returns dimensions of the weights that map hidden states to hidden states, for Muon."""
     return jax.tree.map(lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, params)

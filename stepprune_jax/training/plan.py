@@ -5,12 +5,14 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
@@ -19,7 +21,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import row_count
-from stepprune_jax.parallel.sharding import BATCH_RULES, build_mesh, shardings
+from stepprune_jax.parallel.sharding import BATCH_RULES, Rules, build_mesh, shardings
 from stepprune_jax.parallel.targets import Target, make_target, missing, read_name
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.host import THREEFRY
@@ -28,7 +30,7 @@ from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_li
 from stepprune_jax.training.failures import memory_advice, remedies
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import AcceleratorSettings, Run, make_mesh, make_setup
-from stepprune_jax.user_input import local_path, user_input
+from stepprune_jax.user_input import UserError, local_path
 
 # Number of batches, evenly spaced over the run, whose widths represent those of all.
 _SAMPLED = 512
@@ -68,8 +70,8 @@ def sample_widths(batches: Batches, steps: int) -> tuple[dict[Bucket, int], Buck
 def assume_widths(run: Run, setup: step.Setup) -> tuple[dict[Bucket, int], Bucket]:
     """Returns the width of batches whose rows have the stated length, and the widest allowed."""
     data = run.data
-    most = row_limits(data, setup.model).ids
-    run.accelerator.require("ids", run.accelerator.ids <= most, f"at most {most}, for one image")
+    most = row_limits(data, setup.backbone.config).ids
+    run.accelerator.expect("ids", run.accelerator.ids <= most, f"at most {most}, for one image")
 
     def bucket(ids: int) -> Bucket:
         wide = -(-ids // data.length_multiple) * data.length_multiple
@@ -81,7 +83,7 @@ def assume_widths(run: Run, setup: step.Setup) -> tuple[dict[Bucket, int], Bucke
 def make_plan(
     sampled: tuple[dict[Bucket, int], Bucket],
     setup: step.Setup,
-    dtype: Any,
+    dtype: DTypeLike,
     rows: int,
     target: Target | None = None,
 ) -> Plan:
@@ -98,7 +100,7 @@ def make_plan(
     return Plan(mesh.size if mesh else 1, held, memory, flops / sum(widths.values()), widths)
 
 
-def planned_memory(traced: Any, target: Target | None = None) -> Usage:
+def planned_memory(traced: jax.stages.Traced, target: Target | None = None) -> Usage:
     """Compiles the result of `trace_update` and returns its memory on each device."""
     if target is not None:
         return usage(target.compile(traced.lower()))
@@ -106,12 +108,14 @@ def planned_memory(traced: Any, target: Target | None = None) -> Usage:
     return usage(traced.lower().compile(compiler_options=_QUICK if on_cpu else None))
 
 
-def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> Any:
+def trace_update(
+    setup: step.Setup, dtype: DTypeLike, rows: int, bucket: Bucket
+) -> jax.stages.Traced:
     """Traces an update of abstract weights, state and batch, placed as in a run."""
     mesh = setup.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY))
     state = jax.eval_shape(lambda key: step.init_state(key, setup), key)
-    stats = jax.eval_shape(lambda: FeatureStats.start(setup.model.feature_width))
+    stats = jax.eval_shape(lambda: FeatureStats.start(setup.backbone.config.feature_width))
     state, stats, key = _placed((state, stats, key), mesh, ((r".*", P()),))
     batch = _placed(abstract_batch(setup, rows, bucket), mesh, BATCH_RULES)
     number = jax.ShapeDtypeStruct((), jnp.int32)
@@ -122,22 +126,22 @@ def trace_update(setup: step.Setup, dtype: Any, rows: int, bucket: Bucket) -> An
 def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
     """Returns the shapes of a batch with these widths, as `Batches` builds it."""
 
-    def ints(*shape: int, dtype: Any = jnp.int32):
+    def ints(*shape: int, dtype: DTypeLike = jnp.int32):
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
     targets, supervised = ints(bucket.targets), ints(bucket.targets, dtype=jnp.bool_)
     conversations = Targets(ints(bucket.ids), ints(), targets, targets, supervised, ints(2))
-    pixels = setup.model.family.max_pixels(setup.model, rows)
+    pixels = setup.backbone.max_pixels(rows)
     return step.Batch(pixels, ints(bucket.text), ints(), conversations)
 
 
-def abstract_weights(setup: step.Setup, dtype: Any) -> Any:
+def abstract_weights(setup: step.Setup, dtype: DTypeLike) -> PyTree:
     """Returns the shapes of the frozen weights, placed as in a run."""
-    weights, rules = vlm.abstract_params(setup.model, dtype), setup.model.family.SHARDING_RULES
-    return _placed(weights, setup.forward.mesh, rules)
+    weights = vlm.abstract_params(setup.backbone, dtype)
+    return _placed(weights, setup.forward.mesh, setup.backbone.SHARDING_RULES)
 
 
-def _placed(tree: Any, mesh: Mesh | None, rules: Any) -> Any:
+def _placed(tree: PyTree, mesh: Mesh | None, rules: Rules) -> PyTree:
     """Returns abstract arrays with the shardings of a run."""
     if mesh is None:
         alone = SingleDeviceSharding(jax.devices()[0])
@@ -175,33 +179,32 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
     the training file or the folder of its images is absent, all rows are as long as
     `config.accelerator.ids`, which a line says.
     """
-    with user_input():
-        run = dataclasses.replace(run, accelerator=_planned_for(run, target))
-        problem = missing(target) if target else None
-        if problem:
-            print(
-                f"target      {target}: {problem}; planning with the CPU's compiler",
-                flush=True,
-            )
-        compiler = make_target(target) if target and not problem else None
-        devices = compiler.devices if compiler else _devices(run, target)
-        mesh = make_mesh(run, devices)
-        if compiler and mesh is None:  # a mesh determines the device
-            mesh = build_mesh("single", devices)
-        source = run.model.inspect()
-        setup = make_setup(run, source.config, mesh)
-        try:
-            data = training_source(run.data, local_path(workdir).resolve())
-        except FileNotFoundError as error:
-            print(
-                f"data        {error}: assuming {run.accelerator.ids} ids of every row, and "
-                "for memory the longest that config.data.context_limit allows",
-                flush=True,
-            )
-            sampled = assume_widths(run, setup)
-        else:
-            batches = open_batches(run, data, file_identity(data.file), source)
-            sampled = sample_widths(batches, setup.steps)
+    run = dataclasses.replace(run, accelerator=_planned_for(run, target))
+    problem = missing(target) if target else None
+    if problem:
+        print(
+            f"target      {target}: {problem}; planning with the CPU's compiler",
+            flush=True,
+        )
+    compiler = make_target(target) if target and not problem else None
+    devices = compiler.devices if compiler else _devices(run, target)
+    mesh = make_mesh(run, devices)
+    if compiler and mesh is None:  # a mesh determines the device
+        mesh = build_mesh("single", devices)
+    source = run.model.inspect()
+    setup = make_setup(run, source.backbone, mesh)
+    try:
+        data = training_source(run.data, local_path(workdir).resolve())
+    except FileNotFoundError as error:
+        print(
+            f"data        {error}: assuming {run.accelerator.ids} ids of every row, and "
+            "for memory the longest that config.data.context_limit allows",
+            flush=True,
+        )
+        sampled = assume_widths(run, setup)
+    else:
+        batches = open_batches(run, data, file_identity(data.file), source)
+        sampled = sample_widths(batches, setup.steps)
     with memory_advice(run, devices):
         plan = make_plan(sampled, setup, jnp.dtype(run.model.dtype), run.batch_size, compiler)
     for line in _report(plan, run, setup, devices):
@@ -209,20 +212,22 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
     return plan
 
 
-def _devices(run: Run, target: str | None) -> list[Any]:
+def _devices(run: Run, target: str | None) -> list[jax.Device]:
     """Returns the present accelerators, or as many CPU devices as are planned for."""
     devices, count = jax.devices(), run.accelerator.count
     if jax.default_backend() != "cpu" and target is None:
         return devices
     if len(devices) < count:
-        raise ValueError(
+        raise UserError(
             f"config.accelerator.count is {count}, jax has {len(devices)} CPU devices: set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
         )
     return devices[:count]
 
 
-def _report(plan: Plan, run: Run, setup: step.Setup, devices: Sequence[Any]) -> Iterator[str]:
+def _report(
+    plan: Plan, run: Run, setup: step.Setup, devices: Sequence[jax.Device]
+) -> Iterator[str]:
     """Yields the plan line by line."""
     name, utilisation = run.accelerator.name, run.accelerator.utilisation
     device, mesh = ACCELERATORS[name], setup.forward.mesh

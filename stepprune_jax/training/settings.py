@@ -2,29 +2,25 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.models import vlm
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruning import (
-    AutoSelectConfig,
-    PolicyGradientSettings,
-    TrainedMethod,
-    trained_methods,
-)
-from stepprune_jax.pruning.trained import TrainedConfig
+from stepprune_jax.pruners import trainable
 from stepprune_jax.settings import Settings, choice, count, setting, share
+from stepprune_jax.trained import AutoSelectConfig, Policy, PolicyGradientSettings, SelectorConfig
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.step import Setup
+from stepprune_jax.user_input import UserError, naming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,8 +99,8 @@ class Run(EvaluationRun):
 
     method: str = setting(
         "stepprune",
-        f"one of {', '.join(trained_methods())}",
-        lambda value: value in trained_methods(),  # those that exist now
+        f"one of {', '.join(trainable())}",
+        lambda value: value in trainable(),  # those that exist now
     )
     steps: int = count(500)
     batch_size: int = count(32)
@@ -115,8 +111,8 @@ class Run(EvaluationRun):
     max_skipped: int = count(10, free=True)
     tensorboard: bool = setting(False, free=True)
     wandb: str = setting("", free=True)
-    policy: TrainedConfig = PolicyConfig()
-    autoselect: TrainedConfig = AutoSelectConfig()
+    policy: SelectorConfig = PolicyConfig()
+    autoselect: SelectorConfig = AutoSelectConfig()
     optimizer: OptimizerSettings = OptimizerSettings()
     policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
     start: str = ""
@@ -126,66 +122,68 @@ class Run(EvaluationRun):
     def __post_init__(self):
         super().__post_init__()
         expected = f"an integer from 0, below config.steps ({self.steps})"
-        self.optimizer.require("warmup", self.optimizer.warmup < self.steps, expected)
+        self.optimizer.expect("warmup", self.optimizer.warmup < self.steps, expected)
 
     def free_fields(self) -> tuple[str, ...]:
         """As in `Settings`; the group of the method that is not trained is free, too."""
-        groups = {kind.settings for kind in trained_methods().values()}
-        return (*super().free_fields(), *groups - {trained_methods()[self.method].settings})
+        groups = {kind.settings for kind in trainable().values()}
+        return (*super().free_fields(), *groups - {trainable()[self.method].settings})
 
 
-def make_mesh(run: Run, devices: Sequence[Any] | None = None) -> Mesh | None:
+def make_mesh(run: Run, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
     """Builds the mesh of a run; None for a single device."""
     if run.mesh == "single":
         processes = jax.process_count()
-        run.require("mesh", processes == 1, f"one for the {processes} processes of this run")
+        run.expect("mesh", processes == 1, f"one for the {processes} processes of this run")
         return None
     mesh = build_mesh(run.mesh, devices)
     parts = row_count(mesh)
     expected = f"a multiple of the {parts} devices that rows are split over"
-    run.require("batch_size", run.batch_size % parts == 0, expected)
+    run.expect("batch_size", run.batch_size % parts == 0, expected)
     return mesh
 
 
-def read_method(run: Run, model: ModelConfig) -> TrainedMethod:
+def read_method(run: Run, model: ModelConfig) -> Policy:
     """Builds the method to be trained, its widths those of the model."""
-    kind = trained_methods()[run.method]
+    kind = trainable()[run.method]
     name, config = kind.settings, getattr(run, kind.settings)
-    run.require(name, isinstance(config, kind.config_type), kind.config_type.__name__)
+    run.expect(name, isinstance(config, kind.config_type), kind.config_type.__name__)
     if model.sizes_vary and getattr(config, "max_steps", None) is not None:
-        raise ValueError(
+        raise UserError(
             f"config.{name}.max_steps is {config.max_steps!r}, expected None, half of each "
             "image's tokens: images of this model differ in their number"
         )
     text_width = model.text.hidden_size if config.text_width else 0
     widths = {"feature_width": model.feature_width, "text_width": text_width}
-    return kind(config=dataclasses.replace(config, **widths))
+    with naming(f"config.{name}", ValueError):  # such as heads that do not divide the width
+        return kind(config=dataclasses.replace(config, **widths))
 
 
-def make_setup(run: Run, model: ModelConfig, mesh: Mesh | None = None) -> Setup:
+def make_setup(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> Setup:
     """Builds the static part of the update."""
     run.model.execution.check_backend()
-    method = read_method(run, model)
+    method = read_method(run, backbone.config)
     if mesh is not None:
-        shardings(
-            vlm.abstract_params(model), model.family.SHARDING_RULES, mesh
-        )  # before data are read
+        # Checked before data are read.
+        shardings(vlm.abstract_params(backbone), backbone.SHARDING_RULES, mesh)
     parts = row_count(mesh)
     rows, each = run.model.rows_at_once, run.batch_size // parts
-    run.model.require(
+    run.model.expect(
         "rows_at_once",
         rows == 0 or rows >= each or each % rows == 0,
         f"0 or a divisor of the {each} rows of each device",
     )
-    sampled, draws = run.policy_gradient, type(method).sample is not TrainedMethod.sample
-    sampled.require("samples", draws or not sampled.samples, f"0, as {run.method} draws no sets")
+    sampled = run.policy_gradient
+    sampled.expect(
+        "samples", method.draws_sets or not sampled.samples, f"0, as {run.method} draws no sets"
+    )
     forward = ForwardOptions(
         execution=run.model.execution,
         rows=rows * parts if rows < each else 0,
         mesh=mesh,
     )
     return Setup(
-        model=model,
+        backbone=backbone,
         method=method,
         steps=run.steps,
         optimizer=run.optimizer,

@@ -2,19 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from stepprune_jax.models import decoder
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.images import Pixels
+from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
-from stepprune_jax.pruning import PolicyGradientSettings, TrainedMethod, policy_gradient_loss
+from stepprune_jax.trained import PolicyGradientSettings, Selector, policy_gradient_loss
+from stepprune_jax.trained.base import Weights
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
     Targets,
@@ -35,8 +38,8 @@ class Setup:
     """Everything static about an update.
 
     Attributes:
-        model: the frozen model.
-        method: the method that is trained.
+        backbone: the frozen model.
+        method: the method that is trained, without weights.
         steps: updates of the whole run.
         optimizer: settings of the optimiser.
         text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0 for a constant 1.
@@ -44,8 +47,8 @@ class Setup:
         policy_gradient: settings of the objective of sampled sets.
     """
 
-    model: ModelConfig
-    method: TrainedMethod
+    backbone: Backbone
+    method: Selector
     steps: int
     optimizer: OptimizerSettings
     text_gate_anneal: float
@@ -63,7 +66,7 @@ class Batch(NamedTuple):
         targets: the conversations with their supervised tokens.
     """
 
-    pixels: Any
+    pixels: Pixels
     text: Int[np.ndarray | Array, "b t"]
     text_length: Int[np.ndarray | Array, " b"]
     targets: Targets
@@ -75,14 +78,14 @@ class State(NamedTuple):
     Attributes:
         params: weights of the selector.
         optimizer: moments of AdamW.
-        running_count: running mean of K.
+        method: what the method carries from batch to batch, as of `Selector.init_state`.
         skipped: updates skipped because loss or gradient was not finite.
         skipped_in_row: length of the current run of skipped updates.
     """
 
-    params: Any
-    optimizer: Any
-    running_count: Float[Array, ""]
+    params: Weights
+    optimizer: optax.OptState
+    method: PyTree
     skipped: Int[Array, ""]
     skipped_in_row: Int[Array, ""]
 
@@ -93,35 +96,35 @@ def _optimizer(setup: Setup) -> optax.GradientTransformationExtraArgs:
 
 def init_state(key: Array, setup: Setup) -> State:
     """Draws the state before the first update; `key` is consumed."""
-    params = setup.method.init(key)
+    params = setup.method.draw_params(key)
     moments = _optimizer(setup).init(params)
     none = jnp.zeros((), jnp.int32)
-    return State(params, moments, jnp.zeros(()), none, none)
+    return State(params, moments, setup.method.init_state(), none, none)
 
 
-def encode_rows(params: dict[str, Any], setup: Setup, pixels: Any) -> Float[Array, "b n d"]:
+def encode_rows(params: Params, setup: Setup, pixels: Pixels) -> Float[Array, "b n d"]:
     """Computes features of images, in passes of at most `forward.rows` rows."""
 
     def encode(pixels):
         execution = setup.forward.execution
-        return setup.model.family.encode_image(params, setup.model, pixels, execution=execution)[0]
+        return setup.backbone.encode_image(params, pixels, execution=execution)[0]
 
     return constrain_rows(setup.forward.mesh, map_rows(encode, setup.forward, pixels))
 
 
-def selector_inputs(params: dict[str, Any], setup: Setup, batch: Batch) -> Inputs:
+def selector_inputs(params: Params, setup: Setup, batch: Batch) -> Inputs:
     """Computes features and question embeddings of a batch with the frozen model."""
     features = encode_rows(params, setup, batch.pixels)
     text = decoder.embed(params["language"], batch.text)
     mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
     image_mask = None
-    if setup.model.sizes_vary:
-        tokens = setup.model.family.num_tokens(setup.model, batch.targets.grid)
+    if setup.backbone.config.sizes_vary:
+        tokens = setup.backbone.num_tokens(batch.targets.grid)
         image_mask = jnp.arange(features.shape[1]) < tokens[:, None]
-    return Inputs(*constrain_rows(setup.forward.mesh, (features, text, image_mask, mask)))
+    return constrain_rows(setup.forward.mesh, Inputs(features, text, image_mask, mask))
 
 
-def _norm_at_stop(method: TrainedMethod, grads: Any) -> Float[Array, ""]:
+def _norm_at_stop(method: Selector, grads: Weights) -> Float[Array, ""]:
     """Returns the norm of the gradient of the stop's own weights."""
     own = mark_stop(method, grads)
     stop = jax.tree.map(lambda leaf, own: leaf if own else None, grads, own)
@@ -129,7 +132,7 @@ def _norm_at_stop(method: TrainedMethod, grads: Any) -> Float[Array, ""]:
 
 
 def _update(
-    params: dict[str, Any],
+    params: Params,
     state: State,
     stats: FeatureStats,
     batch: Batch,
@@ -138,15 +141,15 @@ def _update(
     setup: Setup,
 ) -> tuple[State, dict[str, Array]]:
     """Performs update number `step`, from 0; returns the new state, and scalars of the old one."""
-    inputs = selector_inputs(params, setup, batch)
-
-    frozen, sampled = (params, setup.model, setup.forward), setup.policy_gradient
+    inputs, sampled = selector_inputs(params, setup, batch), setup.policy_gradient
 
     def gated_loss(tokens):
-        return lm_loss(*frozen, tokens, batch.targets)
+        return lm_loss(params, setup.backbone, setup.forward, tokens, batch.targets)
 
     def set_losses(kept):
-        return answer_losses(*frozen, kept, batch.targets, sampled.positions)
+        return answer_losses(
+            params, setup.backbone, setup.forward, kept, batch.targets, sampled.positions
+        )
 
     loss = set_losses if sampled.samples else gated_loss
     return learn(state, stats, inputs, loss, key, step, setup)
@@ -163,45 +166,45 @@ def learn(
 ) -> tuple[State, dict[str, Array]]:
     """Performs the selector's part of an update: everything but the frozen model.
 
-    `loss_fn` is that of `TrainedMethod.train_loss` or of `policy_gradient_loss`.
+    `loss_fn` is that of `Selector.loss` or of `policy_gradient_loss`.
     """
     share = step / setup.steps
     opening = setup.text_gate_anneal
     text_gate = jnp.minimum(1.0, share / opening) if opening else jnp.ones(())
-    progress = Progress(share, text_gate, state.running_count)
+    progress = Progress(share, text_gate, state.method)
 
     def loss(trained):
-        draw_key = jax.random.fold_in(key, step)
-        given = (trained, draw_key, inputs._replace(stats=stats), loss_fn, progress)
-        if setup.policy_gradient.samples:
-            value, aux = policy_gradient_loss(setup.method, setup.policy_gradient, *given)
+        draw_key, seen = jax.random.fold_in(key, step), inputs._replace(stats=stats)
+        method, sampled = setup.method.replace(params=trained), setup.policy_gradient
+        if sampled.samples:
+            value, aux = policy_gradient_loss(method, sampled, draw_key, seen, loss_fn, progress)
         else:
-            value, aux = setup.method.train_loss(*given)
+            value, aux = method.loss(draw_key, seen, loss_fn, progress)
         return value, jax.lax.stop_gradient(aux)
 
-    (value, (metrics, running_count)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    (value, (metrics, carried)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     norm = optax.tree.norm(grads)
     updates, moments = _optimizer(setup).update(grads, state.optimizer, state.params, step=step)
     trained = optax.apply_updates(state.params, updates)
     good = jnp.isfinite(value) & jnp.isfinite(norm)
-    new = (trained, moments, running_count)
-    kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, tuple(state[:3]))
     skipped = {
         "skipped": state.skipped + (~good).astype(jnp.int32),
         "skipped_in_row": jnp.where(good, 0, state.skipped_in_row + 1),
     }
+    new = state._replace(params=trained, optimizer=moments, method=carried)
+    new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)._replace(**skipped)
     lr = learning_rate(setup.optimizer, setup.steps, step)
     scalars = {"loss": value, **metrics, "grad_norm": norm}
     scalars |= {"grad_norm_stop": _norm_at_stop(setup.method, grads)}
     scalars |= {"text_gate": text_gate, "lr": lr}
     # Replicated on each device as before; otherwise the next update would be another program.
-    return constrain_whole(setup.forward.mesh, (State(*kept, **skipped), scalars | skipped))
+    return constrain_whole(setup.forward.mesh, (new, scalars | skipped))
 
 
 def _gather_stats(
-    params: dict[str, Any],
+    params: Params,
     stats: FeatureStats,
-    pixels: Any,
+    pixels: Pixels,
     tokens: Int[Array, " b"],
     setup: Setup,
 ) -> FeatureStats:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from PIL import Image, ImageDraw, ImageFont
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.inference.answer import Answer
+from stepprune_jax.inference.generate import Answer
 from stepprune_jax.visualize import style
 from stepprune_jax.visualize.patches import draw_panel, font, square_patches
 
@@ -91,8 +91,8 @@ def seen_patches(
 
     Merged tokens, which are no patch, are left out.
     """
-    config, (rows, columns) = model.config, grid
-    image = config.family.seen(config, model.image_settings, image)
+    rows, columns = grid
+    image = model.backbone.seen(model.image_settings, image)
     side = max(grid)
     top, left = (side - rows) // 2, (side - columns) // 2
     square = Image.new("RGB", (image.width * side // columns, image.height * side // rows), "white")

@@ -20,7 +20,7 @@ from stepprune_jax.data.json_files import JsonObject, read_json_object, write_js
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.sharding import path_name
 from stepprune_jax.settings import Settings
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError, naming
 
 _LOG = logging.getLogger(__name__)
 
@@ -65,11 +65,10 @@ def _open(folder: Path, options: ocp.CheckpointManagerOptions) -> ocp.Checkpoint
     try:
         return ocp.CheckpointManager(folder, options=options, item_handlers=parts)
     except ValueError as error:  # values of wrong types, before any checkpoint can be read
-        with user_input():
-            raise ValueError(
-                f"{folder}: the file _CHECKPOINT_METADATA of a checkpoint is damaged; remove that "
-                f"checkpoint: {error}"
-            ) from error
+        raise UserError(
+            f"{folder}: the file _CHECKPOINT_METADATA of a checkpoint is damaged; remove that "
+            f"checkpoint: {error}"
+        ) from error
 
 
 def _newest(manager: ocp.CheckpointManager) -> tuple[int, dict[int, str]]:
@@ -83,12 +82,13 @@ def _newest(manager: ocp.CheckpointManager) -> tuple[int, dict[int, str]]:
     if not problems:
         raise FileNotFoundError(f"{folder} holds no checkpoint yet")
     listed = "; ".join(f"{step} is damaged: {problem}" for step, problem in problems.items())
-    raise ValueError(f"no checkpoint in {folder} can be read ({listed}). Remove it to start over")
+    raise UserError(f"no checkpoint in {folder} can be read ({listed}). Remove it to start over")
 
 
 def _read(manager: ocp.CheckpointManager, step: int, like: PyTree = None) -> Restored:
     """Reads a checkpoint to arrays like the given ones, or to the first device."""
-    stored = manager.item_metadata(step)["arrays"]
+    with naming(f"checkpoint {step} of {manager.directory}", ValueError):  # of Orbax
+        stored = manager.item_metadata(step)["arrays"]
     if like is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = jax.tree.map(
@@ -97,14 +97,15 @@ def _read(manager: ocp.CheckpointManager, step: int, like: PyTree = None) -> Res
     elif _shapes(stored) == _shapes(like):
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     else:
-        raise ValueError(
+        raise UserError(
             f"checkpoint {step} of {manager.directory} was written by another version: its arrays "
             "have other names or shapes"
         )
     parts = ocp.args.Composite(
         arrays=ocp.args.StandardRestore(abstract), beside=ocp.args.JsonRestore()
     )
-    restored = manager.restore(step, args=parts)
+    with naming(f"checkpoint {step} of {manager.directory}", ValueError):
+        restored = manager.restore(step, args=parts)
     return Restored(step, restored.arrays, restored.beside)
 
 
@@ -134,7 +135,7 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
         write_json(path, run)
         return run
     if begun and not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"{workdir} has checkpoints but no {RUN_FILE}, so it is unknown which run they are of: "
             "give another --workdir, or remove the folder"
         )
@@ -143,10 +144,10 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
         changes = config.changes(old["config"])
         changes += ["the frozen model"] if old["model"] != model else []
         changes += ["the training file"] if old["data"] != data else []
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not the description of a run: {error!r}") from error
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not the description of a run: {error!r}") from error
     if changes:
-        raise ValueError(
+        raise UserError(
             f"{workdir} is the folder of another run; give another --workdir, or resume with the "
             "original settings. These differ:\n  " + "\n  ".join(changes)
         )
@@ -181,7 +182,7 @@ class Checkpoints:
             about: further parts of the state, as JSON values.
 
         Raises:
-            OSError: this state or the previous one cannot be written, for example on a full disk.
+            UserError: this state or the previous one cannot be written, as on a full disk.
         """
         if step == self.latest:
             return
@@ -203,8 +204,7 @@ class Checkpoints:
                 raise
             reason = " ".join(str(error).partition("[tensorstore_spec=")[0].split())
             what = f"checkpoint {self._writing} cannot be written to {self._folder}"
-            with user_input():
-                raise OSError(f"{what}; earlier ones are kept: {reason}") from error
+            raise UserError(f"{what}; earlier ones are kept: {reason}") from error
 
     def _seal(self):
         """Adds the hashes of all files, after writing and before the final rename."""
@@ -212,7 +212,6 @@ class Checkpoints:
             (folder,) = self._folder.glob(f"{self._writing}.*")
             (folder / _HASHES).write_text(json.dumps(_contents(folder, self._writing), indent=1))
 
-    @user_input()
     def restore(self, like: PyTree) -> Restored:
         """Restores the latest readable state; moves later ones to workdir/damaged.
 
@@ -240,7 +239,7 @@ class Checkpoints:
         return restored
 
     def close(self):
-        """Waits for pending writes; raises an OSError as `save` does."""
+        """Waits for pending writes; raises as `save` does."""
         with self._written():
             self._manager.close()
 
@@ -262,7 +261,7 @@ def _damage(folder: Path) -> str:
     """Returns what is wrong with the files of a checkpoint; empty if nothing is."""
     try:
         written, found = read_json_object(folder / _HASHES), _contents(folder, int(folder.name))
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         return str(error)
     changed = sorted(x for x in {*written, *found} if written.get(x) != found.get(x))
     return f"{changed[0]} has changed since it was written" if changed else ""

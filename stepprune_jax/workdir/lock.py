@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stepprune_jax.data.json_files import file_named
 from stepprune_jax.parallel import distributed
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ def locked(workdir: Path) -> Iterator[None]:
     several processes of one run the main one holds the lock, and all of them must call this.
     """
     with contextlib.ExitStack() as stack:
-        with user_input():
-            distributed.main_first(lambda: distributed.is_main() and _take(workdir, stack))
+        distributed.main_first(lambda: distributed.is_main() and _take(workdir, stack))
         yield
 
 
@@ -44,7 +43,7 @@ def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = os.pread(file, 200, 0).decode(errors="replace").strip() or "another process"
-        raise ValueError(
+        raise UserError(
             f"{workdir} is in use by {holder}: wait until it ends, or give another --workdir"
         ) from error
     except OSError as error:

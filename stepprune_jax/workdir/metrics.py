@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 
 from stepprune_jax.data.json_files import JsonObject, file_named, parse_json, write_json_lines
+from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ def _package(field: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"config.{field} is set, but {name} is not installed: pip install {name}, or unset it; "
             f"{METRICS} has the same numbers"
         ) from error

@@ -218,7 +218,7 @@ def _said(folder, caplog, template):
 
 
 def test_a_chat_template_that_is_not_followed_is_named_once(copy, caplog):
-    qwen = folders.inspect_folder(copy).config.family.name == "qwen2_5_vl"
+    qwen = folders.inspect_folder(copy).backbone.name == "qwen2_5_vl"
     own, other = (LLAVA_TEMPLATE, QWEN_TEMPLATE)[:: -1 if qwen else 1]
     for known in (own, own if qwen else PLAIN_TEMPLATE):
         assert not _said(copy, caplog, known)

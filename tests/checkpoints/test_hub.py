@@ -18,7 +18,7 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, policy_file, save_policy
 from stepprune_jax.evaluation.settings import own_policy
 from stepprune_jax.policy import PolicyConfig, init_policy
-from stepprune_jax.pruning import Policy
+from stepprune_jax.trained import StepPrune
 
 CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1)
 NAME = "policy.safetensors"
@@ -26,7 +26,9 @@ NAME = "policy.safetensors"
 
 @pytest.fixture(scope="module")
 def policy():
-    return Policy(init_policy(jax.random.key(0), CONFIG), CONFIG, None, stop_bias=0.5)
+    return StepPrune(
+        params=init_policy(jax.random.key(0), CONFIG), config=CONFIG, stats=None, stop_bias=0.5
+    )
 
 
 @pytest.fixture

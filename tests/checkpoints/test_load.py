@@ -14,7 +14,7 @@ from stepprune_jax.checkpoints import load, safetensors, save
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models import decoder
-from stepprune_jax.models.llava import LLAVA
+from stepprune_jax.models.llava import Llava
 from stepprune_jax.parallel import sharding
 
 
@@ -93,7 +93,7 @@ def test_a_mesh_has_the_same_weights_of_which_each_byte_is_read_once(tmp_path, m
     mesh = sharding.build_mesh({"data": 2, "tensor": 4}, jax.devices())
     params = _load(folder, mesh)
     _assert_same(params, expected)
-    wanted = sharding.shardings(params, LLAVA.SHARDING_RULES, mesh)
+    wanted = sharding.shardings(params, Llava.SHARDING_RULES, mesh)
     assert all(
         jax.tree.leaves(
             jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, wanted)

@@ -11,7 +11,7 @@ from shards import write_index
 
 from stepprune_jax import testing
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import LLAVA
+from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.llava.config import LlavaConfig
 
 # On this backend the weights themselves lie in host memory too: what the loader itself needs is
@@ -36,7 +36,8 @@ print(size, high_water() - before - size)
 
 def _write_sparse(folder, config):
     """A multi-shard folder of zeros that takes no disk: headers, then holes."""
-    targets = LLAVA.weight_targets(vlm.abstract_params(config), config)
+    backbone = Llava(config)
+    targets = backbone.weight_targets(vlm.abstract_params(backbone))
     shapes = {name: target.tensor_shape for target in targets for name in target.names}
     sizes = {name: int(np.prod(shape)) * 2 for name, shape in shapes.items()}
     weight_map = {}

@@ -11,15 +11,10 @@ from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints import safetensors as files
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for, model_identity
-from stepprune_jax.checkpoints.policy import (
-    Policy,
-    check_fits,
-    load_policy,
-    read_about,
-    save_policy,
-)
+from stepprune_jax.checkpoints.policy import load_policy, read_about, save_policy
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning.calibration import Calibration
+from stepprune_jax.trained import StepPrune
+from stepprune_jax.trained.calibration import Calibration
 
 CONFIG = PolicyConfig(feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1)
 
@@ -27,7 +22,9 @@ CONFIG = PolicyConfig(feature_width=8, text_width=6, width=4, num_heads=2, mlp_r
 @pytest.fixture
 def policy():
     stats = FeatureStats(jnp.arange(8.0), 1 + jnp.arange(8.0), jnp.float32(7))
-    return Policy(init_policy(jax.random.key(0), CONFIG), CONFIG, stats, -0.75)
+    return StepPrune(
+        params=init_policy(jax.random.key(0), CONFIG), config=CONFIG, stats=stats, stop_bias=-0.75
+    )
 
 
 def rewrite(path, change_metadata=None, change=None):
@@ -77,7 +74,7 @@ def test_a_calibration_is_kept_with_the_policy(tmp_path, policy):
 
 def test_a_file_comes_before_a_shipped_policy_of_its_name(tmp_path, monkeypatch, policy):
     monkeypatch.chdir(tmp_path)
-    assert load_policy("shapes").method == "stepprune"
+    assert load_policy("shapes").name == "stepprune"
     with pytest.raises(FileNotFoundError, match=r"no policy file at shape, nor .*shapes_qwen"):
         load_policy("shape")
     save_policy(policy, tmp_path / "shapes")
@@ -180,5 +177,5 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path, policy):
 def test_a_policy_for_another_model_is_refused(policy):
     config = LlavaConfig.from_hf(testing.tiny_hf_config())
     with pytest.raises(ValueError, match=r"feature_width is 8.*32; its text_width is 6.*48"):
-        check_fits(policy.config, config)
-    check_fits(PolicyConfig(feature_width=32, text_width=0, num_heads=4), config)
+        policy.check_fits(config)
+    StepPrune(config=PolicyConfig(feature_width=32, text_width=0, num_heads=4)).check_fits(config)

@@ -46,11 +46,11 @@ def _ids(*image):
 def _logits(model, pixels):
     @jax.jit
     def logits(params, pixels):
-        features, _ = model.config.family.encode_image(params, model.config, pixels)
-        tokens = model.config.family.project(params, model.config, features)
+        features, _ = model.backbone.encode_image(params, pixels)
+        tokens = model.backbone.project(params, features)
         ids, length = jnp.array([_ids(vlm.IMAGE_TOKEN)]), jnp.array([7])
         visual = visual_of(model.config, tokens[None])
-        sequence = vlm.assemble(params, model.config, ids, length, visual)
+        sequence = vlm.assemble(params, model.backbone, ids, length, visual)
         return vlm.prefill(params, model.config, sequence, 1, all_logits=True).logits
 
     return logits(model.params, pixels)
@@ -129,7 +129,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path, llava_model):
     with pytest.raises(FileExistsError, match=r"already holds pytorch_model-00001"):
         save_vlm(model, tmp_path)
     text = dataclasses.replace(model.config.text, hidden_size=64, tie_embeddings=True)
-    other = VLM(model.params, dataclasses.replace(model.config, text=text))
+    other = VLM(model.params, model.backbone.replace(text=text))
     with pytest.raises(ValueError, match=r"norm/scale is \[48\], expected \[64\]") as error:
         save_vlm(other, tmp_path / "other")
     assert "language/head/kernel is not part of this model" in str(error.value)
@@ -141,7 +141,7 @@ def test_a_model_given_smaller_images_is_saved_as_it_was_trained(
     model = load_vlm(llava_folder, dtype=jnp.float32, max_pixels=300, progress=False)
     assert (model.config.grid, model.config.max_image_tokens) == ((2, 2), 4)  # of 8 pixels each
     image = noise(0, (40, 50))
-    pixels = model.config.family.preprocess(model.config, model.image_settings, [image])
+    pixels = model.backbone.preprocess(model.image_settings, [image])
     small = model.image_settings._replace(resize_to=16, crop_to=16)
     np.testing.assert_array_equal(pixels[0], preprocess_clip(image, small))
     save_vlm(model, tmp_path / "saved")

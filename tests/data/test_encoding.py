@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stepprune_jax import testing
 from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
-from stepprune_jax.models.llava import LLAVA
+from stepprune_jax.models.llava import Llava
 from stepprune_jax.testing import llava_encoder
 
 
@@ -39,7 +39,7 @@ def test_ids_that_the_model_has_no_embeddings_for_are_refused(tokenizer):
 
 def counted(tokenizer, turns, images, legacy):
     """Labels by LLaVA's counting: each round and each instruction is tokenised on its own."""
-    prompt = LLAVA.conversation([LLAVA.place_images(turns[0], images), *turns[1:]])
+    prompt = Llava.conversation([Llava.place_images(turns[0], images), *turns[1:]])
     labels = tokenize_with_images(tokenizer, prompt)
     total, at = len(labels), 1
     labels[0] = IGNORE
@@ -114,8 +114,8 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
 ):
     turns = turns[: len(turns) // 2 * 2]
     encoded = llava_encoder(tokenizer).encode(turns, images)
-    whole = [LLAVA.place_images(turns[0], images), *turns[1:]]
-    assert encoded.ids == tokenize_with_images(tokenizer, LLAVA.conversation(whole), images)
+    whole = [Llava.place_images(turns[0], images), *turns[1:]]
+    assert encoded.ids == tokenize_with_images(tokenizer, Llava.conversation(whole), images)
     # Before each answer stand the ids that `generate` would be asked to go on from.
     starts = [
         n
@@ -123,7 +123,7 @@ def test_ids_are_those_of_the_whole_prompt_and_labels_begin_where_generation_doe
         if label != IGNORE and encoded.labels[n - 1] == IGNORE
     ]
     for number, start in enumerate(starts):
-        asked = tokenize_with_images(tokenizer, LLAVA.conversation(whole[: 2 * number + 1]), images)
+        asked = tokenize_with_images(tokenizer, Llava.conversation(whole[: 2 * number + 1]), images)
         assert encoded.ids[:start] == asked
     assert len(starts) == len(turns) // 2
     assert len(encoded.labels) == len(encoded.ids) and encoded.labels[-1] != IGNORE

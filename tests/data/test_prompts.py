@@ -11,7 +11,7 @@ from stepprune_jax.data.prompts import (
     tokenize_with_images,
     truncated_images,
 )
-from stepprune_jax.models.llava import LLAVA
+from stepprune_jax.models.llava import Llava
 
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
@@ -20,27 +20,27 @@ SYSTEM = (
 
 
 def test_one_open_exchange_reads_as_the_reference():
-    prompt = LLAVA.conversation([LLAVA.place_images("Is it windy?", 1)])
+    prompt = Llava.conversation([Llava.place_images("Is it windy?", 1)])
     assert prompt == f"{SYSTEM} USER: <image>\nIs it windy? ASSISTANT:"
-    assert LLAVA.conversation(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
-    assert LLAVA.conversation(["Hello."], "Be brief.") == "Be brief. USER: Hello. ASSISTANT:"
+    assert Llava.conversation(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
+    assert Llava.conversation(["Hello."], "Be brief.") == "Be brief. USER: Hello. ASSISTANT:"
 
 
 def test_finished_turns_end_as_the_reference_ends_them():
     turns = ["<image>\nA?", "Yes.", "B?"]
     expected = f"{SYSTEM} USER: <image>\nA? ASSISTANT: Yes.</s>USER: B? ASSISTANT:"
-    assert LLAVA.conversation(turns) == expected == LLAVA.conversation([*turns, None])
-    assert LLAVA.conversation(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
-    assert LLAVA.conversation(["A?", "No."]).endswith("ASSISTANT: No.</s>")
+    assert Llava.conversation(turns) == expected == Llava.conversation([*turns, None])
+    assert Llava.conversation(["A?", ""]) == f"{SYSTEM} USER: A? ASSISTANT:"
+    assert Llava.conversation(["A?", "No."]).endswith("ASSISTANT: No.</s>")
 
 
 def test_image_marks_go_in_front():
-    assert LLAVA.place_images("What?", 0) == "What?"
-    assert LLAVA.place_images("What?", 2) == "<image>\n<image>\nWhat?"
-    assert LLAVA.place_images("What is this? <image>", 1) == "<image>\nWhat is this?"
-    assert LLAVA.place_images("<image>\nWhat?", 1) == "<image>\nWhat?"
+    assert Llava.place_images("What?", 0) == "What?"
+    assert Llava.place_images("What?", 2) == "<image>\n<image>\nWhat?"
+    assert Llava.place_images("What is this? <image>", 1) == "<image>\nWhat is this?"
+    assert Llava.place_images("<image>\nWhat?", 1) == "<image>\nWhat?"
     interleaved = "First <image> and second <image>?"
-    assert LLAVA.place_images(interleaved, 2) == interleaved
+    assert Llava.place_images(interleaved, 2) == interleaved
 
 
 @pytest.mark.parametrize(("marks", "images"), [(1, 0), (1, 2)])
@@ -48,14 +48,14 @@ def test_marks_and_images_that_disagree_are_refused(tokenizer, marks, images):
     message = "<image>\n" * marks + "What?"
     expected = rf"the prompt has {marks} <image>, but {images} image\(s\)"
     with pytest.raises(ValueError, match=expected):
-        LLAVA.place_images(message, images)
+        Llava.place_images(message, images)
     with pytest.raises(ValueError, match=expected):
-        tokenize_with_images(tokenizer, LLAVA.conversation([message]), images)
+        tokenize_with_images(tokenizer, Llava.conversation([message]), images)
 
 
 def test_pieces_around_the_image_are_those_of_the_reference(tokenizer):
     ids = tokenize_with_images(
-        tokenizer, LLAVA.conversation([LLAVA.place_images("What is this?", 1)]), 1
+        tokenizer, Llava.conversation([Llava.place_images("What is this?", 1)]), 1
     )
     at = ids.index(IMAGE_TOKEN)
     assert ids.count(IMAGE_TOKEN) == 1

@@ -13,7 +13,7 @@ from stepprune_jax.data.corpus import Limits, make_row
 from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.source import DataSettings, training_source
 from stepprune_jax.data.survey import open_corpus
-from stepprune_jax.models.qwen2_5_vl.family import QWEN2_5_VL
+from stepprune_jax.models.qwen2_5_vl.backbone import Qwen2_5_VL
 from stepprune_jax.testing import llava_encoder
 
 LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
@@ -153,7 +153,7 @@ def test_samples_that_cannot_be_trained_on_stop_a_run(opened, bad, limits, messa
 
 def test_a_sample_that_the_template_refuses_is_named_and_can_be_skipped(opened, llava):
     """Files for Qwen's own programs have its placeholders in place of the mark."""
-    encoder = dataclasses.replace(llava, conversation=QWEN2_5_VL.conversation)
+    encoder = dataclasses.replace(llava, conversation=Qwen2_5_VL.conversation)
     bad = sample("<|vision_start|><|image_pad|><|vision_end|>is this a dog ?", "no")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"sample 1: the prompt has <\|image_pad\|>, which"):

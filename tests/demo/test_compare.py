@@ -9,8 +9,8 @@ from visual import as_a_phone_stores
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy
 from stepprune_jax.demo.compare import BY_ITSELF, EXACTLY, ON_AVERAGE, compare, list_choices
 from stepprune_jax.demo.examples import shapes_examples
-from stepprune_jax.pruning import Policy
-from stepprune_jax.pruning.calibration import Calibration
+from stepprune_jax.trained import StepPrune
+from stepprune_jax.trained.calibration import Calibration
 from stepprune_jax.visualize.overlays import seen_patches
 from stepprune_jax.visualize.patches import read_square
 
@@ -24,9 +24,11 @@ def choices(llava_model):
     params, stats = init_policy(jax.random.key(0), CONFIG), FeatureStats.start(32)
     other = PolicyConfig(feature_width=16, num_heads=2)
     policies = {
-        "mine": Policy(params, CONFIG, stats),
-        "calibrated": Policy(params, CONFIG, stats, calibration=TABLE),
-        "of another model": Policy(init_policy(jax.random.key(0), other), other, None),
+        "mine": StepPrune(params=params, config=CONFIG, stats=stats),
+        "calibrated": StepPrune(params=params, config=CONFIG, stats=stats, calibration=TABLE),
+        "of another model": StepPrune(
+            params=init_policy(jax.random.key(0), other), config=other, stats=None
+        ),
     }
     return list_choices(llava_model, policies)
 
@@ -41,27 +43,28 @@ def test_what_a_model_can_be_pruned_by(choices):
 
 
 def test_both_answers_and_what_was_kept(llava_model, choices):
-    method = choices["mine"].method(EXACTLY, 3)
+    method = choices["mine"].build(EXACTLY, 3)
     shown = compare(llava_model, method, as_a_phone_stores(IMAGE.convert("RGBA")), "red dog?")
-    assert (shown.full.kept, shown.pruned.kept) == (9, 3) and shown.pruned.ttft_ms > 0
+    (full, _), (pruned, times) = shown.full, shown.pruned
+    assert (full.kept, pruned.kept) == (9, 3) and times.first_token > times.compiling
     # Patches of 160 pixels; below their marks, the kept ones are as they are and others darker.
     seen = seen_patches(llava_model, IMAGE, (3, 3), []).image
     same = (np.asarray(shown.picture) == read_square(seen, 480)).all(-1)
     bright = np.flatnonzero(same.reshape(3, 160, 3, 160).mean((1, 3)) > 0.5).tolist()
-    assert bright == sorted(shown.pruned.kept_indices[0])
-    average = choices["calibrated"].method(ON_AVERAGE, 2.5)
-    assert average.params.stop_bias == pytest.approx(0.0)
+    assert bright == sorted(pruned.kept_indices[0])
+    average = choices["calibrated"].build(ON_AVERAGE, 2.5)
+    assert average.bias == pytest.approx(0.0)
 
 
 def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
-    config, settings = qwen_model.config, qwen_model.image_settings
+    backbone, settings = qwen_model.backbone, qwen_model.image_settings
     wide = IMAGE.resize((90, 20))
-    pixels = config.family.preprocess(config, settings, [wide])
-    rows, columns = config.family.grids(config, pixels)[0].tolist()
+    pixels = backbone.preprocess(settings, [wide])
+    rows, columns = backbone.grids(pixels)[0].tolist()
     assert rows < columns
     found = seen_patches(qwen_model, wide, (rows, columns), [0, rows * columns - 1, -1])
     assert found.grid == columns and len(found.patches) == 2
-    pixel = config.family.seen(config, settings, wide)
+    pixel = backbone.seen(settings, wide)
     side = pixel.width // columns
     for patch, (left, top) in zip(found.patches, ((0, 0), (columns - 1, rows - 1)), strict=True):
         at, whole = divmod(patch, columns)[::-1], found.image
@@ -72,7 +75,7 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
 
 def test_an_empty_question_is_refused(llava_model, choices):
     with pytest.raises(ValueError, match="question is empty"):
-        compare(llava_model, choices["mine"].method(EXACTLY, 3), IMAGE, " ")
+        compare(llava_model, choices["mine"].build(EXACTLY, 3), IMAGE, " ")
 
 
 def test_images_to_begin_with():

@@ -11,7 +11,7 @@ from commands import status
 from stepprune_jax import testing
 from stepprune_jax.efficiency import __main__ as efficiency
 from stepprune_jax.efficiency import measure
-from stepprune_jax.efficiency.model_shapes import model_config
+from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models.llava.config import LlavaConfig
 
@@ -139,7 +139,7 @@ def test_a_dry_run_counts_what_the_paper_has_for_all_tokens(capsys):
 
 
 def test_the_default_rows_are_the_papers_budgets_as_far_as_they_can_be_kept(capsys):
-    config = model_config("mid")
+    config = find_backbone("mid").config
     rows = efficiency.default_rows(config)
     assert rows[0] == "all" and {"cls@192", "fastv@128", "stepprune@64"} <= set(rows)
     assert {"stepprune@mean:192", "stepprune@mean:128", "stepprune@mean:64"} <= set(rows)
@@ -148,4 +148,4 @@ def test_the_default_rows_are_the_papers_budgets_as_far_as_they_can_be_kept(caps
     made = efficiency.read_rows(rows, config, 1, "float32")
     assert [row.name for row in made] == rows and len({*rows}) == len(rows)
     (grouped,) = efficiency.read_rows(["stepprune@64 group=4"], config, 1, "float32")
-    assert grouped.method.pruner.group == 4
+    assert grouped.pruner.group == 4

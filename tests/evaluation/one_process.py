@@ -21,7 +21,8 @@ def main(model, root, workdir, settings):
     distributed.start()
     from small_world import small_run
 
-    from stepprune_jax.evaluation import encode, generate_stage
+    from stepprune_jax.evaluation import generate_stage
+    from stepprune_jax.inference import encode
 
     # Small chunks, so that answers come often.
     encode.CHUNK, encode.WIDTHS, generate_stage.WIDTHS = 2, (192,), (192,)

@@ -15,7 +15,7 @@ from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.policy import FeatureStats, init_policy
-from stepprune_jax.pruning import Policy
+from stepprune_jax.trained import StepPrune
 
 SHARE = "1/3"
 
@@ -32,7 +32,9 @@ def world(tmp_path_factory):
         tokens[path.name] = height * width // 64
     widths = {"feature_width": 48, "text_width": 48, "width": 8, "num_heads": 2, "mlp_ratio": 1}
     config = PolicyConfig(**widths, encoder_layers=1, decoder_layers=1)
-    policy = Policy(init_policy(jax.random.key(0), config), config, FeatureStats.start(48))
+    policy = StepPrune(
+        params=init_policy(jax.random.key(0), config), config=config, stats=FeatureStats.start(48)
+    )
     save_policy(policy, base / "run" / "policy.safetensors")
     run = small_run(
         tiny_qwen(base / "model"),

@@ -5,25 +5,21 @@ from small_world import one_shot, stepprune
 
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
-from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.pruning import (
-    Budget,
-    FastV,
-    GlimpsePrune,
-    GlimpsePruneConfig,
-    HoloV,
-    make_method,
-)
+from stepprune_jax.models.llava import Llava
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import Budget, FastV, HoloV
 from stepprune_jax.testing import tiny_hf_config
+from stepprune_jax.trained import GlimpsePrune, GlimpsePruneConfig
 
-CONFIG = LlavaConfig.from_hf(tiny_hf_config())
+BACKBONE = Llava.read(tiny_hf_config(), None)
+CONFIG = BACKBONE.config
 N = 9
-VISION = vision_flops(CONFIG, [CONFIG.grid])
+VISION = vision_flops(BACKBONE, [CONFIG.grid])
 GLIMPSE = GlimpsePruneConfig(selected_layers=(0,), reduce_layer=0)
 
 
 def parts(pruner, kept, text=20, words=5):
-    return first_token_flops(CONFIG, pruner, CONFIG.grid, text, words, kept)
+    return first_token_flops(BACKBONE, pruner.bare, CONFIG.grid, text, words, kept)
 
 
 def prefill(tokens):
@@ -36,9 +32,9 @@ def test_what_is_dropped_in_front_of_the_projector_costs_nothing_behind_it():
         (policy, Budget("count", 4), policy_flops(policy.config, N, 5, 4, exact=True)["total"]),
         (policy, Budget("own"), policy_flops(policy.config, N, 5, 4, exact=False)["total"]),
         # A one-shot scorer takes no steps.
-        (scorer, Budget("count", 4), policy_flops(scorer.config.shape, N, 5, 4)["encoder"]),
+        (scorer, Budget("count", 4), policy_flops(scorer.encoder_config, N, 5, 4)["encoder"]),
     ):
-        found = parts(make_method(None, budget, policy=trained).pruner, 4)
+        found = parts(build_pruner(None, budget, policy=trained), 4)
         assert found["choice"] == work and found["prefill"] == prefill(24)
         assert found["projector"] == VISION["projector"] * 4 / N
 

@@ -28,8 +28,8 @@ def test_options_of_a_scorer_are_those_of_its_rows():
     policies = {"scorer": load_policy(ROOT / "experiments/policies/autoselect.safetensors")}
     settings = small_run("model", "data", options="autoselect diversity=0.2", budgets=(4,)).eval
     (row,) = [r for r in plan_rows(settings, config, policies, {}, 0) if r.policy is not None]
-    assert row.method.pruner.diversity == 0.2
-    assert row.method.pruner.config == policies["scorer"].config
+    assert row.pruner.diversity == 0.2
+    assert row.pruner.config == policies["scorer"].config
 
 
 def test_methods_are_named_by_pruners_or_labels():

@@ -22,8 +22,7 @@ def example():
 def uneven(example):
     """Kept tokens of eight images in between one and all of 32 places; the others hold anything."""
     image, text, mask = example.look(example.host, example.params, example.batch)
-    select = example.policy.select_fn(32, budget=32)
-    pruned = select(example.policy, image, text, text_mask=mask)
+    pruned = example.policy.select(image, text, text_mask=mask, capacity=32, budget=32)
     count = jnp.array([3, 20, 32, 1, 7, 15, 29, 4])
     valid = jnp.arange(32) < count[:, None]
     anything = jax.random.normal(jax.random.key(1), pruned.tokens.shape)

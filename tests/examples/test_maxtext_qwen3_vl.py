@@ -24,8 +24,8 @@ def close(ours, theirs):
 
 
 def test_with_all_tokens_the_logits_are_those_of_maxtext(example):
-    select = example["policy"].select_fn(example["N"], budget=example["N"])
-    ours, pruned = example["pruned_forward"](select, *example["given"])
+    n, (policy, *given) = example["N"], example["given"]
+    ours, pruned = example["pruned_forward"](n, policy.with_budget(n), *given)
     real = np.asarray(example["batch"]["inputs_segmentation"]) > 0
     assert (pruned.count == example["N"]).all() and 0 < real.mean() < 1
     close(ours[real], example["host"][real])
@@ -33,12 +33,12 @@ def test_with_all_tokens_the_logits_are_those_of_maxtext(example):
     assert off <= 1e-5 * float(jnp.abs(example["host"]).max())
 
 
-@pytest.mark.parametrize("how", [{"budget": 64}, {"mean_budget": 64}], ids=str)
-def test_pruned_logits_are_those_of_maxtext_if_nothing_attends_to_the_other_tokens(example, how):
+@pytest.mark.parametrize("budget", [64, "mean:64"])
+def test_pruned_logits_are_those_of_maxtext_if_nothing_attends_to_the_other_tokens(example, budget):
     """MaxText itself, with its images, positions and DeepStack, and the others as a segment."""
     policy, weights, batch, pixels = example["given"]
-    select = policy.select_fn(128, **how)
-    ours, pruned = example["pruned_forward"](select, policy, weights, batch, pixels)
+    pruner = policy.with_budget(budget)
+    ours, pruned = example["pruned_forward"](128, pruner, weights, batch, pixels)
     segments = np.array(batch["inputs_segmentation"])
     for row, index in enumerate(np.asarray(pruned.index)):
         dropped = np.setdiff1d(np.arange(example["N"]), index)

@@ -89,8 +89,7 @@ def test_dropping_a_token_equals_masking_it(example):
 
         host = example.nnx.merge(*parts)
         view = example.View(host, seen)
-        select = policy.select_fn(64, budget=64)
-        kept = select(policy, view.image, view.text, **view.masks)
+        kept = policy.select(view.image, view.text, **view.masks, capacity=64, budget=64)
         every = jnp.arange(view.image.shape[1])[None]
         masked = jnp.any(every[..., None] == kept.index[:, None], axis=2)
         short = (kept.tokens, kept.valid, kept.index)

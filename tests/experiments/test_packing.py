@@ -22,7 +22,8 @@ from experiments.pretrain.packing import pack
 from experiments.pretrain.small_llava import TEMPLATE
 from experiments.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig, LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
+from stepprune_jax.models.llava.config import ClipConfig, LlamaConfig
 from stepprune_jax.testing import llava_encoder
 
 # The models are made and kept; these run when pretraining changes.
@@ -50,7 +51,8 @@ def model(encoder):
         feature_layer=-1,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
     )
-    return jax.jit(vlm.init_params, static_argnums=1)(jax.random.key(0), config), config
+    backbone = Llava(config)
+    return jax.jit(vlm.init_params, static_argnums=1)(jax.random.key(0), backbone), backbone
 
 
 def test_a_row_by_hand(encoder):
@@ -74,7 +76,7 @@ def seen_at(visual, index):
 
 
 def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(encoder, model):
-    params, config = model
+    params, backbone = model
     packed = jax.tree.map(jnp.asarray, pack(encoder, SAMPLES))
     pixels = jax.random.normal(jax.random.key(2), (3, 3, 24, 24))
     trained = {name: params[name] for name in ("projector", "language")}
@@ -83,15 +85,15 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
     shown = np.arange(27).reshape(3, 9) % 3
     words = [Words(jnp.asarray(shown), jnp.asarray(token))]
     batch = Exchanges(Images(pixels, jnp.full((3, 2), 3)), packed, None, words)
-    given = (trained, {"vision": params["vision"]}, config, jax.random.key(0), batch, Shown())
+    given = (trained, {"vision": params["vision"]}, backbone, jax.random.key(0), batch, Shown())
     loss, scalars = jax.jit(language_loss, static_argnums=(2, 5))(*given)
-    visual = jax.jit(
-        lambda p, x: config.family.project(p, config, config.family.encode_image(p, config, x)[0])
-    )(params, pixels)
+    visual = jax.jit(lambda p, x: backbone.project(p, backbone.encode_image(p, x)[0]))(
+        params, pixels
+    )
     index = jnp.broadcast_to(jnp.arange(9), (3, 9))
     nothing = jnp.zeros((3, 0), jnp.int32)
     logits, _ = jax.jit(run_packed, static_argnums=1)(
-        params, config, seen_at(visual, index), packed, nothing
+        params, backbone, seen_at(visual, index), packed, nothing
     )
     log, label = np.asarray(jax.jit(jax.nn.log_softmax)(logits)), np.asarray(packed.label)
     pairs = list(zip(*np.nonzero(label >= 0), strict=True))

@@ -5,7 +5,7 @@ import pytest
 from experiments.pretrain.small_llava import TEMPLATE
 from experiments.pretrain.vocabulary import build_tokenizer, take_rows
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
-from stepprune_jax.models.llava import LLAVA
+from stepprune_jax.models.llava import Llava
 
 TEXTS = ("What color is the circle?", "red", "Is the red square left of the blue cross?", "12", "a")
 
@@ -26,9 +26,9 @@ def test_words_go_in_and_come_out(tokenizer):
 
 
 def test_the_system_sentence_is_one_token(tokenizer):
-    system = LLAVA.conversation([None]).partition(" USER:")[0]
+    system = Llava.conversation([None]).partition(" USER:")[0]
     assert len(tokenizer(system).input_ids) == 2
-    prompt = LLAVA.conversation(["<image>\nWhat color is the circle?", "red"])
+    prompt = Llava.conversation(["<image>\nWhat color is the circle?", "red"])
     ids = tokenize_with_images(tokenizer, prompt, 1)
     # <s> system user : IMAGE six words and a sign, assistant : red </s>
     assert len(ids) == 4 + 1 + 6 + 2 + 2 and ids.index(IMAGE_TOKEN) == 4

@@ -13,7 +13,7 @@ from experiments.report.records import read_records
 from experiments.studies.sequence import _describe, as_markdown, compare, over_runs
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.data.llava import read_questions
-from stepprune_jax.evaluation.encode import encode_questions
+from stepprune_jax.inference.encode import encode_questions
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_programs")]
 

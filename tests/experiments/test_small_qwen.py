@@ -32,7 +32,7 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models import vlm
 from stepprune_jax.models.attention import attention_weights
-from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL, tower
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, tower
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 
 # The models are made and kept; these run when pretraining changes.
@@ -52,8 +52,8 @@ def make_run(**changes):
 @pytest.fixture(scope="module")
 def model():
     tokenizer = build_tokenizer((text for turns in TURNS for text in turns), small_qwen.TEMPLATE)
-    config = small_qwen.model_config(make_run().model, tokenizer)
-    return small_qwen.init_params(jax.random.key(0), config), config, tokenizer
+    backbone = small_qwen.make_backbone(make_run().model, tokenizer)
+    return small_qwen.init_params(jax.random.key(0), backbone), backbone, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def images(model):
 
 def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
     run = make_run(**{"model.vision_heads": 4, "model.vision_width": 64, "model.window_size": 64})
-    config = small_qwen.model_config(run.model, build_tokenizer([], small_qwen.TEMPLATE))
-    params = small_qwen.init_params(jax.random.key(3), config)
+    backbone = small_qwen.make_backbone(run.model, build_tokenizer([], small_qwen.TEMPLATE))
+    params, config = small_qwen.init_params(jax.random.key(3), backbone), backbone.config
     side = 6
     layout = tower.lay_out_windows(jnp.array([[side, side]]), config.vision.window, side**2)
     context = tower._context(config.vision, layout)
@@ -87,25 +87,24 @@ def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
 
 
 def test_packed_logits_are_those_of_each_prompt_alone(model, images):
-    params, config, tokenizer = model
-    encoder = ConversationEncoder(tokenizer, QWEN2_5_VL.place_images, QWEN2_5_VL.conversation)
+    params, backbone, tokenizer = model
+    encoder = ConversationEncoder(tokenizer, Qwen2_5_VL.place_images, Qwen2_5_VL.conversation)
     packed = pack(encoder, [Sample(None, turns, n) for n, turns in enumerate(TURNS)])
-    encode = jax.jit(config.family.encode_image, static_argnums=1)
-    features, _ = encode(params, config, images.pixels)
+    features, _ = jax.jit(backbone.encode_image)(params, images.pixels)
     # The smaller image has two of its tokens and padding, the larger three.
     index = jnp.array([[0, 3, 5], [1, 5, 8]])
     real = index < GRIDS.prod(1)[:, None]
     tokens = jnp.take_along_axis(features, index[..., None], axis=1)
     seen, none = Seen(tokens, index, real, real, GRIDS), jnp.zeros((2, 0), jnp.int32)
-    ours, halfway = jax.jit(run_packed, static_argnums=1)(params, config, seen, packed, none)
+    ours, halfway = jax.jit(run_packed, static_argnums=1)(params, backbone, seen, packed, none)
     assert halfway.visual.shape == (2, 3, 16)
 
     @jax.jit
     def alone(ids, length, tokens, index, real, grid):
         parts = (tokens, real, index, index, grid)
         visual = vlm.Visual(*(part[None, None] for part in parts))
-        sequence = vlm.assemble(params, config, ids[None], length[None], visual)
-        return vlm.prefill(params, config, sequence, 1, all_logits=True).logits[0]
+        sequence = vlm.assemble(params, backbone, ids[None], length[None], visual)
+        return vlm.prefill(params, backbone.config, sequence, 1, all_logits=True).logits[0]
 
     for row, turns in enumerate(TURNS):
         at = 0
@@ -125,12 +124,12 @@ def test_packed_logits_are_those_of_each_prompt_alone(model, images):
 
 def test_padding_changes_no_loss(model, images):
     """Of an image of 2 x 2 tokens, and of the same with rows for 16."""
-    params, config, tokenizer = model
-    encoder = ConversationEncoder(tokenizer, QWEN2_5_VL.place_images, QWEN2_5_VL.conversation)
+    params, backbone, tokenizer = model
+    encoder = ConversationEncoder(tokenizer, Qwen2_5_VL.place_images, Qwen2_5_VL.conversation)
     packed = jax.tree.map(jnp.asarray, pack(encoder, [Sample(None, TURNS[0], 0)]))
     padded = jax.tree.map(lambda x: x[:1], images)
     bare = padded._replace(pixels=padded.pixels._replace(values=padded.pixels.values[:, :16]))
-    assert np.asarray(real_tokens(config, padded, 16)).sum() == 4
+    assert np.asarray(real_tokens(backbone, padded, 16)).sum() == 4
     tokens = jnp.asarray(tokenizer.convert_tokens_to_ids(["red", "blue"]))
     kind, share = np.array([[0, 1, 1, 0]]), np.array([[0.2, np.nan, 0.9, 0.5]], np.float32)
     junk = np.array([[1] * 5])  # behind the labels of a smaller image
@@ -139,13 +138,13 @@ def test_padding_changes_no_loss(model, images):
     for seen, labels in ((bare, kind), (padded, np.concatenate([kind, junk], axis=1))):
         words = [Words(jnp.asarray(labels), tokens), Words(jnp.asarray(share), tokens)]
         batch = Exchanges(seen, packed, None, words)
-        found.append(loss(params, {}, config, jax.random.key(0), batch, Shown())[0])
+        found.append(loss(params, {}, backbone, jax.random.key(0), batch, Shown())[0])
     np.testing.assert_allclose(*found, rtol=1e-5)
     labels = {"class_a": kind, "value_b": np.ones((1, 4, 2))}
     heads = jax.tree.map(lambda x: x + 0.1, init_heads(labels, 16))
     trained, learn = params | {"heads": heads}, jax.jit(tower_loss, static_argnums=1)
     longer = {name: of_tokens(jnp.asarray(label), 9) for name, label in labels.items()}
-    one, two = (learn(trained, config, *x)[0] for x in ((bare, labels), (padded, longer)))
+    one, two = (learn(trained, backbone, *x)[0] for x in ((bare, labels), (padded, longer)))
     np.testing.assert_allclose(one, two, rtol=1e-5)
 
 
@@ -177,9 +176,9 @@ def test_a_run_goes_through_all_stages_and_answers_about_images_of_both_sizes(tm
     for stage, shown in (("tower", "class_kind"), ("language", "lm_loss"), ("noise", "told")):
         assert all(np.isfinite(row[shown]) for row in tiny_run.metrics(tmp_path / "run" / stage))
     model = load_vlm(made, dtype=jnp.float32, progress=False)
-    shape = small_qwen.model_config(make_run().model, model.tokenizer)
+    shape = small_qwen.make_backbone(make_run().model, model.tokenizer).config
     assert model.config == shape and (shape.min_pixels, shape.max_pixels) == (256, 576)
     images = [[data / "images" / f"train_00000{number}.png"] for number in range(2)]
-    options = RunOptions(4, warm_up=False)
+    options = RunOptions(4)
     answers = generate(model, ["What is the background?"] * 2, images, options=options)
     assert [len(answer.kept_indices[0]) for answer in answers] == [4, 9]

@@ -15,11 +15,13 @@ from tiny_qwen import qwen_tokenizer, tiny_qwen_config
 from stepprune_jax import configurations
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.policy import Policy, load_policy, save_policy
+from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.models.llava.images import ImageSettings, to_hf
 from stepprune_jax.policy import PolicyConfig, init_policy
-from stepprune_jax.pruning.calibration import Calibration
 from stepprune_jax.testing import tiny_hf_config
+from stepprune_jax.trained import StepPrune
+from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.checkpoints import claim
 
 LLAVA = tiny_hf_config()
@@ -50,11 +52,12 @@ def test_folders_of_models(tmp_path_factory, name, data):
     ):
         (folder / file).write_text(json.dumps(data.draw(changed(raw)) if change else raw))
     with one_line():
-        config = inspect_folder(folder).config
+        backbone = inspect_folder(folder).backbone
+        config = backbone.config
         numbers = np.array((config.text.rope_theta, config.text.rms_norm_eps), np.float32)
         assert np.isfinite(numbers).all() and (numbers > 0).all()
         assert config.text.num_layers <= 1024 and config.max_image_tokens >= 1
-        found = config.family.image_settings(folder)
+        found = backbone.image_settings(folder)
         if isinstance(found, ImageSettings):
             assert all(math.isfinite(x) and x > 0 for x in found.std)
             assert found.crop_to <= found.resize_to <= 8192
@@ -69,7 +72,9 @@ def policy(tmp_path_factory):
         feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1, decoder_layers=1
     )
     params = jax.tree.map(jnp.ones_like, init_policy(jax.random.key(0), config))
-    path = save_policy(Policy(params, config, None), tmp_path_factory.mktemp("policy") / "p")
+    path = save_policy(
+        StepPrune(params=params, config=config, stats=None), tmp_path_factory.mktemp("policy") / "p"
+    )
     entries, metadata = safetensors.read_contents(path)
     tensors = [safetensors.read_tensor(entry) for entry in entries.values()]
     specs = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
@@ -92,7 +97,7 @@ def test_policies(policy, data):
         file.write_bytes(data.draw(damaged(file.read_bytes())))
     try:
         found = load_policy(file)
-    except ValueError as error:  # weights that do not fit are a list
+    except UserError as error:  # weights that do not fit are a list
         assert str(file) in str(error)
     else:
         assert math.isfinite(found.stop_bias)
@@ -119,6 +124,6 @@ def test_the_description_of_a_run(tmp_path_factory, data):
     (folder / "run.json").write_bytes(data.draw(st.just(raw) | damaged(raw)))
     try:
         claim(folder, run, "m", "d")
-    except ValueError as error:  # differences are a list
+    except UserError as error:  # differences are a list
         said = str(error)
         assert str(folder) in said and ("\n" not in said or "These differ:\n" in said)

@@ -6,13 +6,13 @@ from generation_reference import ByQuestion, random_image
 from small_world import stepprune
 
 from stepprune_jax.inference import RunOptions, greedy, pipeline, read_request
-from stepprune_jax.pruning import Method, make_method
+from stepprune_jax.pruners import build_pruner
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 METHODS = {
-    "exact": lambda: make_method("stepprune", 3, policy=stepprune()),
-    "cut": lambda: make_method("fastv", 3, options={"layer": 1}),
-    "own stop": lambda: Method(ByQuestion()),
+    "exact": lambda: build_pruner("stepprune", 3, policy=stepprune()),
+    "cut": lambda: build_pruner("fastv", 3, options={"layer": 1}),
+    "own stop": lambda: ByQuestion(),
 }
 
 
@@ -35,7 +35,7 @@ def compilations():
 def test_a_batch_takes_one_program_or_two_and_a_look(name, llava_model, compilations, monkeypatch):
     images = [[random_image(1)], None, [random_image(2), random_image(3)]]
     asked = read_request(llava_model, ["What is this?", "two", "red"], images)
-    method, sampling = pipeline.place_method(llava_model, METHODS[name]()), greedy([2])
+    method, sampling = pipeline.place_pruner(llava_model, METHODS[name]()), greedy([2])
     looks, fetch = [], pipeline.fetch
     monkeypatch.setattr(pipeline, "fetch", lambda tree: looks.append(tree) or fetch(tree))
     prompts, options, before = asked.prompts(), RunOptions(max_tokens=2), len(compilations)

@@ -24,9 +24,9 @@ from visual import as_a_phone_stores
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy, testing
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import (
+    Generator,
     RunOptions,
     Sampling,
     generate,
@@ -40,15 +40,16 @@ from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
 from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruning import Budget, Method, make_method
-from stepprune_jax.pruning.base import LayerCut, LayerPruner, Survivors
-from stepprune_jax.pruning.method import NO_PRUNING
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import AllTokens
+from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
+from stepprune_jax.trained import StepPrune
+from stepprune_jax.user_input import UserError
 
 PROMPTS = ("What is in this picture?", "two", "red dog yes no the user gives helpful answers", "no")
 IMAGES = ([random_image(1)], None, [random_image(2), random_image(3)], [random_image(4)])
 EIGHT = RunOptions(max_tokens=8)
-BY_QUESTION = Method(ByQuestion())
+BY_QUESTION = ByQuestion()
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +63,21 @@ def policy():
     config = PolicyConfig(**widths, num_heads=2, mlp_ratio=2, decoder_layers=2)
     # Sharp pointers: counts differ between rows.
     params = jax.tree.map(lambda leaf: 3 * leaf, init_policy(jax.random.key(2), config))
-    return Policy(params, config, FeatureStats.start(32), 0.5)
+    return StepPrune(params=params, config=config, stats=FeatureStats.start(32), stop_bias=0.5)
 
 
 def ids(answers):
     return [answer.token_ids for answer in answers]
+
+
+def streamed(model, prompts, images, pruner=AllTokens(), **how):
+    """The events of a streamed batch, and its answers."""
+    generator, ended = Generator(model, pruner, **how), []
+
+    def follow():
+        ended.extend((yield from generator.stream(generator.read(prompts, images))))
+
+    return list(follow()), ended
 
 
 def test_greedy_ids_equal_the_reference(llava_pair):
@@ -97,7 +108,7 @@ def test_pruned_ids_equal_a_run_on_the_kept_tokens_by_hand(llava_pair, positions
 
 def test_answers_say_what_was_kept_in_the_order_of_choice(model, policy):
     def kept(*method, **options):
-        method = make_method(*method, **options)
+        method = build_pruner(*method, **options)
         found = generate(model, PROMPTS, IMAGES, method, options=EIGHT)
         return [answer.kept_indices for answer in found]
 
@@ -115,7 +126,7 @@ def test_answers_say_what_was_kept_in_the_order_of_choice(model, policy):
 
 def test_a_row_that_is_cut_says_what_is_left(model):
     limit = request(model, "two", IMAGES[0]).ids[0].index(IMAGE_TOKEN) + 4
-    method = make_method("cls", 7)
+    method = build_pruner("cls", 7)
     (whole,) = generate(model, ["two"], [IMAGES[0]], method, options=EIGHT)
     with pytest.warns(UserWarning, match="was truncated"):
         cut = RunOptions(8, context_limit=limit)
@@ -126,7 +137,7 @@ def test_a_row_that_is_cut_says_what_is_left(model):
 
 
 def test_a_row_of_a_batch_draws_words_of_its_own(model, policy):
-    how = {"method": make_method(policy=policy), "sampling": Sampling(5, 0.9, 0.9)}
+    how = {"pruner": policy, "sampling": Sampling(5, 0.9, 0.9)}
     together = generate(model, PROMPTS, IMAGES, options=EIGHT, **how)
     prompts, images = ["a", "a", PROMPTS[2]], [None, None, IMAGES[2]]
     *_, alone = generate(model, prompts, images, options=EIGHT, **how)
@@ -139,7 +150,7 @@ def test_a_row_of_a_batch_draws_words_of_its_own(model, policy):
 
 def begin(model, asked, method, max_tokens=1, **options):
     """The pipeline's first half by hand, and from images behind the tower."""
-    images = pipeline.encode(model, asked.images, method.pruner.taps(model.config))
+    images = pipeline.encode(model, asked.images, method.taps(model.config))
     options = RunOptions(max_tokens, "original", **options)
     batch = pipeline.prepare(model, method, asked.prompts(), images, options)
     sampling = greedy([2])._replace(repetition_penalty=np.float32(2))
@@ -147,7 +158,7 @@ def begin(model, asked, method, max_tokens=1, **options):
 
 
 def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
-    asked, by_class = read_request(model, PROMPTS, IMAGES), make_method("cls", 2).pruner
+    asked, by_class = read_request(model, PROMPTS, IMAGES), build_pruner("cls", 2)
     taps = by_class.taps(model.config)
     images = pipeline.encode(model, asked.images, taps)
     seen, blind = (
@@ -155,7 +166,7 @@ def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
     )
     said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]
-    encode_image = jax.jit(model.config.family.encode_image, static_argnums=(1, 3))
+    encode_image = jax.jit(model.backbone.encode_image, static_argnums=2)
     np.testing.assert_array_equal(seen.number[:4], [0, 2, 2, 3])
     np.testing.assert_array_equal(seen.grid, [[3, 3]] * len(seen.grid))
     for row, words in enumerate(said):
@@ -164,7 +175,7 @@ def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
         np.testing.assert_array_equal(seen.text[row, : len(tokens)], table[np.array(tokens)])
     for row, image in enumerate([*IMAGES[0], *IMAGES[2], *IMAGES[3]]):
         pixels = request(model, "?", [image]).images.pixels
-        features, tapped = encode_image(model.params, model.config, jnp.asarray(pixels), taps)
+        features, tapped = encode_image(model.params, jnp.asarray(pixels), taps)
         np.testing.assert_allclose(seen.tokens[row], features[0], rtol=1e-4, atol=1e-5)
         (attention,) = tapped.values()
         np.testing.assert_allclose(blind.taps[0][row], attention[0], rtol=1e-4, atol=1e-5)
@@ -199,10 +210,10 @@ def test_an_image_is_read_as_it_is_shown_or_as_it_is_stored(model, tmp_path):
 
 def test_logits_that_are_not_finite_are_an_error(model):
     broken = model._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, model.params))
-    for on_token in (None, lambda *_: None):
+    for answer in (generate, streamed):
         with pytest.raises(ValueError, match="prompt 0: the model's logits are not finite") as e:
-            generate(broken, PROMPTS[:2], IMAGES[:2], options=EIGHT, on_token=on_token)
-        assert is_user_error(e.value)
+            answer(broken, PROMPTS[:2], IMAGES[:2], options=EIGHT)
+        assert isinstance(e.value, UserError)
     # Of one row alone, and only after its first token.
     with pytest.raises(ValueError, match="prompt 7: "):
         check_finite(np.array([True, False]), np.array([3, 7]))
@@ -222,12 +233,10 @@ def test_an_answer_ends_with_a_stop_id_or_at_max_tokens(llava_pair):
     assert ended[0].token_ids == expected
     one = generate(model, PROMPTS, IMAGES, options=RunOptions(max_tokens=1))
     assert ids(one) == [answer.token_ids[:1] for answer in free]
-    assert [answer.tokens_per_s for answer in one] == [0.0] * 4
     # The loop exits when every row is finished.
-    calls, at_once = [], Sampling(stop_ids=[answer.token_ids[0] for answer in free])
-    how = {"sampling": at_once, "options": EIGHT, "on_token": lambda *event: calls.append(event)}
-    generate(model, PROMPTS, IMAGES, **how)
-    assert [call[:2] for call in calls] == [(row, a.token_ids[0]) for row, a in enumerate(free)]
+    at_once = Sampling(stop_ids=[answer.token_ids[0] for answer in free])
+    events, _ = streamed(model, PROMPTS, IMAGES, sampling=at_once, options=EIGHT)
+    assert [event[:2] for event in events] == [(row, a.token_ids[0]) for row, a in enumerate(free)]
 
 
 def test_an_answer_ends_with_the_ids_of_the_generation_config(llava_pair, tmp_path):
@@ -247,10 +256,12 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(model):
         how = {"sampling": sampling, "options": EIGHT} | options
         return ids(generate(model, PROMPTS[:2], IMAGES[:2], **how))
 
+    how = {"sampling": Sampling(0, 1.5), "options": EIGHT}
+
     first = answer(0)
     assert answer(0) == first and answer(jax.random.key(0)) == first
     assert answer(1) != first
-    assert answer(0, on_token=lambda *_: None) == first
+    assert ids(streamed(model, PROMPTS[:2], IMAGES[:2], **how)[1]) == first
     # Each row and each step draws anew, here almost uniformly.
     rows = answer(0, sampling=Sampling(0, 1e6))
     assert rows[0] != rows[1] and all(len({*row}) > 1 for row in rows)
@@ -259,11 +270,10 @@ def test_the_same_seed_gives_the_same_answer_and_another_seed_another(model):
 
 
 def test_streamed_pieces_concatenate_to_the_answer(model, policy):
-    how = {"method": make_method(policy=policy), "options": EIGHT}
-    together, events, ended = generate(model, PROMPTS, IMAGES, **how), [], []
-    note = lambda *event: events.append(event)  # noqa: E731
-    streamed = generate(model, PROMPTS, IMAGES, on_token=note, **how)
-    assert [a[:5] for a in streamed] == [a[:5] for a in together]
+    how = {"pruner": build_pruner(policy=policy), "options": EIGHT}
+    together, ended = generate(model, PROMPTS, IMAGES, **how), []
+    events, answers = streamed(model, PROMPTS, IMAGES, **how)
+    assert answers == together
     for row, answer in enumerate(together):
         _, tokens, pieces = zip(*(event for event in events if event[0] == row), strict=True)
         assert (tokens, "".join(pieces)) == (answer.token_ids, answer.text)
@@ -272,7 +282,7 @@ def test_streamed_pieces_concatenate_to_the_answer(model, policy):
         ended.append((yield from stream(model, PROMPTS[0], IMAGES[0], **how)))
 
     assert "".join(follow()) == together[0].text
-    assert ended[0][:4] == together[0][:4]
+    assert ended == together[:1]
 
 
 def test_a_conversation_goes_on_after_an_answer(llava_pair):
@@ -309,8 +319,8 @@ def test_few_programs_serve_many_prompts(model):
 
 
 def test_budgets_in_one_bucket_share_programs(model):
-    generate(model, PROMPTS[:1], IMAGES[:1], make_method("grid", 3), options=EIGHT)
-    before, method = num_compiled(), make_method("grid", "44.4%")
+    generate(model, PROMPTS[:1], IMAGES[:1], build_pruner("grid", 3), options=EIGHT)
+    before, method = num_compiled(), build_pruner("grid", "44.4%")
     (answer,) = generate(model, PROMPTS[:1], IMAGES[:1], method, options=EIGHT)
     assert answer.kept == 4
     assert num_compiled() == before
@@ -320,19 +330,19 @@ def test_budgets_in_one_bucket_share_programs(model):
 @pytest.mark.parametrize(("preset", "rows"), [("data_tensor", 4), ("fsdp_tensor", 3)])
 def test_a_mesh_gives_the_same_tokens(model, policy, preset, rows):
     sharded = load_vlm(model.folder, build_mesh(preset), jnp.float32, progress=False)
-    asked, how = (PROMPTS[:rows], IMAGES[:rows], make_method(policy=policy)), {"options": EIGHT}
+    asked, how = (PROMPTS[:rows], IMAGES[:rows], build_pruner(policy=policy)), {"options": EIGHT}
     here, there = generate(model, *asked, **how), generate(sharded, *asked, **how)
-    assert [a[:4] for a in there] == [a[:4] for a in here]
+    assert there == here
     if preset == "data_tensor":
-        cut, once = make_method("fastv", 3, options={"layer": 1}), RunOptions(1, warm_up=False)
+        cut, once = build_pruner("fastv", 3, options={"layer": 1}), RunOptions(1)
         both = [generate(m, PROMPTS, IMAGES, cut, options=once) for m in (model, sharded)]
         assert ids(both[0]) == ids(both[1])
-    assert ids(generate(sharded, *asked, on_token=lambda *_: None, **how)) == ids(here)
+    assert streamed(sharded, *asked, **how)[1] == here
 
 
 def test_bfloat16_answers_with_a_policy_that_reads_no_text(llava_folder):
     model = load_vlm(llava_folder, progress=False)
-    method = make_method(policy=stepprune(text_width=0))
+    method = build_pruner(policy=stepprune(text_width=0))
     shown, other = generate(model, PROMPTS[:2], IMAGES[:2], method, options=EIGHT)
     assert len(shown.token_ids) <= 8 and 0 < shown.kept <= 9 and other.kept == 0
 
@@ -346,12 +356,12 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
     assert pruned.kept.tolist() == [kept]
     assert pruned.trace.stages[0].length.tolist() == [full - 18 + kept]
     with pytest.warns(UserWarning, match=f"of {full} embeddings was truncated to its first 60"):
-        cut = begin(model, asked, NO_PRUNING, context_limit=60)
+        cut = begin(model, asked, AllTokens(), context_limit=60)
     assert cut.kept.tolist() == [18]
     (stage,) = cut.trace.stages
     assert stage.index.shape == (1, 60) and stage.length.tolist() == [60]
     by_hand = asked._replace(ids=(asked.ids[0][: 60 - 18 + 2],))
-    expected = begin(model, by_hand, NO_PRUNING)
+    expected = begin(model, by_hand, AllTokens())
     for ours, whole in zip(stage[:3], expected.trace.stages[0][:3], strict=True):
         np.testing.assert_array_equal(ours, whole[..., :60])
     np.testing.assert_allclose(cut.trace.logits, expected.trace.logits, rtol=1e-4, atol=1e-4)
@@ -360,7 +370,7 @@ def test_the_limit_holds_after_expansion_with_the_counts_kept(model):
 
 def test_the_limit_holds_behind_a_cut_of_an_image_that_was_cut(model):
     asked = request(model, PROMPTS[0], IMAGES[2])
-    first, method = asked.ids[0].index(IMAGE_TOKEN), make_method("fastv", 3, options={"layer": 1})
+    first, method = asked.ids[0].index(IMAGE_TOKEN), build_pruner("fastv", 3, options={"layer": 1})
     # Nine tokens, two of text, and two more, of which the cut would leave three.
     limit = first + 13
     with pytest.warns(UserWarning, match=f"truncated to its first {limit}:"):
@@ -384,20 +394,20 @@ class CountsAtACut(LayerPruner):
     def cuts(self, config, num_tokens):
         return (LayerCut(1, forgets=self.forgets),)
 
-    def survivors(self, config, num_tokens):
-        return (Survivors(num_tokens),)
+    def schedule(self, config, num_tokens):
+        return Schedule(num_tokens, num_tokens, (Survivors(num_tokens),))
 
-    def drop(self, params, cut, sequence, taps, count):
+    def drop(self, cut, sequence, taps, count):
         return sequence, jnp.ones(sequence.image.shape, bool)
 
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_answers_behind_a_cut_that_drops_nothing_are_those_without_it(model, forgets):
-    cut = Method(CountsAtACut(Budget("own"), forgets=forgets))
-    options = RunOptions(24, warm_up=False)  # longer than the padding of a row
+    cut = CountsAtACut("own", forgets=forgets)
+    options = RunOptions(24)  # longer than the padding of a row
     plain, same = (
         generate(model, PROMPTS[:1], IMAGES[:1], method, options=options)
-        for method in (NO_PRUNING, cut)
+        for method in (AllTokens(), cut)
     )
     assert ids(same) == ids(plain)
 
@@ -421,8 +431,8 @@ def test_bad_input_is_named(model, case):
 def test_what_does_not_fit_the_model_is_refused(model, monkeypatch):
     other = stepprune(feature_width=16).replace(stats=None)
     with pytest.raises(ValueError, match="feature_width is 16, the model's vision hidden_size 32"):
-        generate(model, ["a"], method=make_method(policy=other))
-    small = model._replace(config=model.config.__class__.from_hf(testing.tiny_hf_config(9)))
+        generate(model, ["a"], pruner=build_pruner(policy=other))
+    small = model._replace(backbone=model.backbone.read(testing.tiny_hf_config(9), None))
     with pytest.raises(ValueError, match=r"^the tokenizer gives id \d+, expected ids below 9, the"):
         read_request(small, ["red dog"])
     for part in ("tokenizer", "image_settings"):

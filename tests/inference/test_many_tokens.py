@@ -15,10 +15,11 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.models import attention
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import FeatureStats, layers
-from stepprune_jax.pruning import Policy, make_method
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.trained import StepPrune
 from tools.bench.memory import compiled_programs
 
 MANY, MOST = 1_280, 16_384
@@ -46,12 +47,16 @@ def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, name, tmp_path):
     )
     model = load_vlm(folder, dtype=jnp.float32, progress=False)
     key, stats = jax.random.key(0), FeatureStats.start(48)
-    own = Policy(policy.init_policy(key, POLICY), POLICY, stats) if name == "stepprune" else None
-    columns, method = 32 if tokens == MANY else 128, make_method(name, 100, policy=own)
+    own = (
+        StepPrune(params=policy.init_policy(key, POLICY), config=POLICY, stats=stats)
+        if name == "stepprune"
+        else None
+    )
+    columns, method = 32 if tokens == MANY else 128, build_pruner(name, 100, policy=own)
     for missing in (0, 2, 3):
         before, rows = num_compiled(), tokens // columns - missing
         shown = [noise(rows, (8 * rows, 8 * columns))]  # a token has 8 x 8 pixels
-        options = RunOptions(2, warm_up=False)
+        options = RunOptions(2)
         (found,) = generate(model, ["Is it red?"], [shown], method, options=options)
         assert (found.visual_tokens, found.kept) == (rows * columns, 100)
     # A whole bucket of tokens has a program, and all smaller images in it share another one.
@@ -68,7 +73,7 @@ def test_no_program_holds_all_scores_of_16_384_tokens():
     config = dataclasses.replace(config, min_pixels=256, max_pixels=64 * MOST)
     assert config.max_image_tokens == MOST
     names, length = ("encode", "prefill"), MOST + 64
-    programs = compiled_programs(config, build_mesh("single"), 1, length, 32, names)
+    programs = compiled_programs(Qwen2_5_VL(config), build_mesh("single"), 1, length, 32, names)
     shape = jax.ShapeDtypeStruct
     params = jax.eval_shape(lambda: policy.init_policy(jax.random.key(0), POLICY))
 

@@ -8,7 +8,7 @@ from PIL import Image
 from experiments.shapes import write_world
 from stepprune_jax.data import check
 from stepprune_jax.inference import read_request
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.user_input import UserError
 
 NARROW = Image.new("RGB", (2010, 10))
 REASON = "an image of 2010 x 10 pixels is too narrow: expected sides of at most 200 to 1"
@@ -24,10 +24,10 @@ def test_an_image_is_named_by_its_place_or_file(qwen_model, tmp_path):
         read_request(qwen_model, ["One?", "Both?"], [wide, [wide, str(path)]])
     assert str(caught.value) == f"{path}: {REASON}"
     # In training.
-    config, settings = qwen_model.config, qwen_model.image_settings
+    backbone, settings = qwen_model.backbone, qwen_model.image_settings
     with pytest.raises(ValueError) as caught:
-        config.family.pixel_cache(config, settings, 1 << 20)(path)
-    assert str(caught.value) == f"{path}: {REASON}" and is_user_error(caught.value)
+        backbone.pixel_cache(settings, 1 << 20)(path)
+    assert str(caught.value) == f"{path}: {REASON}" and isinstance(caught.value, UserError)
 
 
 def test_the_check_of_a_data_folder_lists_the_file_but_no_fault(tmp_path, capsys):

@@ -10,28 +10,35 @@ from small_world import WIDTHS, drawn
 
 from stepprune_jax import PolicyConfig
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.checkpoints.policy import Policy
-from stepprune_jax.evaluation.encode import encode_questions
-from stepprune_jax.inference import RunOptions, generate, pipeline, read_request
-from stepprune_jax.pruning import AutoSelectConfig, make_method
-from stepprune_jax.pruning.registry import method_of
+from stepprune_jax.inference import (
+    RunOptions,
+    encode_questions,
+    generate,
+    pipeline,
+    read_request,
+)
+from stepprune_jax.pruners import build_pruner, selector_of
+from stepprune_jax.trained import AutoSelectConfig
 
-TWO = RunOptions(max_tokens=2, warm_up=False)
+TWO = RunOptions(max_tokens=2)
 PROMPTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")
 FAMILIES = ("llava_model", "qwen_model")
 METHODS = {
-    "own": lambda model, seed: make_method("stepprune", "own", **of(model, seed)),
-    "exact": lambda model, seed: make_method("stepprune", 3, **of(model, seed)),
-    "scorer": lambda model, seed: make_method("autoselect", 3, **of(model, seed, AutoSelectConfig)),
-    "random": lambda model, seed: make_method("random", 3, options={"seed": seed}),
+    "own": lambda model, seed: build_pruner("stepprune", "own", **of(model, seed)),
+    "exact": lambda model, seed: build_pruner("stepprune", 3, **of(model, seed)),
+    "scorer": lambda model, seed: build_pruner(
+        "autoselect", 3, **of(model, seed, AutoSelectConfig)
+    ),
+    "random": lambda model, seed: build_pruner("random", 3, options={"seed": seed}),
 }
 
 
 def of(model, seed, kind=PolicyConfig):
     config = kind(**WIDTHS | {"feature_width": model.config.feature_width})
-    weights = drawn(method_of(config).specs(), 1)
-    params = jax.tree.map(lambda x: x / 4, weights)  # so that draws differ
-    return {"policy": Policy(params, config, None), "options": {"seed": seed}}
+    method = selector_of(config)
+    # So that draws differ.
+    params = jax.tree.map(lambda x: x / 4, drawn(method.specs(), 1))
+    return {"policy": method.replace(params=params), "options": {"seed": seed}}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -70,7 +77,7 @@ def test_the_seed_of_a_row_is_that_of_its_image_and_question(name, request):
     model = request.getfixturevalue(name)
     out = io.BytesIO()
     PICTURES[0].save(out, "PNG")
-    pruner = METHODS["random"](model, 0).pruner
+    pruner = METHODS["random"](model, 0)
 
     def seeds(prompts, images):
         return np.asarray(pipeline.see(model, pruner, prompts, images).seed).tolist()

@@ -9,8 +9,7 @@ from small_world import stepprune
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.evaluation import encode
-from stepprune_jax.inference import RunOptions, Sampling, generate
+from stepprune_jax.inference import Generator, RunOptions, Sampling, encode, generate
 from stepprune_jax.inference.sets import Answers
 from stepprune_jax.integrations import answerer as module
 from stepprune_jax.integrations.answerer import (
@@ -20,7 +19,6 @@ from stepprune_jax.integrations.answerer import (
     cut_at,
     load_answerer,
 )
-from stepprune_jax.pruning.method import NO_PRUNING
 
 QUESTIONS = ("What is this?", "two dog", "is the picture red", "yes or no")
 
@@ -54,9 +52,9 @@ def test_answers_are_those_of_generate(llava_folder, policy):
     texts = answer_questions(answerer, [Wanted(*one) for one in asked], done.append)
     # Chunks of two; those with another longest answer are apart.
     assert done == [2, 3, 4]
-    options = RunOptions(max(most), warm_up=False)
-    said = generate(answerer.model, QUESTIONS, images(), answerer.method, options=options)
-    decode = answerer.model.tokenizer.decode
+    options, generator = RunOptions(max(most)), answerer.generator
+    said = generate(generator.model, QUESTIONS, images(), generator.pruner, options=options)
+    decode = generator.model.tokenizer.decode
     for text, answer, count in zip(texts, said, most, strict=True):
         ids = [token for token in answer.token_ids[:count] if token != 2]
         assert text == decode(ids).strip()
@@ -68,13 +66,13 @@ def test_answers_are_those_of_generate(llava_folder, policy):
 @pytest.mark.slow
 def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatch):
     asked = [Wanted("?", image, 1) for image in images() if image]
-    answers, answer_all = [], module.answer_all
+    answers, answer_set = [], Generator.answer_set
 
     def watch(*arguments):
-        answers.append(answer_all(*arguments))
-        return answers[-1]
+        answers.extend(answer_set(*arguments))
+        return answers[-1:]
 
-    monkeypatch.setattr(module, "answer_all", watch)
+    monkeypatch.setattr(Generator, "answer_set", watch)
     settings = Settings(
         pretrained=llava_folder, method="random", budget="1/3", dtype="float32", seed=5
     )
@@ -94,12 +92,12 @@ def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatc
 def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, monkeypatch):
     answerer, seen = load_answerer(Settings(pretrained=llava_folder, dtype="float32")), []
 
-    def note(model, method, prompts, images, *arguments):
-        seen.append(images)
-        count = len(prompts.length)
-        return Answers([""] * count, np.zeros(count, np.int32), [], np.zeros(count))
+    def note(generator, asked, batching):
+        seen.append(asked.images)
+        count = len(asked.prompts.length)
+        return [Answers([""] * count, np.zeros(count, np.int32), [], np.zeros(count))]
 
-    monkeypatch.setattr(module, "answer_all", note)
+    monkeypatch.setattr(Generator, "answer_set", note)
     first, _, second, _ = images()
     stored = first[0].copy()  # the evaluator's own programs ignore its orientation
     stored.getexif()[ExifTags.Base.Orientation] = 6
@@ -113,7 +111,9 @@ def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_fold
     policy = save_policy(stepprune(draw=0.0), tmp_path / "policy.bin")
     settings = Settings(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
     answerer, (first, _, second, _), done = load_answerer(settings), images(), []
-    answerer = answerer._replace(model=answerer.model._replace(repetition_penalty=9.0))
+    model = answerer.generator.model._replace(repetition_penalty=9.0)
+    generator = dataclasses.replace(answerer.generator, model=model)
+    answerer = answerer._replace(generator=generator)
     both = first + second
     asked = [
         Wanted("<image> <image> red", first, 12),
@@ -124,25 +124,25 @@ def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_fold
     texts = answer_questions(answerer, asked, done.append)
     assert done == [1, 2, 4]
     plain = Sampling(repetition_penalty=1.0)
-    how = {"options": RunOptions(12, warm_up=False), "sampling": plain}
+    how = {"options": RunOptions(12), "sampling": plain}
     for text, (prompt, shown, *_) in zip(texts, asked, strict=True):
         question = prompt.replace("<image> ", "")
-        (said,) = generate(answerer.model, [question], [shown], answerer.method, **how)
+        (said,) = generate(model, [question], [shown], generator.pruner, **how)
         assert text == said.text.strip() and said.kept == 2 * len(shown)
 
 
 def test_the_images_of_a_question_have_draws_of_their_own(llava_folder, monkeypatch):
     settings = Settings(pretrained=llava_folder, dtype="float32", method="random", budget=4)
-    (first, _, second, _), kept, seen, answer = images(), [], [], module.answer
+    (first, _, second, _), kept, seen, answer = images(), [], [], Generator.answer
     stored = first[0].copy()
     stored.getexif()[ExifTags.Base.Orientation] = 6
 
-    def watch(model, request, *arguments):
+    def watch(generator, request):
         seen.append(request.images.pixels)
-        kept.append(answer(model, request, *arguments)[0].kept_indices)
-        return answer(model, request, *arguments)
+        kept.append(answer(generator, request)[0].kept_indices)
+        return answer(generator, request)
 
-    monkeypatch.setattr(module, "answer", watch)
+    monkeypatch.setattr(Generator, "answer", watch)
     asked = [Wanted("?", x + second, 1) for x in (first, (stored,))]
     answer_questions(load_answerer(settings), asked)
     assert kept[0] == kept[1] and kept[0][0] != kept[0][1] and np.array_equal(*seen)
@@ -172,6 +172,6 @@ def test_mistakes_are_reported_before_the_model_is_loaded(
 
 
 def test_an_empty_answer_is_refused(llava_folder):
-    answerer = module.Answerer(load_vlm(llava_folder, progress=False), NO_PRUNING, 1, RunOptions())
+    answerer = module.Answerer(Generator(load_vlm(llava_folder, progress=False)), 1)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         answer_questions(answerer, [Wanted("?", None, 0)])

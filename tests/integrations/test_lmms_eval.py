@@ -73,11 +73,11 @@ def test_requests_are_answered_as_generate_answers(model, documents):
     requests = [request(n, d["text"], dict(GREEDY)) for n, d in enumerate(documents)]
     found = model.generate_until(requests)
     said = generate(
-        model._answerer.model,
+        model._answerer.generator.model,
         [d["text"] for d in documents],
         [d["image"] for d in documents],
-        model._answerer.method,
-        options=RunOptions(3, warm_up=False),
+        model._answerer.generator.pruner,
+        options=RunOptions(3),
     )
     assert found == [answer.text for answer in said] and len(set(found)) > 1
     expected = zip(requests, found, strict=True)

@@ -1,5 +1,6 @@
 """A batch that mixes everything a pruned prefix may hold, and the same rows one by one in torch."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,13 +12,10 @@ from plain_decoder import loop_assemble
 from visual import visual_of
 
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 
 S = vlm.IMAGE_TOKEN
 CONFIG = LlavaConfig.from_hf({"model_type": "llava", "vision_config": VISION, "text_config": TEXT})
-assemble = jax.jit(
-    vlm.assemble, static_argnames=("config", "positions", "capacity")
-)  # in one program: alone, each of its many small operations would be compiled
 # Two images with text around; one with text; an image at each end; text only; no image kept.
 ROWS = [
     [1, 7, S, 8, 9, S, 10],
@@ -33,6 +31,12 @@ KEPT = [
     [[], []],
     [[], []],
 ]
+
+
+# In one program: alone, each of its many small operations would be compiled.
+@functools.partial(jax.jit, static_argnames=("config", "positions", "capacity"))
+def assemble(params, config, *batch, positions="original", capacity=None):
+    return vlm.assemble(params, Llava(config), *batch, positions, capacity)
 
 
 class Batch(NamedTuple):

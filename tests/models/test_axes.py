@@ -8,7 +8,7 @@ import numpy as np
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.qwen2_5_vl import QwenConfig
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 
 S = vlm.IMAGE_TOKEN
@@ -34,7 +34,8 @@ def rows(positions, capacity=None):
     tokens = jnp.broadcast_to(tokens, (2, 2, 2, 2))
     visual = vlm.Visual(tokens, valid, index, index, grid)
     ids = jnp.array([[1, 2, S, 3, S, 4], [S, 5, 6, 0, 0, 0]])
-    return vlm.assemble(PARAMS, CONFIG, ids, jnp.array([6, 3]), visual, positions, capacity)
+    lengths = jnp.array([6, 3])
+    return vlm.assemble(PARAMS, Qwen2_5_VL(CONFIG), ids, lengths, visual, positions, capacity)
 
 
 def test_pruned_images_keep_the_positions_of_what_is_left():

@@ -43,7 +43,7 @@ def test_loss_reaches_kept_visual_tokens_only(llava):
     def gradient(tokens):
         def loss(tokens):
             visual = batch.visual._replace(tokens=tokens)
-            sequence = vlm.assemble(params, config, *batch._replace(visual=visual))
+            sequence = prompts.assemble(params, config, *batch._replace(visual=visual))
             return jnp.square(vlm.prefill(params, config, sequence, 0).logits).sum()
 
         return jax.grad(loss)(tokens)

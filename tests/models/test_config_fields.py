@@ -111,7 +111,7 @@ def test_a_field_is_refused_by_name(tmp_path, llava_folder, qwen_folder, kind, f
     named = rf"^{re.escape(str(tmp_path))}.*({wrong}|{value!r})"
     with pytest.raises(ValueError, match=named) as error:
         found = inspect_folder(tmp_path)
-        found.config.family.image_settings(tmp_path)
+        found.backbone.image_settings(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -122,12 +122,12 @@ def test_the_original_layout_says_whether_images_are_padded(tmp_path, aspect, pa
     raw = json.loads((folder / CONFIG).read_text()) | HARMLESS | {"image_aspect_ratio": aspect}
     (folder / CONFIG).write_text(json.dumps(raw))
     source = inspect_folder(folder)
-    family, settings = source.config.family, source.config.family.image_settings(folder / "clip")
+    backbone, settings = source.backbone, source.backbone.image_settings(folder / "clip")
     image = Image.linear_gradient("L").resize((40, 20)).convert("RGB")
     theirs = LlavaImageProcessorPil(do_pad=padded, size=24, crop_size=24)(image)["pixel_values"]
     for given in (settings, settings._replace(pad=not settings.pad)):
-        np.testing.assert_array_equal(family.preprocess(source.config, given, [image]), theirs)
-        written = family.hf_processor(source.config, given)
+        np.testing.assert_array_equal(backbone.preprocess(given, [image]), theirs)
+        written = backbone.hf_processor(given)
         assert {entry["do_pad"] for entry in _entries(written)} == {padded}
 
 

@@ -11,6 +11,7 @@ from hf_reference import TEXT, as_torch, assert_close, make_llava, normal
 from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import LlamaConfig
+from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.rotary import rotary
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Execution
@@ -171,7 +172,7 @@ def test_published_widths_equal_the_reference(tmp_path):
     text |= {"num_hidden_layers": 1, "num_key_value_heads": 32}
     made = make_llava(tmp_path, vision, text, vision_feature_layer=-1)
     pixels = normal(4, 2, 3, 336, 336)
-    features, _ = made.config.family.encode_image(made.params, made.config, pixels)
+    features, _ = Llava(made.config).encode_image(made.params, pixels)
     theirs = made.torch.model.vision_tower(as_torch(pixels), output_hidden_states=True)
     assert_close(features, theirs.hidden_states[-1][:, 1:])
     config, params = language_of(made)

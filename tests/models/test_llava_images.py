@@ -14,7 +14,7 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
-from stepprune_jax.models.llava import LLAVA, LlavaConfig, images
+from stepprune_jax.models.llava import Llava, images
 from stepprune_jax.models.llava.images import ImageSettings
 
 SMALL = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
@@ -232,7 +232,7 @@ def _write(folder, processor=None, preprocessor=None):
 
 def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match=r"no preprocessor_config\.json"):
-        LLAVA.image_settings(tmp_path)
+        Llava.image_settings(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     kind = {"image_processor_type": "LlavaImageProcessor"}
     old = SMALL | kind | {"crop_size": 30, "resample": 2}
@@ -244,20 +244,20 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path, ca
         ({"image_processor": {}}, ""),
     ):
         _write(tmp_path, new, old)
-        theirs, ours = AutoImageProcessor.from_pretrained(tmp_path), LLAVA.image_settings(tmp_path)
+        theirs, ours = AutoImageProcessor.from_pretrained(tmp_path), Llava.image_settings(tmp_path)
         assert ours.crop_to == theirs.crop_size["height"]
         assert (ours.resize_to, ours.resample) == (theirs.size.shortest_edge, theirs.resample)
-        LLAVA.image_settings(tmp_path)
+        Llava.image_settings(tmp_path)
         said = capsys.readouterr().err
         assert said.count("\n") == bool(others)
         if others:
             assert f"preprocessor_config.json is not read: image_processor of {tmp_path}" in said
             assert said.endswith(f"has another {others}\n")
     (tmp_path / "preprocessor_config.json").unlink()
-    assert LLAVA.image_settings(tmp_path) == ImageSettings(resize_to=224, crop_to=224)
+    assert Llava.image_settings(tmp_path) == ImageSettings(resize_to=224, crop_to=224)
     _write(tmp_path, {"image_processor": [1]})
     with pytest.raises(ValueError, match=r"/processor_config\.json: image_processor is \[1\]"):
-        LLAVA.image_settings(tmp_path)
+        Llava.image_settings(tmp_path)
 
 
 def test_placeholders_that_the_model_does_not_have_are_named(tmp_path, llava_folder, capsys):
@@ -279,6 +279,6 @@ def test_placeholders_that_the_model_does_not_have_are_named(tmp_path, llava_fol
 
 
 def test_pixels_that_the_model_does_not_take_are_refused():
-    config = LlavaConfig.from_hf(testing.tiny_hf_config())
+    backbone = Llava.read(testing.tiny_hf_config(), None)
     with pytest.raises(ValueError, match="the model takes 24 x 24: crop_size"):
-        LLAVA.preprocess(config, ImageSettings(crop_to=23), [_picture(40, 30)])
+        backbone.preprocess(ImageSettings(crop_to=23), [_picture(40, 30)])

@@ -34,7 +34,7 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models import vlm
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.qwen2_5_vl import QWEN2_5_VL
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens, target_size
 from stepprune_jax.models.stack import Execution, lay_out
@@ -94,7 +94,7 @@ class Seen(NamedTuple):
 def see(pair, images):
     processor = Qwen2VLImageProcessorPil.from_pretrained(pair.folder)
     theirs = processor(images, return_tensors="pt")
-    ours = QWEN2_5_VL.preprocess(pair.model.config, pair.model.image_settings, images)
+    ours = pair.model.backbone.preprocess(pair.model.image_settings, images)
     features = pair.torch.model.visual(theirs["pixel_values"], grid_thw=theirs["image_grid_thw"])
     counts = (theirs["image_grid_thw"].prod(1) // 4).tolist()
     return Seen(theirs, ours, features.pooler_output.split(counts))
@@ -119,7 +119,7 @@ def test_patches_and_grids_equal_the_reference_bit_by_bit(pair, seen):
                 patches[: len(expected)].reshape(-1, 3, 16), frames[:, :, frame]
             )
         assert not patches[len(expected) :].any()
-    cache = QWEN2_5_VL.pixel_cache(pair.model.config, pair.model.image_settings, 1 << 20)
+    cache = pair.model.backbone.pixel_cache(pair.model.image_settings, 1 << 20)
     path = pair.folder / "small.png"
     image(2).save(path)
     for patches in (cache(path), cache(path)):  # decoded, and from the kept bytes
@@ -190,7 +190,7 @@ TAPS = (Tap("received", -1), Tap("keys", -1), Tap("hidden", -1))
 
 @functools.partial(jax.jit, static_argnames=("config", "taps", "execution"))
 def encode(params, config, pixels, taps=(), execution=Execution()):
-    return config.family.encode_image(params, config, pixels, taps, execution)
+    return Qwen2_5_VL(config).encode_image(params, pixels, taps, execution)
 
 
 def by_hand(pair, theirs):
@@ -225,7 +225,7 @@ def test_tower_merger_and_taps_equal_the_reference(pair, seen):
     theirs, ours, features = seen
     config = pair.model.config
     tokens, tapped = encode(pair.model.params, config, ours, TAPS)
-    assert tokens.shape[1] == QWEN2_5_VL.padded_tokens(config, ours)
+    assert tokens.shape[1] == Qwen2_5_VL(config).padded_tokens(ours)
     expected = by_hand(pair, theirs)
     for number, part in enumerate(features):
         assert_close(tokens[number, : len(part)], part)
@@ -267,8 +267,8 @@ def assembled(pair, rows, features, grid):
     visual = vlm.Visual(
         features[shown], index < counts[..., None], index, index, jnp.asarray(grid)[shown]
     )
-    place = jax.jit(vlm.assemble, static_argnames=("config", "capacity"))
-    return place(pair.model.params, pair.model.config, ids, length, visual, capacity=128)
+    place = jax.jit(vlm.assemble, static_argnames=("backbone", "capacity"))
+    return place(pair.model.params, pair.model.backbone, ids, length, visual, capacity=128)
 
 
 def inputs_of_reference(pair, seen, row):
@@ -342,7 +342,7 @@ def test_the_loss_of_answers_equals_the_reference(pair, seen):
     """Of two conversations whose images have 35 and 12 tokens."""
     config, ours = pair.model.config, seen.ours
     encoder = ConversationEncoder(
-        pair.model.tokenizer, QWEN2_5_VL.place_images, QWEN2_5_VL.conversation
+        pair.model.tokenizer, Qwen2_5_VL.place_images, Qwen2_5_VL.conversation
     )
     turns, images = (("Red?", "No."), ("What?", "A dog.", "Why?", "So.")), (0, 2)
     limits = Limits(config.max_image_tokens, 400, 16)
@@ -354,7 +354,7 @@ def test_the_loss_of_answers_equals_the_reference(pair, seen):
     targets = stack_targets(rows, ours.grid[list(images)], 200, 32)
     tokens, _ = encode(pair.model.params, config, ours, TAPS)
     loss = jax.jit(lm_loss, static_argnums=(1, 2))(
-        pair.model.params, config, ForwardOptions(), tokens[np.array(images)], targets
+        pair.model.params, pair.model.backbone, ForwardOptions(), tokens[np.array(images)], targets
     )
     total = 0
     for row, number in zip(rows, images, strict=True):
@@ -412,11 +412,11 @@ def test_every_layout_is_loaded_and_written(tmp_path, write, tied):
     assert again.image_settings == model.image_settings
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
     other = dataclasses.replace(model.config, eos_token_ids=(5, 6, 7))
-    assert QWEN2_5_VL.read_config(other.to_hf("float32"), None).eos_token_ids == (5, 6, 7)
+    assert Qwen2_5_VL.read(other.to_hf("float32"), None).config.eos_token_ids == (5, 6, 7)
 
 
 def conversation(*turns):
-    return QWEN2_5_VL.conversation([QWEN2_5_VL.place_images(turns[0], 1), *turns[1:]])
+    return Qwen2_5_VL.conversation([Qwen2_5_VL.place_images(turns[0], 1), *turns[1:]])
 
 
 def test_prompts_are_those_of_the_chat_template():
@@ -433,9 +433,9 @@ def test_prompts_are_those_of_the_chat_template():
     assert again == closed + "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     silent = conversation("What?", "", "Why?")
     assert silent == start + again.removeprefix(start + "A dog.")
-    assert QWEN2_5_VL.place_images("Both?", 2) == "<image><image>Both?"
+    assert Qwen2_5_VL.place_images("Both?", 2) == "<image><image>Both?"
     own = start.replace("You are a helpful assistant.", "Be brief.")
-    assert QWEN2_5_VL.conversation([QWEN2_5_VL.place_images("What?", 1)], "Be brief.") == own
+    assert Qwen2_5_VL.conversation([Qwen2_5_VL.place_images("What?", 1)], "Be brief.") == own
 
 
 @pytest.mark.parametrize("words", ["<|image_pad|>What?", "<image><image>?"])

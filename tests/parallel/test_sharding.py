@@ -9,9 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from visual import visual_of
 
-from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
+from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, find_backbone
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import local_rows
@@ -75,21 +75,21 @@ def test_meshes_that_do_not_fit_are_refused(preset):
 
 @pytest.mark.parametrize("name", [*MODELS, *QWEN_MODELS])
 def test_every_weight_has_a_rule_that_divides_it_and_every_rule_a_weight(name):
-    config = model_config(name)
-    params, rules = vlm.abstract_params(config), config.family.SHARDING_RULES
+    backbone = find_backbone(name)
+    params, rules = vlm.abstract_params(backbone), backbone.SHARDING_RULES
     shardings(params, rules, build_mesh("fsdp_tensor"))
     # The first one counts: a longer path stands before the shorter one that it ends with.
     used = {
         next(pattern for pattern, _ in rules if matches(path, pattern))
         for path, _ in leaves(params)
     }
-    tied = {"language/head/kernel"} if config.text.tie_embeddings else set()
+    tied = {"language/head/kernel"} if backbone.config.text.tie_embeddings else set()
     assert used | tied == {pattern for pattern, _ in rules}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_all_large_weights_are_divided(name):
-    mesh, params = build_mesh("fsdp_tensor"), vlm.abstract_params(model_config(name))
+    mesh, params = build_mesh("fsdp_tensor"), vlm.abstract_params(find_backbone(name))
     placed = jax.tree.leaves(shardings(params, SHARDING_RULES, mesh))
     whole = [
         leaf.size
@@ -105,7 +105,7 @@ def test_all_large_weights_are_divided(name):
     [("3b", 3_754_622_976), ("7b", 8_292_166_656)],
 )
 def test_a_qwen_has_as_many_weights_as_the_published_one(name, weights):
-    params = vlm.abstract_params(model_config(f"qwen2.5-vl-{name}"))
+    params = vlm.abstract_params(find_backbone(f"qwen2.5-vl-{name}"))
     assert sum(leaf.size for _, leaf in leaves(params)) == weights
 
 
@@ -128,10 +128,10 @@ def test_a_path_without_a_rule_is_named():
 
 
 def test_prefill_and_decode_compile_at_full_shape():
-    config, mesh, parts = model_config("llava-7b"), mesh_of("data_tensor"), 2
+    backbone, mesh, parts = find_backbone("llava-7b"), mesh_of("data_tensor"), 2
     programs = ("prefill", "decode")
-    compiled = memory.compiled_programs(config, mesh, 2, 640, 64, programs)
-    params = vlm.abstract_params(config)
+    compiled = memory.compiled_programs(backbone, mesh, 2, 640, 64, programs)
+    params = vlm.abstract_params(backbone)
     weights = sum(leaf.size * 2 for _, leaf in leaves(params["language"]["layers"]))
     for program in programs:
         row = usage(compiled[program])
@@ -143,7 +143,7 @@ def test_prefill_and_decode_compile_at_full_shape():
 
 def test_decode_on_a_data_mesh_moves_nothing_between_devices():
     config = LlavaConfig.from_hf(tiny_hf_config())
-    compiled = memory.compiled_programs(config, mesh_of("data"), 4, 8, 4, ["decode"])
+    compiled = memory.compiled_programs(Llava(config), mesh_of("data"), 4, 8, 4, ["decode"])
     program = compiled["decode"].as_text()
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert f"{collective}(" not in program
@@ -152,11 +152,11 @@ def test_decode_on_a_data_mesh_moves_nothing_between_devices():
 def test_a_sharded_model_computes_what_one_device_does():
     vision = {"image_size": 28, "patch_size": 7}
     raw = tiny_hf_config(64, vision=vision, text={"num_key_value_heads": 2})
-    config = LlavaConfig.from_hf(raw)
-    draw = np.random.default_rng(0)
+    backbone = Llava.read(raw, None)
+    config, draw = backbone.config, np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32),
-        vlm.abstract_params(config, jnp.float32),
+        vlm.abstract_params(backbone, jnp.float32),
     )
     pixels = draw.normal(0, 1, (4, 3, 28, 28)).astype(np.float32)
     index = jnp.broadcast_to(jnp.array([0, 3, 9]), (4, 1, 3))
@@ -166,10 +166,10 @@ def test_a_sharded_model_computes_what_one_device_does():
 
     @jax.jit
     def answer(params, pixels, ids, length, valid, index):
-        features, _ = config.family.encode_image(params, config, pixels)
+        features, _ = backbone.encode_image(params, pixels)
         kept = jnp.take_along_axis(features[:, None], index[..., None], axis=2)
-        visual = visual_of(config, config.family.project(params, config, kept), index, valid)
-        sequence = vlm.assemble(params, config, ids, length, visual)
+        visual = visual_of(config, backbone.project(params, kept), index, valid)
+        sequence = vlm.assemble(params, backbone, ids, length, visual)
         first, cache, *_ = vlm.prefill(params, config, sequence, 2)
         second, cache = vlm.decode_step(params, config, jnp.argmax(first, -1), cache)
         return first, second, cache

@@ -10,7 +10,8 @@ import pytest
 from cases import plain_config
 
 from stepprune_jax.policy import Inputs, Limits, Progress, leave_one_out
-from stepprune_jax.pruning import AutoSelectConfig, Policy
+from stepprune_jax.pruners import selector_of
+from stepprune_jax.trained import AutoSelectConfig
 
 N, STEPS, DRAWS = 4, 3, 4096
 
@@ -28,10 +29,13 @@ HAZARD = plain_config(**SHAPE, stop="hazard", stop_bias=0.0, temperature=0.7)
 
 
 def randomised(config, seed=1):
-    policy = Policy.init(jax.random.key(seed), config, None)
+    policy = type(selector_of(config)).init(jax.random.key(seed), config, None)
     rng = np.random.default_rng(seed)
     noisy = jax.tree.map(lambda x: x + 0.5 * rng.standard_normal(x.shape), policy.params)
     return policy.replace(params=jax.tree.map(jnp.float32, noisy))
+
+
+draw_sets = jax.jit(lambda policy, *given: policy.draw_sets(*given))
 
 
 @pytest.mark.parametrize("config", [HAZARD, SCORER])
@@ -40,7 +44,7 @@ def test_each_outcome_is_as_frequent_as_its_probability_says(config, inputs):
     stops = policy.has_stop
     limits = Limits(min_tokens=1 if stops else STEPS, max_tokens=STEPS, max_steps=STEPS)
     keys = jax.random.split(jax.random.key(2), DRAWS)
-    draw, _ = jax.jit(policy.pruner.sample)(policy.params, inputs, limits, keys, Progress())
+    draw, _ = draw_sets(policy, inputs, limits, keys, Progress())
     action, log_prob = np.asarray(draw.picks.action[..., :STEPS]), np.asarray(draw.log_prob)
     for row, real in enumerate(inputs.image_mask):
         found = {}
@@ -73,13 +77,13 @@ def test_advantages_give_the_gradient_of_the_mean_reward(config, inputs):
     given = (inputs, limits, keys, Progress())
 
     def estimate(params):
-        draw, _ = policy.pruner.sample(params, *given)
+        draw, _ = policy.replace(params=params).draw_sets(*given)
         advantage = leave_one_out(draw.picks.selected @ worth)
         return jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
 
     def exact(params):
         """Each outcome that was drawn once, weighted by its probability."""
-        draw, _ = policy.pruner.sample(params, *given)
+        draw, _ = policy.replace(params=params).draw_sets(*given)
         action = draw.picks.action[..., :2]
         same = jnp.all(action[:, None] == action[None], axis=-1)
         first = jnp.argmax(same, axis=1) == jnp.arange(DRAWS)[:, None]
@@ -103,7 +107,7 @@ def test_a_set_costs_the_sum_of_its_tokens_prices(inputs):
     config = dataclasses.replace(HAZARD, length_weight=0.15, price_growth=1)
     limits, keys = Limits(budget=3, max_steps=3), jax.random.split(jax.random.key(0), 2)
     policy = randomised(config)
-    draw, cost = jax.jit(policy.pruner.sample)(policy.params, inputs, limits, keys, Progress())
+    draw, cost = draw_sets(policy, inputs, limits, keys, Progress())
     assert draw.picks.count[:, 0].tolist() == [3, 3]
     np.testing.assert_allclose(cost[:, 0], 0.15 * 7.5 * 3 / 8, rtol=1e-6)
 
@@ -114,7 +118,7 @@ def test_a_row_with_a_higher_price_stops_earlier(inputs):
     mean, log_price = {}, None
     for spread in (0.0, 2.0):
         policy = randomised(dataclasses.replace(config, price_range=spread), seed=2)
-        draw, cost = jax.jit(policy.pruner.sample)(policy.params, inputs, limits, keys, Progress())
+        draw, cost = draw_sets(policy, inputs, limits, keys, Progress())
         mean[spread] = jnp.mean(draw.picks.count, axis=0)
         each = cost * jnp.array([4, 3]) / (0.15 * jnp.maximum(draw.picks.count, 1))
         log_price = jnp.log(jnp.max(each, axis=0))

@@ -127,12 +127,12 @@ def test_training_step_traces_once_over_steps_and_budgets(params, inputs):
 
         grads, aux = jax.grad(loss, has_aux=True)(params)
         new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
-        return new, aux.gated.running_count, policy.policy_metrics(aux)
+        return new, aux.gated.state, policy.policy_metrics(aux)
 
-    running = jnp.zeros(())
+    state = ()
     for i in range(4):
-        progress = Progress(*map(jnp.float32, (i / 4, i / 4)), running)
-        params, running, metrics = step(params, jax.random.key(i), jnp.float32(0.1 * i), progress)
+        progress = Progress(*map(jnp.float32, (i / 4, i / 4)), state)
+        params, state, metrics = step(params, jax.random.key(i), jnp.float32(0.1 * i), progress)
         chex.assert_tree_all_finite(metrics)
 
 

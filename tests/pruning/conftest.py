@@ -6,14 +6,10 @@ import pytest
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """A LLaVA of 3 layers and 16 visual tokens."""
-    import jax.numpy as jnp
-
-    from stepprune_jax import testing
-    from stepprune_jax.checkpoints.load import load_vlm
+    from small_world import tiny_model
 
     sizes = {"text": {"num_hidden_layers": 3}, "vision": {"image_size": 32}}
-    folder = testing.tiny_llava(tmp_path_factory.mktemp("model"), **sizes)
-    return load_vlm(folder, dtype=jnp.float32, progress=False)
+    return tiny_model(tmp_path_factory.mktemp("model"), **sizes)
 
 
 @pytest.fixture(scope="session")

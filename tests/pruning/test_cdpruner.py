@@ -5,7 +5,7 @@ import torch_pruning
 from generation_reference import ask, request, traced
 from views import select, view
 
-from stepprune_jax.pruning import Budget, CDPruner, Method
+from stepprune_jax.pruning import Budget, CDPruner
 
 SPLIT = {"relevance_weight": 0.5, "split_threshold": 7}
 
@@ -85,7 +85,7 @@ def test_more_tokens_than_dimensions_are_all_put_in_an_order():
 def test_generation_equals_the_torch_reference(llava_pair):
     pruner = CDPruner(Budget("count", 4))
     table = llava_pair.theirs.model.get_input_embeddings()
-    for asked in traced(llava_pair, ask(3, seed=4), Method(pruner), 1):
+    for asked in traced(llava_pair, ask(3, seed=4), pruner, 1):
         ids = request(llava_pair.ours, asked.prompt, asked.images).question_ids[0]
         words = table(torch.tensor(ids)).detach().numpy()
 

@@ -9,7 +9,7 @@ from stepprune_jax.pruning import Cls
 def order(attention, n):
     """The order of n features [r, n] by attention [r, heads, m]."""
     shown = view(jnp.zeros((len(attention), n, 2)), jnp.array(attention), count=2)
-    return Cls().rank((), shown, n).order.tolist()
+    return Cls().rank(shown, n).order.tolist()
 
 
 def test_an_order_worked_by_hand():

@@ -29,14 +29,14 @@ from stepprune_jax.inference import (
 from stepprune_jax.inference.base import Begun
 from stepprune_jax.inference.programs import run_choose
 from stepprune_jax.models import vlm
-from stepprune_jax.pruning import (
-    PRUNERS,
+from stepprune_jax.pruners import PRUNERS, build_pruner
+from stepprune_jax.pruning import Ranker
+from stepprune_jax.trained import (
     AutoSelectConfig,
+    GlimpsePrune,
     GlimpsePruneConfig,
-    Policy,
-    Ranker,
+    VisionSelector,
     VisionSelectorConfig,
-    make_method,
 )
 
 N, K, STEPS = 16, 5, 4
@@ -53,9 +53,9 @@ POLICIES = {
     PolicyConfig: functools.partial(stepprune, max_steps=N),
     AutoSelectConfig: one_shot,
     VisionSelectorConfig: functools.partial(
-        Policy.init, jax.random.key(3), VisionSelectorConfig(32), None
+        VisionSelector.init, jax.random.key(3), VisionSelectorConfig(32), None
     ),
-    GlimpsePruneConfig: functools.partial(Policy.init, jax.random.key(3), glimpse(), None),
+    GlimpsePruneConfig: functools.partial(GlimpsePrune.init, jax.random.key(3), glimpse(), None),
 }
 NAMES = tuple(PRUNERS)
 # One of each kind of place and of merging; others choose, merge or cut by the same means.
@@ -75,7 +75,7 @@ def method(name, budget=K, policy=None, **more):
     kind = PRUNERS[name]
     if kind.config_type is not None and policy is None:
         policy = POLICIES[kind.config_type]()
-    return make_method(
+    return build_pruner(
         name,
         budget if name in COUNTING else None,
         policy=policy,
@@ -115,7 +115,7 @@ def answer(model, chosen):
         *BATCH,
         chosen,
         sampling=Sampling(stop_ids=()),
-        options=RunOptions(STEPS, "original", warm_up=False),
+        options=RunOptions(STEPS, "original"),
         trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
     )
     return Run(answers, begun[0])
@@ -124,7 +124,7 @@ def answer(model, chosen):
 def begin(model, chosen, batch=BATCH, **padding):
     """Up to the first token, by the pipeline's stages."""
     request = read_request(model, *batch)
-    images = pipeline.encode(model, request.images, chosen.pruner.taps(model.config))
+    images = pipeline.encode(model, request.images, chosen.taps(model.config))
     prompts, options = request.prompts(), RunOptions(STEPS, "original")
     ready = pipeline.prepare(model, chosen, prompts, images, options, **padding)
     return pipeline.begin(model, ready, greedy(()))
@@ -141,9 +141,7 @@ def tokens_of(model):
     """The projected tokens [n, e] of each image."""
     asked = read_request(model, ["dog"] * 4, [[x] for x in IMAGES])
     features = pipeline.encode(model, asked.images).features
-    projected = np.asarray(
-        jax.jit(model.config.family.project, static_argnums=1)(model.params, model.config, features)
-    )
+    projected = np.asarray(jax.jit(model.backbone.project)(model.params, features))
     return {id(x): tokens for x, tokens in zip(IMAGES, projected, strict=True)}
 
 
@@ -156,7 +154,7 @@ def reference(model, name, result, row, tokens_of):
     request = read_request(model, *BATCH)
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     arrays = result.arrays(row)
-    shown, cuts = BATCH.images[row], method(name).pruner.cuts(model.config, N)
+    shown, cuts = BATCH.images[row], method(name).cuts(model.config, N)
     merges = any((arrays[f"kept_{stage}"] < 0).any() for stage in range(len(cuts) + 1))
     if merges or name in OWN_ORDER:
         pytest.skip("it merges or orders tokens; its own test has a reference")
@@ -206,7 +204,7 @@ decode_step = jax.jit(vlm.decode_step, static_argnums=1)
 def test_dropping_and_caching_equal_masking_and_recomputing(model, run, tokens_of, name):
     result = run(name)
     cache, ids = result.begun.state.cache, np.array([a.token_ids for a in result.answers])
-    stages = len(method(name).pruner.cuts(model.config, N)) + 1
+    stages = len(method(name).cuts(model.config, N)) + 1
     assert stages == 1 or len(cache) == stages
     expected = [reference(model, name, result, row, tokens_of) for row in range(3)]
     np.testing.assert_array_equal(ids, np.argmax(expected, axis=2))
@@ -222,7 +220,7 @@ def test_neither_other_rows_nor_larger_buckets_change_a_row(model, run, name):
     """By the pipeline's stages, one by one; row 1 is the same in both batches."""
     small, chosen = run(name).begun, method(name)
     begun = begin(model, chosen, OTHER, sizes=(K + 2, N), width=100)
-    enters = chosen.pruner.entering(N)
+    enters = chosen.schedule(model.config, N).enter
     slots = [[stage.index.shape[1] for stage in b.trace.stages] for b in (begun, small)]
     assert slots[0][0] == 100 + 2 * (N if enters == N else K + 2)
     assert slots[0] > slots[1]
@@ -287,7 +285,7 @@ def made_view(pruner, config, grids):
     tokens = random.standard_normal((r, n, 32), np.float32)
     valid = np.arange(n) < sizes[:, None]
     tokens = np.where(valid[..., None], tokens, 100)
-    count = [pruner.entering(int(size)) for size in sizes]
+    count = [pruner.schedule(config, int(size)).enter for size in sizes]
     count = [size if c is None else c for c, size in zip(count, sizes, strict=True)]
     made = {
         "attention": random.random((r, 4, n + 1), np.float32),
@@ -316,10 +314,10 @@ def batch_of(model, pruner, shown):
     return Prompts(ids, one, words, num_words, image_of, image_of[:, 0]), images
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def project(params, config, pruner, tokens):
+@functools.partial(jax.jit, static_argnums=1)
+def project(params, backbone, pruner, tokens):
     """Projects tokens for a pruner that reads and returns projected ones."""
-    return config.family.project(params, config, tokens) if pruner.after_projector else tokens
+    return backbone.project(params, tokens) if pruner.after_projector else tokens
 
 
 def alone(shown, row):
@@ -338,23 +336,22 @@ STOPS = [("stepprune", "own", 2.0), ("stepprune", "own", -1000.0)]
 def test_images_share_a_batch_and_what_is_kept_has_its_invariants(model, name, budget, bias):
     """They differ in size, unless the method needs a tower, whose images are all of one size."""
     policy = stepprune() if name == "stepprune" else None  # T_max is half an image
-    chosen = method(name, budget, policy=policy, stop_bias=bias)
-    pruner = chosen.pruner
+    pruner = method(name, budget, policy=policy, stop_bias=bias)
     pruner.check(model.config, N)
     grids = [(4, 4)] * 3 if pruner.taps(model.config) else [(4, 4), (2, 3), (3, 2)]
     shown = made_view(pruner, model.config, grids)
     sizes = _sizes(shown)
     batch = batch_of(model, pruner, shown)
-    kept = chosen_of(model, chosen, *batch)
+    kept = chosen_of(model, pruner, *batch)
     count = np.array(kept.count) if budget == "own" else np.array(shown.count)
-    tokens = project(model.params, model.config, pruner, shown.tokens)
+    tokens = project(model.params, model.backbone, pruner, shown.tokens)
     check(name, kept, shown._replace(tokens=tokens), count)
-    most = [pruner.most(int(size)) for size in sizes]
+    most = [pruner.schedule(model.config, int(size)).most for size in sizes]
     assert (count <= most).all()
     if budget == "own":  # it stops early, or never but at T_max of each image
         assert (count < most).any() == (bias > 0)
     for row, size in list(enumerate(sizes))[1:]:
-        by_itself = chosen_of(model, chosen, *batch_of(model, pruner, alone(shown, row)))
+        by_itself = chosen_of(model, pruner, *batch_of(model, pruner, alone(shown, row)))
         np.testing.assert_array_equal(by_itself.count[0], count[row])
         same = np.asarray(kept.index[row, : count[row]])
         np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
@@ -366,8 +363,8 @@ def test_all_budgets_share_few_programs(model, name):
     policy = stepprune(max_steps=n) if PRUNERS[name].config_type is PolicyConfig else None
     for budget in range(1, 21):
         chosen = method(name, budget, policy=policy)
-        shown = made_view(chosen.pruner, model.config, [(4, 6)] * 2)
-        kept = chosen_of(model, chosen, *batch_of(model, chosen.pruner, shown))
+        shown = made_view(chosen, model.config, [(4, 6)] * 2)
+        kept = chosen_of(model, chosen, *batch_of(model, chosen, shown))
         np.testing.assert_array_equal(kept.count, [budget, budget])
     assert run_choose.num_compiled() - before <= 2  # the buckets 16 and 24
 
@@ -376,8 +373,8 @@ def test_all_budgets_share_few_programs(model, name):
 def test_a_ranking_serves_every_budget(model, name):
     kind = PRUNERS[name]
     chosen = method(name)
-    batch = batch_of(model, chosen.pruner, made_view(chosen.pruner, model.config, [(4, 4)] * 3))
-    steps = chosen.pruner.most(N)
+    batch = batch_of(model, chosen, made_view(chosen, model.config, [(4, 4)] * 3))
+    steps = chosen.schedule(model.config, N).most
     ranking = jax.device_get(pipeline.rank(model, chosen, *batch, steps))
     np.testing.assert_array_equal(np.sort(ranking.order, axis=1), [np.arange(N)] * 3)
     asked = [(1, None), (K, None), (N, None)]
@@ -391,7 +388,7 @@ def test_a_ranking_serves_every_budget(model, name):
         ranked = chosen_of(model, chosen, *batch, ranking=ranking, sizes=(N,))
         selected = chosen_of(model, chosen, *batch, sizes=(N,))
         # Tokens that are taken by a ranking are still to be projected.
-        tokens = project(model.params, model.config, chosen.pruner, ranked.tokens)
+        tokens = project(model.params, model.backbone, chosen, ranked.tokens)
         tokens = np.where(ranked.valid[..., None], tokens, 0)
         check_tokens(name, tokens, selected.tokens)
         ranked = ranked._replace(tokens=selected.tokens)

@@ -5,7 +5,7 @@ from generation_reference import ask, traced
 from views import select, view
 
 from stepprune_jax.policy import layers
-from stepprune_jax.pruning import Budget, DivPrune, Method
+from stepprune_jax.pruning import Budget, DivPrune
 from stepprune_jax.pruning.divprune import farthest_first
 
 
@@ -68,5 +68,5 @@ def test_generation_equals_the_torch_reference(llava_pair):
         kept = sorted(plain(tokens.numpy(), 4))
         return kept, tokens[kept]
 
-    for asked in traced(llava_pair, ask(3, seed=4), Method(DivPrune(Budget("count", 4))), 1):
+    for asked in traced(llava_pair, ask(3, seed=4), DivPrune(Budget("count", 4)), 1):
         torch_pruning.check(llava_pair, asked, choose, projected=True)

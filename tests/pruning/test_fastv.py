@@ -5,7 +5,7 @@ import torch_stages
 from generation_reference import ask, traced
 from views import llava
 
-from stepprune_jax.pruning import Budget, FastV, Method, Survivors
+from stepprune_jax.pruning import Budget, FastV, Survivors
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from stepprune_jax.pruning import Budget, FastV, Method, Survivors
 def test_a_budget_may_be_the_mean_over_the_layers(layer, budget, exact, kept):
     fastv = FastV(Budget("count", budget), layer=layer, average=True)
     fastv.check(llava(), 576)
-    assert fastv.survivors(llava(), 576) == (Survivors(kept),)
+    assert fastv.schedule(llava(), 576).after == (Survivors(kept),)
     assert (layer * 576 + (32 - layer) * exact) / 32 == pytest.approx(budget, abs=0.05)
     fastv = FastV(Budget("count", budget), layer=layer)
     assert fastv.layer_tokens(llava(), 576) == [576] * layer + [budget] * (32 - layer)
@@ -23,11 +23,11 @@ def test_a_budget_may_be_the_mean_over_the_layers(layer, budget, exact, kept):
 def test_a_mean_of_all_tokens_or_of_one_of_a_small_image():
     fastv = FastV(Budget("count", 576), average=True)
     fastv.check(llava(), 576)
-    assert fastv.survivors(llava(), 576) == (Survivors(576),)
+    assert fastv.schedule(llava(), 576).after == (Survivors(576),)
     # A mean of 1 of 14 tokens, of which the first layers see all.
     fastv = FastV(Budget("rate", Fraction(1, 14)), average=True)
     fastv.check(llava(), 576)
-    assert fastv.survivors(llava(), 14) == (Survivors(1),)
+    assert fastv.schedule(llava(), 14).after == (Survivors(1),)
 
 
 def test_generation_equals_the_torch_reference(deep_pair):
@@ -39,6 +39,6 @@ def test_generation_equals_the_torch_reference(deep_pair):
         counts = [count] * (entered[-1].image.max() + 1)
         return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], counts)
 
-    method = Method(FastV(Budget("count", count), layer))
+    method = FastV(Budget("count", count), layer)
     for asked in traced(deep_pair, questions, method, 5):
         torch_stages.check(deep_pair, asked, {layer: drop})

@@ -8,7 +8,7 @@ from generation_reference import ask, traced
 from views import select, view
 
 from stepprune_jax.policy import layers
-from stepprune_jax.pruning import Budget, HoloV, Method
+from stepprune_jax.pruning import Budget, HoloV
 
 
 def plain(tokens, attention, crops, count, hands_on=False):
@@ -86,7 +86,7 @@ def test_without_a_class_token_crops_share_the_budget_of_images_of_any_size(monk
     # Many tokens are compared some at a time: six parts, with two tokens of padding.
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
     monkeypatch.setattr(layers, "QUERIES", 7)
-    in_parts = jax.jit(lambda shown: HoloV().select((), shown, 16))(shown)
+    in_parts = jax.jit(lambda shown: HoloV().keep(shown, 16))(shown)
     np.testing.assert_array_equal(in_parts.index, kept.index)
 
 
@@ -101,6 +101,6 @@ def test_generation_equals_the_torch_reference(llava_pair):
             [tokens[kept], torch.zeros(missing, tokens.shape[1])]
         )
 
-    method = Method(HoloV(Budget("count", count), crops))
+    method = HoloV(Budget("count", count), crops)
     for asked in traced(llava_pair, ask(3, seed=count), method, 1):
         torch_pruning.check(llava_pair, asked, choose, projected=True)

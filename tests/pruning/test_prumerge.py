@@ -6,7 +6,7 @@ import torch_stages
 from generation_reference import ask, traced
 from views import select, view
 
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruners import build_pruner
 
 
 def plain(attention, keys, tokens, name, count=None, neighbours=32):
@@ -56,7 +56,7 @@ def test_many_images_equal_a_plain_loop(name, count, neighbours):
     n = 49  # 1 / 49 of 49 patches is less than one patch in double precision
     shown, rows = seen(np.random.default_rng(0), 20, n, count or n)
     budget = "own" if count is None else count
-    pruner = make_method(name, budget, options={"neighbours": neighbours}).pruner
+    pruner = build_pruner(name, budget, options={"neighbours": neighbours})
     kept = select(pruner.program(), shown, n + 1)
     found = set()
     for row, (attention, keys, tokens) in enumerate(rows):
@@ -96,6 +96,6 @@ def test_generation_equals_the_torch_reference(deep_pair, name, budget):
         index, tokens = plain(attention, keys, tokens, name, budget, 4)
         return [*index, -1], tokens
 
-    method = make_method(name, budget, options={"neighbours": 4})
+    method = build_pruner(name, budget, options={"neighbours": 4})
     for asked in traced(deep_pair, ask(3, seed=budget or 0), method, 1):
         torch_pruning.check(deep_pair, asked, choose)

@@ -4,14 +4,15 @@ import torch_stages
 from generation_reference import ask, traced
 from views import llava
 
-from stepprune_jax.pruning import Budget, Method, PyramidDrop, make_method
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import Budget, PyramidDrop
 from stepprune_jax.pruning.schedule import geometric_counts
 
 LLAVA = llava(side=192)  # of 576 visual tokens
 
 
 def kept(pruner, layers=32):
-    return [left.kept for left in pruner.survivors(llava(layers, 192), 576)]
+    return [left.kept for left in pruner.schedule(llava(layers, 192), 576).after]
 
 
 def mean_tokens(pruner):
@@ -19,9 +20,7 @@ def mean_tokens(pruner):
 
 
 def test_the_authors_schedule():
-    pruner = make_method(
-        "pyramiddrop", options={"image_token_ratio_list": "[0.5, 0.25, 0.125]"}
-    ).pruner
+    pruner = build_pruner("pyramiddrop", options={"image_token_ratio_list": "[0.5, 0.25, 0.125]"})
     pruner.check(LLAVA, 576)
     assert kept(pruner) == [288, 144, 72]
     assert mean_tokens(pruner) == 270
@@ -33,10 +32,10 @@ def test_shares_are_rounded_down():
     assert mean_tokens(pruner) == 128
     # As the authors' program rounds it: 100 * .29 is a little less than 29.
     fewer = PyramidDrop(layer_list=(2,), image_token_ratio_list=(0.29,))
-    assert fewer.survivors(LLAVA, 100)[0].kept == 28
+    assert fewer.schedule(LLAVA, 100).after[0].kept == 28
     # Down to none.
     none = PyramidDrop(layer_list=(2, 3), image_token_ratio_list=(0.25, 0.1))
-    assert kept(none) == [144, 57] and none.survivors(LLAVA, 9)[1].kept == 0
+    assert kept(none) == [144, 57] and none.schedule(LLAVA, 9).after[1].kept == 0
 
 
 @pytest.mark.parametrize("budget", [400, 192, 128, 58])
@@ -82,6 +81,6 @@ def test_generation_equals_the_torch_reference(deep_pair):
         return drop
 
     drops = {layer: dropping(layer) for layer in ratios}
-    for asked in traced(deep_pair, ask(3, seed=1), Method(pruner), 5):
+    for asked in traced(deep_pair, ask(3, seed=1), pruner, 5):
         rows = torch_stages.check(deep_pair, asked, drops, renumber=True)
         assert {(row.image == 0).sum() for row in rows} >= ({36, 25, 10} if asked.images else {0})

@@ -10,7 +10,7 @@ N = 9
 def order(seed, rows, valid=None, n=N):
     padded = {} if valid is None else {"valid": valid}
     shown = view(np.zeros((len(rows), n, 4)), count=3, seed=np.uint32(rows), **padded)
-    return np.asarray(Random(seed=seed).rank((), shown, n).order)
+    return np.asarray(Random(seed=seed).rank(shown, n).order)
 
 
 def test_what_a_row_shows_is_drawn_alike_wherever_it_stands():

@@ -6,10 +6,10 @@ from quick import quick_or_slow
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
-from stepprune_jax.pruning import PRUNERS, learned_methods, make_method
+from stepprune_jax.pruners import PRUNERS, build_pruner, weighted
 
 NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
-NAMES = [name for name in PRUNERS if name not in {*NEED_CLASS_TOKEN, *learned_methods()}]
+NAMES = [name for name in PRUNERS if name not in {*NEED_CLASS_TOKEN, *weighted()}]
 # One before the language model and one between its layers.
 QUICK = ("dart", "visionzip")
 OPTIONS = {name: {"layer": 1} for name in ("fastv", "topv", "dart")}
@@ -20,8 +20,8 @@ OPTIONS |= {name: {"average": False} for name in ("pyramiddrop", "sparsevlm", "s
 def test_images_of_different_sizes_keep_the_same_share(qwen_model, name):
     """Of 35 and 22 tokens; where a row stands changes nothing."""
     images, seen = [noise(50, (50, 70)), noise(20, (20, 90))], []
-    method = make_method(name, None if name == "all" else "1/3", options=OPTIONS.get(name))
-    how = {"options": RunOptions(3, warm_up=False), "trace": seen.append}
+    method = build_pruner(name, None if name == "all" else "1/3", options=OPTIONS.get(name))
+    how = {"options": RunOptions(3), "trace": seen.append}
     prompts = ["Is it red?", "Is it red?"]
     there = generate(qwen_model, prompts, images, method, **how)
     back = generate(qwen_model, prompts, images[::-1], method, **how)

@@ -6,7 +6,7 @@ import torch_stages
 from generation_reference import ask, traced
 from views import llava, rows
 
-from stepprune_jax.pruning import Budget, Method, SparseVLM, SparseVLMv2, Survivors
+from stepprune_jax.pruning import Budget, SparseVLM, SparseVLMv2, Survivors
 from stepprune_jax.pruning.sparsevlm import cluster_and_merge, rate_text, rater_mean
 
 LLAVA = llava(side=192)  # of 576 visual tokens
@@ -26,7 +26,7 @@ def test_the_authors_lists_leave_what_they_print(kind, budget, behind):
     pruner = kind(Budget("count", budget))
     pruner.check(LLAVA, 576)
     assert [cut.layer for cut in pruner.cuts(LLAVA, 576)] == [3, 7, 16]
-    assert [sum(left) for left in pruner.survivors(LLAVA, 576)] == behind
+    assert [sum(left) for left in pruner.schedule(LLAVA, 576).after] == behind
 
 
 @pytest.mark.parametrize("kind", [SparseVLM, SparseVLMv2])
@@ -34,27 +34,31 @@ def test_the_authors_lists_leave_what_they_print(kind, budget, behind):
 def test_other_budgets_are_met_by_one_ratio(kind, budget):
     pruner = kind(Budget("count", budget))
     pruner.check(LLAVA, 576)
-    counts = [576, *map(sum, pruner.survivors(LLAVA, 576))]
+    counts = [576, *map(sum, pruner.schedule(LLAVA, 576).after)]
     assert counts == sorted(counts, reverse=True)
     mean = sum(w * n for w, n in zip((2, 4, 9, 17), counts, strict=True)) / 32
     assert budget - 1 < mean <= budget
     last = kind(Budget("count", budget), average=False)
     last.check(LLAVA, 576)
-    assert sum(last.survivors(LLAVA, 576)[-1]) == budget
+    assert sum(last.schedule(LLAVA, 576).after[-1]) == budget
 
 
 def test_a_list_decides_and_keeps_one_fewer_at_most():
     # A third of 144 tokens: a quarter of the authors' list for 192 of 576.
-    kept = [left.kept for left in SparseVLM(Budget("count", 48)).survivors(LLAVA, 144)]
+    kept = [left.kept for left in SparseVLM(Budget("count", 48)).schedule(LLAVA, 144).after]
     assert kept == [75, 50, 27]
     pruner = SparseVLM(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
-    assert pruner.survivors(LLAVA, 576) == (Survivors(575, 1), Survivors(30, 17), Survivors(30, 1))
+    assert pruner.schedule(LLAVA, 576).after == (
+        Survivors(575, 1),
+        Survivors(30, 17),
+        Survivors(30, 1),
+    )
     v2 = SparseVLMv2(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
-    assert v2.survivors(LLAVA, 576) == (Survivors(575), Survivors(30), Survivors(29))
+    assert v2.schedule(LLAVA, 576).after == (Survivors(575), Survivors(30), Survivors(29))
     # Down to none, where nothing is recycled.
     one = dict(sparse_token_list=(1, 1, 1), pruning_loc=(2, 6, 15))
-    assert SparseVLMv2(**one).survivors(LLAVA, 9) == (Survivors(1), Survivors(0), Survivors(0))
-    assert SparseVLM(**one).survivors(LLAVA, 1) == (Survivors(0, 1),) * 3
+    assert SparseVLMv2(**one).schedule(LLAVA, 9).after == (Survivors(1), Survivors(0), Survivors(0))
+    assert SparseVLM(**one).schedule(LLAVA, 1).after == (Survivors(0, 1),) * 3
 
 
 def test_shallow_models_are_pruned_at_the_same_share_of_their_depth():
@@ -167,7 +171,7 @@ def test_generation_equals_the_torch_reference(deep_pair, kind, counts, options)
     heads = options.get("heads")
     pruner = kind(pruning_loc=(0, 1), sparse_token_list=counts, **options)
     drops = {loc + 1: dropping(loc, count, heads) for loc, count in enumerate(counts)}
-    for asked in traced(deep_pair, ask(3, seed=2), Method(pruner), 4):
+    for asked in traced(deep_pair, ask(3, seed=2), pruner, 4):
         last = torch_stages.check(deep_pair, asked, drops, renumber=heads is None)[-1]
         merged = (last.index < 0) & (last.image >= 0)
         assert merged.any() == (heads is None and len(asked.images) > 0)

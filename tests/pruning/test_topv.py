@@ -8,7 +8,7 @@ import torch_stages
 from generation_reference import ask, traced
 from views import llava, rows
 
-from stepprune_jax.pruning import Budget, Method, TopV
+from stepprune_jax.pruning import Budget, TopV
 
 
 def transported(cost, source, target, epsilon, iterations):
@@ -59,7 +59,7 @@ def test_many_rows_equal_a_plain_loop(topv):
     sequence = rows([image] * b, np.zeros((b, s, 6)), index=[index] * b, grid=shapes)
     (cut,) = topv.cuts(llava(), 12)
     taps = {"hidden.2": jnp.asarray(hidden[0]), "mlp_input.2": jnp.asarray(hidden[1])}
-    drop = jax.jit(lambda taps, count: topv.drop((), cut, sequence, taps, count)[1])
+    drop = jax.jit(lambda taps, count: topv.drop(cut, sequence, taps, count)[1])
     for counts in ((5, 4), (12, 0), (8, 10)):
         keep = drop(taps, jnp.broadcast_to(jnp.array(counts), (b, 2)))
         for row in range(b):
@@ -74,7 +74,7 @@ def test_features_that_are_all_alike_become_no_nan():
     index, grid = [[-1, 0, 1, 2, 3, -1, 0]], jnp.array([[[2, 2], [1, 1]]])
     sequence, alike = rows([[-1, *[0] * 4, -1, 1]], index=index, grid=grid), jnp.zeros((1, 7, 2))
     (cut,) = TopV().cuts(llava(), 4)
-    drop = jax.jit(functools.partial(TopV().drop, (), cut))
+    drop = jax.jit(functools.partial(TopV().drop, cut))
     taps = {"hidden.2": alike, "mlp_input.2": alike}
     _, keep = drop(sequence, taps, jnp.array([[2, 1]]))
     assert keep[0, 1:5].sum() == 2 and keep[0, 6]
@@ -94,5 +94,5 @@ def test_generation_equals_the_torch_reference(deep_pair):
             [span[plain(*(x[span] for x in states), (6, 6), 9, topv)] for span in spans]
         )
 
-    for asked in traced(deep_pair, ask(3, seed=5), Method(topv), 4):
+    for asked in traced(deep_pair, ask(3, seed=5), topv, 4):
         torch_stages.check(deep_pair, asked, {2: drop})

@@ -6,7 +6,7 @@ from generation_reference import ask, traced
 from views import select, view
 
 from stepprune_jax.policy import layers
-from stepprune_jax.pruning import Budget, Method, VisionZip
+from stepprune_jax.pruning import Budget, VisionZip
 
 
 def plain(score, keys, tokens, dominant, contextual):
@@ -52,7 +52,7 @@ def test_images_of_any_size_equal_a_plain_loop(monkeypatch):
     # Many tokens are compared some at a time: six parts, with two tokens of padding.
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
     monkeypatch.setattr(layers, "QUERIES", 7)
-    in_parts = jax.jit(lambda shown: VisionZip().select((), shown, 16))(shown)
+    in_parts = jax.jit(lambda shown: VisionZip().keep(shown, 16))(shown)
     np.testing.assert_array_equal(in_parts.index, kept.index)
     np.testing.assert_allclose(in_parts.tokens, kept.tokens, atol=1e-6)
 
@@ -84,6 +84,6 @@ def test_generation_equals_the_torch_reference(llava_pair):
         (_, *chosen), _, tokens = plain(score, keys, hidden, dominant, merged)
         return [-1] + [i - 1 for i in chosen] + [-1] * merged, tokens
 
-    method = Method(VisionZip(Budget("count", count), merged))
+    method = VisionZip(Budget("count", count), merged)
     for asked in traced(llava_pair, ask(3, seed=count), method, 1):
         torch_pruning.check(llava_pair, asked, choose)

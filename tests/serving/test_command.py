@@ -6,7 +6,7 @@ from small_world import stepprune
 
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.serving import __main__ as serve
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.user_input import UserError
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_the_flags_are_the_defaults_of_a_request(prepared, tmp_path):
 def test_a_bad_flag_is_one_line(prepared, arguments, words):
     with pytest.raises(ValueError, match=words) as caught:
         prepared(*arguments)
-    assert is_user_error(caught.value)
+    assert isinstance(caught.value, UserError)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -61,4 +61,4 @@ def test_a_port_in_use_is_found_before_the_model_is_loaded(host):
         where = ("--host", host, "--port", str(port), "--model", "/nowhere")
         with pytest.raises(ValueError, match=f"--port {port}: Address already in use") as caught:
             serve.prepare(where)
-    assert is_user_error(caught.value)
+    assert isinstance(caught.value, UserError)

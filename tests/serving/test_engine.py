@@ -12,10 +12,10 @@ from small_world import stepprune
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruners import build_pruner
 from stepprune_jax.serving.images import Limits
 
-COMPACT = RunOptions(positions="compact", warm_up=False)
+COMPACT = RunOptions(positions="compact")
 MOST = 6
 
 
@@ -58,7 +58,7 @@ def figures(address):
 def expected_row(model, method, turns, images):
     """The row that enters the language model for one prompt alone, by the model's own prefill."""
     request = read_request(model, [turns], [images])
-    encoded = pipeline.encode(model, request.images, method.pruner.taps(model.config))
+    encoded = pipeline.encode(model, request.images, method.taps(model.config))
     batch = pipeline.prepare(model, method, request.prompts(), encoded, COMPACT)
     hidden, length = pipeline.embed(model, batch)
     assert length[0] == len(request.ids[0]) - len(images) + batch.kept[0]
@@ -75,7 +75,7 @@ def test_the_engine_gets_the_row_that_would_enter_the_language_model(client, fak
     images = [noise(1), noise(2, (40, 20))]
     found = ask(client, "red dog?", images, 3, seed=5, budget=3)
     (row,), (sent,) = sent_rows(fake), fake.seen
-    method = make_method(None, 3, policy=stepprune())
+    method = build_pruner(None, 3, policy=stepprune())
     expected = expected_row(llava_model, method, "red dog?", images)
     np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
     usage = found.usage
@@ -111,7 +111,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(llava_model, fake):
         found = figures(address)
     assert (found["batch_rows_sum"], found["batch_rows_count"]) == (3, 1)
     assert programs.num_compiled() - before <= 3  # tower, choice, rows
-    method, rows = make_method(policy=stepprune()), sent_rows(fake)
+    method, rows = build_pruner(policy=stepprune()), sent_rows(fake)
     assert len({len(row) for row in rows}) == 3
     del asked["two"]
     for question, images in asked.items():

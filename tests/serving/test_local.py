@@ -8,7 +8,7 @@ from small_world import stepprune
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, answer_text, generate, programs
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruners import build_pruner
 from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.images import Limits
 from stepprune_jax.serving.local import Local
@@ -37,7 +37,7 @@ def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
         found = list(threads.map(lambda one: ask(client, *one), asked))
     compiled = programs.num_compiled()
     prompts, images, _ = zip(*asked, strict=True)
-    options, method = RunOptions(8, warm_up=False), make_method(policy=PLAIN)
+    options, method = RunOptions(8), build_pruner(policy=PLAIN)
     expected = generate(llava_model, prompts, images, method, options=options)
     # Choice, prefill and decoding, or fewer if an earlier test had the same; generate's are these.
     assert compiled - before <= 3 and programs.num_compiled() == compiled

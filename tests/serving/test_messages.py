@@ -50,7 +50,7 @@ def test_a_request_is_read_as_generate_reads_its_prompt(plain, llava_model):
     np.testing.assert_array_equal(found.request.images.pixels, expected.images.pixels)
     assert (found.options.max_tokens, found.sampling[:3]) == (7, (3, 0.5, 0.9))
     assert found.passed == {"seed": 3}
-    assert found.method.pruner.budget.kind == "own" and not found.stream
+    assert found.pruner.budget.kind == "own" and not found.stream
 
 
 def test_images_are_read_as_they_are_shown(plain):
@@ -91,13 +91,13 @@ def test_without_a_seed_draws_differ(plain):
     ],
 )
 def test_a_request_may_prune_otherwise(plain, fields, name, budget):
-    pruner = read(plain, **fields).method.pruner
+    pruner = read(plain, **fields).pruner
     assert (pruner.name, str(pruner.budget)) == (name, budget)
 
 
 def test_methods_share_the_weights_of_the_policy(plain):
-    one, other = read(plain).method, read(plain, budget=3).method
-    assert one.params.weights is other.params.weights and read(plain).method is one
+    one, other = read(plain).pruner, read(plain, budget=3).pruner
+    assert one.params is other.params and read(plain).pruner is one
 
 
 TOO_LARGE = noise(3, (101, 100))
@@ -171,7 +171,7 @@ HARMLESS = [
 @pytest.mark.parametrize("fields", HARMLESS, ids=str)
 def test_fields_that_ask_for_nothing_change_nothing(plain, fields):
     plain_chat, found = read(plain), read(plain, **fields)
-    assert found.request.ids == plain_chat.request.ids and found.method is plain_chat.method
+    assert found.request.ids == plain_chat.request.ids and found.pruner is plain_chat.pruner
     assert (found.sampling, found.options) == (plain_chat.sampling, plain_chat.options)
     assert (found.stop, found.stream, found.usage) == ((), False, False)
 

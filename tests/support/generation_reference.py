@@ -81,7 +81,7 @@ class Asked(NamedTuple):
 def traced(pair, questions, method, max_tokens, positions="own"):
     """Our answers to the result of `ask`."""
     begun, (prompts, images) = [], questions
-    options = RunOptions(max_tokens, positions, warm_up=False)
+    options = RunOptions(max_tokens, positions)
     how = {"sampling": Sampling(stop_ids=()), "options": options, "trace": begun.append}
     answers = generate(pair.ours, prompts, images, method, **how)
     arrays = [trace_arrays(begun[0], row) for row in range(len(prompts))]
@@ -120,7 +120,7 @@ class ByQuestion(Pruner):
     budgets: ClassVar[tuple[str, ...]] = ("own",)
     reads_text: ClassVar[bool] = True
 
-    def select(self, params, view, capacity):
+    def keep(self, view, capacity):
         n, asked = view.tokens.shape[1], view.text_valid.sum(1)
         order = (7 * jnp.arange(n) + asked[:, None]) % n
         return take(view.tokens, order, asked % (n - 1), capacity)

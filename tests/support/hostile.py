@@ -6,6 +6,8 @@ import json
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from stepprune_jax.user_input import UserError
+
 
 def cases(count):
     """So many examples in the suite, and more in the profile of `make fuzz`."""
@@ -78,7 +80,7 @@ def one_line(*names):
     """What is raised is for the user, in one line that has the names."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except (UserError, FileNotFoundError) as error:
         said = str(error)
         assert said and "\n" not in said, said
         assert all(str(name) in said for name in names), said

@@ -9,7 +9,7 @@ from tiny_qwen import tiny_qwen
 from stepprune_jax import testing
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.weight_files import read_folder
-from stepprune_jax.models.llava import LLAVA
+from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.weights import renamed
 
 # The published weight names in other dialects.
@@ -70,7 +70,7 @@ def original_llava(folder, text=None, **options):
     testing.tiny_llava(folder, text={"vocab_size": len(tokenizer), **(text or {})}, **options)
     tensors = rename(folder, ())
     clip.mkdir()
-    tower = {name: tensors.pop(name) for name in list(tensors) if LLAVA.is_vision_name(name)}
+    tower = {name: tensors.pop(name) for name in list(tensors) if Llava.is_vision_name(name)}
     testing.write_tensors(
         clip, {name.removeprefix("vision_tower."): tensor for name, tensor in tower.items()}
     )

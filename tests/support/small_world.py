@@ -11,12 +11,13 @@ from PIL import Image
 
 from stepprune_jax import PolicyConfig, configurations, testing
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import Policy, save_policy
-from stepprune_jax.evaluation import encode, generate_stage
+from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
+from stepprune_jax.inference import encode
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import ParamSpec, param_specs
-from stepprune_jax.pruning import AutoSelect, AutoSelectConfig, GlimpsePruneConfig
+from stepprune_jax.trained import AutoSelect, AutoSelectConfig, GlimpsePruneConfig, StepPrune
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,12 +72,14 @@ def drawn(specs, seed):
 
 def stepprune(seed=1, **fields):
     config = PolicyConfig(**(WIDTHS | {"decoder_layers": 1} | fields))
-    return Policy(drawn(param_specs(config), seed), config, STATS)
+    return StepPrune(params=drawn(param_specs(config), seed), config=config, stats=STATS)
 
 
 def one_shot(seed=2):
     config = AutoSelectConfig(**WIDTHS)
-    return Policy(drawn(AutoSelect(config=config).specs(), seed), config, STATS)
+    return AutoSelect(
+        params=drawn(AutoSelect(config=config).specs(), seed), config=config, stats=STATS
+    )
 
 
 def glimpse(**fields):
@@ -87,8 +90,8 @@ def glimpse(**fields):
     return GlimpsePruneConfig(**(widths | layers | sizes | fields))
 
 
-def tiny_model(folder):
-    return load_vlm(testing.tiny_llava(folder), dtype=jnp.float32, progress=False)
+def tiny_model(folder, **sizes):
+    return load_vlm(testing.tiny_llava(folder, **sizes), dtype=jnp.float32, progress=False)
 
 
 def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:

@@ -6,7 +6,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
-from stepprune_jax.models.qwen2_5_vl import QwenConfig
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.testing import random_tensors, write_folder
 
@@ -73,5 +73,5 @@ def tiny_qwen(
         "temporal_patch_size": 2,
         "merge_size": 2,
     }
-    tensors = random_tensors(QwenConfig.from_hf(raw), dtype, seed)
+    tensors = random_tensors(Qwen2_5_VL.read(raw, None), dtype, seed)
     return write_folder(folder, raw, processor, tensors, tokenizer)

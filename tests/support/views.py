@@ -9,9 +9,7 @@ from stepprune_jax.pruning import View
 from stepprune_jax.testing import tiny_hf_config
 
 # Compiled once for each pruner and capacity; the pruner is not trained.
-select = jax.jit(
-    lambda pruner, view, capacity: pruner.select((), view, capacity), static_argnums=(0, 2)
-)
+select = jax.jit(lambda pruner, view, capacity: pruner.keep(view, capacity), static_argnums=2)
 
 
 def view(tokens, *taps, count, **others):

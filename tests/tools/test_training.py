@@ -11,7 +11,7 @@ from experiments.pretrain.conversations import read_conversations
 from stepprune_jax import testing
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import traced_flops
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import plan, settings
@@ -72,7 +72,7 @@ def test_a_run_is_measured(tmp_path, monkeypatch):
     assert found.planned.total > 0
     # What remat does again is no work of the model; the policy is a part of the update.
     assert 0 < found.policy_flops < found.model_flops < found.flops
-    setup = settings.make_setup(run, LlavaConfig.from_hf(FIELDS), settings.make_mesh(run))
+    setup = settings.make_setup(run, Llava.read(FIELDS, None), settings.make_mesh(run))
     asked = encoded(tmp_path / "data")
     targets = sum(label >= 0 for label in asked.labels)
     widths = Bucket(-(-len(asked.ids) // 8) * 8, -(-len(asked.text) // 8) * 8, targets)

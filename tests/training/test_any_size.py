@@ -11,7 +11,7 @@ from visual import noise
 
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.efficiency.model_shapes import model_config
+from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import train
@@ -55,10 +55,10 @@ def test_a_policy_is_trained(world, tmp_path):
 def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     run = small_run(world)
     whole = open_tiny(run, tmp_path)
-    setup = make_setup(run, inspect_folder(world[0]).config)
+    setup = make_setup(run, inspect_folder(world[0]).backbone)
     batch = whole[0]
     assert batch.pixels.values.shape[1] == 4 * padded_tokens(max(TOKENS))
-    largest = setup.model.family.max_pixels(setup.model, 1)
+    largest = setup.backbone.max_pixels(1)
     parts = [
         Batches(whole._corpus, whole._images, 12, run.seed, 64, loading=Loading(local=rows))[0]
         for rows in (slice(0, 6), slice(6, 12))
@@ -75,7 +75,7 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
 def test_a_number_of_steps_is_refused(world):
     run = small_run(world, **{"policy.max_steps": 4})
     with pytest.raises(ValueError, match=r"config.policy.max_steps is 4, expected None"):
-        make_setup(run, inspect_folder(world[0]).config)
+        make_setup(run, inspect_folder(world[0]).backbone)
 
 
 @pytest.mark.slow
@@ -108,16 +108,15 @@ def test_the_papers_second_model_has_the_papers_values():
         "data.context_limit",
         "policy.max_steps",
     }
-    model = model_config("qwen2.5-vl-7b")
-    model = model.family.bound_images(model, None, run.model.min_pixels, run.model.max_pixels)
+    model = find_backbone("qwen2.5-vl-7b")
+    model = model.bound_images(None, run.model.min_pixels, run.model.max_pixels)
     setup = make_setup(run, model, build_mesh(run.mesh, jax.devices()[:2]))
-    assert model.max_image_tokens == 2048 and setup.method.most(1000) == 500
+    assert model.config.max_image_tokens == 2048 and setup.method.longest(1000) == 500
     # Shapes only: the tower at the largest size, in the dtype of the run.
-    pixels = model.family.max_pixels(model, 2)
-    init = functools.partial(model.family.init_params, config=model)
+    pixels = model.max_pixels(2)
     features = jax.eval_shape(
         functools.partial(encode_rows, setup=setup),
-        jax.eval_shape(init, jax.random.key(0)),
+        jax.eval_shape(model.init_params, jax.random.key(0)),
         pixels=pixels,
     )
     assert features.shape == (2, 2048, setup.method.config.feature_width) == (2, 2048, 3584)

@@ -13,10 +13,10 @@ from visual import preprocess_clip
 from stepprune_jax import testing
 from stepprune_jax.data.corpus import Corpus, Lengths, Row
 from stepprune_jax.data.images import open_image
-from stepprune_jax.models.llava import LLAVA, LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.images import ImageSettings
 from stepprune_jax.training.batches import Batches, Bucket, Images, Loading, plan_buckets
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.user_input import UserError
 
 
 def lengths(*rows):
@@ -58,7 +58,7 @@ class Pixels:
     def __call__(self, path):
         self.paths.append(path)
         if int(path.stem) in self.damaged:
-            raise ValueError(f"{path} is a damaged image")
+            raise UserError(f"{path} is a damaged image")
         return np.full((3, 2, 2), int(path.stem), np.float32)
 
 
@@ -139,7 +139,7 @@ def test_first_images_are_distinct_and_in_the_order_of_training():
     assert first(2, **damaged, skip_unreadable=True) == [number for number in found if number != 6]
     with pytest.raises(ValueError, match=r'json: sample 2: "image": 6\.png is a dam') as error:
         first(3, **damaged)
-    assert is_user_error(error.value)
+    assert isinstance(error.value, UserError)
 
 
 def test_the_next_row_takes_the_place_of_one_that_cannot_be_read(capsys):
@@ -171,7 +171,7 @@ def save_image(path, width, height, seed=0):
 
 def cache_of(settings, side, limit):
     config = LlavaConfig.from_hf(testing.tiny_hf_config(vision={"image_size": side}))
-    return LLAVA.pixel_cache(config, settings, limit)
+    return Llava(config).pixel_cache(settings, limit)
 
 
 def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):

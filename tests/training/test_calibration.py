@@ -9,7 +9,7 @@ from tiny_run import ASKED, make_run, write_data
 
 from stepprune_jax import calibrate, load_policy, save_policy
 from stepprune_jax.training import train
-from stepprune_jax.training.validation import read_calibration_questions
+from stepprune_jax.training.questions import read_calibration_questions
 
 AUTOSELECT = str(Path(__file__).parents[2] / "experiments/policies/autoselect.safetensors")
 

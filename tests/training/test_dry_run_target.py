@@ -9,7 +9,7 @@ from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.training import plan
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.plan import Plan, dry_run
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.user_input import UserError
 
 
 def quick_run(world, **changes):
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, caps
     monkeypatch.setattr(plan, "make_plan", refuse)
     with pytest.raises(ValueError, match=r"mesh=fsdp .*2 devices.* 26.4G of") as refused:
         dry_run(quick_run(world), tmp_path, "a6000:2")
-    assert is_user_error(refused.value) and "\n" not in str(refused.value)
+    assert isinstance(refused.value, UserError) and "\n" not in str(refused.value)
 
 
 def test_a_bad_target_is_refused_before_anything_is_read(world, tmp_path):

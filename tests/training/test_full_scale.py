@@ -12,7 +12,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.data.source import training_source
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
@@ -28,7 +28,7 @@ SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 @pytest.mark.parametrize(("reading", "price"), [("", 0.15), ("literal", 0.01)])
 def test_the_papers_run_has_the_papers_values(reading, price):
     run = load_config(f"llava7b:{reading}")
-    setup = make_setup(run, SEVEN_B, build_mesh(run.mesh, jax.devices()[:2]))
+    setup = make_setup(run, Llava(SEVEN_B), build_mesh(run.mesh, jax.devices()[:2]))
     assert (run.batch_size, setup.forward.rows, setup.forward.execution.remat) == (16, 2, True)
     rates = [
         learning_rate(run.optimizer, run.steps, step) for step in (run.optimizer.warmup, run.steps)
@@ -65,7 +65,7 @@ def test_the_7b_update_fits(world, tmp_path, capsys):
     """On eight devices of 16 GB that share the weights."""
     changes = {"mesh": "fsdp", "accelerator.count": 8, "accelerator.name": "tpu-v5e"}
     found = dry_run(scale_run(*world, **changes), tmp_path)
-    weights = sum(2 * leaf.size for leaf in jax.tree.leaves(vlm.abstract_params(SEVEN_B)))
+    weights = sum(2 * leaf.size for leaf in jax.tree.leaves(vlm.abstract_params(Llava(SEVEN_B))))
     assert weights / 8 <= found.weights < 1.01 * weights / 8
     assert found.weights < found.memory.arguments < found.memory.total
     assert found.memory.total < ACCELERATORS["tpu-v5e"].memory
@@ -81,7 +81,7 @@ def test_the_7b_update_fits(world, tmp_path, capsys):
 
 def test_batches_are_what_was_planned(world, tmp_path):
     run, source = scale_run(*world), inspect_folder(world[0])
-    setup = make_setup(run, source.config)
+    setup = make_setup(run, source.backbone)
     batches = open_batches(run, training_source(run.data, tmp_path), "identity", source)
     (bucket,) = batches.buckets
     abstract = plan.abstract_batch(setup, run.batch_size, bucket)

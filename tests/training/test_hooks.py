@@ -14,21 +14,22 @@ from PIL import Image
 from tiny_run import ASKED, looks, make_run, metrics, write_data
 from visual import visual_of
 
-from stepprune_jax import RunOptions, generate, load_policy, make_method
-from stepprune_jax.checkpoints.policy import Policy
+from stepprune_jax import RunOptions, generate, load_policy
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava import LLAVA
-from stepprune_jax.pruning import AutoSelectConfig
+from stepprune_jax.models.llava import Llava
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.trained import AutoSelect, AutoSelectConfig
 from stepprune_jax.training import train
+from stepprune_jax.training.questions import read_questions
 from stepprune_jax.training.settings import make_setup
-from stepprune_jax.training.validation import Selection, Validation, read_questions
+from stepprune_jax.training.validation import Validation
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
 
 @pytest.fixture(scope="module")
 def look(world, llava_model, tmp_path_factory):
     config = make_run(*world, **{"validation.every": 1, "validation.overlays": 0})
-    questions = read_questions(config, make_setup(config, llava_model.config))
+    questions = read_questions(config, make_setup(config, llava_model.backbone))
     return Validation(config, llava_model, questions, tmp_path_factory.mktemp("validation"))
 
 
@@ -90,14 +91,14 @@ def test_a_validation_that_is_broken_off_is_made_again(world, whole, tmp_path):
 def test_counts_and_answers_are_those_of_generate(world, whole, llava_model, look, monkeypatch):
     policy = load_policy(whole / "policy.safetensors")
     images = [[world[1] / "images" / f"{i % 3}.png"] for i in range(5)]
-    how = RunOptions(3, warm_up=False)
-    answers = generate(llava_model, ASKED, images, make_method(policy=policy), options=how)
+    how = RunOptions(3)
+    answers = generate(llava_model, ASKED, images, build_pruner(policy=policy), options=how)
     row = look(6, policy, 1.0)
     assert {k: v for k, v in row.items() if k != "seconds"} == looks(whole)[-1]
-    answered, selection = look.answer(policy)
+    answered = look.answer(policy)
     assert answered.texts == [answer.text for answer in answers]
-    assert selection.count.tolist() == [answer.kept for answer in answers]
-    assert row["k_mean"] == np.mean(selection.count)
+    assert answered.kept.tolist() == [answer.kept for answer in answers]
+    assert row["k_mean"] == np.mean(answered.kept)
     # Right are three of five, whatever their case.
     right = [text.upper() if number < 3 else "?" for number, text in enumerate(answered.texts)]
     monkeypatch.setattr(look, "_split", look._split._replace(answers=right))
@@ -107,15 +108,15 @@ def test_counts_and_answers_are_those_of_generate(world, whole, llava_model, loo
 def test_scores_see_the_kept_tokens_alone_at_their_places(llava_model, look):
     order = np.array([[4, 0, 8], [1, 2, 3], [7, 0, 0], [5, 6, 0], [8, 7, 6]], np.int32)
     count = np.array([3, 1, 1, 1, 3], np.int32)
-    losses, right = look.scores(Selection(order, count))
+    losses, right = look.scores(order, count)
     split, targets = look._encoded, look._targets
-    config = llava_model.config
+    config, backbone = llava_model.config, llava_model.backbone
 
     @jax.jit
     def logits_of(params, tokens, kept, ids, length):
-        tokens = config.family.project(params, config, tokens)[:, None]
+        tokens = backbone.project(params, tokens)[:, None]
         visual, capacity = visual_of(config, tokens, kept), ids.shape[1] + 2
-        sequence = vlm.assemble(params, config, ids, length, visual, capacity=capacity)
+        sequence = vlm.assemble(params, backbone, ids, length, visual, capacity=capacity)
         return vlm.prefill(params, config, sequence, 0, all_logits=True).logits
 
     for row in range(5):
@@ -138,10 +139,10 @@ def test_right_answers_are_scored_whole_however_short_training_rows_are(
     world, llava_model, look, tmp_path
 ):
     config = make_run(*world, **{"validation.every": 1, "data.context_limit": 56})
-    questions = read_questions(config, make_setup(config, llava_model.config))
+    questions = read_questions(config, make_setup(config, llava_model.backbone))
     found = Validation(config, llava_model, questions, tmp_path)._targets
     jax.tree.map(np.testing.assert_array_equal, found, look._targets)
-    longer = questions._replace(answers=[*questions.answers[1:], "red " * LLAVA.CONTEXT_LIMIT])
+    longer = questions._replace(answers=[*questions.answers[1:], "red " * Llava.CONTEXT_LIMIT])
     with pytest.raises(ValueError, match=r"question 4 takes .* embeddings .*, more than 2048"):
         Validation(config, llava_model, longer, tmp_path)
 
@@ -149,14 +150,14 @@ def test_right_answers_are_scored_whole_however_short_training_rows_are(
 def test_a_budget_or_a_policy_without_a_stop_keeps_so_many(look, whole, monkeypatch):
     policy = load_policy(whole / "policy.safetensors")
     monkeypatch.setattr(look, "_settings", dataclasses.replace(look._settings, budget=2))
-    answers, selection = look.answer(policy)
-    assert selection.count.tolist() == [2] * 5 == answers.kept.tolist()
+    answers = look.answer(policy)
+    assert list(map(len, answers.order)) == [2] * 5 == answers.kept.tolist()
     scorer = AutoSelectConfig(
         feature_width=32, text_width=48, width=8, num_heads=2, mlp_ratio=1, encoder_layers=1
     )
     monkeypatch.setattr(look, "_settings", dataclasses.replace(look._settings, budget=0))
-    _, selection = look.answer(Policy.init(jax.random.key(0), scorer, None))
-    assert selection.count.tolist() == [2] * 5  # a quarter of nine
+    answers = look.answer(AutoSelect.init(jax.random.key(0), scorer, None))
+    assert answers.kept.tolist() == [2] * 5  # a quarter of nine
 
 
 def test_questions_that_are_not_there_are_reported_before_anything_is_loaded(world, tmp_path):

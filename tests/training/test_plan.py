@@ -8,11 +8,11 @@ from tiny_run import optimizer_settings
 from stepprune_jax import policy
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.flops import llm_flops, traced_flops, vision_flops
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import StepPrune
+from stepprune_jax.trained import StepPrune
 from stepprune_jax.training import plan
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions
@@ -24,7 +24,7 @@ ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)
 
 def seven_b(**options):
     return Setup(
-        SEVEN_B,
+        Llava(SEVEN_B),
         StepPrune(),
         steps=100,
         optimizer=optimizer_settings(),
@@ -41,12 +41,13 @@ def policy_flops(setup):
         shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
         text_mask=shape((ROWS, BUCKET.text), bool),
     )
-    params = jax.eval_shape(lambda: setup.method.init(jax.random.key(0)))
+    params = jax.eval_shape(lambda: setup.method.draw_params(jax.random.key(0)))
 
     def loss(params, inputs):
         progress = policy.Progress(*(jnp.float32(0.5) for _ in range(3)))
         standardised = inputs._replace(stats=FeatureStats.start(width))
-        return setup.method.train_loss(params, jax.random.key(0), standardised, jnp.sum, progress)
+        method = setup.method.replace(params=params)
+        return method.loss(jax.random.key(0), standardised, jnp.sum, progress)
 
     return traced_flops(jax.make_jaxpr(jax.grad(loss, has_aux=True))(params, inputs))
 
@@ -58,7 +59,7 @@ def test_frozen_weights_have_no_gradient_in_the_program():
     found = traced_flops(traced.jaxpr) - policy_flops(setup)
     length = BUCKET.ids - 1 + SEVEN_B.max_image_tokens
     cost = llm_flops(SEVEN_B.text, length, num_logits=BUCKET.targets)
-    vision = vision_flops(SEVEN_B, [SEVEN_B.grid])
+    vision = vision_flops(Llava(SEVEN_B), [SEVEN_B.grid])
     # Forward once; backward a product for each product with a weight, and two for each of
     # attention's, both sides of which come from the tokens. A weight's gradient would be another.
     weights = 2 * (cost.projections + cost.mlp + cost.head) + vision["projector"]

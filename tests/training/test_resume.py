@@ -14,6 +14,7 @@ from tiny_run import at_line, looks, make_run, metrics, write_data
 
 from stepprune_jax import load_policy, testing
 from stepprune_jax.training import train
+from stepprune_jax.workdir.checkpoints import read_latest
 
 SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
 
@@ -62,6 +63,17 @@ def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
         file.write('{"step": 6, "lo')  # and cut short in the middle of a line
     train(make_run(*world), tmp_path)
     assert metrics(tmp_path) == metrics(whole)
+
+
+def test_the_running_count_of_a_reading_is_resumed(world, tmp_path, monkeypatch):
+    printed = {"policy.soft_budget": "batch_mean", "policy.batch_budget": "own", "steps": 4}
+    train(make_run(*world, **printed), tmp_path / "whole")
+    at_line(monkeypatch, 2, stop)
+    for _ in range(2):
+        train(make_run(*world, **printed), tmp_path / "parts")
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    state = read_latest(tmp_path / "parts").saved["state"]
+    assert 0 < float(state["method"]) < 9
 
 
 def test_a_run_whose_output_cannot_be_written_saves_what_is_due(

@@ -10,7 +10,7 @@ from tiny_run import ROOT, load_config, make_run, write_data
 from experiments.studies.variants import variant_configs
 from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.training import DataSettings, run, train
 from stepprune_jax.training.settings import make_mesh, make_setup, read_method
 
@@ -147,7 +147,7 @@ def test_a_variant_shares_the_changes_of_the_command_line():
 )
 def test_rows_at_once_are_those_of_each_device(mesh, rows, expected):
     tiny = make_run("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8
-    assert make_setup(tiny, MODEL, make_mesh(tiny)).forward.rows == expected
+    assert make_setup(tiny, Llava(MODEL), make_mesh(tiny)).forward.rows == expected
 
 
 def test_several_processes_need_a_mesh(monkeypatch):

@@ -14,7 +14,7 @@ from stepprune_jax import policy
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.parallel.sharding import build_mesh, shardings
-from stepprune_jax.pruning import StepPrune
+from stepprune_jax.trained import StepPrune
 from stepprune_jax.training import optimizer, settings, step
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_rows
 
@@ -22,7 +22,7 @@ from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_ro
 @pytest.fixture(scope="module")
 def run(world, llava_model, tmp_path_factory):
     tiny = make_run(*world)
-    setup = settings.make_setup(tiny, llava_model.config)
+    setup = settings.make_setup(tiny, llava_model.backbone)
     batch = open_tiny(tiny, tmp_path_factory.mktemp("run"))[0]
     return llava_model, setup, jax.tree.map(jnp.asarray, batch)
 
@@ -46,10 +46,10 @@ def full_logits_loss(params, model, tokens, batch):
         assert row_ids[-len(answer) :] == answer  # these conversations end with their only answer
         end = len(row_ids) - 1 + n
         labels[row, end - len(answer) - 1 : end - 1] = answer
-    tokens = model.config.family.project(params, model.config, tokens)
+    tokens = model.backbone.project(params, tokens)
     visual = visual_of(model.config, tokens[:, None])
     ids, length = batch.targets.ids, batch.targets.length
-    sequence = vlm.assemble(params, model.config, ids, length, visual, capacity=labels.shape[1])
+    sequence = vlm.assemble(params, model.backbone, ids, length, visual, capacity=labels.shape[1])
     logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], 2)
     return -jnp.sum(jnp.where(labels >= 0, found[..., 0], 0)) / np.sum(labels >= 0)
@@ -61,7 +61,7 @@ def test_the_loss_and_its_slope_are_those_of_the_full_logits(run):
     assert setup.forward.rows == 4
 
     def loss(tokens, params):
-        return lm_loss(params, model.config, setup.forward, tokens, batch.targets)
+        return lm_loss(params, model.backbone, setup.forward, tokens, batch.targets)
 
     slope = jax.jit(jax.value_and_grad(loss))
     plain = jax.jit(jax.value_and_grad(lambda t, p: full_logits_loss(p, model, t, batch)))
@@ -106,7 +106,7 @@ def test_several_devices_give_the_update_of_one(run):
     model, setup, batch = run
     mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:8])
     spread = jax.device_put(
-        model.params, shardings(model.params, model.config.family.SHARDING_RULES, mesh)
+        model.params, shardings(model.params, model.backbone.SHARDING_RULES, mesh)
     )
     found = []
     for params, where in ((model.params, None), (spread, mesh)):

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from PIL import Image
 from tiny_run import looks, make_run, metrics
 
-from stepprune_jax import RunOptions, generate, load_policy, make_method
+from stepprune_jax import RunOptions, generate, load_policy
 from stepprune_jax.policy.params import ParamSpec
-from stepprune_jax.pruning import PRUNERS, Ranking, TrainedMethod
+from stepprune_jax.pruners import PRUNERS
+from stepprune_jax.pruning import Ranking
 from stepprune_jax.pruning.ordering import by_score
+from stepprune_jax.trained import Aux, Policy
 from stepprune_jax.training import train
 
 
@@ -23,10 +25,10 @@ class LinearConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear(TrainedMethod):
+class Linear(Policy):
     """Scores tokens by a linear function of them."""
 
-    config: LinearConfig = LinearConfig(1)
+    config: LinearConfig = dataclasses.field(default=LinearConfig(1), kw_only=True)
 
     name = "linear"
     label = "linear"
@@ -35,14 +37,18 @@ class Linear(TrainedMethod):
     def specs(self):
         return {"kernel": ParamSpec((self.config.feature_width,), (None,), "token")}
 
-    def train_loss(self, weights, key, inputs, lm_loss_fn, progress):
-        assert inputs.stats is not None
-        gate = jax.nn.sigmoid(self.config.sharpness * inputs.image @ weights["kernel"])
-        loss = lm_loss_fn(gate[..., None] * inputs.image)
-        return loss, ({"lm_loss": loss, "gate": gate.mean()}, progress.running_count)
+    def init_state(self):
+        return {"batches": jnp.zeros(())}
 
-    def order(self, weights, inputs, steps, key=None):
-        scores = inputs.image @ weights["kernel"]
+    def loss(self, key, inputs, lm_loss_fn, progress):
+        assert inputs.stats is not None
+        gate = jax.nn.sigmoid(self.config.sharpness * inputs.image @ self.params["kernel"])
+        loss = lm_loss_fn(gate[..., None] * inputs.image)
+        state = {"batches": progress.state["batches"] + 1}
+        return loss, Aux({"lm_loss": loss, "gate": gate.mean(), **state}, state)
+
+    def order(self, inputs, steps, key=None):
+        scores = inputs.image @ self.params["kernel"]
         return Ranking(by_score(scores, inputs.image_mask)[:, :steps])
 
 
@@ -54,6 +60,7 @@ def test_a_method_of_ones_own_is_trained_saved_and_run(world, llava_model, tmp_p
     train(run, tmp_path / "run")
     first, last = metrics(tmp_path / "run")
     assert first["gate"] != last["gate"] and last["grad_norm"] > 0 == last["grad_norm_stop"]
+    assert (first["batches"], last["batches"]) == (3, 6)
     assert [row["k_mean"] for row in looks(tmp_path / "run")] == [2, 2]  # a quarter of nine
     policy = load_policy(tmp_path / "run" / "policy.safetensors")
     assert policy.config == LinearConfig(32, 0, 2.0) and not policy.has_stop
@@ -61,7 +68,7 @@ def test_a_method_of_ones_own_is_trained_saved_and_run(world, llava_model, tmp_p
     against = policy.replace(params=jax.tree.map(jnp.negative, policy.params))
     kept = []
     for scorer, budget in ((policy, 4), (against, 5)):
-        method, options = make_method(None, budget, policy=scorer), RunOptions(2, warm_up=False)
-        (answer,) = generate(llava_model, ["dog ?"], [[image]], method, options=options)
+        pruner, options = scorer.with_budget(budget), RunOptions(2)
+        (answer,) = generate(llava_model, ["dog ?"], [image], pruner, options=options)
         kept += answer.kept_indices[0]
     assert sorted(kept) == list(range(9))  # the best four, and by the opposite order the others

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from tiny_run import make_run, metrics, write_data, write_questions
 
-from stepprune_jax.training import run, train
+from stepprune_jax.training import run, step, train, trainer
 from stepprune_jax.training.failures import memory_advice
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.lock import LOCK_FILE, locked
 
 
 def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_path, monkeypatch):
-    place = run.place_rows
+    place = trainer.place_rows
 
     def spoil(mesh, rows, *size):
         """From the third batch on."""
@@ -26,7 +26,7 @@ def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_
         return rows._replace(pixels=rows.pixels + np.nan) if spoil.calls > 2 else rows
 
     spoil.calls = 0
-    monkeypatch.setattr(run, "place_rows", spoil)
+    monkeypatch.setattr(trainer, "place_rows", spoil)
     with pytest.raises(ValueError, match="not finite in 3 updates in a row, up to step 5"):
         train(make_run(*world, max_skipped=3), tmp_path)
     assert [row["skipped_in_row"] for row in metrics(tmp_path)][:5] == [0, 0, 1, 2, 3]
@@ -66,7 +66,7 @@ def test_a_run_that_is_stopped_while_it_loads_leaves_at_once(world, tmp_path, mo
 def test_a_folder_in_use_is_refused_before_anything_is_written(world, tmp_path):
     with locked(tmp_path), pytest.raises(ValueError, match="is in use by process") as refused:
         train(make_run(*world), tmp_path)
-    assert is_user_error(refused.value)
+    assert isinstance(refused.value, UserError)
     assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
 
 
@@ -75,7 +75,7 @@ def test_a_folder_with_questions_of_its_own_is_refused_before_anything_is_writte
     before = {path: path.read_bytes() for path in data.glob("*.*")}
     with pytest.raises(ValueError, match=r"validation\.jsonl is of no run") as refused:
         train(make_run(world[0], data), data)
-    assert is_user_error(refused.value)
+    assert isinstance(refused.value, UserError)
     assert {path: path.read_bytes() for path in data.glob("*.*")} == before
 
 
@@ -84,7 +84,7 @@ def exhaust(*_, **__):
 
 
 def test_too_little_memory_is_reported_in_one_line(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.step, "update", exhaust)
+    monkeypatch.setattr(step, "update", exhaust)
     with pytest.raises(ValueError) as error:
         train(make_run(*world), tmp_path)
     said = str(error.value)

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from stepprune_jax.user_input import is_user_error
+from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.lock import LOCK_FILE, locked
 
 HOLD = (
@@ -26,7 +26,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
             pass
         me = f"process {os.getpid()} on {socket.gethostname()}"
         assert str(refused.value).startswith(f"{folder} is in use by {me}: wait")
-        assert is_user_error(refused.value)
+        assert isinstance(refused.value, UserError)
         with locked(tmp_path):  # another folder
             pass
     with locked(folder):

@@ -31,7 +31,7 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.parallel.targets import Target, make_target
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 from tools.aot.hlo import loops
 from tools.aot.programs import DTYPES, ROWS, Programs
 
@@ -153,7 +153,7 @@ class Results(dict[str, list[str]]):
                 digest, *cells = json.loads(line)
                 self[digest] = list(map(str, cells))
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: expected a result, {error}") from error
+                raise UserError(f"{path}, line {number}: expected a result, {error}") from error
 
     def keep(self, digest: str, cells: list[str]) -> None:
         """Adds a program that compiled."""
@@ -166,19 +166,16 @@ class Results(dict[str, list[str]]):
 def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
     """Compiles a group: the lines of the table, and whether each program compiled."""
     for name, config, dtype in itertools.product(group.targets, group.configs, group.dtypes):
-        with user_input():
-            to = make_target(name)
-            kind = to.devices[0].device_kind
-            # TPUs have less memory each: there the frozen weights are sharded.
-            preset = "fsdp" if kind.startswith("TPU") else "data"
-            run = configurations.load(config, group.changes)
-            programs = Programs(run, build_mesh(preset, to.devices), dtype)
-            known = programs.names()
-            unknown = sorted(set(group.programs) - set(known))
-            if unknown:
-                raise ValueError(
-                    f"{config} has no program {unknown[0]!r}, it has {', '.join(known)}"
-                )
+        to = make_target(name)
+        kind = to.devices[0].device_kind
+        # TPUs have less memory each: there the frozen weights are sharded.
+        preset = "fsdp" if kind.startswith("TPU") else "data"
+        run = configurations.load(config, group.changes)
+        programs = Programs(run, build_mesh(preset, to.devices), dtype)
+        known = programs.names()
+        unknown = sorted(set(group.programs) - set(known))
+        if unknown:
+            raise UserError(f"{config} has no program {unknown[0]!r}, it has {', '.join(known)}")
         for program in group.programs or known:
             settings = " ".join((config, *group.changes))
             head = [name, str(len(to.devices)), settings, dtype, program]
@@ -209,8 +206,7 @@ def _release_memory() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns 1 if a program failed to compile, otherwise 0."""
     flags = parse(arguments)
-    with user_input():
-        done = Results(flags.results)
+    done = Results(flags.results)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     failed = 0
     for group in flags.groups:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from stepprune_jax.user_input import UserError
+
 # Instructions that launch nothing on the device: names, shapes, and ends of asynchronous ones.
 _FREE = {
     "parameter",
@@ -57,7 +59,7 @@ def loops(text: str) -> tuple[Loop, ...]:
     takes as long as its launch. On a TPU a program is one kernel, and these are its steps.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError("expected the text of a compiled program, with is_scheduled=true")
+        raise UserError("expected the text of a compiled program, with is_scheduled=true")
     computations = _computations(text)
     counted = []
     for lines in computations.values():

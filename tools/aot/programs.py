@@ -11,19 +11,21 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, model_config
+from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, find_backbone
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.base import Pairs, Plan, Texts
 from stepprune_jax.inference.sampling import Sampling, greedy
 from stepprune_jax.models import vlm
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.parallel.placement import jit_for_weights, row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.layers import compute_dtype
 from stepprune_jax.policy.rollout import start_episode
 from stepprune_jax.policy.selection import pick, select_parallel
-from stepprune_jax.pruning import PRUNERS, Budget, FastV, Kept, Pruner, Trained
+from stepprune_jax.pruners import PRUNERS
+from stepprune_jax.pruning import Budget, FastV, Kept, Pruner
+from stepprune_jax.trained import Policy
 from stepprune_jax.training import Run, plan, step
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions, row_scores
@@ -43,14 +45,13 @@ ROWS = (1, 2, 8)
 _WHOLE = ((r".*", P()),)
 
 
-def model_of(run: Run) -> ModelConfig:
-    """Returns the shape of a run's model; published ones need no folder."""
+def backbone_of(run: Run) -> Backbone:
+    """Returns a run's model; published ones need no folder."""
     name = run.model.folder.lower().removeprefix("llava-hf/").removesuffix("-hf")
     name = name.removeprefix("qwen/").removesuffix("-instruct").replace("llava-1.5", "llava")
     if name not in MODELS | QWEN_MODELS:
-        return run.model.inspect().config
-    config = model_config(name)
-    return config.family.bound_images(config, None, **run.model.image_bounds)
+        return run.model.inspect().backbone
+    return find_backbone(name).bound_images(None, **run.model.image_bounds)
 
 
 class Programs:
@@ -62,8 +63,9 @@ class Programs:
         group = PRUNERS[run.method].settings
         run = run.replace({f"{group}.dtype": own})
         self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
-        self._model = model_of(run)
-        self._setup, self._execution = make_setup(run, self._model, mesh), run.model.execution
+        self._backbone = backbone_of(run)
+        self._model = self._backbone.config
+        self._setup, self._execution = make_setup(run, self._backbone, mesh), run.model.execution
         self._tokens = self._model.max_image_tokens
         unit = run.data.length_multiple
         self._bucket = Bucket(ids=5 * unit, text=unit, targets=2 * unit)
@@ -133,13 +135,13 @@ class Programs:
     def _weights(self) -> PyTree:
         """Returns the frozen weights as loaded for inference."""
         platform = self._mesh.devices.flat[0].platform
-        weights = vlm.abstract_params(self._model, self._dtype, "auto", platform)
-        return self._place(weights, self._model.family.SHARDING_RULES)
+        weights = vlm.abstract_params(self._backbone, self._dtype, "auto", platform)
+        return self._place(weights, self._backbone.SHARDING_RULES)
 
     @functools.cached_property
     def _policy(self) -> PyTree:
         key = jax.random.key(0)
-        return self._place(jax.eval_shape(lambda: self._setup.method.init(key)))
+        return self._place(jax.eval_shape(lambda: self._setup.method.draw_params(key)))
 
     @functools.cached_property
     def _stats(self) -> PyTree:
@@ -156,7 +158,7 @@ class Programs:
         return FastV(Budget("count", self._kept), layer)
 
     def _pixels(self, rows: int) -> PyTree:
-        return self._by_rows(self._model.family.max_pixels(self._model, rows))
+        return self._by_rows(self._backbone.max_pixels(rows))
 
     def _features(self, rows: int) -> PyTree:
         return _shape((rows, self._tokens, self._model.feature_width), self._dtype)
@@ -194,9 +196,9 @@ class Programs:
     def _validation(self) -> jax.stages.Traced:
         kept = self._kept_tokens(self._rows, self._kept)
         targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
-        return jit_for_weights(row_scores, ("model", "options")).trace(
+        return jit_for_weights(row_scores, ("backbone", "options")).trace(
             self._trained_through,
-            model=self._model,
+            backbone=self._backbone,
             options=ForwardOptions(self._execution, mesh=self._mesh),
             kept=Pruned(kept.index, kept.tokens, kept.valid, kept.count),
             targets=self._by_rows(targets),
@@ -207,39 +209,38 @@ class Programs:
     def _tower(self) -> jax.stages.Traced:
         return programs.run_encode.trace(
             self._weights,
-            self._model,
+            self._backbone,
             self._pixels(self._rows),
             taps=(),
             plan=Plan(execution=self._execution, mesh=self._mesh),
         )
 
-    def _pruner(self, budget: Budget) -> tuple[Pruner, Trained]:
-        """Returns the selector as a pruner, and its trained parameters."""
+    def _selector(self, budget: Budget) -> Policy:
+        """Returns the selector with the shapes of its weights."""
         pruner = dataclasses.replace(self._setup.method, budget=budget).program()
         bias = self._place(_shape((), jnp.float32))
-        return pruner, Trained(self._policy, self._stats, bias)
+        return pruner.replace(params=self._policy, stats=self._stats, stop_bias=bias)
 
-    def _choosing(self, budget: Budget) -> tuple[Trained, Plan]:
-        pruner, learned = self._pruner(budget)
-        capacity = self._kept if budget.is_exact else pruner.most(self._tokens)
-        plan = Plan(pruner, capacity, execution=self._execution, mesh=self._mesh)
-        return learned, plan
+    def _choosing(self, budget: Budget) -> tuple[Policy, Plan]:
+        pruner = self._selector(budget)
+        capacity = self._kept if budget.is_exact else pruner.longest(self._tokens)
+        return pruner, Plan(capacity, execution=self._execution, mesh=self._mesh)
 
     def _select(self, budget: Budget, rows: int) -> jax.stages.Traced:
-        learned, plan = self._choosing(budget)
+        pruner, plan = self._choosing(budget)
         return programs.run_choose.trace(
-            self._weights, self._model, learned, self._pairs(rows), plan=plan
+            self._weights, self._backbone, pruner, self._pairs(rows), plan=plan
         )
 
     def _rank(self) -> jax.stages.Traced:
-        pruner, learned = self._pruner(Budget("count", self._kept))
+        pruner = self._selector(Budget("count", self._kept))
         return programs.run_rank.trace(
             self._weights,
-            self._model,
-            learned,
+            self._backbone,
+            pruner,
             self._pairs(self._rows),
-            plan=Plan(pruner, mesh=self._mesh),
-            steps=pruner.most(self._tokens),
+            plan=Plan(mesh=self._mesh),
+            steps=pruner.longest(self._tokens),
         )
 
     def _take(self) -> jax.stages.Traced:
@@ -258,12 +259,12 @@ class Programs:
         if pruner is not None:
             plan = dataclasses.replace(
                 plan,
-                pruner=pruner.program(),
                 slots=(*plan.slots, self._slots(self._kept)),
                 cuts=pruner.cuts(self._model, self._tokens),
             )
         kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(plan.cuts))
-        return ((), kept, texts, self._sampling), plan
+        used = None if pruner is None else pruner.program()
+        return (used, kept, texts, self._sampling), plan
 
     def _slots(self, kept: int) -> int:
         """Returns the length of a question with `kept` visual tokens."""
@@ -275,16 +276,16 @@ class Programs:
 
     def _prefill(self, pruner: Pruner | None = None) -> jax.stages.Traced:
         arrays, plan = self._begin(pruner)
-        return programs.run_begin.trace(self._weights, self._model, *arrays, plan=plan)
+        return programs.run_begin.trace(self._weights, self._backbone, *arrays, plan=plan)
 
     def _answer(self, rows: int) -> jax.stages.Traced:
         """Traces from pixels to the first token at an exact budget."""
-        learned, plan = self._choosing(Budget("count", self._kept))
+        pruner, plan = self._choosing(Budget("count", self._kept))
         pairs = self._pairs(rows)._replace(images=self._pixels(rows), taps=None)
         return programs.run_begin.trace(
             self._weights,
-            self._model,
-            *(learned, pairs, self._texts(rows), self._sampling),
+            self._backbone,
+            *(pruner, pairs, self._texts(rows), self._sampling),
             plan=dataclasses.replace(plan, slots=(self._slots(self._kept),), max_tokens=NEW_TOKENS),
         )
 
@@ -293,7 +294,7 @@ class Programs:
         begin = functools.partial(programs.begin, plan=dataclasses.replace(plan, mesh=None))
         arguments = (self._weights, *arrays)
         state, _ = jax.eval_shape(
-            lambda params, *arrays: begin(params, self._model, *arrays), *arguments
+            lambda params, *arrays: begin(params, self._backbone, *arrays), *arguments
         )
         return decoding.run_decode.trace(
             self._weights,

@@ -25,13 +25,13 @@ from stepprune_jax.efficiency.timing import table
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import decoder, vlm
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import Sequence, from_embeddings
 from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.testing import tiny_hf_config
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 from tools.bench import loading, torch_reference
 from tools.bench.timing import machine, time_side_by_side
 
@@ -265,8 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         torch.set_num_threads(threads)
         if device == "cuda" and not torch.cuda.is_available():
-            with user_input():
-                raise ValueError("torch sees no GPU: install its CUDA build, or pass --no_torch")
+            raise UserError("torch sees no GPU: install its CUDA build, or pass --no_torch")
         print(
             f"torch {torch.__version__} on {device}, transformers {transformers.__version__}, "
             f"SDPA; {threads} threads each"
@@ -280,7 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     peak = peak_tflops()
     for dtype in flags.dtype:
-        language = vlm.abstract_params(config, jnp.dtype(dtype), flags.layers)["language"]
+        language = vlm.abstract_params(Llava(config), jnp.dtype(dtype), flags.layers)["language"]
         params = random_weights({"language": language})
         reference = None
         if not flags.no_torch:

@@ -9,6 +9,7 @@ from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.testing import llava_encoder, tiny_tokenizer
+from stepprune_jax.user_input import UserError
 
 # As most images of COCO, which most of LLaVA's are from.
 _WIDTH, _HEIGHT = 640, 480
@@ -37,7 +38,7 @@ def write_conversations(folder: Path, count: int, ids: int) -> Path:
     encoder, random = llava_encoder(tiny_tokenizer()), np.random.default_rng(0)
     least = len(encoder.encode((_QUESTION, _WORD), 1).ids)
     if ids < least:
-        raise ValueError(f"ids is {ids}, expected at least {least}")
+        raise UserError(f"ids is {ids}, expected at least {least}")
     answer = " ".join([_WORD] * (1 + ids - least))
     said = [
         {"from": "human", "value": f"{IMAGE_MARK}\n{_QUESTION}"},

@@ -15,20 +15,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.command_line import Parser, exit_with, integer_from
-from stepprune_jax.efficiency.model_shapes import MODELS, model_config
+from stepprune_jax.efficiency.model_shapes import MODELS, find_backbone
 from stepprune_jax.models import vlm
-from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.parallel.compiling import OPTIONS, Usage, usage
 from stepprune_jax.parallel.sharding import BATCH, BATCH_RULES, PRESETS, build_mesh, shardings
-from stepprune_jax.user_input import user_input
 
 CACHE_RULES = (("key|value", P(None, BATCH, "tensor")), ("length|next_position", P(BATCH)))
 
 
 def compiled_programs(
-    config: ModelConfig,
+    backbone: Backbone,
     mesh: Mesh,
     batch: int,
     length: int,
@@ -37,18 +36,18 @@ def compiled_programs(
     dtype: Any = jnp.bfloat16,
 ) -> dict[str, Any]:
     """Compiles the backbone's programs for a mesh from shapes only."""
-    text = config.text
+    config, text = backbone.config, backbone.config.text
     slots = (text.num_layers, batch, text.num_kv_heads, length + max_new_tokens, text.head_dim)
     shape = jax.ShapeDtypeStruct
     row = shape((batch,), jnp.int32)
     hidden = shape((batch, length, text.hidden_size), dtype)
     sequence = jax.eval_shape(functools.partial(from_embeddings, config), hidden, row)
     cache = Cache(shape(slots, dtype), shape(slots, dtype), row, row)
-    pixels = config.family.max_pixels(config, batch)
+    pixels = backbone.max_pixels(batch)
 
     def encode(params, pixels):
-        features, _ = config.family.encode_image(params, config, pixels)
-        return config.family.project(params, config, features)
+        features, _ = backbone.encode_image(params, pixels)
+        return backbone.project(params, features)
 
     def prefill(params, sequence):
         return vlm.prefill(params, config, sequence, max_new_tokens)
@@ -56,8 +55,8 @@ def compiled_programs(
     def decode(params, cache, token):
         return vlm.decode_step(params, config, token, cache)
 
-    params = vlm.abstract_params(config, dtype)
-    placed = shardings(params, config.family.SHARDING_RULES, mesh)
+    params = vlm.abstract_params(backbone, dtype)
+    placed = shardings(params, backbone.SHARDING_RULES, mesh)
     cache_at = shardings(cache, CACHE_RULES, mesh)
     inputs = {"encode": (pixels,), "prefill": (sequence,), "decode": (cache, row)}
     inputs_at = {
@@ -98,21 +97,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--max_new_tokens", type=integer_from(1), default=64)
     options = parser.parse_args(arguments)
-    with user_input():
-        configs = {name: model_config(name) for name in options.model}
+    backbones = {name: find_backbone(name) for name in options.model}
     print(
         f"batch {options.batch}, {options.length} + {options.max_new_tokens} tokens, bfloat16, "
         "GiB per device"
     )
     columns = ("model", "mesh", "devices", "program", *Usage._fields)
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    for name, config in configs.items():
+    for name, backbone in backbones.items():
         for preset in options.mesh:
             devices = {"single": 1}.get(preset, 4 if "_" in preset else 2)
             mesh = build_mesh(preset, jax.devices()[:devices])
             sizes = options.batch, options.length, options.max_new_tokens
-            with user_input():
-                compiled = compiled_programs(config, mesh, *sizes)
+            compiled = compiled_programs(backbone, mesh, *sizes)
             for program, executable in compiled.items():
                 sizes = " | ".join(f"{size / 2**30:.2f}" for size in usage(executable))
                 print(f"| {name} | {preset} | {devices} | {program} | {sizes} |", flush=True)

@@ -24,7 +24,6 @@ from stepprune_jax.policy import POINTER, Limits, PolicyConfig, selection
 from stepprune_jax.policy.rollout import hard_feedback, start_episode
 from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.selection import select_loop, select_parallel
-from stepprune_jax.user_input import user_input
 from tools.bench.timing import machine, time_side_by_side
 
 PARTS = ("gradient", "loop", "operations")
@@ -189,10 +188,10 @@ def main(arguments: list[str] | None = None):
     n, steps = flags.num_tokens, flags.steps
     if not flags.kept <= steps <= n:
         parser.error(f"expected --kept ({flags.kept}) <= --steps ({steps}) <= --num_tokens ({n})")
-    with user_input():  # gradients are measured with the deepest decoder
-        config = PolicyConfig(
-            feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
-        )
+    # gradients are measured with the deepest decoder
+    config = PolicyConfig(
+        feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
+    )
     print(machine(), flush=True)
     print(f"N {n}, D {flags.width}, {flags.dtype}\n", flush=True)
 

@@ -27,13 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from stepprune_jax import PolicyConfig, init_policy, testing
+from stepprune_jax import PolicyConfig, StepPrune, testing
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import Policy, save_policy
+from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference import pipeline, read_request
 from stepprune_jax.policy.trajectory import count_at_bias
-from stepprune_jax.pruning import make_method
 from tools.bench.timing import machine
 from tools.bench.vllm_server import Vllm, free_port
 
@@ -111,13 +110,12 @@ def write_model(folder: Path) -> float:
     (folder / "model" / "processor_config.json").write_text(json.dumps(PROCESSOR))
     model = load_vlm(folder / "model", dtype=jnp.float32, progress=False)
     config = PolicyConfig(VISION["hidden_size"], TEXT["hidden_size"])
-    policy = Policy(init_policy(jax.random.key(0), config), config, None)
-    method = make_method(policy=policy)
+    policy = StepPrune.init(jax.random.key(0), config, None)
     images = [picture(np.random.default_rng(seed)) for seed in range(8)]
     request = read_request(model, [QUESTION] * 8, images)
     encoded = pipeline.encode(model, request.images)
     steps = config.steps(576)
-    ranking = pipeline.rank(model, method, request.prompts(), encoded, steps)
+    ranking = pipeline.rank(model, policy, request.prompts(), encoded, steps)
     low, high = -50.0, 50.0
     for _ in range(40):
         bias = (low + high) / 2

@@ -22,7 +22,9 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
-from stepprune_jax.pruning import Method, Policy, make_method
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import Pruner
+from stepprune_jax.trained import Policy
 from tools.bench.timing import machine
 
 # Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
@@ -40,20 +42,20 @@ HEADER = "| generations | programs | resident MiB | maps | s |"
 
 def requests(
     words: Sequence[str], policy: Policy, most: int
-) -> Iterator[tuple[list[str], list[list[Image.Image]], Method]]:
-    """Yields random prompts, their images, and a method, endlessly."""
+) -> Iterator[tuple[list[str], list[list[Image.Image]], Pruner]]:
+    """Yields random prompts, their images, and a pruner, endlessly."""
     random = np.random.default_rng(0)
     while True:
-        pruner, given = PRUNERS[random.integers(len(PRUNERS))]
+        name, given = PRUNERS[random.integers(len(PRUNERS))]
         budget = int(random.integers(1, most + 1)) if given else None
-        trained = policy if pruner == "stepprune" else None
-        method = make_method(pruner, budget, policy=trained)
+        trained = policy if name == "stepprune" else None
+        pruner = build_pruner(name, budget, policy=trained)
         prompts, images = [], []
         for _ in range(random.integers(1, MOST_PROMPTS + 1)):
             count = int(MOST_WORDS ** random.random())
             prompts.append(" ".join(random.choice(words, count)))
             images.append([_image(random) for _ in range(random.integers(MOST_IMAGES + 1))])
-        yield prompts, images, method
+        yield prompts, images, pruner
 
 
 def _image(random: np.random.Generator) -> Image.Image:
@@ -82,7 +84,7 @@ def soak(generations: int) -> Iterator[str]:
     begin = time.perf_counter()
     yield _look(0, begin)
     asked = itertools.islice(requests(words, policy, most), generations)
-    options = RunOptions(LONGEST_ANSWER, warm_up=False)
+    options = RunOptions(LONGEST_ANSWER)
     for number, (prompts, images, method) in enumerate(asked, start=1):
         generate(model, prompts, images, method, options=options)
         if number * LOOKS // generations > (number - 1) * LOOKS // generations:

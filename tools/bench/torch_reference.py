@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax.checkpoints.save import file_tensor
 from stepprune_jax.models import vlm, weights
-from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.stack import layout_of
 
 CACHES = ("dynamic", "static")
@@ -46,10 +45,11 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
     return model.eval().requires_grad_(False)
 
 
-def _tensors(params: dict[str, Any], config: ModelConfig, device: str) -> Iterator[tuple[str, Any]]:
+def _tensors(params: dict[str, Any], config: LlavaConfig, device: str) -> Iterator[tuple[str, Any]]:
     """Yields tensors of weights under their canonical names."""
-    flat, abstract = weights.flatten(params), vlm.abstract_params(config, layers=layout_of(params))
-    for target in config.family.weight_targets(abstract, config):
+    flat, backbone = weights.flatten(params), Llava(config)
+    abstract = vlm.abstract_params(backbone, layers=layout_of(params))
+    for target in backbone.weight_targets(abstract):
         if target.path in flat:
             for layer, name in enumerate(target.names):
                 yield name, to_torch(file_tensor(target, flat[target.path], layer), device)

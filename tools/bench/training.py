@@ -25,7 +25,7 @@ from stepprune_jax.checkpoints.folder import Source, inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.command_line import Parser, add_config, exit_with, integer_from, read_config
 from stepprune_jax.data.source import training_source
-from stepprune_jax.efficiency.model_shapes import MODELS, model_config
+from stepprune_jax.efficiency.model_shapes import MODELS, find_backbone
 from stepprune_jax.efficiency.timing import peak_memory
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.flops import traced_flops
@@ -38,7 +38,7 @@ from stepprune_jax.training import plan, step
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import memory_advice
 from stepprune_jax.training.settings import Run, make_mesh, make_setup
-from stepprune_jax.user_input import expect, user_input
+from stepprune_jax.user_input import expect
 from tools.bench.drawn_data import write_conversations, write_model
 from tools.bench.timing import machine
 
@@ -93,11 +93,10 @@ class _Bench(NamedTuple):
 
 def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path) -> Measured:
     """Times updates of a run."""
-    with user_input():
-        run = replace_data(run, fields, ids, folder, _IMAGES)
-        mesh = make_mesh(run)
-        source, batches = _open(run, folder)
-        setup = make_setup(run, source.config, mesh)
+    run = replace_data(run, fields, ids, folder, _IMAGES)
+    mesh = make_mesh(run)
+    source, batches = _open(run, folder)
+    setup = make_setup(run, source.backbone, mesh)
     (bucket,), dtype, rows = batches.buckets, jnp.dtype(run.model.dtype), run.batch_size
     traced = plan.trace_update(setup, dtype, rows, bucket)
     once = dataclasses.replace(setup, forward=setup.forward._replace(execution=Execution()))
@@ -106,7 +105,7 @@ def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path
     params = random_weights(plan.abstract_weights(setup, dtype))
     init_key, key = jax.random.split(jax.random.key(run.seed))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
-    stats = FeatureStats.start(setup.model.vision.hidden_size)
+    stats = FeatureStats.start(setup.backbone.config.vision.hidden_size)
     bench = _Bench(params, *replicate_like(params, (state, stats, key)), setup, batches)
     seconds, wait, bench = _through_the_pipeline(bench, update, steps)
     peak = peak_memory()
@@ -251,11 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     given, run = read_config(parser, arguments, Run)
     model, ids = given.model, given.ids
-    with user_input():
-        most = 1 + run.data.context_limit - model_config(model).max_image_tokens
-        expect("--ids", ids, ids <= most, f"at most {most}, as config.data.context_limit allows")
-        path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-        fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
+    most = 1 + run.data.context_limit - find_backbone(model).config.max_image_tokens
+    expect("--ids", ids, ids <= most, f"at most {most}, as config.data.context_limit allows")
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder, memory_advice(run):
         measured = measure(run, fields, given.steps, ids, Path(folder))
     mesh = make_mesh(run)

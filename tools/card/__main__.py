@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepprune_jax.command_line import Parser, exit_with
-from stepprune_jax.user_input import expect, local_path, user_input
+from stepprune_jax.user_input import expect, local_path
 from tools.card import figures
 from tools.card.sections import ROOT, Section, autotuned, sections
 
@@ -79,12 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     begin, summary = time.monotonic(), []
     with tempfile.TemporaryDirectory() as scratch:
-        with user_input():
-            out = local_path(given.out).resolve()
-            out.mkdir(parents=True, exist_ok=True)
-            known = {x.name: x for x in sections(out, Path(scratch), given.small)}
-            names = given.sections or list(known)
-            expect("--sections", names, {*names} <= {*known}, f"some of {', '.join(known)}")
+        out = local_path(given.out).resolve()
+        out.mkdir(parents=True, exist_ok=True)
+        known = {x.name: x for x in sections(out, Path(scratch), given.small)}
+        names = given.sections or list(known)
+        expect("--sections", names, {*names} <= {*known}, f"some of {', '.join(known)}")
         for name, kind in itertools.product(names, ("json", "jsonl", "log")):
             (out / f"{name}.{kind}").unlink(missing_ok=True)  # of an earlier run
         for number, name in enumerate(names, 1):

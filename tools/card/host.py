@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.efficiency.__main__ import draw_learned, read_rows
 from stepprune_jax.efficiency.measure import draw_batch
-from stepprune_jax.efficiency.model_shapes import model_config
+from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import RunOptions
@@ -78,19 +78,19 @@ def main() -> None:
     parser = figures.parser(__doc__)
     parser.add_argument("--rows", nargs="+", help="as of stepprune_jax.efficiency")
     given = parser.parse_args()
-    config, one, sampling = model_config(given.model), jnp.zeros(8), greedy(())
-    batch, options = draw_batch(config, 1, _TEXT), RunOptions(_NEW_TOKENS)
+    backbone, one, sampling = find_backbone(given.model), jnp.zeros(8), greedy(())
+    batch, options = draw_batch(backbone, 1, _TEXT), RunOptions(_NEW_TOKENS)
     nothing = jax.jit(lambda params, x: x + 1, keep_unused=True)
     if jax.default_backend() != "gpu":
         figures.add(given.out, "CUDA graphs", none="needs a GPU")
     for layout in ("apart", "stacked"):
-        model = VLM(random_weights(vlm.abstract_params(config, "bfloat16", layout)), config)
+        model = VLM(random_weights(vlm.abstract_params(backbone, "bfloat16", layout)), backbone)
         what = f"{layout}, {len(jax.tree.leaves(model.params))} arrays"
         measured = timed(functools.partial(nothing, model.params, one))
         figures.add(given.out, f"{what}: reads none", **measured)
-        for row in map(draw_learned, read_rows(given.rows, config, 1, "float32")):
-            method = pipeline.place_method(model, row.method)
-            inputs = model, method, batch.prompts, batch.images, options
+        for row in map(draw_learned, read_rows(given.rows, backbone.config, 1, "float32")):
+            pruner = pipeline.place_pruner(model, row.pruner)
+            inputs = model, pruner, batch.prompts, batch.images, options
             prepare = functools.partial(pipeline.prepare, *inputs)
             begin = functools.partial(pipeline.begin, model, prepare(), sampling)
 

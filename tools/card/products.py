@@ -9,7 +9,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from stepprune_jax.efficiency.model_shapes import model_config
+from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.parallel.compiling import OPTIONS
 from tools.bench.timing import time_side_by_side
 from tools.card import figures
@@ -58,7 +58,7 @@ def measure(rows: int, k: int, n: int, axis: int) -> dict[str, float | str]:
 def main() -> None:
     """Measures shape by shape, those of 128 rows first."""
     given = figures.parser(__doc__).parse_args()
-    text = model_config(given.model).text
+    text = find_backbone(given.model).config.text
     e, f = text.hidden_size, text.intermediate_size
     for rows, (k, n) in itertools.product(_ROWS, ((e, e), (e, 3 * e), (e, 2 * f), (f, e))):
         for axis, layout in enumerate(("[in, out]", "[out, in]")):

@@ -4,7 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from stepprune_jax.efficiency.model_shapes import model_config
+from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.models import vlm
 from stepprune_jax.models.weights import flatten
 from tools.aot.hlo import backends, copied_weights, loops
@@ -18,7 +18,7 @@ def main() -> None:
     parser = figures.parser(__doc__)
     parser.add_argument("--dump", type=Path, required=True, help="folder of the dump")
     given = parser.parse_args()
-    weights = flatten(vlm.abstract_params(model_config(given.model)))
+    weights = flatten(vlm.abstract_params(find_backbone(given.model)))
     kernels = {leaf.shape[-2:] for path, leaf in weights.items() if path.endswith("kernel")}
     files = sorted(given.dump.glob("*after_optimizations.txt"))
     if not files:

@@ -14,7 +14,6 @@ from stepprune_jax.models.config import (
     one_of,
     part,
     read_fields,
-    require,
     size,
     switch,
     token,
@@ -22,7 +21,7 @@ from stepprune_jax.models.config import (
     write_rope,
     written,
 )
-from stepprune_jax.models.family import Family
+from stepprune_jax.user_input import naming, require
 
 _ACTIVATIONS = ("quick_gelu", "gelu")
 
@@ -118,11 +117,9 @@ class ClipConfig:
     def __post_init__(self):
         d, heads = self.hidden_size, self.num_heads
         image, patch = self.image_size, self.patch_size
-        require(
-            "vision_config",
-            (d % heads == 0, f"hidden_size {d} is not a multiple of num_heads {heads}"),
-            (image >= patch, f"image_size {image} is smaller than patch_size {patch}"),
-        )
+        with naming("vision_config"):
+            require(d % heads == 0, f"hidden_size {d} is not a multiple of num_heads {heads}")
+            require(image >= patch, f"image_size {image} is smaller than patch_size {patch}")
 
     @property
     def num_patches(self) -> int:
@@ -168,14 +165,7 @@ class LlavaConfig(ModelConfig):
     def __post_init__(self):
         layer, layers = self.feature_layer, self.vision.num_layers
         message = f"vision_feature_layer {layer} is outside a tower of {layers} layers"
-        require("config.json", (-layers - 1 <= layer <= layers, message))
-
-    @property
-    def family(self) -> Family:
-        """The family of LLaVA-1.5."""
-        from stepprune_jax.models.llava.family import LLAVA  # its methods take this class
-
-        return LLAVA
+        require(-layers - 1 <= layer <= layers, f"config.json: {message}")
 
     @property
     def grid(self) -> tuple[int, int]:

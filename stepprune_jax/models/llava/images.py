@@ -19,7 +19,6 @@ from stepprune_jax.models.config import (
     Rule,
     one_of,
     read_fields,
-    require,
     switch,
 )
 from stepprune_jax.models.images import (
@@ -32,7 +31,7 @@ from stepprune_jax.models.images import (
     check_aspect,
 )
 from stepprune_jax.settings import is_count
-from stepprune_jax.user_input import warn_once
+from stepprune_jax.user_input import require, warn_once
 
 
 class ImageSettings(NamedTuple):
@@ -96,11 +95,11 @@ def settings_from_hf(raw: Json, where: str = "image processor config") -> ImageS
     kind = str(raw.get("image_processor_type") or raw.get("feature_extractor_type") or "CLIP")
     known = kind.startswith(("CLIP", "Llava")) and not kind.startswith(("LlavaNext", "LlavaOne"))
     supported = "supported: CLIPImageProcessor, LlavaImageProcessor"
-    require(where, (known, f"unsupported image processor {kind!r}; {supported}"))
+    require(known, f"{where}: unsupported image processor {kind!r}; {supported}")
     read_fields(raw, where, _ONLY)
     settings = ImageSettings(**read_fields(raw, where, _SETTINGS))
     size, crop = settings.resize_to, settings.crop_to
-    require(where, (crop <= size, f"crop_size is {crop}, expected at most size, {size}"))
+    require(crop <= size, f"{where}: crop_size is {crop}, expected at most size, {size}")
     return settings
 
 

@@ -17,7 +17,6 @@ from stepprune_jax.models.config import (
     part,
     read_fields,
     read_language,
-    require,
     size,
     switch,
     token,
@@ -25,8 +24,8 @@ from stepprune_jax.models.config import (
     write_rope,
     written,
 )
-from stepprune_jax.models.family import Family
 from stepprune_jax.settings import is_count
+from stepprune_jax.user_input import naming, require
 
 # Bounds of a resized image's area in the published `preprocessor_config.json`: 4 to 16,384 tokens.
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
@@ -109,19 +108,19 @@ class QwenVisionConfig:
     def __post_init__(self):
         d, heads, window, factor = self.hidden_size, self.num_heads, self.window_size, self.factor
         blocks, layers = self.full_blocks, self.num_layers
-        require(
-            "vision_config",
+        with naming("vision_config"):
             # A head's channels are rotated in pairs by row and by column.
-            (d % (4 * heads) == 0, f"hidden_size {d} is not a multiple of 4 x num_heads {heads}"),
-            (
+            require(
+                d % (4 * heads) == 0, f"hidden_size {d} is not a multiple of 4 x num_heads {heads}"
+            )
+            require(
                 window >= factor,
                 f"window_size {window} is smaller than a merged patch of {factor} pixels",
-            ),
-            (
+            )
+            require(
                 all(block < layers for block in blocks),
                 f"fullatt_block_indexes {list(blocks)} are outside a tower of {layers} blocks",
-            ),
-        )
+            )
 
     @property
     def factor(self) -> int:
@@ -167,35 +166,24 @@ class QwenConfig(ModelConfig):
         width, wanted = self.vision.out_size, self.text.hidden_size
         sections, area = list(self.text.rope_sections), self.vision.factor**2
         least, most = self.min_pixels, self.max_pixels
-        require(
-            "config.json",
-            (
+        with naming("config.json"):
+            require(
                 width == wanted,
                 f"out_hidden_size {width} of the tower is not the hidden_size {wanted}",
-            ),
-            (
+            )
+            require(
                 len(sections) == 3,
                 f"mrope_section is {sections}, expected channel pairs of time, row and column",
-            ),
-        )
-        require(
-            "image processor",
-            (
+            )
+        with naming("image processor"):
+            require(
                 is_count(most, area) and most <= MOST_PIXELS,
                 f"max_pixels is {most!r}, expected an integer from {area} to {MOST_PIXELS}",
-            ),
-            (
+            )
+            require(
                 is_count(least) and least <= most,
                 f"min_pixels is {least!r}, expected 1 to max_pixels, {most}",
-            ),
-        )
-
-    @property
-    def family(self) -> Family:
-        """The family of Qwen2.5-VL."""
-        from stepprune_jax.models.qwen2_5_vl.family import QWEN2_5_VL  # its methods take this class
-
-        return QWEN2_5_VL
+            )
 
     @property
     def feature_width(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
-from stepprune_jax.models.config import Json, one_of, part, read_fields, require, size
+from stepprune_jax.models.config import Json, one_of, part, read_fields, size
 from stepprune_jax.models.images import (
     CLIP_MEAN,
     CLIP_STD,
@@ -24,6 +24,7 @@ from stepprune_jax.models.images import (
     check_aspect,
 )
 from stepprune_jax.models.qwen2_5_vl.config import MOST_PIXELS, QwenConfig, QwenVisionConfig
+from stepprune_jax.user_input import require
 
 _KIND = "Qwen2VLImageProcessor"
 _ONLY = {
@@ -77,7 +78,7 @@ def processor_bounds(vision: QwenVisionConfig, raw: Json, where: str) -> tuple[i
     area = read_fields(raw, where, {"size": part("size", _AREA)})["size"]
     # Older versions repeat the bounds in `size`, by their own names.
     others = sorted(area.keys() - {*edges.values()} - {x for x in edges if bounds[x]})
-    require(where, (not others, f"size has {others}, expected {[*edges.values()]}"))
+    require(not others, f"{where}: size has {others}, expected {[*edges.values()]}")
     inside = {
         pixels: size(edge, None, MOST_PIXELS)._replace(optional=False)
         for pixels, edge in edges.items()

@@ -48,6 +48,7 @@ from stepprune_jax.models.stack import (
     take_layer,
 )
 from stepprune_jax.policy.layers import map_queries, merge_heads, split_heads
+from stepprune_jax.user_input import UserError
 
 TAP_KINDS = ("received", "keys", "hidden")
 _EPS = 1e-6
@@ -294,7 +295,7 @@ def encode(
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     for name, (kind, at) in named.items():
         if kind == "received" and at not in config.full_blocks:
-            raise ValueError(f"tap {name} belongs to a block that attends within windows")
+            raise UserError(f"tap {name} belongs to a block that attends within windows")
     i, m, values = pixels.values.shape
     layout = lay_out_windows(jnp.asarray(pixels.grid), config.window, m // unit)
     context = _context(config, layout)

@@ -10,10 +10,10 @@ from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruners import build_pruner
 
 MOST = 12
-COMPACT = RunOptions(MOST, "compact", warm_up=False)
+COMPACT = RunOptions(MOST, "compact")
 CLIENTS = 16
 
 
@@ -44,7 +44,7 @@ def compare(model, address, policy, asked):
     counts, differ = set(), []
     for one, answer in zip(asked, found, strict=True):
         text, images, pruner, budget = one
-        method = make_method(pruner, budget, policy=policy if pruner == "stepprune" else None)
+        method = build_pruner(pruner, budget, policy=policy if pruner == "stepprune" else None)
         (expected,) = generate(model, [text], [images], method, options=COMPACT)
         usage, (choice,) = answer.usage, answer.choices
         numbers = (usage.visual_tokens, usage.visual_tokens_kept, tuple(choice.token_ids))

@@ -13,7 +13,7 @@ from stepprune_jax import testing
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.models import vlm
 from stepprune_jax.models.decoder import init_cache
-from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.models.weights import flatten
 from stepprune_jax.parallel.placement import jit_for_weights
@@ -45,14 +45,14 @@ def copies(name, layers, program):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
     platform, dtype = to.devices[0].platform, jnp.bfloat16
-    params = place(vlm.abstract_params(config, dtype, layers, platform))
+    params = place(vlm.abstract_params(Llava(config), dtype, layers, platform))
     side, rows = config.vision.image_size, jax.ShapeDtypeStruct((1,), jnp.int32)
     hidden = jax.ShapeDtypeStruct((1, TOKENS, config.text.hidden_size), dtype)
     sequence = jax.eval_shape(functools.partial(from_embeddings, config), hidden, rows)
     cache = jax.eval_shape(lambda: init_cache(config.text, 2, 1, TOKENS, dtype))
     function, inputs = {
         "tower": (
-            lambda params, pixels: config.family.encode_image(params, config, pixels)[0],
+            lambda params, pixels: Llava(config).encode_image(params, pixels)[0],
             (jax.ShapeDtypeStruct((1, 3, side, side), jnp.float32),),
         ),
         "prefill": (lambda params, row: vlm.prefill(params, config, row, 3), (sequence,)),

@@ -12,7 +12,7 @@ from tiny_qwen import tiny_qwen
 from stepprune_jax import configurations, testing
 from stepprune_jax.parallel.sharding import build_mesh
 from tools.aot import __main__ as command
-from tools.aot.programs import ROWS, Programs, model_of
+from tools.aot.programs import ROWS, Programs, backbone_of
 
 TRAINING = {"update", "statistics", "validation"}
 ANSWERING = {"tower", "rank", "take", "prefill", "prefill cut", "decode", "decode cut"}
@@ -68,7 +68,7 @@ def test_programs_of_a_model_whose_images_differ_in_size_are_traced(tmp_path):
 def test_fields_of_a_configuration_are_changed():
     changes = command.parse(["--set", "model.max_pixels=3211264"]).groups[0].changes
     run = configurations.load("configs/qwen25vl_7b.py", changes)
-    assert model_of(run).max_image_tokens == 4096
+    assert backbone_of(run).config.max_image_tokens == 4096
 
 
 def test_a_selector_without_a_stop_is_asked_for_counts_alone(tmp_path):

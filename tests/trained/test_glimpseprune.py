@@ -8,17 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plain_decoder import loop_assemble, plain_layer
-from small_world import glimpse
+from small_world import glimpse, tiny_model
 from views import llava
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, read_request
-from stepprune_jax.pruning import Budget, GlimpsePrune, Policy, Survivors, make_method
-from stepprune_jax.pruning.glimpseprune import attention_map
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import Budget, Survivors
+from stepprune_jax.trained import GlimpsePrune
+from stepprune_jax.trained.glimpseprune import attention_map
 
 LAYERS = {"le_layers": (0, 2), "selected_visual_layers": (3, 1)}
 CONFIG = glimpse(**LAYERS, attn_fuse_size=8, attn_fuse_num_heads=2)
 SIDE = 4  # of each image
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A LLaVA of 3 layers and 16 visual tokens."""
+    sizes = {"text": {"num_hidden_layers": 3}, "vision": {"image_size": 8 * SIDE}}
+    return tiny_model(tmp_path_factory.mktemp("model"), **sizes)
 
 
 def test_attention_is_logits_or_logarithms_of_weights():
@@ -50,7 +59,7 @@ def test_a_threshold_decides_between_bounds(options, expected):
 def test_a_share_is_rounded_down_as_the_authors_program_does():
     assert 0.29 * 100 < 29  # in float32 it is 29
     pruner = GlimpsePrune(Budget("own"), config=CONFIG, max_remain_ratio=0.29)
-    assert pruner.survivors(llava(), 100) == (Survivors(28),)
+    assert pruner.schedule(llava(), 100).after == (Survivors(28),)
 
 
 def plain(tree):
@@ -102,7 +111,7 @@ def judged(weights, attention, states):
 
 def drawn(seed=3):
     """Weights of which biases and norms matter, too."""
-    policy = Policy.init(jax.random.key(seed), CONFIG, None)
+    policy = GlimpsePrune.init(jax.random.key(seed), CONFIG, None)
     leaves, tree = jax.tree.flatten(policy.params)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
     moved = [
@@ -117,9 +126,9 @@ SHOWN = [[noise(0, (32, 32))], [noise(1, (32, 32)), noise(2, (32, 32))], []]
 
 def reference(model, policy, request, row):
     """Logits [images, n] of the images of a prompt, by running the glimpse token with it."""
-    taps = policy.pruner.taps(model.config)
+    taps = policy.taps(model.config)
     images = pipeline.encode(model, request.images, taps)
-    tokens = np.asarray(model.config.family.project(model.params, model.config, images.features))
+    tokens = np.asarray(model.backbone.project(model.params, images.features))
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     shown, n = request.image_of[row], tokens.shape[1]
     laid, following = loop_assemble(request.ids[row], [range(n)] * len(shown), n, "original")
@@ -151,11 +160,11 @@ def reference(model, policy, request, row):
 
 
 def answered(model, policy, budget=None, **options):
-    method, begun = make_method("glimpseprune", budget, policy=policy, options=options), []
+    method, begun = build_pruner("glimpseprune", budget, policy=policy, options=options), []
     answers = generate(
         *(model, PROMPTS, SHOWN, method),
         sampling=Sampling(stop_ids=()),
-        options=RunOptions(3, warm_up=False),
+        options=RunOptions(3),
         trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
     )
     return answers, begun[0]
@@ -206,7 +215,7 @@ def test_it_does_not_prune_in_front_of_a_model(model):
     ],
 )
 def test_what_does_not_fit_is_refused(options, message):
-    pruner = GlimpsePrune(Budget("own"), **{"config": CONFIG} | options)
+    pruner = GlimpsePrune(params={}, **{"config": CONFIG} | options)
     with pytest.raises(ValueError, match=message):
         pruner.check(llava(3), 9)
 

@@ -1,4 +1,4 @@
-"""A selector as a module of Flax Linen; `stepprune_jax.nnx` has the same for NNX."""
+"""A selector as a module of Flax Linen; `stepprune_jax.trained.nnx` has the same for NNX."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.params import draw_params
-from stepprune_jax.pruning import Policy, TrainedConfig, method_of
+from stepprune_jax.trained.policy import Policy
 
 
-class Selector(nn.Module):
+class LinenPolicy(nn.Module):
     """Prunes image tokens by a policy, within a module of Linen.
 
     The collection "params" is the tree `Policy.params`, each weight with the names of its logical
@@ -21,10 +21,10 @@ class Selector(nn.Module):
     bias, which change in no step of training. Those of a trained policy are `variables(policy)`.
 
     Attributes:
-        config: configuration of the policy.
+        method: the policy without its weights, such as `policy.bare` or `StepPrune(config=config)`.
     """
 
-    config: TrainedConfig
+    method: Policy
 
     def setup(self):
         """Defines the variables."""
@@ -35,7 +35,7 @@ class Selector(nn.Module):
 
             return jax.tree.map(named, draw_params(key, specs, method.param_dtype), specs)
 
-        method, width = method_of(self.config), self.config.feature_width
+        method, width = self.method, self.method.config.feature_width
         specs = method.specs()
         self.weights = {name: self.param(name, draw, part) for name, part in specs.items()}
         self.stats = self.variable("stats", "features", FeatureStats.start, width)
@@ -45,31 +45,15 @@ class Selector(nn.Module):
     def policy(self) -> Policy:
         """The policy with the weights as they are; of a bound module."""
         # Linen freezes the dicts of its attributes.
-        return Policy(unfreeze(self.weights), self.config, self.stats.value, self.stop_bias.value)
+        return self.method.replace(
+            params=unfreeze(self.weights),
+            stats=self.stats.value,
+            stop_bias=self.stop_bias.value,
+        )
 
-    def __call__(
-        self,
-        image: Float[Array, "b n d"],
-        text: Float[Array, "b l e"] | None = None,
-        *,
-        capacity: int,
-        budget: int | None = None,
-        order: str = "raster",
-        **inputs: Any,
-    ) -> Pruned:
-        """Chooses and gathers tokens with static shapes; see `Policy.select_fn`.
-
-        Args:
-            image: image tokens X.
-            text: word embeddings of the question.
-            capacity: size of the result.
-            budget: exact count of each row. Without one the policy stops by itself.
-            order: order of the kept tokens.
-            **inputs: image_mask, text_mask and key.
-        """
-        policy = self.policy
-        select = policy.select_fn(capacity, budget=budget, order=order)
-        return select(policy, image, text, **inputs)
+    def __call__(self, *args: Any, **keywords: Any) -> Pruned:
+        """Chooses and gathers tokens with static shapes; see `Policy.select`."""
+        return self.policy.select(*args, **keywords)
 
     def train_loss(self, *args: Any, **keywords: Any) -> tuple[Float[Array, ""], Any]:
         """Computes the training objective, as `apply(..., method="train_loss")`; see `Policy`."""
@@ -77,7 +61,7 @@ class Selector(nn.Module):
 
 
 def variables(policy: Policy) -> dict[str, Any]:
-    """Returns the variables of a `Selector` with the weights of a policy."""
+    """Returns the variables of a `LinenPolicy` with the weights of a policy."""
     stats = policy.stats or FeatureStats.start(policy.config.feature_width)
     fixed = {"features": stats, "stop_bias": jnp.float32(policy.stop_bias)}
     return {"params": policy.params, "stats": fixed}

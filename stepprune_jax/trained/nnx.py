@@ -8,16 +8,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from stepprune_jax.policy import Pruned
-from stepprune_jax.pruning import Policy
+from stepprune_jax.trained.policy import Policy
 
 
-class Selector(nnx.Module):
+class NNXPolicy(nnx.Module):
     """Prunes image tokens by a policy, within a module of NNX.
 
     It is made of a policy, whose weights are drawn, or loaded, as always::
 
-        selector = Selector(Policy.init(rngs.params(), config, stats))
-        selector = Selector(load_policy("policy.safetensors"))
+        selector = NNXPolicy(StepPrune.init(rngs.params(), config, stats))
+        selector = NNXPolicy(load_policy("policy.safetensors"))
 
     Each weight is an `nnx.Param` whose `out_sharding` names its logical axes "embed", "heads" and
     "hidden", as in `partition_rules`. Statistics and stop bias are an `nnx.BatchStat`: they change
@@ -29,10 +29,10 @@ class Selector(nnx.Module):
             # Sharded by the host: there need not be a mesh yet.
             return nnx.Param(value, out_sharding=spec.axes, eager_sharding=False)
 
-        self.params = nnx.data(jax.tree.map(param, policy.params, policy.pruner.specs()))
+        self.params = nnx.data(jax.tree.map(param, policy.params, policy.specs()))
         fixed = (policy.stats, jnp.float32(policy.stop_bias))
         self.fixed = nnx.data(jax.tree.map(nnx.BatchStat, fixed))
-        self.config, self.calibration = policy.config, policy.calibration
+        self.method = policy.replace(params=None, stats=None, stop_bias=0.0)
 
     @property
     def policy(self) -> Policy:
@@ -41,33 +41,11 @@ class Selector(nnx.Module):
         params, (stats, stop_bias) = jax.tree.map(
             lambda leaf: leaf[...], parts, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
         )
-        return Policy(params, self.config, stats, stop_bias, self.calibration)
+        return self.method.replace(params=params, stats=stats, stop_bias=stop_bias)
 
-    def __call__(
-        self,
-        image: Float[Array, "b n d"],
-        text: Float[Array, "b l e"] | None = None,
-        *,
-        capacity: int,
-        budget: int | None = None,
-        mean_budget: float | int | None = None,
-        order: str = "raster",
-        **inputs: Any,
-    ) -> Pruned:
-        """Chooses and gathers tokens with static shapes; see `Policy.select_fn`.
-
-        Args:
-            image: image tokens X.
-            text: word embeddings of the question.
-            capacity: size of the result.
-            budget: exact count of each row.
-            mean_budget: mean count. Without either the policy stops by itself.
-            order: order of the kept tokens.
-            **inputs: image_mask, text_mask and key.
-        """
-        policy = self.policy
-        select = policy.select_fn(capacity, budget=budget, mean_budget=mean_budget, order=order)
-        return select(policy, image, text, **inputs)
+    def __call__(self, *args: Any, **keywords: Any) -> Pruned:
+        """Chooses and gathers tokens with static shapes; see `Policy.select`."""
+        return self.policy.select(*args, **keywords)
 
     def train_loss(self, *args: Any, **keywords: Any) -> tuple[Float[Array, ""], Any]:
         """Computes the training objective, to be differentiated by `nnx.grad`; see `Policy`."""

@@ -17,9 +17,9 @@ from PIL import Image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json, Rule, Tokenizer, read_fields
-from stepprune_jax.models.family import Family
-from stepprune_jax.models.images import Bytes
+from stepprune_jax.models.images import Bytes, read_processor
 from stepprune_jax.models.layers import Dense, activate
 from stepprune_jax.models.llava import images, tower, weights
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -28,7 +28,7 @@ from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule as WeightRule
 from stepprune_jax.models.weights import renamed
 from stepprune_jax.settings import is_count
-from stepprune_jax.user_input import expect
+from stepprune_jax.user_input import UserError, expect
 
 # The ``vicuna_v1`` template, exactly as in the reference programs.
 _SYSTEM = (
@@ -57,53 +57,57 @@ class Projector(nn.Module):
         return Dense(width, name="down")(x)
 
 
-class Llava(Family):
+@dataclasses.dataclass(frozen=True)
+class Llava(Backbone):
     """LLaVA-1.5, in the Hugging Face layout or the original one."""
 
+    config: LlavaConfig
     name = "llava"
     SUPPORTED = (
         "LLaVA-1.5 in the Hugging Face layout (model_type 'llava' with text_config and "
         "vision_config) or in the original one (a Llama config.json with mm_vision_tower)"
     )
-    POSITION_AXES = 1
     CONTEXT_LIMIT = 2048  # the longest row of training
     SHARDING_RULES = weights.SHARDING_RULES
     VISION_PREFIX = weights.VISION
     MARK = f"{IMAGE_MARK}\n"
 
-    def matches(self, raw: Json) -> bool:
+    @classmethod
+    def matches(cls, raw: Json) -> bool:
         original = "mm_vision_tower" in raw or "mm_projector_type" in raw
         return original or (raw.get("model_type") == "llava" and "text_config" in raw)
 
-    def vision_folder(self, raw: Json) -> str | None:
+    @classmethod
+    def vision_folder(cls, raw: Json) -> str | None:
         if "mm_vision_tower" in raw or "mm_projector_type" in raw:
             return read_fields(raw, "config.json", {"name": _TOWER})["name"]
         return None
 
-    def read_config(self, raw: Json, vision: Json | None) -> LlavaConfig:
+    @classmethod
+    def read(cls, raw: Json, vision: Json | None) -> Backbone:
         if vision is None:
-            return LlavaConfig.from_hf(raw)
-        return LlavaConfig.from_original(raw, vision)
+            return cls(LlavaConfig.from_hf(raw))
+        return cls(LlavaConfig.from_original(raw, vision))
 
-    def canonical_name(self, name: str, of_vision_folder: bool = False) -> str | None:
+    @classmethod
+    def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str | None:
         if not of_vision_folder:
             return renamed(name, weights.PREFIXES)
         if name.startswith(weights.CLIP_EXTRAS):
             return None
         return weights.VISION + name.removeprefix("vision_model.")
 
-    def is_harmless(self, name: str, config: LlavaConfig) -> bool:
-        stored_head = config.text.tie_embeddings and name.startswith(weights.HEAD + ".")
+    def is_harmless(self, name: str) -> bool:
+        stored_head = self.config.text.tie_embeddings and name.startswith(weights.HEAD + ".")
         return stored_head or name.endswith(weights.HARMLESS_ENDINGS)
 
-    def weight_rules(self, config: LlavaConfig) -> tuple[WeightRule, ...]:
-        return weights.rules(config.vision.patch_size)
+    def weight_rules(self) -> tuple[WeightRule, ...]:
+        return weights.rules(self.config.vision.patch_size)
 
-    def complete_vocabulary(
-        self, config: LlavaConfig, tokenizer: Tokenizer
-    ) -> tuple[LlavaConfig, Tokenizer]:
+    def complete_vocabulary(self, tokenizer: Tokenizer) -> tuple[Backbone, Tokenizer]:
+        config = self.config
         if config.image_token_id is not None:
-            return config, tokenizer
+            return self, tokenizer
         # The Hugging Face layout needs an image token, the original one has none.
         number = config.text.vocab_size
         if tokenizer is not None:
@@ -111,18 +115,19 @@ class Llava(Family):
             tokenizer.add_tokens([IMAGE_MARK], special_tokens=True)
             number = tokenizer.convert_tokens_to_ids(IMAGE_MARK)
         text = dataclasses.replace(config.text, vocab_size=max(number + 1, config.text.vocab_size))
-        return dataclasses.replace(config, text=text, image_token_id=number), tokenizer
+        return self.replace(text=text, image_token_id=number), tokenizer
 
-    def read_settings(self, raw: Json, where: str) -> ImageSettings:
-        return images.settings_from_hf(raw, where)
+    @classmethod
+    def image_settings(cls, folder: str | Path) -> ImageSettings:
+        return images.settings_from_hf(*read_processor(folder))
 
-    def hf_processor(self, config: LlavaConfig, settings: ImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(images.padded(settings, config.pad_images))
+    def hf_processor(self, settings: ImageSettings) -> dict[str, Json]:
+        processor = images.to_hf(images.padded(settings, self.config.pad_images))
         combined = {
             "processor_class": "LlavaProcessor",
             "image_processor": processor,
             "image_token": IMAGE_MARK,
-            **images.placeholders(config.vision.patch_size),
+            **images.placeholders(self.config.vision.patch_size),
         }
         return {
             "preprocessor_config.json": {**processor, "processor_class": "LlavaProcessor"},
@@ -131,54 +136,52 @@ class Llava(Family):
 
     def bound_images(
         self,
-        config: LlavaConfig,
         folder: str | Path | None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-    ) -> LlavaConfig:
-        vision, (side, patch) = config.vision, (config.vision.image_size, config.vision.patch_size)
+    ) -> Backbone:
+        vision = self.config.vision
+        side, patch = vision.image_size, vision.patch_size
         one = f"none, as this model takes images of one size, {side} x {side}"
         expect("min_pixels", min_pixels, min_pixels is None, one)
         if folder is not None:
             images.name_other_placeholders(folder, patch)
         if max_pixels is None:
-            return config
+            return self
         good = is_count(max_pixels) and patch**2 <= max_pixels <= side**2
         expected = f"an integer from {patch**2} to {side**2}, the model's {side} x {side} pixels"
         expect("max_pixels", max_pixels, good, expected)
         # Whole patches of a smaller square; the rest of the tower stays as it is.
         smaller = math.isqrt(max_pixels) // patch * patch
         if smaller // patch == side // patch:
-            return config
+            return self
         vision = dataclasses.replace(vision, image_size=smaller, trained_size=side)
-        return dataclasses.replace(config, vision=vision)
+        return self.replace(vision=vision)
 
-    def resize(self, config: LlavaConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
-        side, trained = config.vision.image_size, config.vision.trained.image_size
+    def resize(self, settings: ImageSettings, image: Image.Image) -> Bytes:
+        vision = self.config.vision
+        side, trained = vision.image_size, vision.trained.image_size
         size, crop = (round(x * side / trained) for x in (settings.resize_to, settings.crop_to))
         if crop != side:
-            raise ValueError(
+            raise UserError(
                 f"the image processor makes {crop} x {crop} pixels, the model takes "
                 f"{side} x {side}: crop_size of the processor's file is wrong"
             )
-        settings = images.padded(settings, config.pad_images)
+        settings = images.padded(settings, self.config.pad_images)
         return images.resize(image, settings._replace(resize_to=size, crop_to=crop))
 
-    def finish(
-        self, config: LlavaConfig, settings: ImageSettings, image: Bytes
-    ) -> Float[np.ndarray, "3 height width"]:
+    def finish(self, settings: ImageSettings, image: Bytes) -> Float[np.ndarray, "3 height width"]:
         return images.normalise(image, settings)
 
-    def max_pixels(self, config: LlavaConfig, count: int) -> jax.ShapeDtypeStruct:
-        side = config.vision.image_size
+    def max_pixels(self, count: int) -> jax.ShapeDtypeStruct:
+        side = self.config.vision.image_size
         return jax.ShapeDtypeStruct((count, 3, side, side), np.float32)
 
-    def grids(
-        self, config: LlavaConfig, pixels: Float[np.ndarray, "i 3 H W"]
-    ) -> Int[np.ndarray, "i 2"]:
-        return np.tile(np.array(config.grid, np.int32), (len(pixels), 1))
+    def grids(self, pixels: Float[np.ndarray, "i 3 H W"]) -> Int[np.ndarray, "i 2"]:
+        return np.tile(np.array(self.config.grid, np.int32), (len(pixels), 1))
 
-    def conversation(self, turns: Sequence[str | None], system: str | None = None) -> str:
+    @classmethod
+    def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
         turns = list(turns) + [None] * (len(turns) % 2)
         text = (_SYSTEM if system is None else system) + " "
         for number, message in enumerate(turns):
@@ -186,12 +189,14 @@ class Llava(Family):
             text += f"{role}: {message}{end}" if message else f"{role}:"
         return text
 
-    def published_prompts(self, turns: Sequence[str]) -> tuple[str, ...]:
+    @classmethod
+    def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:
         # The template of the Hugging Face files has neither the system prompt nor end tokens.
-        text = self.conversation(turns)
+        text = cls.conversation(turns)
         return text, text.removeprefix(_SYSTEM + " ").replace(_ENDS[1], " ")
 
-    def init_params(self, key: Array, config: LlavaConfig) -> Params:
+    def init_params(self, key: Array) -> Params:
+        config = self.config
         vision, projector, language = jax.random.split(key, 3)
         sample = jnp.zeros((1, config.vision.hidden_size))
         return {
@@ -203,28 +208,26 @@ class Llava(Family):
     def encode_image(
         self,
         params: Params,
-        config: LlavaConfig,
         pixels: Float[Array, "i 3 H W"],
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
         # Taps keep the tower's own tokens, the class token first; see `tower.encode`.
-        features, tapped = tower.encode(
-            params["vision"], config.vision, pixels, config.feature_layer, taps, execution
-        )
+        vision, layer = self.config.vision, self.config.feature_layer
+        features, tapped = tower.encode(params["vision"], vision, pixels, layer, taps, execution)
         return features[:, 1:], tapped
 
-    def project(
-        self, params: Params, config: LlavaConfig, features: Float[Array, "*b d"]
-    ) -> Float[Array, "*b e"]:
-        return cast(Array, Projector(config).apply({"params": params["projector"]}, features))
+    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
+        projector = Projector(self.config)
+        return cast(Array, projector.apply({"params": params["projector"]}, features))
 
     def image_positions(
-        self, config: LlavaConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
+        self, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
     ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
-        return place[..., None, :], jnp.asarray(self.num_tokens(config, grid))
+        return place[..., None, :], jnp.asarray(self.num_tokens(grid))
 
-    def vision_flops(self, config: LlavaConfig, grid: tuple[int, int]) -> dict[str, int]:
+    def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
+        config = self.config
         vision, width = config.vision, config.text.hidden_size
         d, n = vision.hidden_size, grid[0] * grid[1]
         t = n + 1
@@ -233,6 +236,3 @@ class Llava(Family):
         block = t * (4 * d * d + 2 * d * t + 2 * d * vision.intermediate_size)
         tower = n * 3 * vision.patch_size**2 * d + layers * block
         return {"tower": 2 * tower, "projector": 2 * n * width * (d + width)}
-
-
-LLAVA = Llava()

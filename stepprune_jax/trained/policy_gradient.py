@@ -7,7 +7,6 @@ backward pass through the language model are involved.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.policy import Inputs, Limits, Progress, Pruned, gather, leave_one_out
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.host import implicit_promotion
-from stepprune_jax.pruning.trained import TrainedMethod
 from stepprune_jax.settings import Settings, choice, setting, share
+from stepprune_jax.trained.base import Aux, Selector
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,23 +40,21 @@ class PolicyGradientSettings(Settings, path="config.policy_gradient"):
 
 @implicit_promotion()
 def policy_gradient_loss(
-    method: TrainedMethod,
+    method: Selector,
     settings: PolicyGradientSettings,
-    weights: Any,
     key: Array,
     inputs: Inputs,
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
     progress: Progress,
-) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
+) -> tuple[Float[Array, ""], Aux]:
     """Computes minus the mean of advantage times log-probability.
 
     The reward of a set is the geometric mean probability of the answer's tokens, less the price of
     the set where it ends by the stop.
 
     Args:
-        method: the method that is trained.
+        method: the method that is trained; differentiate with respect to its weights alone.
         settings: of the objective.
-        weights: its weights; differentiate with respect to these alone.
         key: PRNG key; consumed.
         inputs: image and question, never the answer.
         answer_loss_fn: maps the sets of each row, [b, g, ...], to the mean loss of the answer's
@@ -65,7 +62,7 @@ def policy_gradient_loss(
         progress: schedules of the training so far.
 
     Returns:
-        As `TrainedMethod.train_loss`.
+        As `Selector.loss`.
     """
     draw_key, budget_key, own_key = jax.random.split(key, 3)
     (b, n), g = inputs.image.shape[:2], settings.samples
@@ -78,12 +75,12 @@ def policy_gradient_loss(
         settings.stops if method.has_stop else 0.0
     )
     limits = Limits(
-        min_tokens=jnp.where(own, jnp.minimum(method.least, longest), exact),
+        min_tokens=jnp.where(own, jnp.minimum(method.min_tokens, longest), exact),
         max_tokens=jnp.where(own, longest, exact),
         max_steps=capacity,
     )
     keys = jax.random.split(draw_key, g)
-    draw, cost = method.sample(weights, inputs, limits, keys, progress)
+    draw, cost = method.draw_sets(inputs, limits, keys, progress)
 
     def sets(picks):
         return gather(picks, inputs.image, capacity)
@@ -103,4 +100,4 @@ def policy_gradient_loss(
         "k_mean": jnp.mean(count, where=counted),
         "entropy": jnp.mean(draw.entropy),
     }
-    return value, (scalars, jnp.asarray(progress.running_count))
+    return value, Aux(scalars, progress.state)

@@ -21,14 +21,14 @@ from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy.layers import dense, merge_heads, split_heads
 from stepprune_jax.policy.params import Init, ParamSpec
-from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Survivors, Trained, View
-from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Schedule, Survivors, View
+from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import keep_best
-from stepprune_jax.pruning.trained import Learned, Weights
 from stepprune_jax.settings import Settings, count, setting
-from stepprune_jax.user_input import expect
+from stepprune_jax.trained.base import Weighted, Weights
+from stepprune_jax.user_input import UserError, expect
 
-_EPS = 1e-6  # of the predictor's norms
+_EPS = 1e-6  # the epsilon of the predictor's norms
 _ROPE_BASE = 10000.0
 
 
@@ -82,11 +82,11 @@ class GlimpsePruneConfig(Settings, path="GlimpsePruneConfig"):
     def __post_init__(self):
         super().__post_init__()
         last, heads = max(self.selected_layers), self.attn_fuse_num_heads
-        self.require("le_layers", 0 in self.le_layers, "layer 0 among them")
-        self.require("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
+        self.expect("le_layers", 0 in self.le_layers, "layer 0 among them")
+        self.expect("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
         # Halves of channels turn by row and by column, pairs of them together.
         even = self.attn_fuse_size % heads == 0 and self.width % (4 * heads) == 0
-        self.require("attn_fuse_num_heads", even, f"a divisor of {self.width} / 4 channels")
+        self.expect("attn_fuse_num_heads", even, f"a divisor of {self.width} / 4 channels")
 
     @property
     def width(self) -> int:
@@ -142,7 +142,7 @@ def predict(
     place = jnp.stack(jnp.divmod(sequence.index, jnp.maximum(columns, 1)), axis=1)
     turns = inverse_powers(_ROPE_BASE, config.width // heads // 2)
     angles = axial_rotary((turns, turns), place)
-    # Of the padding, scores are the lowest number: its products would not be finite.
+    # Padding has the lowest number as its scores; zeros keep products finite.
     x = dense(weights["attention_in"], jnp.where(visual[..., None], attention, 0))
     states = jnp.split(sequence.note, len(config.selected_visual_layers), axis=2)
     for number, state in enumerate(states):
@@ -161,7 +161,7 @@ def predict(
 
 
 @dataclasses.dataclass(frozen=True)
-class GlimpsePrune(Learned, LayerPruner):
+class GlimpsePrune(Weighted, LayerPruner):
     """Keeps the visual tokens that a trained predictor finds in a glimpse token's attention.
 
     Attributes:
@@ -172,7 +172,8 @@ class GlimpsePrune(Learned, LayerPruner):
             three apply without a budget; with one, as many tokens remain as it says.
     """
 
-    config: GlimpsePruneConfig = dataclasses.field(default_factory=GlimpsePruneConfig)
+    budget: Any = Budget("own")
+    config: GlimpsePruneConfig = dataclasses.field(default_factory=GlimpsePruneConfig, kw_only=True)
     reduce_threshold: float | None = None
     min_remain_num: int = 1
     max_remain_ratio: float | None = None
@@ -183,7 +184,7 @@ class GlimpsePrune(Learned, LayerPruner):
     config_type: ClassVar[type | None] = GlimpsePruneConfig
 
     def specs(self) -> Weights:
-        """Vectors of the glimpse token and the layer that maps them, and the predictor."""
+        """Returns the glimpse token's vectors and the layer that maps them, and the predictor."""
         config, e, d = self.config, self.config.text_width, self.config.attn_fuse_size
         wide, states = config.width, range(len(config.selected_visual_layers))
 
@@ -212,9 +213,9 @@ class GlimpsePrune(Learned, LayerPruner):
         super().check(config, num_tokens)
         least, ratio, threshold = self.min_remain_num, self.max_remain_ratio, self.reduce_threshold
         share = threshold is None or 0 <= threshold <= 1
-        self.require("reduce_threshold", share, "a probability from 0 to 1")
-        self.require("min_remain_num", 0 <= least <= num_tokens, f"0 to {num_tokens}")
-        self.require("max_remain_ratio", ratio is None or 0 < ratio <= 1, "a share in (0, 1]")
+        self.expect("reduce_threshold", share, "a probability from 0 to 1")
+        self.expect("min_remain_num", 0 <= least <= num_tokens, f"0 to {num_tokens}")
+        self.expect("max_remain_ratio", ratio is None or 0 < ratio <= 1, "a share in (0, 1]")
         own, text, vision = self.config, config.text, config.vision
         for name, fits in (
             ("num_attention_heads", own.num_attention_heads == text.num_heads),
@@ -234,31 +235,35 @@ class GlimpsePrune(Learned, LayerPruner):
         taps = tuple(Tap("scores", layer) for layer in self.config.selected_layers)
         return (LayerCut(self.config.reduce_layer + 1, taps, forgets=True),)
 
-    def survivors(self, config: ModelConfig, num_tokens: int) -> tuple[Survivors, ...]:
-        """Returns the budget, or without one the most tokens that may remain."""
+    def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
+        """Counts the budget after the cut, or without one the most tokens that may remain."""
         if self.budget.is_exact:
-            return super().survivors(config, num_tokens)
-        return (Survivors(int(self._most(num_tokens)[num_tokens])),)
+            return LayerPruner.schedule(self, config, num_tokens)
+        left = Survivors(int(self._most(num_tokens)[num_tokens]))
+        return Schedule(num_tokens, num_tokens, (left,))
 
-    def select(self, params: Trained, view: View, capacity: int) -> Kept:
+    def keep(self, view: View, capacity: int) -> Kept:
         """Keeps all tokens, and notes the projected states of the tower with them."""
-        n, weights = view.tokens.shape[1], params.weights
+        n, weights = view.tokens.shape[1], self.params
         with jax.default_matmul_precision("highest"):
             notes = [
                 # The tower's class token, if there is one, is the first.
                 dense(weights[f"state_{number}"], tap[:, -n:].astype(jnp.float32))
                 for number, tap in enumerate(view.taps)
             ]
-        return super().select(params, view, capacity)._replace(note=jnp.concatenate(notes, axis=2))
+        return super().keep(view, capacity)._replace(note=jnp.concatenate(notes, axis=2))
 
-    def probe(self, params: Trained) -> Float[Array, "layers e"]:
+    def prune(self, *_: Any, **__: Any) -> None:
+        """Raises a ValueError: there is nothing to read in front of a language model."""
+        raise UserError(f"{self.name} prunes inside a language model: give it to `generate`")
+
+    def probe(self) -> Float[Array, "layers e"]:
         """Returns the vectors added to the glimpse token."""
         with jax.default_matmul_precision("highest"):
-            return glimpse_vectors(params.weights["glimpse"], self.config)
+            return glimpse_vectors(self.params["glimpse"], self.config)
 
     def drop(
         self,
-        params: Trained,
         cut: LayerCut,
         sequence: Sequence,
         taps: dict[str, Array],
@@ -267,7 +272,7 @@ class GlimpsePrune(Learned, LayerPruner):
         """Keeps the best tokens of each image: `count`, or those above the threshold."""
         attention = attention_map(self.config, taps, sequence.image.shape[1])
         with jax.default_matmul_precision("highest"):
-            logits = predict(params.weights, self.config, sequence, attention)
+            logits = predict(self.params, self.config, sequence, attention)
         if not self.budget.is_exact:
             count = self._above(logits, sequence.image, count.shape[1])
         return sequence._replace(note=None), keep_best(logits, sequence.image, count)

@@ -1,13 +1,14 @@
-"""The interface of model families, on which pipelines, trainers and pruners rely.
+"""The interface of backbones, on which pipelines and trainers rely.
 
-A family has no state: its methods are pure functions over a tree of frozen weights and a frozen
-configuration, whose `family` it is. No other code depends on a model's family. The family decides,
-image by image, how many visual tokens an image has and their grid, and how many position ids a
-token has. The language model of every family is that of `models.decoder`, with its weights under
-"language".
+A family of backbones is a subclass of `Backbone`; a backbone is that class with a configuration. It
+holds no weights: its methods are pure functions over a tree of them. No other code depends on a
+model's family. The family decides, image by image, how many visual tokens an image has, their grid
+and their position ids. The language model of every family is that of `models.decoder`, with its
+weights under "language"; what concerns it alone needs the configuration, not the backbone.
 """
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,16 +24,17 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
-from stepprune_jax.models.images import Bytes, Pixels, naming, read_processor, stack_images
+from stepprune_jax.models.images import Bytes, Pixels, stack_images
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule, Target, targets
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import naming
 
 Processor = Any  # settings of an image processor, of a type that only the family reads
 
 
-class Family(abc.ABC):
-    """A kind of vision-language model.
+@dataclasses.dataclass(frozen=True)
+class Backbone(abc.ABC):
+    """A vision-language model without its weights; hashable, and static under `jax.jit`.
 
     `raw` is a parsed ``config.json``. `settings` (of the image processor) and `Pixels` have types
     that only the family reads; pixels are an array, or a tuple of arrays, with a leading axis of
@@ -40,30 +42,36 @@ class Family(abc.ABC):
     dialects are translated.
 
     Attributes:
-        name: short name, such as "llava".
+        config: the model's shape.
+        name: short name of the family, such as "llava".
         SUPPORTED: description of the supported models, for error messages.
-        POSITION_AXES: p, position ids per token: 1, or 3 for (time, row, column).
         CONTEXT_LIMIT: length that prompts are truncated to, including visual tokens.
         SHARDING_RULES: (pattern on the path, spec) of every weight, see `parallel.sharding`.
         VISION_PREFIX: what canonical names of the tower's weights begin with.
         MARK: text put in front of a prompt for each image.
     """
 
+    config: ModelConfig
     name: ClassVar[str]
     SUPPORTED: ClassVar[str]
-    POSITION_AXES: ClassVar[int]
     CONTEXT_LIMIT: ClassVar[int]
     SHARDING_RULES: ClassVar[tuple[tuple[str, PartitionSpec], ...]]
     VISION_PREFIX: ClassVar[str]
     MARK: ClassVar[str] = IMAGE_MARK
 
+    def replace(self, **fields: Any) -> "Backbone":
+        """Returns the backbone with other values of its configuration's fields."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **fields))
+
     # Checkpoint folders.
 
+    @classmethod
     @abc.abstractmethod
-    def matches(self, raw: Json) -> bool:
+    def matches(cls, raw: Json) -> bool:
         """Returns whether this family reads such a folder."""
 
-    def vision_folder(self, raw: Json) -> str | None:
+    @classmethod
+    def vision_folder(cls, raw: Json) -> str | None:
         """Returns the folder or hub id of a tower that is stored elsewhere, "" if it is not told.
 
         None, as is usual, if the tower is part of the checkpoint.
@@ -71,88 +79,84 @@ class Family(abc.ABC):
         del raw
         return None
 
+    @classmethod
     @abc.abstractmethod
-    def read_config(self, raw: Json, vision: Json | None) -> ModelConfig:
-        """Builds the configuration.
+    def read(cls, raw: Json, vision: Json | None) -> "Backbone":
+        """Builds the backbone of a checkpoint.
 
         Args:
             raw: ``config.json`` of the checkpoint.
             vision: ``config.json`` of the tower's own folder, if it has one.
 
         Returns:
-            The checked configuration.
+            The backbone, with a checked configuration.
 
         Raises:
             ValueError: a field has an unsupported value; the message names it.
         """
 
+    @classmethod
     @abc.abstractmethod
-    def canonical_name(self, name: str, of_vision_folder: bool = False) -> str | None:
+    def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str | None:
         """Returns the canonical form of a weight's name; None for a weight to skip."""
 
-    def is_vision_name(self, name: str) -> bool:
+    @classmethod
+    def is_vision_name(cls, name: str) -> bool:
         """Returns whether a canonical name belongs to the tower."""
-        return name.startswith(self.VISION_PREFIX)
+        return name.startswith(cls.VISION_PREFIX)
 
     @abc.abstractmethod
-    def is_harmless(self, name: str, config: ModelConfig) -> bool:
+    def is_harmless(self, name: str) -> bool:
         """Returns whether an unused canonical name may be in the files, such as a tied head."""
 
     @abc.abstractmethod
-    def weight_rules(self, config: ModelConfig) -> tuple[Rule, ...]:
+    def weight_rules(self) -> tuple[Rule, ...]:
         """Returns the rules that map tensors of a checkpoint to weights."""
 
-    def weight_targets(self, abstract: Params, config: ModelConfig) -> list[Target]:
+    def weight_targets(self, abstract: Params) -> list[Target]:
         """Lists the tensors that make up each leaf of the weights; see `weights.targets`."""
-        return targets(abstract, self.weight_rules(config))
+        return targets(abstract, self.weight_rules())
 
-    def complete_vocabulary(
-        self, config: ModelConfig, tokenizer: Tokenizer
-    ) -> tuple[ModelConfig, Tokenizer]:
+    def complete_vocabulary(self, tokenizer: Tokenizer) -> tuple["Backbone", Tokenizer]:
         """Adds tokens that a saved folder needs to configuration and tokenizer (or None).
 
         New rows of the vocabulary are filled with those of token 0.
         """
-        return config, tokenizer
+        return self, tokenizer
 
     # Images, on the host.
 
-    def image_settings(self, folder: str | Path) -> Processor:
-        """Reads the image processor's settings.
+    @classmethod
+    @abc.abstractmethod
+    def image_settings(cls, folder: str | Path) -> Processor:
+        """Reads the image processor's settings, with `images.read_processor`.
 
         Raises:
             FileNotFoundError: the folder has no image processor file.
             ValueError: it describes another kind of processor.
         """
-        return self.read_settings(*read_processor(folder))
 
     @abc.abstractmethod
-    def read_settings(self, raw: Json, where: str) -> Processor:
-        """Reads the settings from an image processor's JSON object of the file `where`."""
-
-    @abc.abstractmethod
-    def hf_processor(self, config: ModelConfig, settings: Processor) -> dict[str, Json]:
+    def hf_processor(self, settings: Processor) -> dict[str, Json]:
         """Describes how images are processed, as JSON values by file name."""
 
     @abc.abstractmethod
     def bound_images(
         self,
-        config: ModelConfig,
         folder: str | Path | None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-    ) -> ModelConfig:
+    ) -> "Backbone":
         """Bounds the area of resized images, by the folder's processor or the user.
 
         Args:
-            config: the model's configuration.
             folder: folder with the image processor's file; None for the bounds of the
                 configuration.
             min_pixels: smallest area, instead of the folder's.
             max_pixels: largest area, instead of the folder's.
 
         Returns:
-            The configuration, whose `max_image_tokens` follows.
+            The backbone for these images, whose `config.max_image_tokens` follows.
 
         Raises:
             FileNotFoundError: the folder has no image processor file.
@@ -160,7 +164,7 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def resize(self, config: ModelConfig, settings: Processor, image: Image.Image) -> Bytes:
+    def resize(self, settings: Processor, image: Image.Image) -> Bytes:
         """Resizes an RGB image to what the tower sees.
 
         Raises:
@@ -168,12 +172,10 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, config: ModelConfig, settings: Processor, image: Bytes) -> Pixels:
+    def finish(self, settings: Processor, image: Bytes) -> Pixels:
         """Normalises a resized image; without the axis of images."""
 
-    def preprocess(
-        self, config: ModelConfig, settings: Processor, images: Sequence[Image.Image]
-    ) -> Pixels:
+    def preprocess(self, settings: Processor, images: Sequence[Image.Image]) -> Pixels:
         """Converts RGB images, whose sizes may differ, to pixels.
 
         Images with fewer tokens than others are padded here, so that the pixels of a batch share a
@@ -182,16 +184,14 @@ class Family(abc.ABC):
         Raises:
             ValueError: an image that the model cannot take.
         """
-        resized = (self.resize(config, settings, image) for image in images)
-        return stack_images([self.finish(config, settings, image) for image in resized])
+        resized = (self.resize(settings, image) for image in images)
+        return stack_images([self.finish(settings, image) for image in resized])
 
-    def seen(self, config: ModelConfig, settings: Processor, image: Image.Image) -> Image.Image:
+    def seen(self, settings: Processor, image: Image.Image) -> Image.Image:
         """Returns an RGB image as the tower sees it, covered by the grid of its tokens."""
-        return Image.fromarray(self.resize(config, settings, image).transpose(1, 2, 0))
+        return Image.fromarray(self.resize(settings, image).transpose(1, 2, 0))
 
-    def pixel_cache(
-        self, config: ModelConfig, settings: Processor, limit_bytes: int
-    ) -> Callable[[Path], Pixels]:
+    def pixel_cache(self, settings: Processor, limit_bytes: int) -> Callable[[Path], Pixels]:
         """Returns a function from an image file to its pixels, without the axis of images.
 
         It returns the same as `preprocess`, and may be called by several threads. The bytes of
@@ -199,56 +199,53 @@ class Family(abc.ABC):
         last, as many as fit into `limit_bytes` if all are of the largest size. A file that is
         missing raises a FileNotFoundError, one that the model cannot take a ValueError.
         """
-        largest = sum(
-            x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(config, 1))
-        )
+        largest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(1)))
 
         @functools.lru_cache(4 * limit_bytes // largest)
         def read(path: Path) -> Bytes:
-            with user_input(), naming(str(path)):  # images are read while training continues
+            with naming(str(path)):  # images are read while training continues
                 # Not a view of what was cropped.
-                return np.ascontiguousarray(self.resize(config, settings, open_image(path)))
+                return np.ascontiguousarray(self.resize(settings, open_image(path)))
 
-        return lambda path: self.finish(config, settings, read(path))
+        return lambda path: self.finish(settings, read(path))
 
     @abc.abstractmethod
-    def max_pixels(self, config: ModelConfig, count: int) -> Pixels:
+    def max_pixels(self, count: int) -> Pixels:
         """Returns the shapes of the pixels of `count` images of the largest size.
 
         They are `jax.ShapeDtypeStruct`s, used to plan memory before any image is read.
         """
 
     @abc.abstractmethod
-    def grids(self, config: ModelConfig, pixels: Pixels) -> Int[np.ndarray, "i 2"]:
+    def grids(self, pixels: Pixels) -> Int[np.ndarray, "i 2"]:
         """Returns rows and columns of each image's visual tokens, as the language model sees them.
 
         With a merger of 2 x 2 patches, that is half of the patches' rows and columns.
         """
 
-    def num_tokens(
-        self, config: ModelConfig, grid: Int[Array | np.ndarray, "*b 2"]
-    ) -> Int[Array | np.ndarray, "*b"]:
+    def num_tokens(self, grid: Int[Array | np.ndarray, "*b 2"]) -> Int[Array | np.ndarray, "*b"]:
         """Returns the number of visual tokens of unpruned images of these grids."""
-        del config
         return (grid[..., 0] * grid[..., 1]).astype(np.int32)
 
-    def padded_tokens(self, config: ModelConfig, pixels: Pixels) -> int:
+    def padded_tokens(self, pixels: Pixels) -> int:
         """Returns n, the number of tokens that `encode_image` pads each of these images to."""
         del pixels
-        return config.max_image_tokens
+        return self.config.max_image_tokens
 
     # Prompts, on the host. `data.prompts` does the rest for all families.
 
-    def place_images(self, message: str, num_images: int) -> str:
+    @classmethod
+    def place_images(cls, message: str, num_images: int) -> str:
         """Puts an `IMAGE_MARK` for each image in front of the first user turn.
 
         Raises:
             ValueError: the message has marks, but not one per image.
         """
-        return marks_in_front(message, num_images, self.MARK)
+        return marks_in_front(message, num_images, cls.MARK)
 
+    @classmethod
     @abc.abstractmethod
-    def conversation(self, turns: Sequence[str | None], system: str | None = None) -> str:
+    def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
         """Formats a conversation, user first and then alternating, with its image marks.
 
         What the system says stands in the template's place for it; None is the template's own.
@@ -260,21 +257,21 @@ class Family(abc.ABC):
             ValueError: a turn has a token that the template has for images or videos.
         """
 
-    def published_prompts(self, turns: Sequence[str]) -> tuple[str, ...]:
+    @classmethod
+    def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:
         """Returns what a folder's chat template may make of a conversation without images."""
-        return (self.conversation(turns),)
+        return (cls.conversation(turns),)
 
     # Programs.
 
     @abc.abstractmethod
-    def init_params(self, key: Array, config: ModelConfig) -> Params:
+    def init_params(self, key: Array) -> Params:
         """Draws float32 weights; kernels are [in, out], layers stacked along a leading axis."""
 
     @abc.abstractmethod
     def encode_image(
         self,
         params: Params,
-        config: ModelConfig,
         pixels: Pixels,
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
@@ -283,7 +280,6 @@ class Family(abc.ABC):
 
         Args:
             params: the model's weights.
-            config: the model's shape.
             pixels: result of `preprocess`.
             taps: intermediates of the tower.
             execution: how the tower's blocks are run.
@@ -298,9 +294,7 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def project(
-        self, params: Params, config: ModelConfig, features: Float[Array, "*b d"]
-    ) -> Float[Array, "*b e"]:
+    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
         """Maps visual tokens to the language model's width, token by token.
 
         A merger, which mixes neighbours, is part of `encode_image`; its last projection may be part
@@ -309,7 +303,7 @@ class Family(abc.ABC):
 
     @abc.abstractmethod
     def image_positions(
-        self, config: ModelConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
+        self, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
     ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
         """Returns position ids relative to the image's first, and the image's extent.
 
@@ -318,5 +312,5 @@ class Family(abc.ABC):
         """
 
     @abc.abstractmethod
-    def vision_flops(self, config: ModelConfig, grid: tuple[int, int]) -> dict[str, int]:
+    def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
         """Counts the operations of the `tower` and the `projector` for an image of this grid."""

@@ -13,9 +13,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import stepprune_jax as sp
-from stepprune_jax import linen as sp_linen
-from stepprune_jax import nnx as sp_nnx
-from stepprune_jax.pruning import AutoSelectConfig
+from stepprune_jax.pruners import selector_of
+from stepprune_jax.trained import AutoSelectConfig
+from stepprune_jax.trained import linen as sp_linen
+from stepprune_jax.trained import nnx as sp_nnx
 
 IMAGE = 3 + 2 * jax.random.normal(jax.random.key(0), (3, 12, 16))
 TEXT = jax.random.normal(jax.random.key(1), (3, 4, 8))
@@ -25,7 +26,8 @@ CONFIG = sp.PolicyConfig(**WIDTHS)
 
 def new_policy(config=CONFIG):
     stats = sp.update_stats(sp.FeatureStats.start(16), IMAGE)
-    return sp.Policy.init(jax.random.key(2), config, stats).replace(stop_bias=0.5)
+    method = type(selector_of(config))
+    return method.init(jax.random.key(2), config, stats).replace(stop_bias=0.5)
 
 
 def mean_square(tokens):
@@ -38,9 +40,9 @@ def mean_square(tokens):
 )
 def test_modules_keep_what_the_policy_keeps(config, how):
     policy = new_policy(config)
-    expected = policy.select_fn(6, **how)(policy, IMAGE, TEXT)
-    in_nnx = nnx.jit(lambda s: s(IMAGE, TEXT, capacity=6, **how))(sp_nnx.Selector(policy))
-    module, variables = sp_linen.Selector(config), sp_linen.variables(policy)
+    expected = policy.select(IMAGE, TEXT, capacity=6, **how)
+    in_nnx = nnx.jit(lambda s: s(IMAGE, TEXT, capacity=6, **how))(sp_nnx.NNXPolicy(policy))
+    module, variables = sp_linen.LinenPolicy(policy.bare), sp_linen.variables(policy)
     in_linen = jax.jit(lambda v: module.apply(v, IMAGE, TEXT, capacity=6, **how))(variables)
     for found in (in_nnx, in_linen):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -48,7 +50,7 @@ def test_modules_keep_what_the_policy_keeps(config, how):
 
 def test_a_step_of_nnx_changes_the_weights_alone_and_has_the_policys_gradient():
     policy = new_policy()
-    selector = sp_nnx.Selector(policy)
+    selector = sp_nnx.NNXPolicy(policy)
     optimiser = nnx.Optimizer(selector, optax.sgd(0.1), wrt=nnx.Param)
 
     @nnx.jit
@@ -75,7 +77,7 @@ def test_a_step_of_nnx_changes_the_weights_alone_and_has_the_policys_gradient():
 
 def test_nnx_splits_merges_shards_and_is_saved_by_orbax(tmp_path):
     policy = new_policy()
-    graph, weights, rest = nnx.split(sp_nnx.Selector(policy), nnx.Param, ...)
+    graph, weights, rest = nnx.split(sp_nnx.NNXPolicy(policy), nnx.Param, ...)
     assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(policy.params))
     specs = nnx.get_partition_spec(weights)["params"]["encoder"]["block_0"]["mlp"]["up"]["kernel"]
     assert specs.get_value() == PartitionSpec("embed", "hidden")
@@ -92,7 +94,7 @@ def test_nnx_splits_merges_shards_and_is_saved_by_orbax(tmp_path):
 
 
 def test_linen_draws_names_axes_and_trains():
-    module = sp_linen.Selector(CONFIG)
+    module = sp_linen.LinenPolicy(sp.StepPrune(config=CONFIG))
     variables = module.init(jax.random.key(4), IMAGE, TEXT, capacity=6)
     axes = nn.get_partition_spec(variables)["params"]["encoder"]["block_0"]["mlp"]["up"]["kernel"]
     assert axes == PartitionSpec("embed", "hidden")
@@ -112,7 +114,7 @@ def test_linen_draws_names_axes_and_trains():
 def test_weights_may_be_double_and_statistics_never_are():
     config = dataclasses.replace(CONFIG, dtype="float64")
     with jax.enable_x64(True):
-        module, key = sp_linen.Selector(config), jax.random.key(4)
+        module, key = sp_linen.LinenPolicy(sp.StepPrune(config=config)), jax.random.key(4)
         variables = jax.eval_shape(lambda: module.init(key, IMAGE, TEXT, capacity=6))
         stats = jax.eval_shape(sp.update_stats, sp.FeatureStats.start(16), IMAGE)
     assert {x.dtype for x in jax.tree.leaves(variables["params"])} == {jnp.dtype("float64")}

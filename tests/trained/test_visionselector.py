@@ -9,8 +9,9 @@ from visual import noise
 from stepprune_jax import load_policy, save_policy
 from stepprune_jax.inference import RunOptions, generate, pipeline, read_request, trace_arrays
 from stepprune_jax.policy import FeatureStats, Inputs, Progress
-from stepprune_jax.pruning import Policy, VisionSelector, VisionSelectorConfig, make_method
-from stepprune_jax.pruning.visionselector import scores, soft_logits
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.trained import VisionSelector, VisionSelectorConfig
+from stepprune_jax.trained.visionselector import scores, soft_logits
 
 
 def drawn(d=6, h=3):
@@ -76,7 +77,7 @@ def test_training_weighs_the_distance_of_gates_from_the_best():
 
     def loss(weights, share):
         given = (Inputs(tokens), lambda gated: jnp.mean(gated**2), Progress(share))
-        return method.train_loss(weights, jax.random.key(0), *given)
+        return method.replace(params=weights).loss(jax.random.key(0), *given)
 
     loss_and_grads = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -114,15 +115,18 @@ def test_bad_fields_are_named(fields, message):
 
 
 def test_the_best_of_qwens_tokens_are_kept(qwen_model, tmp_path):
-    image, policy = noise(3, (60, 80)), Policy(drawn(48, 24), VisionSelectorConfig(48), None)
+    image, policy = (
+        noise(3, (60, 80)),
+        VisionSelector(params=drawn(48, 24), config=VisionSelectorConfig(48)),
+    )
     policy = load_policy(save_policy(policy, tmp_path / "p"))
     images = pipeline.encode(qwen_model, read_request(qwen_model, ["two?"], [[image]]).images)
     size = int(images.sizes[0])
     score = plain(policy.params, np.asarray(images.features)[0, :size])
     best = np.sort(np.argsort(-score, kind="stable")[: (size + 2) // 4])
     seen = []
-    method = make_method("visionselector", "1/4", policy=policy)
-    how = {"options": RunOptions(2, warm_up=False), "trace": seen.append}
+    method = build_pruner("visionselector", "1/4", policy=policy)
+    how = {"options": RunOptions(2), "trace": seen.append}
     (answer,) = generate(qwen_model, ["two?"], [[image]], method, **how)
     assert answer.kept == len(best)
     np.testing.assert_array_equal(trace_arrays(seen[0], 0)["kept_0"], best)

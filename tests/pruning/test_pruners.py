@@ -4,6 +4,7 @@ import pytest
 from small_world import one_shot, stepprune
 from views import llava
 
+from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import (
     Budget,
     CDPruner,
@@ -16,10 +17,8 @@ from stepprune_jax.pruning import (
     PyramidDrop,
     SparseVLM,
     SparseVLMv2,
-    StepPrune,
     TopV,
     VisionZip,
-    make_method,
 )
 
 
@@ -67,19 +66,19 @@ def test_shares_are_exact_and_rounded_half_up():
 
 
 def test_methods_are_made_from_what_a_user_says():
-    assert make_method().pruner.name == "all"
-    fastv = make_method("fastv", "4", options={"layer": "1", "average": "True"}).pruner
+    assert build_pruner().name == "all"
+    fastv = build_pruner("fastv", "4", options={"layer": "1", "average": "True"})
     assert fastv == FastV(budget=Budget("count", 4), layer=1, average=True)
-    pyramid = make_method(
+    pyramid = build_pruner(
         "pyramiddrop", options={"layer_list": "[1, 2]", "image_token_ratio_list": (1, 0.5)}
-    ).pruner
+    )
     assert pyramid == PyramidDrop(layer_list=(1, 2), image_token_ratio_list=(1.0, 0.5))
-    zipped = make_method("visionzip", 6, options={"contextual": 2}).pruner
+    zipped = build_pruner("visionzip", 6, options={"contextual": 2})
     assert zipped == VisionZip(budget=Budget("count", 6), contextual=2)
-    learned = make_method(policy=stepprune())
-    assert learned.pruner.name == "stepprune" and learned.pruner.budget == Budget("own")
-    assert make_method("stepprune", 3, policy=stepprune(), stop_bias=0.5).params.stop_bias == 0.5
-    assert make_method(policy=one_shot(), budget=3).pruner.name == "autoselect"
+    learned = build_pruner(policy=stepprune())
+    assert learned.name == "stepprune" and learned.budget == Budget("own")
+    assert build_pruner("stepprune", 3, policy=stepprune(), stop_bias=0.5).stop_bias == 0.5
+    assert build_pruner(policy=one_shot(), budget=3).name == "autoselect"
 
 
 LEARNED, SCORER = stepprune(), one_shot()
@@ -102,7 +101,7 @@ LEARNED, SCORER = stepprune(), one_shot()
 )
 def test_what_cannot_be_made_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        make_method(**arguments)
+        build_pruner(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_options_are_refused_by_name(name, options):
     with pytest.raises(
         ValueError, match=f"^{name}.* {next(iter(options))}|{next(iter(options))!r}"
     ):
-        make_method(name, 3, policy=policy, options=options)
+        build_pruner(name, 3, policy=policy, options=options)
 
 
 DEEP, SMALL, NO_CLASS_TOKEN = llava(), llava(2), llava(2, feature_layer=0)
@@ -134,7 +133,7 @@ TEN = Budget("count", 10)
     ("pruner", "option"),
     [
         (Grid(TEN), "budget"),
-        (StepPrune(Budget("count", 5), LEARNED.config), "budget"),
+        (LEARNED.with_budget(5), "budget"),
         (FastV(layer=32), "layer"),
         (FastV(Budget("count", 1), layer=4, average=True), "budget"),
         (PyramidDrop(Budget("count", 1)), "budget"),

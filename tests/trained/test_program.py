@@ -1,5 +1,6 @@
 """A policy as a program, run where this package is not installed."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def run(folder, program, *arguments):
 def policy():
     sizes = {"feature_width": 16, "text_width": 8, "width": 8, "num_heads": 2}
     config = sp.PolicyConfig(encoder_layers=1, **sizes)
-    return sp.Policy.init(jax.random.key(0), config, sp.FeatureStats.start(16))
+    return sp.StepPrune.init(jax.random.key(0), config, sp.FeatureStats.start(16))
 
 
 def test_a_program_keeps_what_the_policy_keeps_in_batches_of_any_size(policy, tmp_path):
@@ -59,9 +60,9 @@ def test_a_program_keeps_what_the_policy_keeps_in_batches_of_any_size(policy, tm
         np.savez(tmp_path / f"{rows}.npz", **given[rows])
     run(tmp_path, ELSEWHERE, *programs)
     for path, how in programs.items():
-        select = jax.jit(policy.select_fn(how.get("budget", 6), **how))
+        select = jax.jit(functools.partial(policy.select, capacity=how.get("budget", 6), **how))
         for rows, batch in given.items():
-            expected = select(policy, **batch)._asdict()
+            expected = select(**batch)._asdict()
             found = np.load(tmp_path / f"{path}.{rows}.npz")
             assert set(found) == set(expected)
             for name, value in expected.items():

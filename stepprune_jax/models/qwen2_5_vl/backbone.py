@@ -14,15 +14,15 @@ from PIL import Image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
-from stepprune_jax.models.family import Family
-from stepprune_jax.models.images import Bytes, naming, read_processor
+from stepprune_jax.models.images import Bytes, read_processor
 from stepprune_jax.models.qwen2_5_vl import images, tower, weights
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
 from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import Rule, renamed
-from stepprune_jax.user_input import check
+from stepprune_jax.user_input import naming, require
 
 _SYSTEM = "You are a helpful assistant."
 _ROLES = ("user", "assistant")
@@ -35,44 +35,49 @@ _PLACEHOLDERS = {
 } | {"<|video_pad|>": "but videos are not supported"}
 
 
-class Qwen25VL(Family):
+@dataclasses.dataclass(frozen=True)
+class Qwen2_5_VL(Backbone):  # noqa: N801
     """Qwen2.5-VL's instruction-tuned models."""
 
+    config: QwenConfig
     name = "qwen2_5_vl"
     SUPPORTED = "Qwen2.5-VL (model_type 'qwen2_5_vl')"
-    POSITION_AXES = 3  # time, row and column
     CONTEXT_LIMIT = 32768  # the longest row of training
     SHARDING_RULES = weights.SHARDING_RULES
     VISION_PREFIX = weights.VISION
 
-    def matches(self, raw: Json) -> bool:
+    @classmethod
+    def matches(cls, raw: Json) -> bool:
         return raw.get("model_type") == "qwen2_5_vl"
 
-    def read_config(self, raw: Json, vision: Json | None) -> QwenConfig:
-        return QwenConfig.from_hf(raw)
+    @classmethod
+    def read(cls, raw: Json, vision: Json | None) -> Backbone:
+        return cls(QwenConfig.from_hf(raw))
 
-    def canonical_name(self, name: str, of_vision_folder: bool = False) -> str:
+    @classmethod
+    def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
         return renamed(name, weights.PREFIXES)
 
-    def is_harmless(self, name: str, config: QwenConfig) -> bool:
-        return config.text.tie_embeddings and name == weights.HEAD + ".weight"
+    def is_harmless(self, name: str) -> bool:
+        return self.config.text.tie_embeddings and name == weights.HEAD + ".weight"
 
-    def weight_rules(self, config: QwenConfig) -> tuple[Rule, ...]:
-        return weights.rules(config.vision)
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return weights.rules(self.config.vision)
 
-    def read_settings(self, raw: Json, where: str) -> ImageSettings:
-        return images.settings_from_hf(raw, where)
+    @classmethod
+    def image_settings(cls, folder: str | Path) -> ImageSettings:
+        return images.settings_from_hf(*read_processor(folder))
 
-    def hf_processor(self, config: QwenConfig, settings: ImageSettings) -> dict[str, Json]:
-        return {"preprocessor_config.json": images.to_hf(config, settings)}
+    def hf_processor(self, settings: ImageSettings) -> dict[str, Json]:
+        return {"preprocessor_config.json": images.to_hf(self.config, settings)}
 
     def bound_images(
         self,
-        config: QwenConfig,
         folder: str | Path | None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
-    ) -> QwenConfig:
+    ) -> Backbone:
+        config = self.config
         least, most = config.min_pixels, config.max_pixels
         if folder is not None:
             least, most = images.processor_bounds(config.vision, *read_processor(folder))
@@ -80,35 +85,36 @@ class Qwen25VL(Family):
         most = most if max_pixels is None else max_pixels
         named = contextlib.nullcontext() if folder is None else naming(str(folder))
         with named:
-            return dataclasses.replace(config, min_pixels=least, max_pixels=most)
+            return self.replace(min_pixels=least, max_pixels=most)
 
-    def resize(self, config: QwenConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
-        return images.resize(config, settings, image)
+    def resize(self, settings: ImageSettings, image: Image.Image) -> Bytes:
+        return images.resize(self.config, settings, image)
 
-    def finish(self, config: QwenConfig, settings: ImageSettings, image: Bytes) -> Patches:
-        return images.to_patches(config.vision, settings, image)
+    def finish(self, settings: ImageSettings, image: Bytes) -> Patches:
+        return images.to_patches(self.config.vision, settings, image)
 
-    def max_pixels(self, config: QwenConfig, count: int) -> Patches:
-        vision = config.vision
-        patches = images.padded_tokens(config.max_image_tokens) * vision.unit
+    def max_pixels(self, count: int) -> Patches:
+        vision = self.config.vision
+        patches = images.padded_tokens(self.config.max_image_tokens) * vision.unit
         return Patches(
             jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.float32),
             jax.ShapeDtypeStruct((count, 2), np.int32),
         )
 
-    def grids(self, config: QwenConfig, pixels: Patches) -> Int[np.ndarray, "i 2"]:
+    def grids(self, pixels: Patches) -> Int[np.ndarray, "i 2"]:
         return np.asarray(pixels.grid, np.int32)
 
-    def padded_tokens(self, config: QwenConfig, pixels: Patches) -> int:
-        return pixels.values.shape[1] // config.vision.unit
+    def padded_tokens(self, pixels: Patches) -> int:
+        return pixels.values.shape[1] // self.config.vision.unit
 
-    def conversation(self, turns: Sequence[str | None], system: str | None = None) -> str:
+    @classmethod
+    def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
         # A closed last turn ends with its end token, without a newline after it.
         turns = list(turns) + [None] * (len(turns) % 2)
         system = _SYSTEM if system is None else system
         for message in (system, *turns):
             for token, reason in _PLACEHOLDERS.items():
-                check((token not in (message or ""), f"the prompt has {token}, {reason}"))
+                require(token not in (message or ""), f"the prompt has {token}, {reason}")
         text = f"{_START}system\n{system}{_END}"
         for number, message in enumerate(turns):
             end = _END if message or number + 1 < len(turns) else ""
@@ -116,39 +122,36 @@ class Qwen25VL(Family):
             text += f"\n{_START}{_ROLES[number % 2]}\n{message}{end}"
         return text
 
-    def init_params(self, key: Array, config: QwenConfig) -> Params:
+    def init_params(self, key: Array) -> Params:
         vision, language = jax.random.split(key)
         return {
-            **tower.init_vision(vision, config.vision),
-            "language": decoder.init_language(language, config.text),
+            **tower.init_vision(vision, self.config.vision),
+            "language": decoder.init_language(language, self.config.text),
         }
 
     def encode_image(
         self,
         params: Params,
-        config: QwenConfig,
         pixels: Patches,
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
-        return tower.encode(params, config.vision, pixels, taps, execution)
+        return tower.encode(params, self.config.vision, pixels, taps, execution)
 
-    def project(
-        self, params: Params, config: QwenConfig, features: Float[Array, "*b d"]
-    ) -> Float[Array, "*b e"]:
+    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
         return features  # merged tokens already have the language model's width
 
     def image_positions(
-        self, config: QwenConfig, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
+        self, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
     ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
         # 0 in time, the row, and the column; text after the image is shifted by the longer side.
         columns = jnp.maximum(grid[..., 1:], 1)
         offset = jnp.stack([jnp.zeros_like(place), place // columns, place % columns], axis=-2)
         return offset, grid.max(-1)
 
-    def vision_flops(self, config: QwenConfig, grid: tuple[int, int]) -> dict[str, int]:
+    def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
         # With the attention of whole windows; the merger counts as the projector.
-        vision = config.vision
+        vision = self.config.vision
         d, n = vision.hidden_size, grid[0] * grid[1]
         m, wide = n * vision.unit, vision.unit * d
         seen = [vision.unit * vision.window**2] * vision.num_layers
@@ -159,6 +162,3 @@ class Qwen25VL(Family):
         embedding = m * vision.temporal_patch_size * 3 * vision.patch_size**2 * d
         merger = n * wide * (wide + vision.out_size)
         return {"tower": 2 * (embedding + products + attention), "projector": 2 * merger}
-
-
-QWEN2_5_VL = Qwen25VL()

@@ -34,8 +34,10 @@ from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
-from stepprune_jax.pruning.trained import TrainedMethod
 from stepprune_jax.settings import Settings, setting
+from stepprune_jax.trained.base import Aux
+from stepprune_jax.trained.policy import Policy
+from stepprune_jax.user_input import UserError
 
 Params = dict[str, Any]
 
@@ -90,7 +92,7 @@ class AutoSelectConfig(Settings, path="AutoSelectConfig"):
             self.shape  # noqa: B018  Its checks are those of the shared fields.
         except ValueError as error:
             message = str(error).replace("PolicyConfig.", "AutoSelectConfig.")
-            raise ValueError(message) from error
+            raise UserError(message) from error
 
     @property
     def shape(self) -> PolicyConfig:
@@ -151,27 +153,36 @@ def scores(
 
 
 def drawn(
-    config: AutoSelectConfig, scores: Float[Array, "b n"], key: Array | None
+    scores: Float[Array, "b n"], key: Array | None, temperature: float | int
 ) -> Float[Array, "b n"]:
-    """Adds Gumbel noise to scores, so that the k best are a draw without replacement."""
-    if not config.draw:
+    """Adds Gumbel noise to scores, so that the k best are a draw without replacement.
+
+    At a temperature of 0 they are returned as they are.
+    """
+    if not temperature:
         return scores
     b, n = scores.shape
-    return scores + gumbel(config.shape, read_key(key, b), jnp.int32(0), n, scores.dtype)
+    return scores + gumbel(temperature, read_key(key, b), jnp.int32(0), n, scores.dtype)
 
 
 def gate(
-    params: Params, config: AutoSelectConfig, key: Array, inputs: Inputs, progress: Progress
+    params: Params,
+    config: AutoSelectConfig,
+    key: Array,
+    inputs: Inputs,
+    progress: Progress,
+    draw: float | int | None = None,
 ) -> Gated:
     """Gates all tokens for a differentiable consumer; `key` is consumed (budgets and noise).
 
-    Every row draws its own budget, log-uniform over `config.random_budget`, so that one scorer
-    serves all budgets.
+    Tokens are drawn at the temperature `draw`, by default the configuration's. Every row draws its
+    own budget, log-uniform over `config.random_budget`, so that one scorer serves all budgets.
     """
     n = inputs.image.shape[1]
     budget_key, noise_key = jax.random.split(key)
     keys = jax.random.split(jax.random.fold_in(budget_key, 2), inputs.image.shape[0])
-    found = drawn(config, scores(params, config, inputs, progress.text_gate), keys)
+    found = scores(params, config, inputs, progress.text_gate)
+    found = drawn(found, keys, config.draw if draw is None else draw)
     shares = budget_range(config.random_budget, config.budget_anneal, progress.share)
     budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, shares)
     tau = temperature(config, progress.share)
@@ -231,7 +242,7 @@ def by_marginal_relevance(
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoSelect(TrainedMethod):
+class AutoSelect(Policy):
     """Keeps the tokens that a trained one-shot scorer ranks best.
 
     Attributes:
@@ -242,24 +253,25 @@ class AutoSelect(TrainedMethod):
             it, against the score; 0 for the score alone.
     """
 
-    config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig)
+    config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig, kw_only=True)
     seed: int = 0
     draw: float | None = None
     diversity: float = 0.0
 
     name = "autoselect"
     label = "AutoSelect-like"
+    draws_sets: ClassVar[bool] = True
     config_type: ClassVar[type | None] = AutoSelectConfig
     version: ClassVar[int] = 2
     settings: ClassVar[str] = "autoselect"
 
     def __post_init__(self):
         super().__post_init__()
-        self.require("diversity", 0 <= self.diversity <= 1, "a number from 0 to 1")
+        self.expect("diversity", 0 <= self.diversity <= 1, "a number from 0 to 1")
 
     def specs(self) -> Params:
-        """StepPrune's encoder and denoiser, and a head of one logit."""
-        shared, d = policy_specs(self.shape), self.config.policy_width
+        """Returns StepPrune's encoder and denoiser, and a head of one logit."""
+        shared, d = policy_specs(self.config.shape), self.config.policy_width
         head = {
             # Without biases: they would shift all scores of a row alike, and SoftTopK ignores that.
             "norm": {"scale": ParamSpec((d,), (None,), "ones")},
@@ -268,37 +280,31 @@ class AutoSelect(TrainedMethod):
         return {"encoder": shared["encoder"], "denoiser": shared["denoiser"], "head": head}
 
     @implicit_promotion()
-    def train_loss(
+    def loss(
         self,
-        weights: Params,
         key: Array,
         inputs: Inputs,
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
-    ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
-        """The language-modelling loss on softly selected tokens."""
-        gated = gate(weights, self.config, key, inputs, progress)
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes the language-modelling loss on softly selected tokens."""
+        gated = gate(self.params, self.config, key, inputs, progress, self.draw)
         loss = lm_loss_fn(gated.tokens).astype(score_dtype(gated.tokens.dtype))
         scalars = {"lm_loss": loss} | metrics(gated, inputs.real)
-        return loss, (scalars, jnp.asarray(progress.running_count))
+        return loss, Aux(scalars)
 
     @implicit_promotion()
-    def sample(
-        self,
-        weights: Params,
-        inputs: Inputs,
-        limits: Limits,
-        keys: AnyKey,
-        progress: Progress,
+    def draw_sets(
+        self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
     ) -> tuple[Draw, Float[Array, "g b"]]:
         """Draws from the Plackett-Luce distribution of the scores, at a temperature of 1."""
-        config, (b, n) = dataclasses.replace(self.config, draw=1.0), inputs.image.shape[:2]
-        found = scores(weights, config, inputs, progress.text_gate)
+        b, n = inputs.image.shape[:2]
+        found = scores(self.params, self.config, inputs, progress.text_gate)
         most = limits.max_tokens if limits.budget is None else limits.budget
         most = jnp.minimum(n if most is None else most, jnp.sum(inputs.real, axis=1))
 
         def one(key):
-            noisy = jax.lax.stop_gradient(drawn(config, found, jax.random.split(key, b)))
+            noisy = jax.lax.stop_gradient(drawn(found, jax.random.split(key, b), 1.0))
             order = best_first(noisy)
             ordered = jnp.take_along_axis(found, order, axis=1)
             left = jax.lax.cumlogsumexp(ordered, axis=1, reverse=True)
@@ -310,11 +316,10 @@ class AutoSelect(TrainedMethod):
         return Draw(picks, log_prob, entropy(found)), jnp.zeros_like(log_prob)
 
     @implicit_promotion()
-    def order(
-        self, weights: Params, inputs: Inputs, steps: int, key: Array | None = None
-    ) -> Ranking:
+    def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:
         """Orders the tokens by score, and by how little they resemble those before them."""
-        found = drawn(self.config, scores(weights, self.config, inputs), key)
+        draw = self.config.draw if self.draw is None else self.draw
+        found = drawn(scores(self.params, self.config, inputs), key, draw)
         if not self.diversity:
             return Ranking(best_first(found)[:, :steps])
         tokens = standardise(jnp.asarray(inputs.image), inputs.stats)
@@ -322,13 +327,13 @@ class AutoSelect(TrainedMethod):
         return Ranking(by_marginal_relevance(found, unit, real, steps, self.diversity))
 
     @property
-    def shape(self) -> PolicyConfig:
+    def encoder_config(self) -> PolicyConfig:
         """The StepPrune configuration with the same encoder and denoiser."""
         return self.config.shape
 
-    def opened(
-        self, weights: Params, inputs: Inputs, budget: int
+    def open_scores(
+        self, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """The scores, and the mean entropy of their softmax."""
-        found = scores(weights, self.config, inputs)
+        """Returns the scores, and the mean entropy of their softmax."""
+        found = scores(self.params, self.config, inputs)
         return found, entropy(found)

@@ -1,5 +1,6 @@
 """A policy as one object: it prunes with what belongs to its weights."""
 
+import dataclasses
 import json
 
 import jax
@@ -9,8 +10,9 @@ import pytest
 
 from stepprune_jax import policy as functions
 from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, PolicyConfig
-from stepprune_jax.pruning import AutoSelectConfig, Policy, autoselect, make_method
-from stepprune_jax.pruning.calibration import calibrate, read_calibration
+from stepprune_jax.pruners import build_pruner, selector_of
+from stepprune_jax.trained import AutoSelect, AutoSelectConfig, StepPrune, autoselect
+from stepprune_jax.trained.calibration import calibrate, read_calibration
 
 WIDTHS = {"feature_width": 16, "text_width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
 CONFIG = PolicyConfig(decoder_layers=1, min_tokens=2, **WIDTHS)
@@ -27,7 +29,7 @@ def world():
 @pytest.fixture(scope="module")
 def policy(world):
     stats = functions.update_stats(FeatureStats.start(16), world[0])
-    drawn = Policy.init(jax.random.key(2), CONFIG, stats)
+    drawn = StepPrune.init(jax.random.key(2), CONFIG, stats)
     # Sharp: counts differ between rows.
     return drawn.replace(params=jax.tree.map(lambda x: 3 * x, drawn.params), stop_bias=0.5)
 
@@ -46,21 +48,20 @@ def test_it_prunes_with_its_statistics_and_its_stop(policy, world):
     inputs = Inputs(*world)
     forgotten = functions.prune(policy.params, CONFIG, inputs, stop_bias=policy.stop_bias)
     assert found.count.tolist() != forgotten.count.tolist()
-    with pytest.raises(TypeError, match="stats"):
-        Policy(policy.params, CONFIG)
 
 
-@pytest.mark.parametrize("how", [{}, {"budget": 4}, {"mean_budget": 5.0}])
-def test_a_pure_function_keeps_the_same_tokens(calibrated, world, how):
-    select = jax.jit(calibrated.select_fn(10, **how))
-    found, expected = select(calibrated, *world), calibrated.prune(*world, **how)
+@pytest.mark.parametrize("budget", ["own", 4, "1/3", "mean:5"])
+def test_select_keeps_the_same_tokens_within_a_jitted_function(calibrated, world, budget):
+    policy = calibrated.with_budget(budget)
+    select = jax.jit(lambda policy, image, text: policy.select(image, text, capacity=10))
+    found, expected = select(policy, *world), policy.prune(*world)
     np.testing.assert_array_equal(found.count, expected.count)
     size = min(found.index.shape[1], expected.index.shape[1])
     np.testing.assert_array_equal(found.index[:, :size], expected.index[:, :size])
     np.testing.assert_allclose(found.tokens[:, :size], expected.tokens[:, :size], rtol=1e-6)
     # A small capacity cuts the last choices, in a jitted function or outside.
-    small = calibrated.select_fn(2, **how)
-    cut, plain = jax.jit(small)(calibrated, *world), small(calibrated, *world)
+    cut = jax.jit(lambda policy, image, text: policy.select(image, text, capacity=2))
+    cut, plain = cut(policy, *world), policy.select(*world, capacity=2)
     np.testing.assert_array_equal(cut.index, plain.index)
     np.testing.assert_array_equal(plain.count, np.minimum(expected.count, 2))
 
@@ -70,7 +71,7 @@ def test_the_mean_count_is_the_one_that_was_asked_for(calibrated, world):
     assert table.questions == B and table.num_tokens == N
     assert list(table.mean_count) == sorted(table.mean_count)
     for mean in (3.0, 5.0, 8.0):
-        found = float(calibrated.prune(*world, mean_budget=mean).count.mean())
+        found = float(calibrated.with_budget(f"mean:{mean}").prune(*world).count.mean())
         assert found == pytest.approx(mean, abs=0.5)
     assert table.mean_count[0] >= 2 and table.mean_count[-1] <= 10
 
@@ -89,17 +90,19 @@ def test_a_decoder_of_ones_own_keeps_a_mean_count(policy, world):
     own = own.calibrate([world], decoder)
     low, high = own.calibration.mean_count[0], own.calibration.mean_count[-1]
     mean = (low + high) / 2
-    found = own.prune(*world, mean_budget=mean, decoder=decoder)
+    found = own.with_budget(f"mean:{mean}").prune(*world, decoder=decoder)
     assert float(found.count.mean()) == pytest.approx(mean, abs=0.5)
 
 
 def test_budgets_that_a_policy_cannot_keep_are_refused(policy, calibrated, world):
     with pytest.raises(ValueError, match="no calibration"):
-        policy.prune(*world, mean_budget=5)
-    with pytest.raises(ValueError, match="budget and mean_budget are given"):
-        policy.prune(*world, budget=3, mean_budget=5)
+        policy.with_budget("mean:5")
+    with pytest.raises(ValueError, match="no calibration"):
+        policy.replace(budget="mean:5").prune(*world)
     with pytest.raises(ValueError, match="mean budget is 19"):
-        calibrated.prune(*world, mean_budget=19)
+        calibrated.with_budget("mean:19")
+    with pytest.raises(ValueError, match="does not support the budget all"):
+        policy.with_budget("all")
 
 
 def test_a_count_that_hardly_varies_is_said():
@@ -144,9 +147,8 @@ def test_a_table_that_is_none_is_refused(field, value):
 
 
 def test_a_mean_budget_of_a_method_is_a_bias_of_its_calibration(calibrated):
-    method = make_method(None, "mean:5", policy=calibrated)
-    assert method.params.stop_bias == calibrated.bias_at(5)
-    assert make_method(None, "mean:5", policy=calibrated, stop_bias=2.0).params.stop_bias == 2.0
+    assert build_pruner(None, "mean:5", policy=calibrated).bias == calibrated.bias_at(5)
+    assert build_pruner(None, "mean:5", policy=calibrated, stop_bias=2.0).bias == 2.0
 
 
 def test_it_is_a_pytree_of_its_arrays(calibrated):
@@ -158,15 +160,19 @@ def test_it_is_a_pytree_of_its_arrays(calibrated):
 @pytest.mark.parametrize("config", [CONFIG, AutoSelectConfig(**WIDTHS)], ids=["steps", "scores"])
 def test_draws_are_those_of_the_key(world, config):
     image, text = world
-    drawn = Policy.init(jax.random.key(3), config, FeatureStats.start(16))
-    select = jax.jit(drawn.select_fn(5, budget=5))
+    drawn = type(selector_of(config)).init(jax.random.key(3), config, FeatureStats.start(16))
+
+    @jax.jit
+    def select(policy, image, text, key):
+        return policy.select(image, text, capacity=5, budget=5, key=key)
+
     first, again, other = (
         np.asarray(drawn.prune(image, text, budget=5, key=key).index[:, :5])
         for key in (None, jax.random.key(0), jax.random.key(1))
     )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
-    found = select(drawn, image, text, key=jax.random.key(1))
+    found = select(drawn, image, text, jax.random.key(1))
     np.testing.assert_array_equal(found.index, other)
     # The same question has the same tokens, wherever it stands in a batch.
     one = drawn.prune(image[7:8], text[7:8], budget=5)
@@ -176,28 +182,34 @@ def test_draws_are_those_of_the_key(world, config):
 def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     image, text = world
     config = AutoSelectConfig(draw=0.0, **WIDTHS)
-    scorer = Policy.init(jax.random.key(3), config, FeatureStats.start(16))
+    scorer = AutoSelect.init(jax.random.key(3), config, FeatureStats.start(16))
     mask = jnp.arange(N) < jnp.where(jnp.arange(B) == 0, 3, N)[:, None]
     found = scorer.prune(image, text, budget=5, image_mask=mask, order="pick")
     assert found.count.tolist() == [3] + [5] * (B - 1)
     inputs = Inputs(image, text, mask, stats=scorer.stats)
     scores = autoselect.scores(scorer.params, scorer.config, inputs)
     np.testing.assert_array_equal(found.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
-    for wrong in ({}, {"mean_budget": 4}, {"budget": 4, "max_steps": 5}):
+    for wrong in ({}, {"budget": 4, "max_steps": 5}):
         with pytest.raises(ValueError, match="no learned stop"):
             scorer.prune(image, text, **wrong)
+    with pytest.raises(ValueError, match="does not support the budget mean:4"):
+        scorer.with_budget("mean:4")
     for wrong in (0, N + 1, 2.5):
         with pytest.raises(ValueError, match=f"budget is {wrong}, expected"):
             scorer.prune(image, text, budget=wrong)
     with pytest.raises(ValueError, match="budget is 0, expected"):
-        jax.jit(scorer.select_fn(N, budget=0))(scorer, image, text)
+        jax.jit(lambda scorer: scorer.select(image, text, capacity=N, budget=0))(scorer)
 
 
 @pytest.mark.parametrize("config", [CONFIG, AutoSelectConfig(**WIDTHS)])
 def test_the_temperature_of_draws_is_an_option(config):
-    policy = Policy.init(jax.random.key(0), config, None)
-    drawn = make_method(budget=3, policy=policy).pruner
-    greedy = make_method(budget=3, policy=policy, options={"draw": "0"}).pruner
-    assert (drawn.config.draw, greedy.config.draw) == (config.draw, 0) and config.draw > 0
+    policy = type(selector_of(config)).init(jax.random.key(0), config, None)
+    drawn = build_pruner(budget=3, policy=policy)
+    greedy = build_pruner(budget=3, policy=policy, options={"draw": "0"})
+    assert greedy.config == drawn.config == config and config.draw > 0
+    still = policy.replace(config=dataclasses.replace(config, draw=0)).with_budget(3)
+    inputs = jax.random.normal(jax.random.key(1), (B, N, WIDTHS["feature_width"])), None
+    found = [x.prune(*inputs).index.tolist() for x in (drawn, greedy, still)]
+    assert found[0] != found[1] == found[2]
     with pytest.raises(ValueError, match=r"draw is -1\.0, expected"):
-        make_method(budget=3, policy=policy, options={"draw": -1})
+        build_pruner(budget=3, policy=policy, options={"draw": -1})

@@ -7,7 +7,7 @@ from small_world import stepprune
 from views import view
 
 from stepprune_jax.policy.params import param_paths
-from stepprune_jax.pruning import make_method
+from stepprune_jax.pruners import build_pruner
 
 STEPS = 7
 
@@ -18,14 +18,13 @@ def test_the_group_reaches_order_and_choice():
     seen = view(tokens, count=5, text=text, text_valid=np.ones((2, 3), bool))
 
     def order(options):
-        method = make_method("stepprune", 5, policy=learned, options=options)
+        pruner = build_pruner("stepprune", 5, policy=learned, options=options)
 
         @jax.jit
-        def run(params, seen):
-            ranking = method.pruner.rank(params, seen, STEPS)
-            return ranking.order, method.pruner.select(params, seen, 5).index
+        def run(pruner, seen):
+            return pruner.rank(seen, STEPS).order, pruner.keep(seen, 5).index
 
-        order, kept = run(method.params, seen)
+        order, kept = run(pruner.program(), seen)
         np.testing.assert_array_equal(np.sort(order[:, :5], axis=1), kept)
         return np.asarray(order)
 
@@ -33,11 +32,11 @@ def test_the_group_reaches_order_and_choice():
     assert (one[:, 0] == three[:, 0]).all() and (one != three).any()
 
 
-def test_weights_of_a_narrow_policy_are_cast_when_the_method_is_made():
+def test_weights_of_a_narrow_policy_are_cast_once_for_many_calls():
     kernel = "decoder/pointer/query/kernel"
     for dtype, expected in ((None, jnp.float32), ("bfloat16", jnp.bfloat16)):
         learned = stepprune(dtype=dtype)
-        weights = make_method(policy=learned).params.weights
+        weights = learned.prepare().params
         leaves = zip(param_paths(weights), jax.tree.leaves(weights), strict=True)
         assert {path: leaf.dtype for path, leaf in leaves}[kernel] == expected
         assert learned.params["decoder"]["pointer"]["query"]["kernel"].dtype == jnp.float32

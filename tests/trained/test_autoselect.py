@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from stepprune_jax import FeatureStats
-from stepprune_jax.checkpoints.policy import Policy
 from stepprune_jax.policy import Inputs, Progress
-from stepprune_jax.pruning import AutoSelect, Budget, Trained, View, autoselect, make_method
-from stepprune_jax.pruning.autoselect import AutoSelectConfig
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import View
+from stepprune_jax.trained import AutoSelect, autoselect
+from stepprune_jax.trained.autoselect import AutoSelectConfig
 
 CONFIG = AutoSelectConfig(
     feature_width=8,
@@ -34,7 +35,7 @@ scores = jax.jit(autoselect.scores, static_argnames="config")
 
 @pytest.fixture(scope="module")
 def params():
-    return METHOD.init(jax.random.key(0))
+    return METHOD.draw_params(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +78,13 @@ def test_diversity_is_an_option_that_changes_nothing_at_zero(params, inputs):
     sizes = [N, 7, 5]
     mask = jnp.arange(N) < jnp.array(sizes)[:, None]
     given = Inputs(image, inputs[1], mask, stats=STATS)
-    policy = Policy(params, CONFIG, STATS)
+    policy = AutoSelect(params=params, config=CONFIG, stats=STATS)
 
     def order(diversity):
-        method = make_method(policy=policy, budget=3, options={"diversity": diversity})
-        return method.pruner.order(params, given, N).order
+        method = build_pruner(policy=policy, budget=3, options={"diversity": diversity})
+        return method.order(given, N).order
 
-    np.testing.assert_array_equal(order("0"), METHOD.order(params, given, N).order)
+    np.testing.assert_array_equal(order("0"), METHOD.replace(params=params).order(given, N).order)
     found, share = order("0.3"), 0.3
     unit = (image - STATS.mean) / jnp.sqrt(STATS.var + 1e-6)
     unit /= jnp.linalg.norm(unit, axis=-1, keepdims=True)
@@ -123,11 +124,10 @@ def test_every_weight_learns_from_the_loss(params, inputs):
     def loss(params):
         weights = jax.random.normal(jax.random.key(9), (B, N, 8))
         given = (jax.random.key(3), Inputs(*inputs), lambda x: jnp.sum(jnp.sin(x) * weights))
-        return METHOD.train_loss(params, *given, Progress(0.5))
+        return METHOD.replace(params=params).loss(*given, Progress(0.5))
 
-    grads, (metrics, running_count) = jax.jit(jax.grad(loss, has_aux=True))(moved)
+    grads, (metrics, _) = jax.jit(jax.grad(loss, has_aux=True))(moved)
     assert {"lm_loss", "k_mean", "alpha_in", "alpha_out", "iou"} == set(metrics)
-    assert running_count.shape == ()
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     for leaf in jax.tree.leaves(grads):
         assert np.isfinite(leaf).all() and np.abs(leaf).max() > 0
@@ -146,10 +146,11 @@ def test_the_pruner_keeps_what_is_scored_best_whatever_stands_in_the_padding(par
     valid = jnp.arange(N) < jnp.array([[N], [7], [5]])
     words = jnp.arange(L) < jnp.array([[L], [1], [2]])
     spoiled = jnp.where(valid[..., None], image, 1e6)
-    counts, grid, rows = jnp.array([3, 1, 5]), jnp.ones((B, 2), jnp.int32), jnp.arange(B)
-    view = View(spoiled, valid, grid, text, words, rows, jnp.uint32(rows), counts)
-    pruner = AutoSelect(Budget("count", 5), CONFIG)
-    kept = jax.jit(pruner.select, static_argnums=2)(Trained(params, STATS), view, 6)
+    counts, grid = jnp.array([3, 1, 5]), jnp.ones((B, 2), jnp.int32)
+    seed = jnp.arange(B, dtype=jnp.uint32)
+    view = View(spoiled, valid, grid, text, words, jnp.arange(B), seed, counts)
+    pruner = AutoSelect(5, params=params, config=CONFIG, stats=STATS)
+    kept = jax.jit(AutoSelect.keep, static_argnums=2)(pruner, view, 6)
     scored = scores(params, CONFIG, Inputs(image, text, valid, words, STATS))
     for row, count in enumerate([3, 1, 5]):
         best = np.sort(np.argsort(-np.asarray(scored[row]), kind="stable")[:count])

@@ -1,6 +1,6 @@
-"""Encoding of questions for the pipeline: prompts, and images after one pass of the tower."""
+"""Whole sets of questions as arrays: prompts, and images after one pass of the tower."""
 
-import functools
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,14 +16,14 @@ from stepprune_jax.data.llava import Question
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.inference.base import Images, Prompts
 from stepprune_jax.inference.pipeline import encode
+from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
-from stepprune_jax.inference.timing import timed
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.images import join_images
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.policy.buckets import bucket_ladder
-from stepprune_jax.user_input import user_input
+from stepprune_jax.user_input import UserError
 
 # Widths that prompts and the user's words are padded to, so that all sets share programs. One more
 # program for each budget takes longer than padding the shortest prompts to 32 ids.
@@ -36,7 +36,8 @@ class Encoded(NamedTuple):
     """A set of questions, each with one image or none, on the host.
 
     `images` are the distinct images, after the tower or before it; zeros if there is none.
-    `seconds` is the mean time of image and ids of a question with an image.
+    `seconds` is the mean time of image and ids of a question with an image, NaN if it could only be
+    measured with the compilation of a program.
     """
 
     prompts: Prompts
@@ -49,6 +50,11 @@ class Encoded(NamedTuple):
         prompts = self.prompts
         sizes = self.images.sizes[np.maximum(prompts.image_of[:, 0], 0)]
         return np.where(prompts.has_image, sizes, 0)
+
+    @property
+    def all_shown(self) -> bool:
+        """Whether every question has an image."""
+        return bool(self.prompts.has_image.all())
 
     def take(self, rows: np.ndarray) -> "Encoded":
         """Returns some of the questions, with all images."""
@@ -79,7 +85,8 @@ def encode_questions(
     Without `tower`, images remain pixels: if each is used once, a batch is answered by fewer
     programs. `numbers` are those of the questions in their whole set, by default 0, 1, 2, ...
     Images are read as stored, which is the protocol of LLaVA's programs, unless they are to be read
-    `as_shown`: see `data.images.open_image`.
+    `as_shown`: see `data.images.open_image`. Prompts that exceed the family's context with all
+    visual tokens are truncated, with a warning.
     """
     asked: dict[Path | bytes | None, list[int]] = {}
     for row, question in enumerate(questions):
@@ -88,19 +95,21 @@ def encode_questions(
     places = {image: number for number, image in enumerate(asked)}
     ids: list[Sequence[int]] = [()] * len(questions)
     words: list[Sequence[int]] = [()] * len(questions)
-    parts, seconds = [], 0.0
+    parts, seconds, counted = [], 0.0, 0
     for first in range(0, len(places), batch_size):
         rows = [row for image in list(asked)[first : first + batch_size] for row in asked[image]]
         asked_here = [questions[row] for row in rows]
-        request, taken = timed(functools.partial(_request, model, asked_here, as_shown))
-        images, count = request.images, len(request.images.sizes)
+        begin, before = time.perf_counter(), num_compiled()
+        request = _request(model, asked_here, as_shown)
+        images, count, read = request.images, len(request.images.sizes), time.perf_counter()
         if tower:
-            run = functools.partial(_run_tower, model, images, batch_size, taps, execution)
-            images, spent = timed(run)
-            taken += spent * count / batch_size  # padding images do not count
+            images = _run_tower(model, images, batch_size, taps, execution)
+        if num_compiled() == before:
+            # Padding images do not count.
+            seconds += read - begin + (time.perf_counter() - read) * count / batch_size
+            counted += len(rows)
         _fill(ids, words, rows, request)
         parts.append(images)
-        seconds += taken
     if without:
         _fill(ids, words, without, _request(model, [questions[row] for row in without]))
     if not parts:
@@ -110,7 +119,9 @@ def encode_questions(
     image_of = np.array([places.get(question.image, -1) for question in questions], np.int32)
     number = np.arange(len(questions)) if numbers is None else np.asarray(numbers)
     prompts = Prompts(*prompt, *said, image_of[:, None], number.astype(np.int32))
-    return Encoded(prompts, images, seconds / max(1, len(questions) - len(without)))
+    shown = len(questions) - len(without)
+    mean = seconds / counted if counted else np.nan if shown else 0.0
+    return cut_prompts(Encoded(prompts, images, mean), model.backbone.CONTEXT_LIMIT)
 
 
 def encode_chunks(
@@ -141,7 +152,6 @@ def _no_images(model: VLM) -> Images:
     return Images(grid, sizes, np.zeros(1, np.uint32), features=features, taps={})
 
 
-@user_input()
 def _request(
     model: VLM, questions: Sequence[Question | BenchmarkQuestion], as_shown: bool = False
 ) -> Request:
@@ -179,13 +189,12 @@ def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
     return encoded._replace(prompts=prompts._replace(length=length))
 
 
-@user_input()
 def check_lengths(encoded: Encoded, limit: int) -> None:
     """Rejects prompts that are longer than `limit` with all their visual tokens, by number."""
     total = encoded.prompts.length + np.maximum(encoded.sizes - 1, 0)
     longest = int(np.argmax(total))
     if total[longest] > limit:
-        raise ValueError(
+        raise UserError(
             f"question {longest} takes {total[longest]} embeddings with all visual tokens, more "
             f"than {limit}: its end would be truncated"
         )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruning import AutoSelectConfig, Policy
-from stepprune_jax.pruning.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, describe
+from stepprune_jax.trained import AutoSelect, AutoSelectConfig
+from stepprune_jax.trained.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, describe
 
 B, N = 64, 9
 LOSSES = {ALL: 0.1, NONE: 3.1, RANDOM: 2.5, OWN: 0.4, OTHER: 2.0}
@@ -75,7 +75,7 @@ def needs_the_marked(pruned):
 def test_it_compares_the_sets_it_names(reader):
     image, text = reader
     config = AutoSelectConfig(feature_width=4, text_width=3, num_heads=2, encoder_layers=1)
-    policy = Policy.init(jax.random.key(1), config, FeatureStats.start(4))
+    policy = AutoSelect.init(jax.random.key(1), config, FeatureStats.start(4))
     seen = []
 
     def loss(pruned):
@@ -104,7 +104,7 @@ def test_it_compares_the_sets_it_names(reader):
 
 def test_a_policy_that_sees_no_question_has_none_of_another(reader):
     config = AutoSelectConfig(feature_width=4, text_width=0, num_heads=2, encoder_layers=1)
-    policy = Policy.init(jax.random.key(1), config, None)
+    policy = AutoSelect.init(jax.random.key(1), config, None)
     (found,) = policy.diagnose(needs_the_marked, reader[0], None, [2])
     assert OTHER not in found.loss and "no better than random" in str(found)
     with pytest.raises(ValueError, match=r"shape \(\), expected one for each of the 64 rows"):

@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from stepprune_jax.policy import Inputs, Limits, Pruned
+from stepprune_jax.policy import Inputs, Limits, Picks, Pruned
+from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.buckets import run_gather
 from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
-from stepprune_jax.pruning.trained import TrainedMethod, Weights, run_choose
+from stepprune_jax.trained.base import Selector
+from stepprune_jax.user_input import UserError
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
 
@@ -108,15 +110,43 @@ def describe(
     return Diagnosis(budget, dict(loss), dict(accuracy or {}), entropy, agreement, tuple(findings))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _opened(method: TrainedMethod, weights: Weights, inputs: Inputs, budget: int):
-    return method.opened(weights, inputs, budget)
+def cases(
+    own: Int[AnyArray, "b t"],
+    other: Int[AnyArray, "b u"] | None,
+    anyhow: Int[AnyArray, "b n"],
+    count: Int[AnyArray, "b"],
+    tokens: Int[AnyArray, "b"],
+) -> dict[str, tuple[Int[AnyArray, "b _"], Int[AnyArray, "b"]]]:
+    """Returns an order of tokens for each case, and the number of its first that are kept.
+
+    Args:
+        own: a policy's order for each question.
+        other: the one for another's question; None for a policy that reads none.
+        anyhow: all tokens in a random order, padding last.
+        count: tokens kept by the policy.
+        tokens: those of each row without padding.
+    """
+    found = {ALL: (anyhow, tokens), NONE: (anyhow, 0 * count), RANDOM: (anyhow, count)}
+    found[OWN] = own, count
+    return found if other is None else found | {OTHER: (other, count)}
+
+
+@jax.jit
+def run_choose(
+    method: Selector, inputs: Inputs, limits: Limits, key: Array | None = None, **options: Any
+) -> Picks:
+    """Runs `Selector.choose` as one program, rather than one for each of its operations."""
+    return method.choose(inputs, limits, key, **options)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _opened(method: Selector, inputs: Inputs, budget: int):
+    return method.open_scores(inputs, budget)
 
 
 @implicit_promotion()
 def measure(
-    method: TrainedMethod,
-    weights: Weights,
+    method: Selector,
     inputs: Inputs,
     loss_fn: Callable[[Pruned], Any],
     budget: int,
@@ -126,31 +156,28 @@ def measure(
     (b, n), real = inputs.image.shape[:2], inputs.real
     tokens = jnp.sum(real, axis=1, dtype=jnp.int32)
     noise = jnp.where(real, jax.random.uniform(key, (b, n), jnp.float32), 2)
-    limits = Limits(row_counts("budget", budget, 1, method.most(n), b))
-    own = run_choose(method, weights, inputs, limits)
-    picks = {
-        ALL: (first_picks(jnp.argsort(~real, axis=1, stable=True), tokens, n), n),
-        NONE: (first_picks(own.action, jnp.zeros_like(own.count), n), budget),
-        RANDOM: (first_picks(jnp.argsort(noise, axis=1), own.count, n), budget),
-        OWN: (own, budget),
-    }
+    method = method.with_budget(budget).program()
+    limits = Limits(row_counts("budget", budget, 1, method.longest(n), b))
+    own, other = run_choose(method, inputs, limits), None
     if inputs.text is not None and method.config.text_width and b > 1:
         mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
         swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
-        picks[OTHER] = (run_choose(method, weights, swapped, limits), budget)
+        other = run_choose(method, swapped, limits).action
     loss, accuracy = {}, {}
-    for name, (chosen, size) in picks.items():
+    anyhow = jnp.argsort(noise, axis=1)
+    for name, (order, count) in cases(own.action, other, anyhow, own.count, tokens).items():
+        chosen, size = first_picks(order, count, n), n if name == ALL else budget
         found = loss_fn(run_gather(chosen, inputs.image, capacity=size))
         losses, right = found if isinstance(found, tuple) else (found, None)
         if jnp.shape(losses) != (b,):
-            raise ValueError(
+            raise UserError(
                 f"loss_fn returned losses of shape {jnp.shape(losses)}, expected one for each of "
                 f"the {b} rows"
             )
         loss[name] = np.asarray(losses, np.float64)
         if right is not None:
             accuracy[name] = float(np.mean(right))
-    scores, entropy = _opened(method, weights, inputs, budget)
+    scores, entropy = _opened(method, inputs, budget)
     widest = first_picks(jnp.argsort(-scores, axis=1, stable=True), own.count, n)
     shared = jnp.sum(widest.selected & own.selected, axis=1) / jnp.maximum(own.count, 1)
     return describe(budget, loss, float(entropy), float(jnp.mean(shared)), accuracy)

@@ -20,8 +20,9 @@ from stepprune_jax.policy.noise import standardise
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.ordering import by_score
-from stepprune_jax.pruning.trained import TrainedMethod, Weights
 from stepprune_jax.settings import Settings, number, setting
+from stepprune_jax.trained.base import Aux, Weights
+from stepprune_jax.trained.policy import Policy
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -49,7 +50,7 @@ class VisionSelectorConfig(Settings, path="VisionSelectorConfig"):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require("hidden_dim", self.width >= 1, "a width from 1")
+        self.expect("hidden_dim", self.width >= 1, "a width from 1")
 
     @property
     def width(self) -> int:
@@ -98,14 +99,16 @@ def soft_logits(
 
 
 @dataclasses.dataclass(frozen=True)
-class VisionSelector(TrainedMethod):
+class VisionSelector(Policy):
     """Keeps the tokens that a trained scorer, which does not see the question, ranks best.
 
     Attributes:
         config: configuration of the scorer.
     """
 
-    config: VisionSelectorConfig = dataclasses.field(default_factory=VisionSelectorConfig)
+    config: VisionSelectorConfig = dataclasses.field(
+        default_factory=VisionSelectorConfig, kw_only=True
+    )
 
     name = "visionselector"
     label = "VisionSelector"
@@ -113,7 +116,7 @@ class VisionSelector(TrainedMethod):
     config_type: ClassVar[type | None] = VisionSelectorConfig
 
     def specs(self) -> Weights:
-        """A linear layer for queries, and one for keys."""
+        """Returns a linear layer for queries, and one for keys."""
         d, h = self.config.feature_width, self.config.width
         layer = {
             "kernel": ParamSpec((d, h), ("embed", "heads"), "token"),
@@ -122,16 +125,15 @@ class VisionSelector(TrainedMethod):
         return {"query": layer, "key": layer}
 
     @implicit_promotion()
-    def train_loss(
+    def loss(
         self,
-        weights: Weights,
         key: Array,
         inputs: Inputs,
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
-    ) -> tuple[Float[Array, ""], tuple[dict[str, Float[Array, ""]], Float[Array, ""]]]:
-        """The language-modelling loss on gated tokens, and the gates' distance from the top k."""
-        config, real, found = self.config, inputs.real, scores(weights, inputs)
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Adds the gates' distance from the top k to the language-modelling loss."""
+        config, real, found = self.config, inputs.real, scores(self.params, inputs)
         count = jnp.maximum(1, jnp.floor(config.budget * jnp.sum(real, axis=1))).astype(jnp.int32)
         logits = soft_logits(found, real, count)
         gates = jnp.where(real, jax.nn.sigmoid(logits), 0)
@@ -143,11 +145,9 @@ class VisionSelector(TrainedMethod):
         start, end = config.reg_weight_start, config.reg_weight_end
         loss = lm_loss + (start + (end - start) * progress.share) * distance
         scalars = {"lm_loss": lm_loss, "distance": distance, "k_mean": jnp.mean(count * 1.0)}
-        return loss, (scalars, jnp.asarray(progress.running_count))
+        return loss, Aux(scalars)
 
     @implicit_promotion()
-    def order(
-        self, weights: Weights, inputs: Inputs, steps: int, key: Array | None = None
-    ) -> Ranking:
+    def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:
         """Orders the tokens by score."""
-        return Ranking(by_score(scores(weights, inputs), inputs.real)[:, :steps])
+        return Ranking(by_score(scores(self.params, inputs), inputs.real)[:, :steps])

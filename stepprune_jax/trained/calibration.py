@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.settings import is_count, is_number
+from stepprune_jax.user_input import UserError
 
 # Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25
@@ -58,16 +59,7 @@ class Calibration(NamedTuple):
         Warns:
             UserWarning: nearly all counts would be the minimum, or nearly all T_max.
         """
-        low, high = self.mean_count[0], self.mean_count[-1]
-        if not low <= mean <= high:
-            raise ValueError(
-                f"the mean budget is {mean}, expected {low:g} to {high:g}, what the policy keeps "
-                f"of {self.num_tokens:g} visual tokens on average"
-            )
-        bias, floor, cap = (
-            float(np.interp(mean, self.mean_count, column))
-            for column in (self.stop_bias, self.at_floor, self.at_cap)
-        )
+        bias, floor, cap = self.row_at(mean)
         share, bound = max((floor, "least"), (cap, "largest"))
         if share >= _ALMOST_ALL:
             warnings.warn(
@@ -77,6 +69,20 @@ class Calibration(NamedTuple):
                 stacklevel=2,
             )
         return bias
+
+    def row_at(self, mean: float | int) -> tuple[float, float, float]:
+        """Returns stop bias and shares at floor and cap for a mean; raises as `bias_at`."""
+        low, high = self.mean_count[0], self.mean_count[-1]
+        if not low <= mean <= high:
+            raise UserError(
+                f"the mean budget is {mean}, expected {low:g} to {high:g}, what the policy keeps "
+                f"of {self.num_tokens:g} visual tokens on average"
+            )
+        bias, floor, cap = (
+            float(np.interp(mean, self.mean_count, column))
+            for column in (self.stop_bias, self.at_floor, self.at_cap)
+        )
+        return bias, floor, cap
 
     def as_json(self) -> dict[str, Any]:
         """Returns JSON values by name, as read by `read_calibration`."""
@@ -125,7 +131,7 @@ def read_calibration(value: Any) -> Calibration:
     if isinstance(value, dict) and value.keys() == {*Calibration._fields}:
         wrong = _wrong_field(value)
     if wrong is not None:
-        raise ValueError(
+        raise UserError(
             f"the calibration's {wrong} is damaged, expected what stepprune-calibrate writes"
         )
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}

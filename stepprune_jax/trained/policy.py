@@ -1,0 +1,334 @@
+"""A trained selector as its users hold it: it prunes, and is trained, diagnosed, exported.
+
+Its weights, configuration, statistics and stop belong together in one object, so that none of them
+can be forgotten in front of a model of one's own.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from stepprune_jax.policy import DecoderFns, Inputs, Limits, Progress, Pruned, gather
+from stepprune_jax.policy.base import AnyArray
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
+from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.trained.base import Aux, Selector
+from stepprune_jax.trained.calibration import calibrate
+from stepprune_jax.trained.diagnosis import Diagnosis, measure, run_choose
+from stepprune_jax.trained.policy_gradient import PolicyGradientSettings, policy_gradient_loss
+from stepprune_jax.user_input import local_path, require
+
+AnyPolicy = TypeVar("AnyPolicy", bound="Policy")
+
+
+class Policy(Selector):
+    """A trained selector: everything that is needed to use it in front of any model.
+
+    It is a pytree whose leaves are weights, statistics and stop bias: pass it to a jitted function
+    as an argument. Its subclasses are the methods, such as `StepPrune`.
+    """
+
+    def prune(
+        self,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None = None,
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        budget: ArrayLike | None = None,
+        order: str = "raster",
+        **options: Any,
+    ) -> Pruned:
+        """Prunes a batch of image tokens for its questions; see `stepprune_jax.prune`.
+
+        It reads the counts on the host and so cannot be jitted; `select` can.
+
+        Args:
+            image: image tokens X, as returned by the tower.
+            text: word embeddings of the question.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            budget: exact count, an integer or one per row, instead of the policy's own budget.
+            order: order of the kept tokens, as in `gather`.
+            **options: key of the draws; min_tokens, max_tokens, max_steps and group, as in
+                `Limits`; decoder, as in `stepprune_jax.choose`.
+
+        Returns:
+            The kept tokens in the smallest bucket that holds every row.
+
+        Raises:
+            TypeError: called inside a jitted function.
+            ValueError: features of another width, or limits out of range.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((self, inputs))):
+            raise TypeError(
+                "prune reads the counts on the host and cannot be jitted: jit "
+                "policy.select(image, text, capacity=...)"
+            )
+        limits = self.as_arrays(inputs, self._limits(inputs, budget, options))
+        picks = run_choose(self.program(), inputs, limits, **options)
+        bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))
+        return run_gather(picks, inputs.image, bucket, order=order)
+
+    def select(
+        self,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None = None,
+        *,
+        capacity: int,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        order: str = "raster",
+        **options: Any,
+    ) -> Pruned:
+        """Prunes with static shapes, for use within a jitted function.
+
+        For example::
+
+            select = jax.jit(lambda policy, image, text: policy.select(image, text, capacity=64))
+            pruned = select(policy.with_budget("mean:48"), image, text)
+
+        Args:
+            image: image tokens X.
+            text: word embeddings of the question.
+            capacity: size of the result; rows that keep more lose their last choices.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            order: order of the kept tokens, as in `gather`.
+            **options: budget, and the options of `prune`.
+
+        Returns:
+            The kept tokens, padded to `capacity`.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        limits = self._limits(inputs, options.pop("budget", None), options)
+        picks = self.choose(inputs, limits, **options)
+        # Outside a jitted function, too, rows that keep more lose their last choices.
+        picks = picks._replace(count=jnp.minimum(picks.count, capacity))
+        return gather(picks, image, capacity, order=order)
+
+    def export(
+        self,
+        path: str | Path,
+        *,
+        num_tokens: int,
+        num_words: int,
+        capacity: int | None = None,
+        batch: int | str = "b",
+        platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+        **options: Any,
+    ) -> Path:
+        """Writes `select` and the weights as one program of StableHLO, for `jax.export`.
+
+        The program runs without this package. It maps float32 image tokens [b, n, d], word
+        embeddings [b, l, e] and a boolean mask of real words [b, l] to a dict of "index" [b, k],
+        "tokens" [b, k, d], "valid" [b, k] and "count" [b], as in `Pruned`; a policy that sees no
+        text maps the image tokens alone.
+
+        Args:
+            path: the file; parent folders are created.
+            num_tokens: n.
+            num_words: l.
+            capacity: k; by default the budget, or the most tokens that the policy keeps.
+            batch: b, a number, or a name for any.
+            platforms: what the program is lowered for.
+            **options: those of `select`.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: as `select`.
+        """
+        from jax import export  # which in old versions of jax needs another package
+
+        most = options.get("max_steps") or self.longest(num_tokens)
+        own = self.budget.count(num_tokens) if self.budget.kind in EXACT else None
+        size = capacity or options.get("budget") or own or most
+
+        def program(image, text=None, text_mask=None):
+            kept = self.select(image, text, capacity=size, text_mask=text_mask, **options)
+            return kept._asdict()
+
+        (b,) = export.symbolic_shape(str(batch))
+        wide, e = self.config.feature_width, self.config.text_width
+        inputs = [jax.ShapeDtypeStruct((b, num_tokens, wide), jnp.float32)]
+        if e:
+            inputs.append(jax.ShapeDtypeStruct((b, num_words, e), jnp.float32))
+            inputs.append(jax.ShapeDtypeStruct((b, num_words), jnp.bool_))
+        exported = export.export(jax.jit(program), platforms=tuple(platforms))(*inputs)
+        path = local_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(exported.serialize())
+        return path
+
+    def train_loss(
+        self,
+        key: Array,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        **options: Any,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes the training objective with the policy's own statistics; see `train_loss`.
+
+        Differentiate with respect to the weights alone:
+        `jax.grad(lambda params: policy.replace(params=params).train_loss(...), has_aux=True)`.
+
+        Args:
+            key: PRNG key; consumed.
+            image: image tokens X.
+            text: word embeddings of the question, never of the answer.
+            lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            **options: progress, the schedules of the training so far; length_weight and decoder, as
+                in `stepprune_jax.train_loss`.
+
+        Returns:
+            The loss, and scalars that show whether it learns.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        progress = options.pop("progress", Progress())
+        return self.loss(key, inputs, lm_loss_fn, progress, **options)
+
+    def policy_gradient_loss(
+        self,
+        key: Array,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
+        settings: PolicyGradientSettings | None = None,
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes the objective of sampled sets with the policy's own statistics.
+
+        Nothing is differentiated but the policy, so any program can answer, also one without
+        gradients. From drawn weights it has to be right now and then with a few random tokens.
+
+        Args:
+            key: PRNG key; consumed.
+            image: image tokens X.
+            text: word embeddings of the question, never of the answer.
+            answer_loss_fn: maps sets of kept tokens, whose leaves are [b, g, ...], to the mean loss
+                of the answer's tokens with each.
+            settings: number and sizes of the sets; by default 8, as in `PolicyGradientSettings`.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+
+        Returns:
+            As `train_loss`.
+
+        Raises:
+            ValueError: a method that draws no sets.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        settings = settings or PolicyGradientSettings(samples=8)
+        require(settings.samples > 0, "settings.samples is 0, expected an integer from 2")
+        return policy_gradient_loss(self, settings, key, inputs, answer_loss_fn, Progress())
+
+    def diagnose(
+        self,
+        loss_fn: Callable[[Pruned], Any],
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        budgets: Sequence[int],
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+        key: Array | None = None,
+    ) -> list[Diagnosis]:
+        """Diagnoses learning: compares the loss under its tokens with four baselines.
+
+        A falling loss says little: it falls, too, where all that is learned is which tokens are
+        worth seeing in any image. What counts is the loss with the kept tokens alone, beside that
+        of as many random ones, and of those it keeps for another question of the batch.
+
+        Args:
+            loss_fn: maps kept tokens to the loss of each row, [b], or to (loss, whether the answer
+                is right). Its argument has rows in the order of `image`, and places that are not
+                valid; with no token at all, none is.
+            image: image tokens X of questions that were not used for training; some hundred rows
+                tell one percent from chance.
+            text: word embeddings of the questions; each row's neighbour asks the other question.
+            budgets: numbers of tokens.
+            image_mask: True at real image tokens.
+            text_mask: True at real words.
+            key: PRNG key of the random tokens; consumed.
+
+        Returns:
+            A `Diagnosis` for each budget; `print` shows it.
+
+        Raises:
+            ValueError: as `prune`, or losses that are not one for each row.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        key = jax.random.key(0) if key is None else key
+        return [
+            measure(self, inputs, loss_fn, budget, jax.random.fold_in(key, i))
+            for i, budget in enumerate(budgets)
+        ]
+
+    def calibrate(
+        self: AnyPolicy,
+        batches: Iterable[tuple[AnyArray, AnyArray | None]],
+        decoder: DecoderFns | None = None,
+    ) -> AnyPolicy:
+        """Measures the mean counts of stop biases.
+
+        Args:
+            batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
+                without padding. A few hundred questions do; a program is compiled for each shape.
+            decoder: functions of a decoder of your own, as in `prune`.
+
+        Returns:
+            The calibrated policy.
+
+        Raises:
+            ValueError: it has no stop, or there are no batches.
+        """
+        require(self.has_stop, f"{self.name} has no learned stop to calibrate")
+        options = {} if decoder is None else {"decoder": decoder}
+        rolled = self.program()
+        parts = [
+            (_margins(rolled, Inputs(image, text, stats=self.stats), **options), jnp.shape(image))
+            for image, text in batches
+        ]
+        require(bool(parts), "batches is empty, expected at least one")
+        steps = max(margin.shape[1] for margin, _ in parts)
+        rows = [
+            np.pad(np.asarray(m), ((0, 0), (0, steps - m.shape[1])), constant_values=np.inf)
+            for m, _ in parts
+        ]
+        sizes = np.concatenate([np.full(b, n) for _, (b, n, _) in parts])
+        return self.replace(calibration=calibrate(np.concatenate(rows), sizes, self.min_tokens))
+
+    def _limits(self, inputs: Inputs, budget: Any, options: dict[str, Any]) -> Limits:
+        """Takes the fields of `Limits` out of options; without a budget its own holds."""
+        names = ("min_tokens", "max_tokens", "max_steps", "group")
+        if budget is None and self.budget.kind == "count":
+            budget = int(self.budget.number)
+        if budget is None and self.budget.kind == "rate":
+            n = inputs.image.shape[1]
+            counts = [self.budget.exact_count(size) if size else 0 for size in range(n + 1)]
+            budget = jnp.array(counts, jnp.int32)[jnp.sum(inputs.real, axis=1)]
+        return Limits(budget, **{name: options.pop(name, None) for name in names})
+
+
+@jax.jit
+def _margins(policy: Policy, inputs: Inputs, **options: Any) -> Float[Array, "b t"] | None:
+    """Computes stop margins of rollouts that do not stop."""
+    return policy.order(inputs, policy.longest(inputs.image.shape[1]), **options).margin

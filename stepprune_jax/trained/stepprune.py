@@ -1,0 +1,187 @@
+"""StepPrune as a pruner: a pointer decoder picks tokens one by one and stops by itself."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from stepprune_jax import policy
+from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress
+from stepprune_jax.policy.buckets import as_arrays
+from stepprune_jax.policy.budget import draw_log_prices
+from stepprune_jax.policy.host import AnyKey
+from stepprune_jax.policy.objective import pointer_entropy
+from stepprune_jax.policy.params import param_specs
+from stepprune_jax.policy.rollout import longest
+from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
+from stepprune_jax.pruning.base import Kept, Ranking, View, from_picks
+from stepprune_jax.pruning.budget import EXACT, Budget
+from stepprune_jax.trained.base import Aux, Weights
+from stepprune_jax.trained.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrune(Policy):
+    """Keeps the tokens that a trained policy picks.
+
+    Attributes:
+        budget: exact count or share, mean count by its calibration, or "own": its learned stop.
+        config: configuration of the policy.
+        group: tokens taken from one pointer distribution; None for the policy's own.
+        seed: seed of the draws, of a policy that draws its tokens.
+        draw: temperature of the draws, 0 for none; None for the policy's own.
+    """
+
+    budget: Any = Budget("own")
+    config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig, kw_only=True)
+    group: int | None = None
+    seed: int = 0
+    draw: float | None = None
+
+    name = "stepprune"
+    label = "StepPrune"
+    budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "own")
+    has_stop: ClassVar[bool] = True
+    draws_sets: ClassVar[bool] = True
+    config_type: ClassVar[type | None] = PolicyConfig
+    version: ClassVar[int] = 2
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.expect("group", self.group is None or self.group >= 1, "an integer from 1")
+
+    # Training.
+
+    def specs(self) -> Weights:
+        """Returns the table of `policy.init_policy`."""
+        return param_specs(self.config)
+
+    def init_state(self) -> Any:
+        """Returns the running mean of K if a reading of the paper asks for it."""
+        return jnp.zeros(()) if self.config.soft_budget == "batch_mean" else ()
+
+    def loss(
+        self,
+        key: Array,
+        inputs: Inputs,
+        lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
+        progress: Progress,
+        **options: Any,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes `policy.train_loss`, which also has the options, and `policy.policy_metrics`."""
+        loss, aux = policy.train_loss(
+            self.params, self.config, key, inputs, lm_loss_fn, progress=progress, **options
+        )
+        return loss, Aux(policy.policy_metrics(aux), aux.gated.state)
+
+    def draw_sets(
+        self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
+    ) -> tuple[Draw, Float[Array, "g b"]]:
+        """Draws as `policy.sample`, at a token price of each row's own; see `price_range`."""
+        # Not 1, which may give the same key as the second part of a split, by which draws stop.
+        price_key, size = jax.random.fold_in(keys[0], 2), jnp.sum(inputs.real, axis=1)
+        log_price = draw_log_prices(price_key, self.config, len(size))
+        draw = policy.sample(
+            self.params,
+            self.config,
+            inputs,
+            limits,
+            keys,
+            text_gate=progress.text_gate,
+            stop_bias=log_price,
+        )
+        count, growth = draw.picks.count, self.config.price_growth
+        # The integral of a price that grows to that of the last token.
+        last = jnp.exp(log_price + log_price_growth(self.config, count, size))
+        scale = jnp.maximum(size, 1) * (growth + 1)
+        return draw, self.config.length_weight * last * count / scale
+
+    def is_stop(self, path: str) -> bool:
+        """Returns True for the stop slot and a hazard's layer."""
+        return "stop" in path or "hazard" in path
+
+    @property
+    def min_tokens(self) -> int:
+        """The configuration's minimum."""
+        return self.config.min_tokens
+
+    @property
+    def clips_stop_apart(self) -> bool:
+        """A hazard's gradients reach only its own weights; their size must not affect the rest."""
+        return self.config.stop == "hazard"
+
+    @property
+    def encoder_config(self) -> PolicyConfig:
+        """The configuration itself."""
+        return self.config
+
+    def pointer_steps(self, count: int) -> int:
+        """Returns one for each group of tokens."""
+        return -(-count // (self.group or self.config.group))
+
+    # Selection.
+
+    def longest(self, num_tokens: int) -> int:
+        """Returns T_max."""
+        return self.config.steps(num_tokens)
+
+    def prepare(self) -> "StepPrune":
+        """Also casts the weights to the compute dtype."""
+        params = policy.cast_weights(self.params, self.config.dtype)
+        return super().prepare().replace(params=params)
+
+    def order(
+        self, inputs: Inputs, steps: int, key: Array | None = None, **options: Any
+    ) -> Ranking:
+        """Rolls the policy out past its stop, recording margins without the bias."""
+        limits = Limits(max_steps=steps, group=self.group, draw=self.draw)
+        ranked = policy.rank(self.params, self.config, inputs, limits, key=key, **options)
+        return Ranking(ranked.choice, ranked.margin)
+
+    def as_arrays(self, inputs: Inputs, limits: Limits) -> Limits:
+        """Returns limits whose counts are arrays, so that all of them share a program."""
+        return as_arrays(self._own(limits), self.config, *inputs.image.shape[:2])
+
+    def choose(
+        self, inputs: Inputs, limits: Limits, key: Array | None = None, **options: Any
+    ) -> Picks:
+        """Picks tokens until every row has stopped; see `policy.choose`, which has the options."""
+        limits, bias = self._own(limits), self.bias if limits.budget is None else 0.0
+        return policy.choose(
+            self.params, self.config, inputs, limits, stop_bias=bias, key=key, **options
+        )
+
+    def _own(self, limits: Limits) -> Limits:
+        """Returns limits with the method's own group and temperature, where they have none."""
+        group, draw = limits.group, limits.draw
+        return dataclasses.replace(
+            limits,
+            group=self.group if group is None else group,
+            draw=self.draw if draw is None else draw,
+        )
+
+    def open_scores(
+        self, inputs: Inputs, budget: int
+    ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
+        """Returns the soft scores of the gate's episode, and the mean entropy of its pointer."""
+        limits = Limits(budget=budget, draw=0.0)  # as `gate` rolls out
+        trajectory = policy.select(self.params, self.config, inputs, limits)
+        return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
+
+    def counts(self, ranking: Ranking, exact: Int[ArrayLike, "r"]) -> Int[ArrayLike, "r"]:
+        """Returns the exact count, or the count at which the policy stops."""
+        if self.budget.is_exact:
+            return exact
+        least = min(self.min_tokens, ranking.order.shape[1])
+        count = count_at_bias(jnp.asarray(ranking.margin), self.bias, least)
+        return jnp.minimum(count, longest(self.config, jnp.asarray(exact)))
+
+    def keep(self, view: View, capacity: int) -> Kept:
+        """Chooses the tokens of a view."""
+        limits = Limits(budget=view.count if self.budget.is_exact else None)
+        picks = self.choose(self.inputs(view), limits, view.keys(self.seed))
+        return from_picks(view.tokens, picks, capacity)
