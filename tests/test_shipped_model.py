@@ -4,10 +4,12 @@ import functools
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import stepprune_jax as sp
 from experiments.shapes import write_world
 from stepprune_jax.benchmarks.folder import is_right
 from stepprune_jax.checkpoints import safetensors
@@ -19,6 +21,7 @@ from stepprune_jax.inference import Generator, RunOptions
 from stepprune_jax.inference.encode import encode_questions
 from stepprune_jax.inference.sets import Batching
 from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import FastV
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "policies"
 
@@ -76,6 +79,28 @@ def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):
     random, _ = ask("random", 16)
     assert whole > 0.9 and own > 0.95 * whole and own > random + 0.08
     assert 10 < kept.mean() < 40 and kept.std() > 4
+
+
+def test_it_is_used_as_the_pages_say(tmp_path):
+    shapes = sp.load_vlm("shapes", dtype=jnp.float32)
+    folder = write_world(tmp_path / "w", seed=3, train=0, validation=0, test=1)
+    question = read_split(folder, "test").questions[0]
+    (answer,) = sp.generate(shapes, [question.text], [question.image], FastV(budget=64, layer=2))
+    assert (answer.visual_tokens, answer.kept) == (144, 64) and answer.text
+
+    policy, random = sp.load_policy("shapes"), np.random.default_rng(0)
+    config = policy.config
+    image = random.normal(size=(2, 144, config.feature_width)).astype(np.float32)
+    text = random.normal(size=(2, 5, config.text_width)).astype(np.float32)
+    pruned = policy.prune(image, text)
+    select = jax.jit(lambda policy, image, text: policy.select(image, text, capacity=24))
+    for own in (policy, policy.with_budget(8)):
+        found, expected = select(own, image, text), own.prune(image, text)
+        assert found.tokens.shape == (2, 24, config.feature_width)
+        assert found.count.tolist() == np.minimum(expected.count, 24).tolist()
+    assert found.count.tolist() == [8, 8] and (pruned.count > 0).all()
+    (answer,) = sp.generate(shapes, [question.text], [question.image], policy)
+    assert 0 < answer.kept < 144
 
 
 def test_every_policy_is_for_a_model():

@@ -41,7 +41,7 @@ from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruners import build_pruner
-from stepprune_jax.pruning import AllTokens
+from stepprune_jax.pruning import AllTokens, FastV, Random
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
 from stepprune_jax.trained import StepPrune
 from stepprune_jax.user_input import UserError
@@ -426,6 +426,28 @@ def test_bad_input_is_named(model, case):
     arguments, kind, message = BAD[case]
     with pytest.raises(kind, match=message):
         generate(model, **{"prompts": ["a"], **arguments})
+
+
+def test_a_generator_checks_and_reads_before_weights_are_there(model):
+    bare = model._replace(params={})
+    for pruner, message in (
+        (FastV(budget=10, layer=1), "fastv: budget is 10, expected at most 9 of 9 visual tokens"),
+        (FastV(budget=4, layer=2), "fastv: layer is 2, expected 1 to 1"),
+        (StepPrune(), "the pruner 'stepprune' is trained: it needs a policy"),
+        (Random(budget="own"), "random does not support the budget own"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            Generator(bare, pruner)
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        Generator(bare, options=RunOptions(0))
+    with pytest.raises(ValueError, match="temperature is -1"):
+        Generator(bare, sampling=Sampling(temperature=-1.0))
+    cut = FastV(budget=4, layer=1)
+    generator = Generator(bare, cut, options=EIGHT)
+    asked = generator.read(PROMPTS, IMAGES)
+    loaded = dataclasses.replace(generator, model=model)
+    assert loaded.answer(asked) == generate(model, PROMPTS, IMAGES, cut, options=EIGHT)
+    assert loaded.placed is loaded.placed  # once for many requests
 
 
 def test_what_does_not_fit_the_model_is_refused(model, monkeypatch):

@@ -21,6 +21,8 @@ from stepprune_jax.pruning import (
     VisionZip,
 )
 
+LEARNED, SCORER = stepprune(), one_shot()
+
 
 @pytest.mark.parametrize(
     ("text", "budget"),
@@ -65,6 +67,32 @@ def test_shares_are_exact_and_rounded_half_up():
     assert Budget("own").count(9) is Budget("mean", 2).count(9) is None
 
 
+@pytest.mark.parametrize("given", [64, "64", "1/9", "22.2%", "all", "own", Budget("count", 3)])
+def test_a_budget_is_what_can_be_read_and_the_rest_is_kept(given):
+    pruner, expected = FastV(budget=given, layer=3), Budget.parse(given)
+    assert pruner == FastV(expected, layer=3) == FastV(layer=3).with_budget(given)
+    assert pruner.with_budget(5).with_budget(given) == pruner
+
+
+@pytest.mark.parametrize("text", NO_BUDGETS)
+def test_a_pruner_refuses_what_is_no_budget(text):
+    for make in (FastV, FastV().with_budget, LEARNED.with_budget):
+        with pytest.raises(ValueError, match=r"^budget is"):
+            make(str(text))
+
+
+def test_a_policy_refuses_budgets_that_it_cannot_keep_at_once():
+    assert LEARNED.with_budget("1/3").params is LEARNED.params
+    for policy, budget, message in (
+        (LEARNED, "all", "stepprune does not support the budget all, only "),
+        (LEARNED, "mean:3", "the policy has no calibration, which a mean budget needs"),
+        (SCORER, "own", "autoselect does not support the budget own, only count, rate"),
+        (SCORER, "mean:3", "autoselect does not support the budget mean:3"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            policy.with_budget(budget)
+
+
 def test_methods_are_made_from_what_a_user_says():
     assert build_pruner().name == "all"
     fastv = build_pruner("fastv", "4", options={"layer": "1", "average": "True"})
@@ -79,9 +107,6 @@ def test_methods_are_made_from_what_a_user_says():
     assert learned.name == "stepprune" and learned.budget == Budget("own")
     assert build_pruner("stepprune", 3, policy=stepprune(), stop_bias=0.5).stop_bias == 0.5
     assert build_pruner(policy=one_shot(), budget=3).name == "autoselect"
-
-
-LEARNED, SCORER = stepprune(), one_shot()
 
 
 @pytest.mark.parametrize(

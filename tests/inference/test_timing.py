@@ -1,0 +1,71 @@
+"""What of an answer's time was spent on making programs."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from generation_reference import random_image
+from small_world import stepprune
+
+from stepprune_jax.inference import Generator, RunOptions
+from stepprune_jax.inference.timing import Compiling, Times, timed_answer
+
+
+def test_a_program_that_is_made_is_counted_once():
+    outer = jax.jit(lambda x: jax.jit(jnp.sin)(x) + jax.jit(jnp.cos)(x))
+    begin = time.perf_counter()
+    with Compiling() as compiling:
+        outer(jnp.ones(7)).block_until_ready()
+    made = compiling.seconds
+    # Functions within it are reported, too, and are a part of it.
+    assert 0 < made <= time.perf_counter() - begin
+    jax.jit(lambda x: x * 3)(jnp.ones(7))
+    assert compiling.seconds == made
+    with Compiling() as again:
+        outer(jnp.ones(7)).block_until_ready()
+    assert again.seconds == 0.0
+
+
+def test_spans_within_others_add_nothing(monkeypatch):
+    compiling, now = Compiling(), [10.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with compiling:
+        for end, seconds in ((11.0, 0.5), (12.0, 0.5), (13.0, 2.75), (15.0, 1.0)):
+            now[0] = end
+            jax.monitoring.record_event_duration_secs("/jax/core/compile/part", seconds)
+        jax.monitoring.record_event_duration_secs("/jax/another", 9.0)
+    assert compiling.seconds == 2.75 + 1.0
+
+
+def test_the_first_answer_tells_its_compilation_and_the_second_has_none(llava_model):
+    # An answer of a length that no other test asks for.
+    options = RunOptions(max_tokens=11)
+    generator = Generator(llava_model, stepprune().with_budget(3), options=options)
+    request, pieces, traced = generator.read(["red dog?"], [random_image(1)]), [], []
+    first, compiled = timed_answer(generator, request, pieces.append, traced.append)
+    again, plain = timed_answer(generator, request)
+    assert [first] == generator.answer(request) == [again]
+    assert "".join(pieces) == first.text and len(pieces) == len(first.token_ids)
+    assert len(traced) == 1
+    assert 0 < compiled.compiling < compiled.first_token
+    assert plain.compiling == 0.0 < plain.first_token < compiled.first_token
+    assert plain.tokens_per_s > 0 and compiled.tokens_per_s > 0
+    assert "of it compiling" in str(compiled) and "compiling" not in str(plain)
+
+
+def test_a_single_token_has_no_rate(llava_model):
+    generator = Generator(llava_model, options=RunOptions(max_tokens=1))
+    _, times = timed_answer(generator, generator.read(["red dog?"]))
+    assert times.tokens_per_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (Times(0.0123, 0.0, 51.26), "first token after 12.3 ms, 51.3 tokens/s"),
+        (Times(3.61, 3.38, 4.0), "first token after 3.6 s, 3.4 of it compiling, 4.0 tokens/s"),
+    ],
+)
+def test_times_in_words(times, words):
+    assert str(times) == words
