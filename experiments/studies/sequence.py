@@ -86,7 +86,8 @@ def compare(run: EvaluationRun, workdir: str | Path) -> dict[str, Any]:
     scorers = [*run.eval.rows]
     methods = ",".join([ALL, *scorers, DEFAULT])
     settings = dataclasses.replace(run.eval, benchmarks=BENCHMARK.name, methods=methods)
-    policies, source = read_policies(settings, workdir), run.model.inspect()
+    source = run.model.inspect()
+    policies = read_policies(settings, workdir, source=source)
     check_policies(policies, source.config, settings)
     policies[FIRST_STEP] = first_step(policies[DEFAULT])
     # The rows of this study are named; what is left out are rows without training.

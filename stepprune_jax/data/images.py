@@ -115,7 +115,7 @@ def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
         )
     if image.mode in ("I", "F"):
         raise _RefusedError("has 32-bit grey values, expected 8 or 16 bits a channel: convert it")
-    image.load()  # which turns a TIFF
+    image.load()  # Pillow turns a TIFF here
     turn = _TURNS.get(_orientation(image)) if as_shown else None
     if image.mode.startswith("I;16"):
         # Pillow would clip at 255 and turn nearly every 16-bit image white.
@@ -133,7 +133,7 @@ def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
     image = image if image.mode == "RGB" else image.convert("RGB")
     if turn is not None:
         image = image.transpose(turn)
-        image.info = {}  # by which it would be turned again
+        image.info = {}  # without the orientation, or it would be turned again
     return image
 
 

@@ -227,7 +227,7 @@ class _Answerer:
         conditions, settings = task.conditions, task.conditions.settings
         self._task, self._model, self._rows = task, model, rows
         n, sizes = conditions.num_tokens, None
-        steps = [row.row.steps(model.config) for row in rows]
+        steps = [row.row.pruner.schedule(model.config, n).bound for row in rows]
         if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
             sizes = tuple(sorted({*steps, n}))
         self._batching = Batching(size, sizes, WIDTHS)

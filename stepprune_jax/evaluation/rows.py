@@ -46,13 +46,6 @@ class TableRow(NamedTuple):
         """Equal for rows of one method and policy that differ in their budget alone."""
         return dataclasses.replace(self.pruner.bare, budget=Budget()), self.policy
 
-    def steps(self, config: ModelConfig) -> int:
-        """Returns the length of the order that the row needs."""
-        num_tokens = config.max_image_tokens
-        if self.budget.is_exact:
-            return self.budget.count(num_tokens)
-        return self.pruner.schedule(config, num_tokens).most
-
 
 def plan_rows(
     settings: EvalSettings,

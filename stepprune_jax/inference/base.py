@@ -127,8 +127,8 @@ class Pairs(NamedTuple):
     size: Int[Array, "r"] | None  # tokens of its image; None where all have n
     words: Int[Array, "r w"]
     num_words: Int[Array, "r"]
-    number: Int[Array, "r"]  # of its prompt
-    seed: UInt32[Array, "r"]  # of its random draws
+    number: Int[Array, "r"]  # number of its prompt
+    seed: UInt32[Array, "r"]  # seed of its random draws
     count: Int[Array, "r"]  # tokens to keep if known, otherwise all
 
 

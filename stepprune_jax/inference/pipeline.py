@@ -103,7 +103,7 @@ class _Choice(NamedTuple):
     rows: "_Rows"
     counts: Int[np.ndarray, "r"]  # tokens to keep if they follow from the images' sizes, or all
     capacity: int  # padded number of tokens kept of an image, the most where a stop decides
-    sizes: Sequence[int]  # of which the capacity is one
+    sizes: Sequence[int]  # padded numbers to choose from
 
 
 def _plan_choice(

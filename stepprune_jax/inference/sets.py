@@ -75,8 +75,7 @@ def answer_set(
     ranking, ranked, n = None, 0.0, model.config.max_image_tokens
     ranks = isinstance(placed[0], Ranker) and asked.images.features is not None
     if ranks and len(asked.prompts.length) and asked.all_shown:
-        schedules = [pruner.schedule(model.config, n) for pruner in placed]
-        steps = max(x.most if x.enter is None else x.enter for x in schedules)
+        steps = max(pruner.schedule(model.config, n).bound for pruner in placed)
         ranking, ranked = rank_all(
             model,
             placed[0],

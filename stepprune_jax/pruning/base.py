@@ -147,6 +147,11 @@ class Schedule(NamedTuple):
     most: int
     after: tuple[Survivors, ...] = ()
 
+    @property
+    def bound(self) -> int:
+        """The tokens that enter, or the most that may where their number is not known."""
+        return self.most if self.enter is None else self.enter
+
 
 @dataclasses.dataclass(frozen=True)
 class Pruner:

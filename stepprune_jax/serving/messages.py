@@ -29,7 +29,7 @@ from stepprune_jax.serving.images import Limits, read_image
 from stepprune_jax.trained import Weighted
 from stepprune_jax.user_input import UserError
 
-_PRUNERS = 64  # that are kept, of those that requests have asked for
+_PRUNERS = 64  # The most pruners that are kept for later requests.
 _LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
 _ROLES = ("user", "assistant")
 _SYSTEM = ("system", "developer")
@@ -206,8 +206,7 @@ class Reader:
         limit, visual = self.model.backbone.CONTEXT_LIMIT, 0
         for row in request.image_of[0]:
             size = int(request.images.sizes[row])
-            schedule = pruner.schedule(self.model.config, size)
-            visual += schedule.most if schedule.enter is None else schedule.enter
+            visual += pruner.schedule(self.model.config, size).bound
         text = len(request.ids[0]) - len(request.image_of[0])
         message = f"messages have {text} text tokens and up to {visual} visual tokens"
         message += f", expected at most {limit} together"

@@ -148,7 +148,7 @@ class Policy(Selector):
         Raises:
             ValueError: as `select`.
         """
-        from jax import export  # which in old versions of jax needs another package
+        from jax import export  # needs another package in old versions of jax
 
         most = options.get("max_steps") or self.longest(num_tokens)
         own = self.budget.count(num_tokens) if self.budget.kind in EXACT else None

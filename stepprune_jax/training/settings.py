@@ -100,7 +100,7 @@ class Run(EvaluationRun):
     method: str = setting(
         "stepprune",
         f"one of {', '.join(trainable())}",
-        lambda value: value in trainable(),  # those that exist now
+        lambda value: value in trainable(),  # at the time of the check, as methods may be added
     )
     steps: int = count(500)
     batch_size: int = count(32)

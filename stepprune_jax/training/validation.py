@@ -102,7 +102,7 @@ class Validation:
         supervised, row = self._targets.supervised.sum(), {"step": step}
         for case, name in _CASES.items():
             loss, told = found[case]
-            row[f"loss{name}"] = float(loss.sum() / supervised)  # of a supervised token
+            row[f"loss{name}"] = float(loss.sum() / supervised)  # mean over supervised tokens
             told = right if case == OWN else told
             row[f"accuracy{name}"] = round(100 * float(told.mean()), 2)
         return row | {

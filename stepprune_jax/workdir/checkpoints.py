@@ -87,7 +87,7 @@ def _newest(manager: ocp.CheckpointManager) -> tuple[int, dict[int, str]]:
 
 def _read(manager: ocp.CheckpointManager, step: int, like: PyTree = None) -> Restored:
     """Reads a checkpoint to arrays like the given ones, or to the first device."""
-    with naming(f"checkpoint {step} of {manager.directory}", ValueError):  # of Orbax
+    with naming(f"checkpoint {step} of {manager.directory}", ValueError):  # Orbax raises these
         stored = manager.item_metadata(step)["arrays"]
     if like is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -187,7 +187,7 @@ QWEN_TEMPLATE = (
     "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PLAIN_TEMPLATE = (  # of text alone, of the authors' program
+PLAIN_TEMPLATE = (  # the authors' program for text alone
     "{{ bos_token }}A chat between a curious user and an artificial intelligence assistant. The "
     "assistant gives helpful, detailed, and polite answers to the user's questions. {% for message "
     "in messages %}{% if message.role == 'user' %}{{ 'USER: ' + message.content + ' ASSISTANT:' }}"

@@ -35,7 +35,7 @@ def made(model, tmp_path_factory):
     flags += ["--batch", "2"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        efficiency.main(flags)
+        assert efficiency.main(flags) == 0
     return json.loads(out.read_text())["batches"]["2"], said.getvalue()
 
 
@@ -85,7 +85,8 @@ def test_a_row_that_fails_costs_no_other(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "measure", failing)
     rows = ["grid@4", "grid@8", "cls@4", "all"]
     flags = ["--model", model, "--json", str(out), "--rows", *rows, "--batch", "2", "1"]
-    efficiency.main([*flags, "--text", str(TEXT), "--new_tokens", "1", "--rounds", "1"])
+    run = [*flags, "--text", str(TEXT), "--new_tokens", "1", "--rounds", "1"]
+    assert efficiency.main(run) == 1
     result = json.loads(out.read_text())
     assert [row["row"] for row in result["batches"]["1"]] == ["all", "cls@4"]
     assert [row["row"] for row in result["batches"]["2"]] == ["grid@4", "grid@8", "cls@4"]

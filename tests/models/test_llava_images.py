@@ -118,7 +118,7 @@ def test_a_photograph_is_turned_as_a_viewer_shows_it(orientation, kind):
     # Nothing is turned twice, and a picture that is at hand as one that is a file.
     assert np.array_equal(open_image(shown, as_shown=True), shown)
     assert np.array_equal(open_image(Image.open(file), as_shown=True), shown)
-    if kind != "TIFF":  # which Pillow itself turns
+    if kind != "TIFF":  # Pillow turns a TIFF itself
         assert np.array_equal(np.asarray(open_image(file.getvalue()))[..., 0], CORNERS)
 
 

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = given.sections or list(known)
         expect("--sections", names, {*names} <= {*known}, f"some of {', '.join(known)}")
         for name, kind in itertools.product(names, ("json", "jsonl", "log")):
-            (out / f"{name}.{kind}").unlink(missing_ok=True)  # of an earlier run
+            (out / f"{name}.{kind}").unlink(missing_ok=True)  # left by an earlier run
         for number, name in enumerate(names, 1):
             left = 60 * given.minutes - (time.monotonic() - begin)
             limit = min(known[name].seconds, left - _GRACE)

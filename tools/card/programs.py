@@ -10,7 +10,7 @@ from stepprune_jax.models.weights import flatten
 from tools.aot.hlo import backends, copied_weights, loops
 from tools.card import figures
 
-_MOST_BYTES = 4 << 20  # of a file that is kept
+_MOST_BYTES = 4 << 20  # largest file that is kept
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def main() -> None:
         while True:
             try:
                 return measure(given.out, run, Path(folder) / f"batch{run.batch_size}")
-            except UserError as error:  # of `memory_advice`
+            except UserError as error:  # raised by `memory_advice`
                 if "out of device memory" not in str(error) or run.batch_size == 1:
                     raise
                 figures.add(given.out, f"batch {run.batch_size}", none=str(error)[:200])
