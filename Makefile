@@ -34,7 +34,7 @@ $(VENV)/.installed: $(VENV)/.runtime requirements-dev.txt
 	touch $@
 
 demo:
-	@echo "This takes about 6 minutes on two idle cores, once the packages are installed."
+	@echo "This takes about 7 minutes on two idle cores, once the packages are installed."
 	@$(MAKE) --no-print-directory $(VENV)/.runtime
 	$(PY) -m experiments.shapes --out $(DATA) $(DEMO_WORLD)
 	$(PY) train.py --config configs/shapes.py --workdir $(RUN) --config.data.folder=$(DATA) \
