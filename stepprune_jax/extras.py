@@ -43,12 +43,12 @@ def need(package: str, reason: str) -> None:
         raise MissingPackageError(f"{reason}: {explain(ModuleNotFoundError(name=package))}")
 
 
-def _command(module: str) -> Callable[[], None]:
-    """Returns a console script, the `command` of a module."""
+def _command(name: str) -> Callable[[], None]:
+    """Returns a console script: the `command` of a module of `cli`."""
 
     def run() -> None:
         try:
-            command = import_module(f"stepprune_jax.{module}").command
+            command = import_module(f"stepprune_jax.cli.{name}").command
         except ModuleNotFoundError as error:
             sys.exit(f"error: {explain(error)}")
         command()
@@ -56,11 +56,15 @@ def _command(module: str) -> Callable[[], None]:
     return run
 
 
-train = _command("training.__main__")
-evaluate = _command("evaluate")
-generate = _command("cli.generate")
-score = _command("benchmarks.score")
-export = _command("export")
 calibrate = _command("calibrate")
-demo = _command("demo.__main__")
-serve = _command("serving.__main__")
+check = _command("check")
+convert = _command("convert")
+demo = _command("demo")
+efficiency = _command("efficiency")
+evaluate = _command("evaluate")
+export = _command("export")
+generate = _command("generate")
+score = _command("score")
+serve = _command("serve")
+table = _command("table")
+train = _command("train")

@@ -65,7 +65,7 @@ def names_of_jax():
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
     """Shows what the library logs, as most commands do; the test before may have run another."""
-    from stepprune_jax.command_line import show_messages  # jaxtyping's hook comes first
+    from stepprune_jax.cli.command_line import show_messages  # jaxtyping's hook comes first
 
     show_messages("stdout")
 

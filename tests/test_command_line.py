@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from stepprune_jax import configurations
-from stepprune_jax.cli.generate import main as generate_command
-from stepprune_jax.command_line import (
+from stepprune_jax.cli.command_line import (
     Messages,
     Parser,
     add_config,
@@ -23,6 +22,7 @@ from stepprune_jax.command_line import (
     one_line_errors,
     read_config,
 )
+from stepprune_jax.cli.generate import main as generate_command
 from stepprune_jax.extras import MissingPackageError
 from stepprune_jax.parallel.distributed import use_cores
 from stepprune_jax.serving.errors import RequestError
@@ -130,7 +130,7 @@ def test_output_has_every_character():
 
 def test_a_platform_that_is_not_there_is_reported_in_one_line():
     """A GPU may be there, so that of `cuda` is hidden."""
-    code = "import jax; from stepprune_jax.command_line import exit_with\n"
+    code = "import jax; from stepprune_jax.cli.command_line import exit_with\n"
     code += "exit_with('prog', lambda: print(jax.numpy.zeros(1)))"
     done = python("-c", code, JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and not done.stdout
@@ -159,7 +159,7 @@ def test_a_home_that_does_not_exist_is_part_of_the_name(monkeypatch, tmp_path):
 
 PRINTS = """
 import sys
-from stepprune_jax.command_line import exit_with
+from stepprune_jax.cli.command_line import exit_with
 def main():
     sys.stdin.read()  # until whoever read the output has left
     for number in range(int(sys.argv[1])):
@@ -255,7 +255,7 @@ def test_mistakes_in_a_configuration_file_are_reported_with_their_line(tmp_path,
 
 KEPT = """
 import jax
-from stepprune_jax import command_line
+from stepprune_jax.cli import command_line
 command_line.Parser(compiles=True).parse_args()
 jax.jit(lambda x: x @ x)(jax.numpy.ones((3, 3)))
 print(jax.config.jax_compilation_cache_dir)

@@ -47,7 +47,7 @@ assert "torch" not in sys.modules
 
 # Last, for it ends the process.
 _COMMAND = """
-from stepprune_jax.command_line import exit_with
+from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.cli.generate import main
 exit_with("stepprune-generate", lambda: main([f"--model={sys.argv[1]}", "--prompt=a <image>"]))
 """

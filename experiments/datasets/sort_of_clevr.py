@@ -23,7 +23,7 @@ from experiments.datasets.llava_folder import (
     write_conversations,
     write_questions,
 )
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.user_input import UserError
 
 # In the order of the codes, and as stored: blue first, as in OpenCV.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from experiments.pretrain.run import pretrain
 from experiments.pretrain.settings import Pretraining
-from stepprune_jax.command_line import Parser, add_config, exit_with, read_config
+from stepprune_jax.cli.command_line import Parser, add_config, exit_with, read_config
 from stepprune_jax.parallel import distributed
 from stepprune_jax.workdir.lock import locked
 

@@ -20,7 +20,7 @@ from experiments.pretrain.small import saliency, saliency_tap
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.decoder import Wanted
+from stepprune_jax.models.decoder import Requested
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Params
 from stepprune_jax.policy import FeatureStats
@@ -264,7 +264,7 @@ def run_packed(
     segment = jnp.concatenate([shared, visual, packed.segment], axis=1)
     middle = Tap("hidden", 2 * config.text.num_layers // 3)
     rows = Rows(hidden, position, segment >= 0, segment)
-    span, wanted = (0, config.text.num_layers), Wanted(taps=(middle,))
+    span, wanted = (0, config.text.num_layers), Requested(taps=(middle,))
     stage = decoder.run_layers(params["language"], config.text, rows, span, wanted=wanted)
 
     def at(states: Array, slot: Array) -> Array:

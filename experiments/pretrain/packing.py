@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments.pretrain.conversations import Sample
-from stepprune_jax.data.encoding import ConversationEncoder, Encoded
+from stepprune_jax.data.encoding import ConversationEncoder, EncodedConversation
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 
 
@@ -44,7 +44,7 @@ class _Row(NamedTuple):
 
 
 def _pack_row(
-    encode: Callable[[tuple[str, str]], Encoded], sample: Sample, most: int
+    encode: Callable[[tuple[str, str]], EncodedConversation], sample: Sample, most: int
 ) -> tuple[list[int], _Row]:
     """Returns prefix and packed exchanges of a sample, as many as fit into `most` tokens."""
     row, prefix = _Row([], [], [], [], []), []

@@ -12,7 +12,7 @@ from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava, LlavaConfig, tower
 from stepprune_jax.models.llava.config import ClipConfig
-from stepprune_jax.models.llava.images import ImageSettings
+from stepprune_jax.models.llava.images import LlavaImageSettings
 from stepprune_jax.models.stack import Params
 
 TEMPLATE = Template(
@@ -49,9 +49,9 @@ def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Llava:
     return Llava(config)
 
 
-def image_settings(shape: ShapeSettings) -> ImageSettings:
+def image_settings(shape: ShapeSettings) -> LlavaImageSettings:
     """Returns the settings of an image processor that resizes to the shape's size."""
-    return ImageSettings(resize_to=shape.image_size, crop_to=shape.image_size)
+    return LlavaImageSettings(resize_to=shape.image_size, crop_to=shape.image_size)
 
 
 def init_params(key: Array, backbone: Llava) -> Params:

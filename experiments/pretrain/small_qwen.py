@@ -18,7 +18,7 @@ from experiments.pretrain.vocabulary import Template
 from stepprune_jax.models import vlm
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
-from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
+from stepprune_jax.models.qwen2_5_vl.images import Patches, QwenImageSettings
 from stepprune_jax.models.qwen2_5_vl.tower import rotary_frequencies
 from stepprune_jax.models.stack import Params, lay_out
 
@@ -64,10 +64,10 @@ def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Qwen2_5_VL:
     return Qwen2_5_VL(config)
 
 
-def image_settings(shape: ShapeSettings) -> ImageSettings:
+def image_settings(shape: ShapeSettings) -> QwenImageSettings:
     """Returns the settings of an image processor; sizes are bounded by the configuration."""
     del shape
-    return ImageSettings()
+    return QwenImageSettings()
 
 
 def init_params(key: Array, backbone: Qwen2_5_VL) -> Params:

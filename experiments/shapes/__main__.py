@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from experiments.shapes.world import preview, write_world
-from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stepprune_jax import configurations
-from stepprune_jax.command_line import Parser, file_to_write
+from stepprune_jax.cli.command_line import Parser, file_to_write
 from stepprune_jax.parallel import distributed
 
 

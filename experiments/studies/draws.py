@@ -23,7 +23,7 @@ from experiments.studies.command import read_study, study_parser
 from stepprune_jax import policy as functions
 from stepprune_jax.benchmarks.folder import BENCHMARK, is_right
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import exit_with, integer_from
+from stepprune_jax.cli.command_line import exit_with, integer_from
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.generate_stage import load_model

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from experiments.shapes import write_world
 from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
 from stepprune_jax.benchmarks.pope import SPLITS
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import read_answers, read_questions
 

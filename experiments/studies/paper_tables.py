@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.evaluation.table import average_retention
 
 DATA = Path(__file__).parents[1] / "paper_tables.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.data.llava import read_answers, read_questions
 from stepprune_jax.inference import generate
 from stepprune_jax.user_input import UserError

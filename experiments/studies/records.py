@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import stepprune_jax as sp
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.trained import AutoSelectConfig, PolicyGradientSettings
 
 HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32

@@ -44,7 +44,7 @@ from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy
-from stepprune_jax.command_line import exit_with, integer_from
+from stepprune_jax.cli.command_line import exit_with, integer_from
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation.calibrate import Biases

@@ -32,7 +32,7 @@ from stepprune_jax.benchmarks import BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
 from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.command_line import exit_with
+from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.calibrate import Biases
@@ -46,7 +46,7 @@ from stepprune_jax.evaluation.settings import (
     read_policies,
 )
 from stepprune_jax.evaluation.split import read_split
-from stepprune_jax.inference.encode import Encoded, encode_chunks
+from stepprune_jax.inference.encode import EncodedQuestions, encode_chunks
 from stepprune_jax.inference.pipeline import place_pruner, see
 from stepprune_jax.inference.sets import batches
 from stepprune_jax.models.stack import Execution
@@ -260,7 +260,9 @@ def _describe(
     }
 
 
-def _entropies(model: VLM, pruner: Policy, encoded: Encoded, size: int) -> Float[np.ndarray, "q"]:
+def _entropies(
+    model: VLM, pruner: Policy, encoded: EncodedQuestions, size: int
+) -> Float[np.ndarray, "q"]:
     """Computes the entropy of a policy's first pointer distribution for each question, in nats."""
     run, parts = jax.jit(_first_entropy), []
     for rows, count in batches(len(encoded.prompts.length), size):

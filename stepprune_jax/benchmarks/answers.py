@@ -12,7 +12,7 @@ from stepprune_jax.data.json_files import JsonObject, field, identity, read_json
 from stepprune_jax.user_input import UserError
 
 
-class Answer(NamedTuple):
+class GivenAnswer(NamedTuple):
     """A line of an answer file: its place, `question_id` as text, the answer, and all fields."""
 
     where: str
@@ -26,7 +26,7 @@ class Answer(NamedTuple):
         return words(self.fields, "prompt", self.where)
 
 
-def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answer]:
+def read_answers(file: str | Path, broken: list[str] | None = None) -> list[GivenAnswer]:
     """Reads an answer file, in its order.
 
     Lines that are not JSON are an error; or skipped, with a message on each added to `broken`.
@@ -35,13 +35,13 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Answ
     for where, value in read_json_lines(file, broken):
         name = identity(value, "question_id", where)
         text = field(value, "text", where, lambda text: isinstance(text, str), "an answer")
-        answers.append(Answer(where, name, text, value))
+        answers.append(GivenAnswer(where, name, text, value))
     return answers
 
 
 def latest(
-    answers: Iterable[Answer], known: Iterable[str], warnings: list[str], remedy: str = ""
-) -> dict[str, Answer]:
+    answers: Iterable[GivenAnswer], known: Iterable[str], warnings: list[str], remedy: str = ""
+) -> dict[str, GivenAnswer]:
     """Picks the last answer to each question of a benchmark, in the order of the known ids.
 
     Duplicates, unknown ids and missing answers become warnings. It is an error, with a remedy, if

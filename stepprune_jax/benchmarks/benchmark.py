@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion, check_images, read_list
 from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.user_input import UserError
@@ -76,7 +76,7 @@ class Benchmark:
     max_new_tokens: int
     score: Callable[..., Score]
     options: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    worth: Callable[[Path], Callable[[Answer], float | None]]
+    worth: Callable[[Path], Callable[[GivenAnswer], float | None]]
     convert: Callable[[Path, Path, Path], list[str]] | None = None
     submission_suffix: str = ".json"
 
@@ -130,7 +130,7 @@ class Benchmark:
 
 def worth_by_id(
     known: Mapping[str, T], judge: Callable[[str, T], float | bool]
-) -> Callable[[Answer], float | None]:
+) -> Callable[[GivenAnswer], float | None]:
     """Judges answers by the ids of their questions; see `Benchmark.worth`."""
     return lambda answer: (
         float(judge(answer.text, known[answer.id])) if answer.id in known else None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
@@ -26,7 +26,7 @@ def _read(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
         yield BenchmarkQuestion(question.question_id, question.text, question.text, question.image)
 
 
-def _worth(root: Path) -> Callable[[Answer], float | None]:
+def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     return worth_by_id(_read_truths(root), is_right)
 
 

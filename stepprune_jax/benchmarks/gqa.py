@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers, require_all
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers, require_all
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.data.json_files import JsonObject, read_json_object
 from stepprune_jax.user_input import UserError
@@ -25,7 +25,7 @@ _SOURCE = "questions1.2.zip at https://cs.stanford.edu/people/dorarad/gqa/downlo
 _NO_STEP = ("exist", "query: name", "choose name")
 
 
-class Question(NamedTuple):
+class GqaQuestion(NamedTuple):
     """Fields of a question that the official program reads.
 
     `structural` is "query" for open questions; `steps` are the operations of its program, except
@@ -45,7 +45,7 @@ def predicted(text: str) -> str:
     return text.rstrip(".").lower()
 
 
-def read_questions(path: Path) -> dict[str, Question]:
+def read_questions(path: Path) -> dict[str, GqaQuestion]:
     """Reads the balanced questions of an official question file by id, in its order."""
     fields = "isBalanced, question, answer, types, groups.global and semantic"
     questions = {}
@@ -58,11 +58,11 @@ def read_questions(path: Path) -> dict[str, Question]:
     return questions
 
 
-def _question(record: JsonObject) -> Question:
+def _question(record: JsonObject) -> GqaQuestion:
     """Extracts the relevant fields of a record."""
     group = record["groups"]["global"]
     operations = (f"{each['operation']}: {each['argument']}" for each in record["semantic"])
-    return Question(
+    return GqaQuestion(
         answer=record["answer"],
         structural=str(record["types"]["structural"]),
         semantic=str(record["types"]["semantic"]),
@@ -111,7 +111,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     return Score(accuracy, parts, warnings)
 
 
-def _accuracies(scored: list[tuple[Question, str]]) -> tuple[float, JsonObject]:
+def _accuracies(scored: list[tuple[GqaQuestion, str]]) -> tuple[float, JsonObject]:
     """Computes accuracy over all questions, and over each kind of them."""
     kinds: dict[str, dict[str | int, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for question, prediction in scored:
@@ -135,7 +135,7 @@ def _questions_path(root: str | Path) -> Path:
     return layout.file(Path(root) / "gqa" / "data" / QUESTIONS, _SOURCE)
 
 
-def _worth(root: Path) -> Callable[[Answer], float | None]:
+def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
     known = read_questions(_questions_path(root))
     return worth_by_id(known, lambda text, question: predicted(text) == question.answer)

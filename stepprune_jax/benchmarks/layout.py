@@ -8,6 +8,8 @@ from typing import Any
 from stepprune_jax.data.json_files import replace_file
 from stepprune_jax.user_input import UserError
 
+DATA = "playground/data/eval"
+
 
 def file(path: Path, source: str) -> Path:
     """Returns a path, or raises an error with the file's source if there is no such file."""

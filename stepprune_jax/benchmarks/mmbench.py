@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import OPTION_LETTER, BenchmarkQuestion
 from stepprune_jax.data.json_files import JsonObject
@@ -231,7 +231,7 @@ def _is_right(text: str, row: TsvRow) -> bool:
     return option_letter(text, options_of(row)) == row["answer"]
 
 
-def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
+def _worth(root: Path, edition: Edition) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer to one row; see `Benchmark.worth`."""
     return worth_by_id(_read_dev(root, edition), _is_right)
 
@@ -239,8 +239,8 @@ def _worth(root: Path, edition: Edition) -> Callable[[Answer], float | None]:
 def _submit(edition: Edition) -> str:
     """Returns how to have the test split scored."""
     return (
-        f"the test split is scored by the server only: write a submission with `python -m "
-        f"stepprune_jax.benchmarks.convert {edition.name}` and upload it at {SERVER}"
+        "the test split is scored by the server only: write a submission with "
+        f"`stepprune-convert {edition.name}` and upload it at {SERVER}"
     )
 
 
@@ -255,7 +255,7 @@ def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
     return table
 
 
-def _one_round(answers: str | Path) -> list[Answer]:
+def _one_round(answers: str | Path) -> list[GivenAnswer]:
     """Reads answers and rejects those of LLaVA's rotations, whose letters differ in meaning."""
     rows = read_answers(answers)
     for row in rows:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE
 from stepprune_jax.data.json_files import JsonObject, read_text
@@ -41,7 +41,7 @@ _SOURCE = "MME's authors (github.com/BradyFU/Awesome-Multimodal-Large-Language-M
 _ASK = " Please answer yes or no."
 
 
-class Question(NamedTuple):
+class MmeQuestion(NamedTuple):
     """A question of the release: its task, its text file, its text, and `Yes` or `No`."""
 
     task: str
@@ -53,7 +53,7 @@ class Question(NamedTuple):
 class OfficialLine(NamedTuple):
     """A line of the official text files: a question, and the answer to it on one line."""
 
-    question: Question
+    question: MmeQuestion
     answer: str
 
     @property
@@ -109,11 +109,11 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
     return Score(_total(parts), {**parts, "by_position": beside, **counts}, warnings)
 
 
-def _worth(root: Path) -> Callable[[Answer], float | None]:
+def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
     release = _read_release(Path(root) / "MME")
 
-    def worth(row: Answer) -> float | None:
+    def worth(row: GivenAnswer) -> float | None:
         lines = _lines(_matched([row], release), release)
         return float(lines[0].right) if lines else None
 
@@ -145,7 +145,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]
     return []
 
 
-def _read_release(folder: Path) -> dict[str, Question]:
+def _read_release(folder: Path) -> dict[str, MmeQuestion]:
     """Reads all questions by name, from the text files of all tasks."""
     release = {}
     for task in (*PERCEPTION, *COGNITION):
@@ -157,7 +157,7 @@ def _read_release(folder: Path) -> dict[str, Question]:
             raise FileNotFoundError(f"no text files in {place}: get {RELEASE} from {_SOURCE}")
         for file in files:
             for text, truth in _read_questions(file):
-                release[_name(task, file.name, text)] = Question(task, file.name, text, truth)
+                release[_name(task, file.name, text)] = MmeQuestion(task, file.name, text, truth)
     return release
 
 
@@ -176,7 +176,7 @@ def _read_questions(file: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer]:
+def _matched(answers: list[GivenAnswer], release: dict[str, MmeQuestion]) -> list[GivenAnswer]:
     """Returns the answers with their questions' names as ids; unknown ones keep their ids."""
     rows = []
     for answer in answers:
@@ -191,7 +191,7 @@ def _matched(answers: list[Answer], release: dict[str, Question]) -> list[Answer
     return rows
 
 
-def _lines(answers: Iterable[Answer], release: dict[str, Question]) -> list[OfficialLine]:
+def _lines(answers: Iterable[GivenAnswer], release: dict[str, MmeQuestion]) -> list[OfficialLine]:
     """Converts answers to questions of the release to lines of the official files."""
     return [
         OfficialLine(release[answer.id], on_one_line(answer.text))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
 from stepprune_jax.data.json_files import field, identity, read_json_lines, words
 from stepprune_jax.user_input import UserError
@@ -98,7 +98,7 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
     )
 
 
-def _worth(root: Path) -> Callable[[Answer], float | None]:
+def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
     questions, _ = _read_questions(Path(root) / "pope")
     return worth_by_id(questions, lambda text, question: says_yes(text) == question.label)
@@ -117,7 +117,7 @@ def _count(pairs: Iterable[tuple[bool, bool]]) -> Counts:
 
 
 def _join_by_question(
-    answers: dict[str, Answer], questions: dict[str, _Question]
+    answers: dict[str, GivenAnswer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
     """Counts each split, an answer's label being that of its question."""
     return {
@@ -130,7 +130,9 @@ def _join_by_question(
     }
 
 
-def _join_by_position(rows: list[Answer], questions: dict[str, _Question]) -> dict[str, Counts]:
+def _join_by_position(
+    rows: list[GivenAnswer], questions: dict[str, _Question]
+) -> dict[str, Counts]:
     """Counts each split, its n-th answer having the n-th label."""
     said = {split: [] for split in SPLITS}
     for row in rows:

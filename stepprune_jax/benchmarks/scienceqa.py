@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
 from stepprune_jax.benchmarks.questions import IMAGE_MARK, OPTION_LETTER, BenchmarkQuestion
 from stepprune_jax.data.json_files import field, identity, read_json_list, read_json_object, words
@@ -103,7 +103,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     return Score(_percent(right, seen), parts, warnings)
 
 
-def _worth(root: Path) -> Callable[[Answer], float | None]:
+def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
     problems = _read_problems(Path(root) / "scienceqa")
     return worth_by_id(problems, lambda text, problem: letter(text) == problem.answer)

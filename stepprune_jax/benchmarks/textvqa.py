@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import Answer, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import normalise, soft_accuracy, ten
@@ -87,7 +87,7 @@ def score(root: str | Path, answers: str | Path) -> Score:
     return Score(mean_percent(accuracies), parts, warnings)
 
 
-def _worth(root: Path) -> Callable[[Answer], float | None]:
+def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Soft accuracy of an answer; see `Benchmark.worth`."""
     path = Path(root) / "textvqa" / ANNOTATIONS
     people = read_people(path)
@@ -99,7 +99,7 @@ def _accuracy(text: str, answers: list[str]) -> float:
     return soft_accuracy(normalise(text), [normalise(answer) for answer in answers])
 
 
-def _key(row: Answer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
+def _key(row: GivenAnswer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
     """Returns image and question that a line answers."""
     key = row.id, question_of(row.prompt)
     if key not in people:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout, questions
-from stepprune_jax.benchmarks.answers import Answer, latest, read_answers, require_all
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers, require_all
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE, BenchmarkQuestion
 from stepprune_jax.benchmarks.vqa_answers import (
@@ -40,8 +40,8 @@ SERVER = "https://eval.ai/web/challenges/challenge-page/830"
 _SOURCE = "https://visualqa.org/download.html"
 _COCO = re.compile("COCO_([a-z]+20[0-9]+)_")  # names of images contain their split
 _SUBMIT = (
-    f"test-dev is scored by the server only: write a submission with `python -m "
-    f"stepprune_jax.benchmarks.convert vqav2` and upload it at {SERVER}"
+    "test-dev is scored by the server only: write a submission with `stepprune-convert vqav2` "
+    f"and upload it at {SERVER}"
 )
 
 
@@ -129,14 +129,14 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
     return Score(overall, parts, warnings)
 
 
-def _worth(root: Path) -> Callable[[Answer], float | None]:
+def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer by its accuracy; see `Benchmark.worth`."""
     people = read_people(Path(root) / "vqav2" / ANNOTATIONS)
     return worth_by_id(people, lambda text, known: accuracy(normalise(text), known.answers))
 
 
 def _accuracies(
-    kept: dict[str, Answer], people: dict[str, People], normaliser: Callable[[str], str]
+    kept: dict[str, GivenAnswer], people: dict[str, People], normaliser: Callable[[str], str]
 ) -> tuple[float, dict]:
     """Computes accuracy over all questions, and per type of question and answer."""
     every, tables = [], {"question_type": defaultdict(list), "answer_type": defaultdict(list)}

@@ -13,9 +13,9 @@ from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.extras import MissingPackageError
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import (
+    FieldRule,
     Json,
     ModelConfig,
-    Rule,
     Tokenizer,
     read_fields,
     switch,
@@ -27,12 +27,12 @@ from stepprune_jax.user_input import UserError, local_path, naming, warn_once
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 
 # The weights under another name than those that are looked for.
-_WEIGHTS = Rule("transformers_weights", None, lambda x: None, "null", optional=True)
+_WEIGHTS = FieldRule("transformers_weights", None, lambda x: None, "null", optional=True)
 
 _LOG = logging.getLogger(__name__)
 
 
-class Source(NamedTuple):
+class ModelFolder(NamedTuple):
     """An inspected checkpoint folder; its image tower may lie in a folder of its own.
 
     `origins` are the given folders or hub ids.
@@ -73,7 +73,7 @@ def inspect_folder(
     *,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
-) -> Source:
+) -> ModelFolder:
     """Identifies the kind of checkpoint and reads its configuration, not its weights.
 
     A separate tower is in `vision_folder`, or where ``config.json`` says. `min_pixels` and
@@ -101,10 +101,10 @@ def inspect_folder(
     ):
         backbone = family.read(raw | stops, raw_tower)
     backbone = backbone.bound_images(tower or folder, min_pixels, max_pixels)
-    return Source(folder, backbone, tower, origins, penalty)
+    return ModelFolder(folder, backbone, tower, origins, penalty)
 
 
-def fetch_weights(source: Source) -> None:
+def fetch_weights(source: ModelFolder) -> None:
     """Downloads the weights of a source on the hub, of several kinds only those that are read."""
     for origin in source.origins:
         for name in WEIGHT_NAMES:

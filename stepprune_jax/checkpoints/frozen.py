@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from stepprune_jax.checkpoints.folder import Source, inspect_folder
+from stepprune_jax.checkpoints.folder import ModelFolder, inspect_folder
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.settings import Settings, choice, count, setting
 
@@ -50,6 +50,6 @@ class ModelSettings(Settings, path="config.model"):
         """Bounds of images, as keyword arguments of `inspect_folder` and `load_vlm`."""
         return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
 
-    def inspect(self) -> Source:
+    def inspect(self) -> ModelFolder:
         """Inspects the model's folder; errors are those of `inspect_folder`."""
         return inspect_folder(*self.folders, **self.image_bounds)

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from pathlib import Path
 
-from stepprune_jax.checkpoints.folder import Source, fetch_weights
+from stepprune_jax.checkpoints.folder import ModelFolder, fetch_weights
 from stepprune_jax.checkpoints.policy import load_policy, read_about
 from stepprune_jax.checkpoints.weight_files import find_weights, read_folder
 from stepprune_jax.trained import Weighted
@@ -15,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 _SAMPLE = 1024
 
 
-def model_identity(source: Source) -> str:
+def model_identity(source: ModelFolder) -> str:
     """Returns a hash that identifies a frozen model without reading all of it.
 
     It covers the configuration, the index of the weights (every tensor's name, type, shape and
@@ -42,7 +42,7 @@ def file_identity(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load_policy_for(source: Source, path: str | Path) -> Weighted:
+def load_policy_for(source: ModelFolder, path: str | Path) -> Weighted:
     """Reads a policy as `load_policy` does; warns if its file says that it is for another model.
 
     Another model of the same widths would be accepted, with tokens that may be no better than

@@ -29,7 +29,7 @@ from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.backbone import Backbone, Processor
 from stepprune_jax.models.config import ModelConfig, Tokenizer
 from stepprune_jax.models.stack import Params
-from stepprune_jax.models.weights import Target
+from stepprune_jax.models.weights import WeightTarget
 from stepprune_jax.parallel import sharding
 from stepprune_jax.user_input import UserError, expect
 
@@ -125,7 +125,7 @@ def load_vlm(
 
 
 def make_vlm(
-    source: folders.Source, params: Params, tokenizer: Tokenizer, image_settings: Processor
+    source: folders.ModelFolder, params: Params, tokenizer: Tokenizer, image_settings: Processor
 ) -> VLM:
     """Builds a `VLM` from the parts loaded from a folder, whose chat template is checked."""
     warn_of_template(source.folder, source.backbone, tokenizer)
@@ -134,7 +134,7 @@ def make_vlm(
 
 
 def load_params(
-    source: folders.Source,
+    source: folders.ModelFolder,
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     *,
@@ -209,7 +209,7 @@ def _layouts(abstract: dict, backbone: Backbone, mesh: Mesh | None) -> dict[str,
     return {path: SingleDeviceSharding(device) for path in weights.flatten(abstract)}
 
 
-def _with_tie(source: folders.Source, tied: bool) -> folders.Source:
+def _with_tie(source: folders.ModelFolder, tied: bool) -> folders.ModelFolder:
     """Returns a source whose head is the embedding, or is not."""
     text = dataclasses.replace(source.config.text, tie_embeddings=tied)
     return source._replace(backbone=source.backbone.replace(text=text))
@@ -221,7 +221,7 @@ def _tied_names(backbone: Backbone) -> tuple[str, str]:
     return names["language/embed/embedding"], names["language/head/kernel"]
 
 
-def _is_tied(source: folders.Source, dtype: np.dtype) -> bool:
+def _is_tied(source: folders.ModelFolder, dtype: np.dtype) -> bool:
     """Returns whether the head is the embedding: as `transformers` does, not if another is stored.
 
     Files may hold both, and the same numbers twice.
@@ -257,7 +257,9 @@ def _are_equal(
     return all(np.array_equal(read(one, cut), read(other, cut)) for cut in cuts)
 
 
-def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safetensors.TensorEntry]:
+def _collect(
+    source: folders.ModelFolder, targets: list[WeightTarget]
+) -> dict[str, safetensors.TensorEntry]:
     """Finds the tensor of every name, and reports all mismatches in one error."""
     problems: dict[str, list[str]] = collections.defaultdict(list)
     entries: dict[str, safetensors.TensorEntry] = {}
@@ -305,7 +307,7 @@ def _collect(source: folders.Source, targets: list[Target]) -> dict[str, safeten
 
 
 def _load_weight(
-    target: Target,
+    target: WeightTarget,
     layout: Sharding,
     entries: Mapping[str, safetensors.TensorEntry],
     dtype: np.dtype,

@@ -13,7 +13,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.stack import Params, layout_of
-from stepprune_jax.models.weights import Target
+from stepprune_jax.models.weights import WeightTarget
 from stepprune_jax.user_input import UserError, local_path
 
 
@@ -71,10 +71,10 @@ def _check_shapes(flat: Mapping[str, Array | np.ndarray], abstract: Params) -> N
 
 
 def _write_weights(
-    folder: Path, flat: Mapping[str, Array | np.ndarray], targets: list[Target]
+    folder: Path, flat: Mapping[str, Array | np.ndarray], targets: list[WeightTarget]
 ) -> None:
     """Writes the weights under their names in the files."""
-    sources: dict[str, tuple[Target, int]] = {}
+    sources: dict[str, tuple[WeightTarget, int]] = {}
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for target in targets:
         for layer, name in enumerate(target.names):
@@ -91,7 +91,7 @@ def _write_weights(
     safetensors.write_file(folder / safetensors.SINGLE_NAME, specs, map(read, specs))
 
 
-def file_tensor(target: Target, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
+def file_tensor(target: WeightTarget, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
     """Returns one tensor of a weight in the file's axes, inverting the loader's transforms."""
     array = np.asarray(leaf[layer] if target.stacked else leaf)
     if target.transform == "transpose":

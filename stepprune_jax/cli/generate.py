@@ -25,7 +25,7 @@ from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.identity import load_policy_for, model_identity
 from stepprune_jax.checkpoints.load import load_params, make_vlm
 from stepprune_jax.cli.batch import answer_file, unanswered
-from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
+from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
@@ -67,7 +67,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog=program(_NAME),
+        prog=_NAME,
         description=__doc__.splitlines()[0],
         formatter_class=_Help,
         compiles=True,
@@ -259,7 +259,7 @@ def _converse(run: _Run, first: str | None) -> None:
             request = run.generator.read(turns_now, [run.images], system=run.system)
             found = _stream(run, request)
         except UserError as error:
-            print(f"{program(_NAME)}: error: {one_line(error)}", file=sys.stderr, flush=True)
+            print(f"{_NAME}: error: {one_line(error)}", file=sys.stderr, flush=True)
             continue
         turns += [question, found.text]
 

@@ -1,4 +1,4 @@
-"""Checks a data folder before training: `python -m stepprune_jax.data.check DIR`.
+"""Checks a data folder before training: `stepprune-check DIR`.
 
 Reads `train.json` and the questions and answers of each existing split, and decodes every image
 that they name. Prints a count for each file and the first faults; the exit status is 1 if there are
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepprune_jax.command_line import Parser, exit_with, integer_from
 from stepprune_jax.data.image_files import OUTSIDE, ImageFolder, existing_image
 from stepprune_jax.data.images import MAX_ASPECT, is_shown_otherwise, open_image
 from stepprune_jax.data.json_files import read_json_list
@@ -25,7 +24,7 @@ from stepprune_jax.data.llava import (
     read_questions,
 )
 from stepprune_jax.data.source import IMAGES, TRAIN_FILE
-from stepprune_jax.user_input import UserError, local_path, one_line
+from stepprune_jax.user_input import UserError, local_path
 
 SPLITS = ("validation", "test")
 
@@ -141,23 +140,3 @@ def _decoded(root: Path, paths: Iterable[Path]) -> Checked:
         for n in np.flatnonzero(outside)
     ]
     return Checked(IMAGES, len(found) - len(faults), "images decoded", faults, notes)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Checks a folder and prints the results."""
-    parser = Parser(prog="stepprune_jax.data.check", description=__doc__.partition(":")[0])
-    parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
-    parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
-    arguments = parser.parse_args(argv)
-    checked = check_folder(arguments.folder)
-    for name, count, kind, faults, notes in checked:
-        numbers = ((faults, "faults"), (notes, "not for all runs"))
-        rest = "".join(f", {len(lines):,} {what}" for lines, what in numbers if lines)
-        print(f"{name}: {count:,} {kind}{rest}")
-        lines = [*faults[: arguments.faults], *notes[: arguments.faults]]
-        print("".join(f"  {one_line(line)}\n" for line in lines), end="")
-    return int(any(part.faults for part in checked))
-
-
-if __name__ == "__main__":
-    exit_with("stepprune_jax.data.check", main)

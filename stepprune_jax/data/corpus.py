@@ -9,14 +9,19 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.data.encoding import IGNORE, ConversationEncoder, Encoded, last_answer
+from stepprune_jax.data.encoding import (
+    IGNORE,
+    ConversationEncoder,
+    EncodedConversation,
+    last_answer,
+)
 from stepprune_jax.data.index import Index, Samples
 
 # A fast tokenizer must not be called by two threads at once.
 _TOKENIZER = threading.Lock()
 
 
-class Limits(NamedTuple):
+class LengthLimits(NamedTuple):
     """Limits on the length of a row.
 
     Attributes:
@@ -35,7 +40,7 @@ class Limits(NamedTuple):
         return self.context - self.image_tokens + 1
 
 
-class Row(NamedTuple):
+class TrainingRow(NamedTuple):
     """One conversation as numbers; its image is read on demand.
 
     Attributes:
@@ -51,13 +56,13 @@ class Row(NamedTuple):
     target: Int[np.ndarray, " k"]
 
 
-def make_row(encoded: Encoded, limits: Limits) -> Row:
+def make_row(encoded: EncodedConversation, limits: LengthLimits) -> TrainingRow:
     """Truncates a conversation with one image, and finds its supervised tokens: the last answer."""
     ids = np.array(encoded.ids[: limits.ids], np.int32)
     labels = np.array(last_answer(encoded.labels)[: limits.ids], np.int32)
     at = np.flatnonzero(labels[1:] != IGNORE) + 1
     text = np.array(encoded.text[: limits.policy_text], np.int32)
-    return Row(ids, text, (at - 1).astype(np.int32), labels[at])
+    return TrainingRow(ids, text, (at - 1).astype(np.int32), labels[at])
 
 
 class Lengths(NamedTuple):
@@ -78,7 +83,7 @@ class Corpus:
         samples: Samples,
         root: Path,
         encoder: ConversationEncoder,
-        limits: Limits,
+        limits: LengthLimits,
     ):
         """Builds a corpus from the index of a file."""
         self._samples, self._names, self._root = samples, index.names, root
@@ -96,7 +101,7 @@ class Corpus:
     def __len__(self) -> int:
         return len(self._sample)
 
-    def rows(self, numbers: Sequence[int]) -> list[Row]:
+    def rows(self, numbers: Sequence[int]) -> list[TrainingRow]:
         """Tokenises some rows."""
         parts = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
         turns = [self._samples.turns(*part) for part in parts.tolist()]

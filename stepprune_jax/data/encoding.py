@@ -21,7 +21,7 @@ from stepprune_jax.user_input import UserError
 IGNORE = -100
 
 
-class Encoded(NamedTuple):
+class EncodedConversation(NamedTuple):
     """A conversation as token ids.
 
     Attributes:
@@ -76,7 +76,7 @@ class ConversationEncoder:
                 "fast one (with tokenizer.json)"
             )
 
-    def encode(self, turns: Sequence[str], num_images: int) -> Encoded:
+    def encode(self, turns: Sequence[str], num_images: int) -> EncodedConversation:
         """Encodes a conversation.
 
         The ids are those of `tokenize_with_images` on the family's prompt. The assistant's text is
@@ -96,7 +96,9 @@ class ConversationEncoder:
         """
         return self.encode_all([turns], num_images)[0]
 
-    def encode_all(self, conversations: Sequence[Sequence[str]], num_images: int) -> list[Encoded]:
+    def encode_all(
+        self, conversations: Sequence[Sequence[str]], num_images: int
+    ) -> list[EncodedConversation]:
         """Encodes several conversations in one call of the tokenizer, which uses all processors."""
         self.check()
         written = [self._write(turns, num_images) for turns in conversations]
@@ -118,7 +120,7 @@ class ConversationEncoder:
             labels = _labels(pieces[number], ids, tokens.offset_mapping[part], supervised)
             skip = start_tokens(self.tokenizer, ids[0])
             whole = join_at_images(ids, skip), join_at_images(labels, skip, IGNORE)
-            encoded.append(Encoded(*whole, list(text[number]) if words[number] else []))
+            encoded.append(EncodedConversation(*whole, list(text[number]) if words[number] else []))
         return encoded
 
     def _write(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:

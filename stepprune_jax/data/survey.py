@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Int
 
-from stepprune_jax.data.corpus import Corpus, Limits
+from stepprune_jax.data.corpus import Corpus, LengthLimits
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.image_files import MISSING, OUTSIDE, ImageFolder, ImagePathError
 from stepprune_jax.data.index import (
@@ -30,7 +30,7 @@ from stepprune_jax.user_input import UserError
 def open_corpus(
     source: Source,
     encoder: ConversationEncoder,
-    limits: Limits,
+    limits: LengthLimits,
     identity: str,
     say: Callable[[str], object] = print,
 ) -> Corpus:
@@ -64,14 +64,14 @@ def open_corpus(
     return corpus
 
 
-def _refuse(index: Index, samples: Samples, source: Source, limits: Limits) -> None:
+def _refuse(index: Index, samples: Samples, source: Source, limits: LengthLimits) -> None:
     """Raises for the first unusable sample, if requested."""
     bad = np.flatnonzero((index.problem == MALFORMED) | (index.problem == NO_ANSWER))
     if source.data.unusable == "stop" and len(bad):
         raise UserError(_explain(index, int(bad[0]), samples, limits))
 
 
-def _explain(index: Index, row: int, samples: Samples, limits: Limits) -> str:
+def _explain(index: Index, row: int, samples: Samples, limits: LengthLimits) -> str:
     """Returns the reason why a row is unusable."""
     sample = int(index.sample[row])
     if index.problem[row] == MALFORMED:
@@ -116,7 +116,7 @@ def _image(index: Index, row: int, samples: Samples) -> tuple[str, str]:
 
 
 def _report(
-    index: Index, missing: np.ndarray, samples: Samples, split_turns: bool, limits: Limits
+    index: Index, missing: np.ndarray, samples: Samples, split_turns: bool, limits: LengthLimits
 ) -> list[str]:
     """Reports the file's contents and skipped rows, one line each."""
     rows = f", {len(index.sample):,} questions" if split_turns else ""
@@ -145,7 +145,7 @@ def _report(
 
 
 def _token_report(
-    index: Index, used: Int[np.ndarray, " u"], corpus: Corpus, limits: Limits
+    index: Index, used: Int[np.ndarray, " u"], corpus: Corpus, limits: LengthLimits
 ) -> list[str]:
     """Reports the lengths of the usable rows."""
     lengths = corpus.lengths

@@ -24,7 +24,7 @@ from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import Budget, Pruner
 
 
-class Row(NamedTuple):
+class BenchRow(NamedTuple):
     """A row of the table: its name, such as "stepprune@64", its pruner, and what it is to keep."""
 
     name: str
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     budget: Budget
 
 
-class Batch(NamedTuple):
+class BenchInputs(NamedTuple):
     """Inputs of all rows: prompts with one image each, and the images."""
 
     prompts: Prompts
@@ -47,7 +47,7 @@ class Bench(NamedTuple):
     rounds: int
 
 
-def draw_batch(backbone: Backbone, size: int, text: int) -> Batch:
+def draw_batch(backbone: Backbone, size: int, text: int) -> BenchInputs:
     """Draws images and prompts."""
     config, random = backbone.config, np.random.default_rng(0)
     pixels = jax.tree.map(
@@ -64,10 +64,10 @@ def draw_batch(backbone: Backbone, size: int, text: int) -> Batch:
     full = np.full(size, text, np.int32)
     prompts = Prompts(ids, full + 1, words, full, number[:, None], number)
     parts = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], pixels) for row in range(size)]
-    return Batch(prompts, read_images(backbone, parts))
+    return BenchInputs(prompts, read_images(backbone, parts))
 
 
-def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
+def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
     """Calibrates the stop of a row with a mean budget on the images of the batch."""
     pruner, model = row.pruner, bench.model
     if row.budget.kind != "mean":
@@ -87,7 +87,9 @@ def with_stop_bias(bench: Bench, row: Row, batch: Batch) -> Row:
     return row._replace(pruner=pruner.replace(stop_bias=bias))
 
 
-def measure(bench: Bench, base: Row | None, row: Row, batch: Batch) -> dict[str, Any]:
+def measure(
+    bench: Bench, base: BenchRow | None, row: BenchRow, batch: BenchInputs
+) -> dict[str, Any]:
     """Measures a row, which takes turns with the baseline if there is one."""
     is_base, row = row is base, with_stop_bias(bench, row, batch)
     first, own, beside = _answer(bench, row, batch), [], []
@@ -123,7 +125,7 @@ class _Turn(NamedTuple):
     cache: int
 
 
-def _answer(bench: Bench, row: Row, batch: Batch) -> _Turn:
+def _answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
     """Answers a batch like a user's program, timing the first token."""
     model, options, sampling = bench.model, bench.options, greedy(())
     taps = row.pruner.taps(model.config)
@@ -150,7 +152,7 @@ def _spread(values: Iterable[float]) -> list[float]:
 
 
 def count_tflops(
-    backbone: Backbone, row: Row, batch: Batch, kept: float | None = None
+    backbone: Backbone, row: BenchRow, batch: BenchInputs, kept: float | None = None
 ) -> dict[str, float]:
     """Returns each stage's operations, by formula, for the tokens that are present.
 

@@ -38,7 +38,7 @@ from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.base import RunOptions
-from stepprune_jax.inference.encode import WIDTHS, Encoded, chunk_size, encode_questions
+from stepprune_jax.inference.encode import WIDTHS, EncodedQuestions, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.sets import Answers, Batching, milliseconds
 from stepprune_jax.parallel import distributed
@@ -263,7 +263,7 @@ class _Answerer:
     def _answer_group(
         self,
         group: Sequence[tuple[_OpenRow, list[int]]],
-        seen: Encoded,
+        seen: EncodedQuestions,
         plain: dict[int, AnswerLine],
         bar: tqdm,
     ) -> None:
@@ -281,7 +281,9 @@ class _Answerer:
             append(row.file.part(jax.process_index()), objects)
             bar.update(len(mine))
 
-    def _lines(self, seen: Encoded, row: TableRow, answers: Answers) -> dict[int, AnswerLine]:
+    def _lines(
+        self, seen: EncodedQuestions, row: TableRow, answers: Answers
+    ) -> dict[int, AnswerLine]:
         """Returns the lines of one row of the table by number of the question."""
         lines = {}
         grids, sizes = seen.images.grid[seen.prompts.image_of[:, 0]].tolist(), seen.sizes.tolist()
@@ -296,7 +298,7 @@ class _Answerer:
             lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, fields)
         return lines
 
-    def _answer_plain(self, encoded: Encoded) -> dict[int, AnswerLine]:
+    def _answer_plain(self, encoded: EncodedQuestions) -> dict[int, AnswerLine]:
         """Answers questions without an image, for which all methods agree."""
         rows = np.flatnonzero(~encoded.prompts.has_image)
         if not len(rows):

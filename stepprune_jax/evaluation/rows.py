@@ -12,7 +12,7 @@ import numpy as np
 
 from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questions_digest
-from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.names import own_stop
@@ -97,7 +97,7 @@ class Conditions:
     """What determines answers besides row and question, and the folder for them."""
 
     run: EvaluationRun
-    source: Source
+    source: ModelFolder
     policies: Mapping[str, Weighted]
     folder: Path
 

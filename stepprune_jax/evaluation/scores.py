@@ -10,7 +10,7 @@ from jaxtyping import Bool
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import AnswerFile
-from stepprune_jax.benchmarks.answers import Answer, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.data.json_files import JsonObject, read_json_list
 from stepprune_jax.evaluation.names import ALL, DOWNSAMPLED
 from stepprune_jax.settings import is_count, is_number
@@ -95,18 +95,18 @@ def score_hard(files: Sequence[AnswerFile], root: Path) -> dict[Path, JsonObject
     return found
 
 
-def _whole_lines(file: AnswerFile) -> list[Answer]:
+def _whole_lines(file: AnswerFile) -> list[GivenAnswer]:
     """Reads the complete lines of a file that a run may have torn, or is still writing."""
     return read_answers(file.path, broken=[]) if b"\n" in file.path.read_bytes() else []
 
 
-def about_images(answers: Sequence[Answer]) -> Bool[np.ndarray, "q"]:
+def about_images(answers: Sequence[GivenAnswer]) -> Bool[np.ndarray, "q"]:
     """Marks the answers to questions with an image, which have operations; all if none has."""
     counted = np.array(["gflops" in answer.fields for answer in answers], bool)
     return counted | ~counted.any()
 
 
-def _measured(answers: Sequence[Answer]) -> dict[str, float | int | None]:
+def _measured(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
     """Summarises K, time and operations over the lines of a file."""
     if not answers:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms", "gflops"))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
-from stepprune_jax.benchmarks.score import DATA
-from stepprune_jax.checkpoints.folder import Source
+from stepprune_jax.benchmarks.layout import DATA
+from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.frozen import ModelSettings
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.policy import (
@@ -203,7 +203,7 @@ def read_policies(
     settings: EvalSettings,
     workdir: str | Path,
     policy: str | Path | None = None,
-    source: Source | None = None,
+    source: ModelFolder | None = None,
 ) -> dict[str, Weighted]:
     """Loads the policies of the rows to answer by name, in the order of the table.
 

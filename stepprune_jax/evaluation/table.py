@@ -1,6 +1,6 @@
 """Tables of one run or several.
 
-    python -m stepprune_jax.evaluation.table runs/llava7b runs/baselines
+    stepprune-table runs/llava7b runs/baselines
 
 One benchmark has a table of all figures, several have one in the paper's format, where "Avg." is
 100 x the mean over benchmarks of score / score with all tokens, from unrounded scores. The row of
@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.answer_files import pruning_rate
-from stepprune_jax.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markdown_rows
 from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
-from stepprune_jax.evaluation.scores import read_scores
 from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.user_input import UserError
 
@@ -299,20 +297,3 @@ def write_table(folder: Path, table: BenchmarkTable) -> None:
         csv_table(rows), encoding="utf-8", errors="backslashreplace"
     )
     write_json(folder / f"{NAME}.json", rows)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command."""
-    parser = Parser(prog="stepprune_jax.evaluation.table", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
-    parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
-    arguments = parser.parse_args(argv)
-    names = [str(Path(run)) for run in arguments.runs]
-    table = merge_scores({name: read_scores(name) for name in names})
-    if arguments.out is not None:
-        write_table(Path(arguments.out), table)
-    print(as_markdown(table), end="")
-
-
-if __name__ == "__main__":
-    exit_with("stepprune_jax.evaluation.table", main)

@@ -6,7 +6,7 @@ batch, `programs` the compiled programs, and `sets` answers whole sets. The type
 
 from stepprune_jax.inference.base import Decoding, Images, Prompts, RunOptions, Trace
 from stepprune_jax.inference.decoding import decode
-from stepprune_jax.inference.encode import Encoded, encode_questions
+from stepprune_jax.inference.encode import EncodedQuestions, encode_questions
 from stepprune_jax.inference.generate import Answer, Generator, generate, stream, trace_arrays
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling, greedy, nucleus, sample
@@ -18,7 +18,7 @@ __all__ = [
     "Answers",
     "Batching",
     "Decoding",
-    "Encoded",
+    "EncodedQuestions",
     "Generator",
     "Images",
     "Prompts",

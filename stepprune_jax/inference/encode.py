@@ -32,7 +32,7 @@ WIDTHS = tuple(width for width in bucket_ladder(1 << 16) if width >= 32)
 _CHUNK_BYTES, CHUNK = 300_000_000, 1024
 
 
-class Encoded(NamedTuple):
+class EncodedQuestions(NamedTuple):
     """A set of questions, each with one image or none, on the host.
 
     `images` are the distinct images, after the tower or before it; zeros if there is none.
@@ -56,7 +56,7 @@ class Encoded(NamedTuple):
         """Whether every question has an image."""
         return bool(self.prompts.has_image.all())
 
-    def take(self, rows: np.ndarray) -> "Encoded":
+    def take(self, rows: np.ndarray) -> "EncodedQuestions":
         """Returns some of the questions, with all images."""
         return self._replace(prompts=self.prompts.take(rows))
 
@@ -79,7 +79,7 @@ def encode_questions(
     tower: bool = True,
     numbers: Sequence[int] | None = None,
     as_shown: bool = False,
-) -> Encoded:
+) -> EncodedQuestions:
     """Reads every distinct image once, runs the tower over it, and tokenises every question.
 
     Without `tower`, images remain pixels: if each is used once, a batch is answered by fewer
@@ -121,12 +121,12 @@ def encode_questions(
     prompts = Prompts(*prompt, *said, image_of[:, None], number.astype(np.int32))
     shown = len(questions) - len(without)
     mean = seconds / counted if counted else np.nan if shown else 0.0
-    return cut_prompts(Encoded(prompts, images, mean), model.backbone.CONTEXT_LIMIT)
+    return cut_prompts(EncodedQuestions(prompts, images, mean), model.backbone.CONTEXT_LIMIT)
 
 
 def encode_chunks(
     model: VLM, questions: Sequence[Question | BenchmarkQuestion], **options: Any
-) -> Iterator[tuple[int, Encoded]]:
+) -> Iterator[tuple[int, EncodedQuestions]]:
     """Encodes questions chunk by chunk; yields the number of the first of each, and the chunk."""
     size = chunk_size(model, options["batch_size"])
     for first in range(0, len(questions), size):
@@ -174,7 +174,7 @@ def _width(rows: Sequence[Sequence[int]]) -> int:
     return next((size for size in WIDTHS if size >= longest), longest)
 
 
-def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
+def cut_prompts(encoded: EncodedQuestions, limit: int) -> EncodedQuestions:
     """Truncates prompts that exceed `limit` with all visual tokens, as LLaVA does, and warns."""
     prompts = encoded.prompts
     most = limit - np.maximum(encoded.sizes - 1, 0)
@@ -189,7 +189,7 @@ def cut_prompts(encoded: Encoded, limit: int) -> Encoded:
     return encoded._replace(prompts=prompts._replace(length=length))
 
 
-def check_lengths(encoded: Encoded, limit: int) -> None:
+def check_lengths(encoded: EncodedQuestions, limit: int) -> None:
     """Rejects prompts that are longer than `limit` with all their visual tokens, by number."""
     total = encoded.prompts.length + np.maximum(encoded.sizes - 1, 0)
     longest = int(np.argmax(total))

@@ -14,7 +14,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Begun, RunOptions
 from stepprune_jax.inference.decoding import check_finite
-from stepprune_jax.inference.encode import Encoded
+from stepprune_jax.inference.encode import EncodedQuestions
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.sets import Answers, Batching, Variant, answer_set
@@ -163,7 +163,7 @@ class Generator:
 
     def answer_set(
         self,
-        asked: Encoded,
+        asked: EncodedQuestions,
         batching: Batching,
         variants: Sequence[Variant] | None = None,
     ) -> "Events[Answers, None, None]":

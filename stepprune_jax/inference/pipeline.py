@@ -33,13 +33,12 @@ from stepprune_jax.inference.base import (
     RunOptions,
     Texts,
 )
-from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows, replicate_like
-from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, ladder, row_bucket
 from stepprune_jax.pruning import AllTokens, Budget, Kept, Pruner, Ranker, Ranking, View
 from stepprune_jax.trained import Weighted
 

@@ -17,9 +17,9 @@ from stepprune_jax.data.prompts import (
     tokenize_with_images,
 )
 from stepprune_jax.inference.base import Images, Prompts, read_images
-from stepprune_jax.inference.buckets import row_bucket
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels, join_images
+from stepprune_jax.policy.buckets import row_bucket
 from stepprune_jax.user_input import UserError, naming, require
 
 ImageLike = str | Path | bytes | Image.Image

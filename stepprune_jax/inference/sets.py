@@ -12,7 +12,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions
 from stepprune_jax.inference.decoding import check_finite
-from stepprune_jax.inference.encode import Encoded
+from stepprune_jax.inference.encode import EncodedQuestions
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.sampling import greedy
 from stepprune_jax.inference.text import answer_text
@@ -58,7 +58,7 @@ class Answers(NamedTuple):
 def answer_set(
     model: VLM,
     variants: Sequence[Variant],
-    asked: Encoded,
+    asked: EncodedQuestions,
     options: RunOptions,
     batching: Batching,
 ) -> Iterator[Answers]:
@@ -143,7 +143,7 @@ def rank_all(
 def _answer_all(
     model: VLM,
     pruner: Pruner,
-    asked: Encoded,
+    asked: EncodedQuestions,
     options: RunOptions,
     batching: Batching,
     ranking: Ranking | None,

@@ -32,7 +32,7 @@ _GREEDY = Sampling(repetition_penalty=1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class AnswererOptions:
     """What an answerer is loaded from, and how it runs.
 
     Attributes:
@@ -67,7 +67,7 @@ class Settings:
     seed: int = 0
 
 
-class Wanted(NamedTuple):
+class AskedQuestion(NamedTuple):
     """A question of another program.
 
     Attributes:
@@ -90,7 +90,7 @@ class Answerer(NamedTuple):
     batch_size: int
 
 
-def load_answerer(settings: Settings) -> Answerer:
+def load_answerer(settings: AnswererOptions) -> Answerer:
     """Checks the settings, and then loads the model.
 
     Raises:
@@ -123,7 +123,7 @@ def load_answerer(settings: Settings) -> Answerer:
 
 def answer_questions(
     answerer: Answerer,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[AskedQuestion],
     report: Callable[[int], None] = lambda done: None,
 ) -> list[str]:
     """Answers questions greedily.
@@ -165,7 +165,7 @@ def answer_questions(
     return texts
 
 
-def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
+def _question(number: int, wanted: AskedQuestion) -> BenchmarkQuestion:
     """Converts a question to a benchmark question; equal images go through the tower once."""
     image = None
     if wanted.images:
@@ -175,7 +175,7 @@ def _question(number: int, wanted: Wanted) -> BenchmarkQuestion:
     return BenchmarkQuestion(number, wanted.text, wanted.text, image)
 
 
-def _answer_alone(answerer: Answerer, wanted: Wanted, longest: int) -> str:
+def _answer_alone(answerer: Answerer, wanted: AskedQuestion, longest: int) -> str:
     """Answers a question about several images as the others, but in a batch of its own."""
     generator = _with_longest(answerer.generator, longest)
     request = generator.read([wanted.text], [wanted.images], as_shown=False)

@@ -16,7 +16,12 @@ from typing import Any
 from PIL import Image
 from tqdm import tqdm
 
-from stepprune_jax.integrations.answerer import Settings, Wanted, answer_questions, load_answerer
+from stepprune_jax.integrations.answerer import (
+    AnswererOptions,
+    AskedQuestion,
+    answer_questions,
+    load_answerer,
+)
 from stepprune_jax.user_input import UserError
 
 try:
@@ -35,7 +40,7 @@ _HEEDED = {"max_new_tokens", "until", "temperature", "do_sample", "num_beams"}
 _HARMLESS = {"top_p", "top_k", "use_cache"}
 
 
-class StepPrune(lmms):
+class StepPruneModel(lmms):
     """A LLaVA whose visual tokens are pruned, for lmms-eval's tasks with images or none."""
 
     is_simple = True
@@ -65,7 +70,9 @@ class StepPrune(lmms):
         super().__init__()
         # As text it comes from a command line.
         size = int(batch_size) if str(batch_size).isdecimal() else batch_size
-        self._answerer = load_answerer(Settings(pretrained=pretrained, batch_size=size, **options))
+        self._answerer = load_answerer(
+            AnswererOptions(pretrained=pretrained, batch_size=size, **options)
+        )
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers lmms-eval's requests greedily.
@@ -89,7 +96,7 @@ class StepPrune(lmms):
             self.cache_hook.add_partial("generate_until", request.args[:2], text)
         return texts
 
-    def _wanted(self, request: Any) -> Wanted:
+    def _wanted(self, request: Any) -> AskedQuestion:
         """Converts a request to a question."""
         context, settings, doc_to_visual, number, task, split = request.args
         where = f"{task}, {split}, document {number}"
@@ -103,7 +110,7 @@ class StepPrune(lmms):
         until = (until,) if isinstance(until, str) else tuple(until)
         longest = settings.get("max_new_tokens")
         longest = MAX_NEW_TOKENS if longest is None else int(longest)
-        return Wanted(context, tuple(visuals), longest, until)
+        return AskedQuestion(context, tuple(visuals), longest, until)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Raises, as the paper's benchmarks are all answered by generation."""

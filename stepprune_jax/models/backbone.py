@@ -26,7 +26,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
 from stepprune_jax.models.images import Bytes, Pixels, stack_images
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.models.weights import Rule, Target, targets
+from stepprune_jax.models.weights import WeightRule, WeightTarget, targets
 from stepprune_jax.user_input import naming
 
 Processor = Any  # settings of an image processor, of a type that only the family reads
@@ -110,10 +110,10 @@ class Backbone(abc.ABC):
         """Returns whether an unused canonical name may be in the files, such as a tied head."""
 
     @abc.abstractmethod
-    def weight_rules(self) -> tuple[Rule, ...]:
+    def weight_rules(self) -> tuple[WeightRule, ...]:
         """Returns the rules that map tensors of a checkpoint to weights."""
 
-    def weight_targets(self, abstract: Params) -> list[Target]:
+    def weight_targets(self, abstract: Params) -> list[WeightTarget]:
         """Lists the tensors that make up each leaf of the weights; see `weights.targets`."""
         return targets(abstract, self.weight_rules())
 

@@ -22,7 +22,7 @@ MOST, MOST_LAYERS = 1 << 24, 1024
 LONGEST_SIDE = 8192  # largest input of a tower in pixels, 20 times that of any model
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """What a field of a JSON file may hold.
 
     `read` maps the field to a value, or to None if it does not fit. Absent and null fields get the
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     optional: bool = False
 
 
-def read_fields(raw: Json, where: str, rules: Mapping[str, Rule]) -> Json:
+def read_fields(raw: Json, where: str, rules: Mapping[str, FieldRule]) -> Json:
     """Reads values by name from the fields of a JSON object; the first misfit is refused."""
     values = {}
     for name, rule in rules.items():
@@ -48,47 +48,49 @@ def read_fields(raw: Json, where: str, rules: Mapping[str, Rule]) -> Json:
     return values
 
 
-def one_of(field: str, default: object, *others: object) -> Rule:
+def one_of(field: str, default: object, *others: object) -> FieldRule:
     """One of a few values; with the default None it must be given."""
     values = tuple(value for value in (default, *others) if value is not None)
     expected = "one of " * (len(values) > 1) + ", ".join(map(repr, values))
-    return Rule(field, default, lambda x: x if x in values else None, expected)
+    return FieldRule(field, default, lambda x: x if x in values else None, expected)
 
 
-def size(field: str, default: int | None, most: int = MOST) -> Rule:
+def size(field: str, default: int | None, most: int = MOST) -> FieldRule:
     """A positive integer, of a size that a model can have; without a default it may be absent."""
 
     def read(value: object) -> int | None:
         return value if is_count(value) and value <= most else None
 
-    return Rule(field, default, read, f"a positive integer of at most {most:,}", default is None)
+    return FieldRule(
+        field, default, read, f"a positive integer of at most {most:,}", default is None
+    )
 
 
-def number(field: str, default: float | None) -> Rule:
+def number(field: str, default: float | None) -> FieldRule:
     """A finite number above 0."""
 
     def read(value: object) -> float | None:
         return float(value) if is_number(value) and value > 0 else None
 
-    return Rule(field, default, read, "a finite number above 0")
+    return FieldRule(field, default, read, "a finite number above 0")
 
 
-def switch(field: str, default: bool) -> Rule:
+def switch(field: str, default: bool) -> FieldRule:
     """True or false."""
-    return Rule(field, default, lambda x: x if isinstance(x, bool) else None, "true or false")
+    return FieldRule(field, default, lambda x: x if isinstance(x, bool) else None, "true or false")
 
 
-def part(field: str, default: Json | None = None) -> Rule:
+def part(field: str, default: Json | None = None) -> FieldRule:
     """An object."""
-    return Rule(field, default, lambda x: x if isinstance(x, dict) else None, "an object")
+    return FieldRule(field, default, lambda x: x if isinstance(x, dict) else None, "an object")
 
 
-def token(field: str, default: int | None = None) -> Rule:
+def token(field: str, default: int | None = None) -> FieldRule:
     """A token id that may be absent."""
-    return Rule(field, default, lambda x: x if _is_id(x) else None, "a token id", True)
+    return FieldRule(field, default, lambda x: x if _is_id(x) else None, "a token id", True)
 
 
-def tokens(field: str, default: tuple[int, ...] = ()) -> Rule:
+def tokens(field: str, default: tuple[int, ...] = ()) -> FieldRule:
     """One or several token ids, as a tuple."""
 
     def read(value: object) -> tuple[int, ...] | None:
@@ -96,14 +98,14 @@ def tokens(field: str, default: tuple[int, ...] = ()) -> Rule:
         known = tuple(number for number in ids if _is_id(number))
         return known if len(known) == len(ids) else None
 
-    return Rule(field, default, read, "a token id, or a list of them")
+    return FieldRule(field, default, read, "a token id, or a list of them")
 
 
 def _is_id(value: object) -> TypeGuard[int]:
     return is_count(value, 0) and value < MOST
 
 
-def written(config: object, rules: Mapping[str, Rule]) -> Json:
+def written(config: object, rules: Mapping[str, FieldRule]) -> Json:
     """Writes the fields that `read_fields` reads by the same rules."""
     return {rule.field: getattr(config, name) for name, rule in rules.items()}
 
@@ -255,7 +257,7 @@ _LLAMA_ONLY = {
 }
 
 
-def read_language(raw: Json, rules: Mapping[str, Rule], **more: Any) -> LlamaConfig:
+def read_language(raw: Json, rules: Mapping[str, FieldRule], **more: Any) -> LlamaConfig:
     """Builds a language model's config by rules for its fields; `more` are fields of the result."""
     where = "text_config"
     fields = read_fields(raw, where, rules) | more

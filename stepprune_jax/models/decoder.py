@@ -43,7 +43,7 @@ TAP_KINDS = ("hidden", "normed", "attention", "scores", "keys", "mlp_input", "ro
 _BY_QUERY = ("attention", "scores")
 
 
-class Wanted(NamedTuple):
+class Requested(NamedTuple):
     """Results of a stage of layers that are returned in addition to its hidden states.
 
     Attributes:
@@ -92,7 +92,7 @@ class Stage(NamedTuple):
     taps: dict[str, Array]
 
 
-class Context(NamedTuple):
+class LayerInputs(NamedTuple):
     """Inputs shared by all blocks of a stage: angles, and masks of its tokens and cached slots."""
 
     cosine: Float[Array, "b s c"]
@@ -110,7 +110,7 @@ class LlamaAttention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "b s e"],
-        context: Context,
+        context: LayerInputs,
         cached: tuple[Array, Array] | None = None,
         attention: str = "matmul",
     ) -> BlockOutput:
@@ -141,7 +141,7 @@ class LlamaBlock(nn.Module):
     def __call__(
         self,
         hidden: Float[Array, "b s e"],
-        context: Context,
+        context: LayerInputs,
         cached: tuple[Array, Array] | None = None,
         attention: str = "matmul",
     ) -> BlockOutput:
@@ -161,7 +161,7 @@ def init_language(key: Array, config: LlamaConfig) -> Params:
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     e, v, c = config.hidden_size, config.vocab_size, config.head_dim
     ones = jnp.ones((1, 1, c))
-    context = Context(ones, ones, jnp.ones((1, 1, 1), bool), None)
+    context = LayerInputs(ones, ones, jnp.ones((1, 1, 1), bool), None)
     block, sample = LlamaBlock(config), jnp.zeros((1, 1, e))
     params = {
         "embed": {"embedding": jax.random.normal(embed_key, (v, e)) * 0.02},
@@ -218,7 +218,7 @@ def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b
     )
 
 
-def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Context:
+def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> LayerInputs:
     s = rows.valid.shape[1]
     mask = jnp.tril(jnp.ones((s, s), bool)) & rows.valid[:, None]
     if rows.segment is not None:
@@ -226,11 +226,11 @@ def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Conte
     cached_mask = None
     if cache is not None:
         cached_mask = (jnp.arange(cache.key.shape[3]) < cache.length[:, None])[:, None]
-    return Context(*rotary(config, rows.position), mask, cached_mask)
+    return LayerInputs(*rotary(config, rows.position), mask, cached_mask)
 
 
 def _attention_rows(
-    output: BlockOutput, context: Context, query_index: Int[Array, "b q"]
+    output: BlockOutput, context: LayerInputs, query_index: Int[Array, "b q"]
 ) -> Float[Array, "b h q s"]:
     """Computes the attention logits of a block's queries at some slots."""
     query = jnp.take_along_axis(output.query, query_index[:, None, :, None], axis=2)
@@ -242,7 +242,7 @@ def _attention_before(
     params: Params,
     config: LlamaConfig,
     hidden: Float[Array, "b s e"],
-    context: Context,
+    context: LayerInputs,
     layer: int,
 ) -> BlockOutput:
     """Computes queries and keys of the next block, without running the rest of it."""
@@ -258,7 +258,7 @@ def run_layers(
     rows: Rows,
     span: tuple[int, int],
     cache: Cache | None = None,
-    wanted: Wanted = Wanted(),
+    wanted: Requested = Requested(),
     execution: Execution = Execution(),
 ) -> Stage:
     """Runs some blocks as one stage with its own length and its own cache.

@@ -10,7 +10,7 @@ from jaxtyping import Float, PyTree, UInt8
 
 from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import Json, Rule, number, one_of, part, read_fields
+from stepprune_jax.models.config import FieldRule, Json, number, one_of, part, read_fields
 from stepprune_jax.settings import is_number
 from stepprune_jax.user_input import require, warn_once
 
@@ -48,7 +48,7 @@ def read_processor(folder: str | Path) -> tuple[Json, str]:
     return entry, str(newer)
 
 
-def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -> Rule:
+def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -> FieldRule:
     """Three finite numbers above a limit."""
 
     def read(value: object) -> tuple[float, ...] | None:
@@ -56,7 +56,7 @@ def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -
         numbers = tuple(float(x) for x in given if is_number(x) and x > above)
         return numbers if len(numbers) == len(given) == 3 else None
 
-    return Rule(field, default, read, "three finite numbers" + " above 0" * (above == 0))
+    return FieldRule(field, default, read, "three finite numbers" + " above 0" * (above == 0))
 
 
 # How bytes become pixels; the filter is a number of Pillow's.

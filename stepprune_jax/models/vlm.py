@@ -22,7 +22,7 @@ from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.decoder import Cache, Wanted
+from stepprune_jax.models.decoder import Cache, Requested
 from stepprune_jax.models.sequence import (
     POSITIONS,
     Rows,
@@ -67,7 +67,7 @@ class Cut(NamedTuple):
         slots: static length of the rows after it.
         drop: maps the rows before it and the taps by name to the rows, whose visual tokens may have
             been merged, and the mask of slots that remain. Tokens that are not visual must remain.
-        taps: intermediates of the stage before it that the choice depends on; see `Wanted`.
+        taps: intermediates of the stage before it that the choice depends on; see `Requested`.
         rows: number of queries of "attention" taps: the last tokens of each row, at `last_slots`.
         renumber: whether remaining tokens get the position ids 0, 1, 2, ...
         forgets: whether the cache of the stage before it loses the dropped tokens, too.
@@ -291,11 +291,11 @@ def halt(
     rows, queries = sequence.rows, last_slots(sequence, cut.rows)
     if cut.probe is not None:
         rows, queries = with_probe(sequence, cut.probe), sequence.length[:, None]
-    wanted = Wanted(rows.hidden.shape[1] + room * (not cut.forgets), cut.taps, queries)
+    wanted = Requested(rows.hidden.shape[1] + room * (not cut.forgets), cut.taps, queries)
     stage = decoder.run_layers(
         params["language"], config.text, rows, (first, cut.layer), None, wanted, execution
     )
-    assert stage.cache is not None  # requested through `Wanted`
+    assert stage.cache is not None  # requested through `Requested`
     following = {"length": sequence.length, "next_position": sequence.next_position}
     hidden = stage.hidden[:, : sequence.hidden.shape[1]]
     sequence, keep = cut.drop(sequence._replace(hidden=hidden), stage.taps)
@@ -358,10 +358,10 @@ def prefill(
         sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)
         first, halted = cut.layer, None
-    wanted = Wanted(sequence.hidden.shape[1] + max_new_tokens)
+    wanted = Requested(sequence.hidden.shape[1] + max_new_tokens)
     span = first, text.num_layers
     stage = decoder.run_layers(language, text, sequence.rows, span, None, wanted, execution)
-    assert stage.cache is not None  # requested through `Wanted`
+    assert stage.cache is not None  # requested through `Requested`
     caches.append(stage.cache._replace(next_position=sequence.next_position))
     hidden = stage.hidden
     if not all_logits:

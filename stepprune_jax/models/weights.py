@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 Transform = Literal["copy", "transpose", "patches"]
 
 
-class Rule(NamedTuple):
+class WeightRule(NamedTuple):
     """A weight's path (ours, joined by slashes) and its canonical name, with ``{}`` for the layer.
 
     Transforms: "copy"; "transpose" of an `[out, in]` matrix; "patches", a convolution without
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     window: tuple[int, ...] = ()
 
 
-class Target(NamedTuple):
+class WeightTarget(NamedTuple):
     """A weight with the tensors that make it up: one, or one for each layer if `stacked`.
 
     `tensor_shape` is that of each of these tensors in the file.
@@ -35,27 +35,27 @@ class Target(NamedTuple):
     stacked: bool
 
 
-def linear(path: str, name: str, bias: bool) -> tuple[Rule, ...]:
+def linear(path: str, name: str, bias: bool) -> tuple[WeightRule, ...]:
     """Returns the rules of one linear layer: its kernel, and its bias if it has one."""
-    kernel = Rule(f"{path}/kernel", f"{name}.weight", "transpose")
-    return (kernel, Rule(f"{path}/bias", f"{name}.bias")) if bias else (kernel,)
+    kernel = WeightRule(f"{path}/kernel", f"{name}.weight", "transpose")
+    return (kernel, WeightRule(f"{path}/bias", f"{name}.bias")) if bias else (kernel,)
 
 
-def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[Rule, ...]:
+def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[WeightRule, ...]:
     """Returns the rules of a language model with Llama's names behind a prefix such as "model."."""
     layer, ours = model + "layers.{}.", "language/layers"
     return (
-        Rule("language/embed/embedding", model + "embed_tokens.weight"),
-        Rule(f"{ours}/norm1/scale", layer + "input_layernorm.weight"),
+        WeightRule("language/embed/embedding", model + "embed_tokens.weight"),
+        WeightRule(f"{ours}/norm1/scale", layer + "input_layernorm.weight"),
         *linear(f"{ours}/attention/query", layer + "self_attn.q_proj", qkv_bias),
         *linear(f"{ours}/attention/key", layer + "self_attn.k_proj", qkv_bias),
         *linear(f"{ours}/attention/value", layer + "self_attn.v_proj", qkv_bias),
         *linear(f"{ours}/attention/out", layer + "self_attn.o_proj", False),
-        Rule(f"{ours}/norm2/scale", layer + "post_attention_layernorm.weight"),
+        WeightRule(f"{ours}/norm2/scale", layer + "post_attention_layernorm.weight"),
         *linear(f"{ours}/mlp/gate", layer + "mlp.gate_proj", False),
         *linear(f"{ours}/mlp/up", layer + "mlp.up_proj", False),
         *linear(f"{ours}/mlp/down", layer + "mlp.down_proj", False),
-        Rule("language/norm/scale", model + "norm.weight"),
+        WeightRule("language/norm/scale", model + "norm.weight"),
         *linear("language/head", head, False),
     )
 
@@ -91,7 +91,7 @@ def unflatten(flat: Mapping[str, object]) -> dict:
     return tree
 
 
-def targets(abstract: Mapping, rules: Sequence[Rule]) -> list[Target]:
+def targets(abstract: Mapping, rules: Sequence[WeightRule]) -> list[WeightTarget]:
     """Lists every weight of a model with the tensors that make it up, in the order of the rules.
 
     Rules of absent leaves are ignored. Where layers are apart, each layer has a target.
@@ -106,7 +106,7 @@ def targets(abstract: Mapping, rules: Sequence[Rule]) -> list[Target]:
     return listed
 
 
-def _apart(rule: Rule, flat: Mapping[str, object]) -> Iterator[Rule]:
+def _apart(rule: WeightRule, flat: Mapping[str, object]) -> Iterator[WeightRule]:
     for index in itertools.count():
         path = rule.path.replace("/layers/", f"/layers/{index}/")
         if path not in flat:
@@ -114,7 +114,7 @@ def _apart(rule: Rule, flat: Mapping[str, object]) -> Iterator[Rule]:
         yield rule._replace(path=path, name=rule.name.format(index))
 
 
-def _target(rule: Rule, shape: tuple[int, ...]) -> Target:
+def _target(rule: WeightRule, shape: tuple[int, ...]) -> WeightTarget:
     stacked = "{}" in rule.name
     names = tuple(rule.name.format(i) for i in range(shape[0])) if stacked else (rule.name,)
     one = shape[1:] if stacked else shape
@@ -122,4 +122,4 @@ def _target(rule: Rule, shape: tuple[int, ...]) -> Target:
         one = one[::-1]
     elif rule.transform == "patches":
         one = (one[1], one[0] // math.prod(rule.window), *rule.window)
-    return Target(rule.path, tuple(shape), names, tuple(one), rule.transform, stacked)
+    return WeightTarget(rule.path, tuple(shape), names, tuple(one), rule.transform, stacked)

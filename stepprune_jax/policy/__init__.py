@@ -16,11 +16,11 @@ from stepprune_jax.policy.base import (
     Pruned,
     Trajectory,
 )
-from stepprune_jax.policy.buckets import gather, prune
 from stepprune_jax.policy.budget import calibrate_stop_bias
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.encoder import encode
+from stepprune_jax.policy.gathering import gather, prune
 from stepprune_jax.policy.noise import noise_gate, update_stats
 from stepprune_jax.policy.objective import gate, policy_metrics, train_loss
 from stepprune_jax.policy.params import (

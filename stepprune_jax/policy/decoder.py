@@ -12,7 +12,7 @@ from stepprune_jax.policy.base import DecoderFns, Params
 from stepprune_jax.policy.config import PolicyConfig
 
 
-class Context(NamedTuple):
+class PointerContext(NamedTuple):
     """What the decoder computes once from the memory; its last slot is the stop.
 
     Cross-attention has keys and values for each inner layer, and for the hazard after them.
@@ -49,7 +49,7 @@ def pointer_init(
     memory: Float[Array, "b m d"],
     memory_mask: Bool[Array, "b m"],
     steps: int,
-) -> tuple[Float[Array, "b d"], Context, Cache]:
+) -> tuple[Float[Array, "b d"], PointerContext, Cache]:
     """Prepares `steps` steps of the pointer decoder over `memory`."""
     b, _, d = memory.shape
     weights, heads = params["decoder"], config.num_heads
@@ -65,7 +65,7 @@ def pointer_init(
         inner = layers.layer_norm(cross["memory_norm"], seen)
         for name, out in (("key", keys), ("value", values)):
             out.append(layers.split_heads(layers.dense(cross["attention"][name], inner), heads))
-    context = Context(
+    context = PointerContext(
         layers.dense(pointer["key"], slots), tuple(keys), tuple(values), memory_mask, memory[:, -1]
     )
     cache = (empty_history(config, memory, steps),) * (config.decoder_layers + hazard)
@@ -92,7 +92,7 @@ def history_attention(params: Params, config: PolicyConfig, x, past: History, fi
     return x + layers.dense(weights["out"], mixed), History(key, value)
 
 
-def finish_layer(layer: Params, config: PolicyConfig, context: Context, i: int, x):
+def finish_layer(layer: Params, config: PolicyConfig, context: PointerContext, i: int, x):
     """Applies a decoder layer after its history: cross-attention number `i`, and the MLP."""
     weights = layer["cross"]["attention"]
     q = layers.dense(weights["query"], layers.layer_norm(layer["cross"]["norm"], x))
@@ -104,14 +104,23 @@ def finish_layer(layer: Params, config: PolicyConfig, context: Context, i: int, 
 
 
 def decoder_layer(
-    layer: Params, config: PolicyConfig, context: Context, i: int, x, past: History, first, skip=0
+    layer: Params,
+    config: PolicyConfig,
+    context: PointerContext,
+    i: int,
+    x,
+    past: History,
+    first,
+    skip=0,
 ):
     """Applies a whole decoder layer, number `i` of those with cross-attention."""
     x, past = history_attention(layer["history"], config, x, past, first, skip)
     return finish_layer(layer, config, context, i, x), past
 
 
-def hazard_logits(params: Params, config: PolicyConfig, context: Context, x, past: History, first):
+def hazard_logits(
+    params: Params, config: PolicyConfig, context: PointerContext, x, past: History, first
+):
     """Returns stop logits [b, t] of queries `first, first + 1, ...` and the hazard's new history.
 
     No gradient reaches queries or memory. The stop slot is the readout, and the step serves as a
@@ -156,7 +165,7 @@ def _decode(params, config, context, queries, cache, first):
 def pointer_step(
     params: Params,
     config: PolicyConfig,
-    context: Context,
+    context: PointerContext,
     query: Float[Array, "b d"],
     cache: Cache,
     step: Int[Array, ""],
@@ -174,7 +183,7 @@ def pointer_step(
 def pointer_sequence(
     params: Params,
     config: PolicyConfig,
-    context: Context,
+    context: PointerContext,
     queries: Float[Array, "b t d"],
     cache: Cache,
 ) -> Float[Array, "b t m"]:

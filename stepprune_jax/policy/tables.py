@@ -30,7 +30,7 @@ from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import (
     Cache,
-    Context,
+    PointerContext,
     decoder_layer,
     empty_history,
     finish_layer,
@@ -81,7 +81,7 @@ def _centred(x: Array) -> Array:
 def tabulate(
     params: Params,
     config: PolicyConfig,
-    context: Context,
+    context: PointerContext,
     memory: Float[Array, "b m d"],
     start: Float[Array, "b d"],
 ) -> Tables:
@@ -153,7 +153,7 @@ def _mix(tables: Tables, at: Int[Array, "b g"], seen: Bool[Array, "b g q"]):
 
 
 def walk_logits(
-    params: Params, config: PolicyConfig, context: Context, tables: Tables, walk: Walk, step
+    params: Params, config: PolicyConfig, context: PointerContext, tables: Tables, walk: Walk, step
 ) -> tuple[Float[Array, "b m"], Cache]:
     """Returns pointer logits of a walk's last query, and the cache with its queries written.
 

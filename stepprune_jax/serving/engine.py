@@ -20,8 +20,8 @@ from jaxtyping import Float
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images
-from stepprune_jax.inference.buckets import row_bucket
 from stepprune_jax.inference.request import join_requests
+from stepprune_jax.policy.buckets import row_bucket
 from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
 from stepprune_jax.serving.errors import RequestError
 from stepprune_jax.serving.messages import Chat
@@ -32,7 +32,7 @@ _CONNECT_SECONDS = 5.0
 _REFUSALS = {400: 400, 413: 400, 422: 400, 429: 429}  # of the engine, and of the server then
 
 
-class Row(NamedTuple):
+class ReadyPrompt(NamedTuple):
     """A prompt that is ready for the language model.
 
     Attributes:
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     started: Started
 
 
-def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
+def embed(model: VLM, chats: Sequence[Chat]) -> list[ReadyPrompt]:
     """Runs tower, choice and projector for requests with one pruner.
 
     Rows do not depend on each other. Shapes are those of buckets, and tower and choice have their
@@ -72,7 +72,9 @@ def embed(model: VLM, chats: Sequence[Chat]) -> list[Row]:
     hidden, length = pipeline.embed(model, batch)
     counts = zip(length.tolist(), batch.visual_tokens.tolist(), batch.kept.tolist(), strict=True)
     rows = zip(hidden, map(Started._make, counts), strict=True)
-    return [Row(row[: started.prompt_tokens], started) for row, started in rows][: len(chats)]
+    return [ReadyPrompt(row[: started.prompt_tokens], started) for row, started in rows][
+        : len(chats)
+    ]
 
 
 class Engine:
@@ -158,7 +160,7 @@ class Engine:
                     raise RequestError(503, "the engine ended its answer early")
         yield last
 
-    def _body(self, chat: Chat, row: Row, name: str) -> bytes:
+    def _body(self, chat: Chat, row: ReadyPrompt, name: str) -> bytes:
         """Returns the request to the engine, which fills what it lacks from the model's folder."""
         fields = {
             "model": name,

@@ -19,7 +19,7 @@ _DATA = re.compile(r"data:image/[\w.+-]+;base64")
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request may cost before it is answered.
 
     Attributes:
@@ -35,7 +35,7 @@ class Limits:
     folder: Path | None = None
 
 
-def read_image(url: object, where: str, limits: Limits) -> Image.Image:
+def read_image(url: object, where: str, limits: RequestLimits) -> Image.Image:
     """Reads an image from its URL; addresses are not fetched.
 
     Args:

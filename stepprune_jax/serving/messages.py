@@ -25,7 +25,7 @@ from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
 from stepprune_jax.serving.fields import BODY, ENGINE, IMAGE_URL, MESSAGE, PART, read_fields
-from stepprune_jax.serving.images import Limits, read_image
+from stepprune_jax.serving.images import RequestLimits, read_image
 from stepprune_jax.trained import Weighted
 from stepprune_jax.user_input import UserError
 
@@ -93,7 +93,9 @@ class Reader:
         limits: what they may cost.
     """
 
-    def __init__(self, model: VLM, name: str, defaults: Defaults, limits: Limits, *, engine: bool):
+    def __init__(
+        self, model: VLM, name: str, defaults: Defaults, limits: RequestLimits, *, engine: bool
+    ):
         """Checks the defaults.
 
         Args:

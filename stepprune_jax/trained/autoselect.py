@@ -116,7 +116,7 @@ class AutoSelectConfig(Settings, path="AutoSelectConfig"):
         return self.shape.policy_width
 
 
-class Gated(NamedTuple):
+class GatedByScores(NamedTuple):
     """Result of the training pathway: all N tokens, each as noisy as the scorer decides.
 
     Attributes:
@@ -172,7 +172,7 @@ def gate(
     inputs: Inputs,
     progress: Progress,
     draw: float | int | None = None,
-) -> Gated:
+) -> GatedByScores:
     """Gates all tokens for a differentiable consumer; `key` is consumed (budgets and noise).
 
     Tokens are drawn at the temperature `draw`, by default the configuration's. Every row draws its
@@ -188,10 +188,10 @@ def gate(
     tau = temperature(config, progress.share)
     alpha = policy.soft_topk(found, budget, tau, where=inputs.image_mask)
     tokens = gate_tokens(params, config.shape, noise_key, inputs, alpha)
-    return Gated(tokens, alpha, budget, found)
+    return GatedByScores(tokens, alpha, budget, found)
 
 
-def metrics(gated: Gated, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""]]:
+def metrics(gated: GatedByScores, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""]]:
     """Returns scalars that show whether the scorer learns.
 
     `k_mean`: mean budget. `alpha_in`, `alpha_out`: mean gate inside and outside the hard top k.

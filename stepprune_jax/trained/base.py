@@ -22,7 +22,7 @@ from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.trained.calibration import Calibration
 from stepprune_jax.user_input import UserError, require
 
-CALIBRATE = "python -m stepprune_jax.calibrate"
+CALIBRATE = "stepprune-calibrate"
 
 Weights = dict[str, Any]
 AnyWeighted = TypeVar("AnyWeighted", bound="Weighted")

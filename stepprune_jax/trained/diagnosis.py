@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax.policy import Inputs, Limits, Picks, Pruned
 from stepprune_jax.policy.base import AnyArray
-from stepprune_jax.policy.buckets import run_gather
+from stepprune_jax.policy.gathering import run_gather
 from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks

@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy import DecoderFns, Inputs, Limits, Progress, Pruned, gather
 from stepprune_jax.policy.base import AnyArray
-from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, run_gather
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
+from stepprune_jax.policy.gathering import run_gather
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.trained.base import Aux, Selector
 from stepprune_jax.trained.calibration import calibrate

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress
-from stepprune_jax.policy.buckets import as_arrays
 from stepprune_jax.policy.budget import draw_log_prices
+from stepprune_jax.policy.gathering import as_arrays
 from stepprune_jax.policy.host import AnyKey
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs

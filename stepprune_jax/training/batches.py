@@ -12,9 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from stepprune_jax.checkpoints.folder import Source as ModelSource
-from stepprune_jax.checkpoints.folder import load_tokenizer
-from stepprune_jax.data.corpus import Corpus, Lengths, Limits, Row
+from stepprune_jax.checkpoints.folder import ModelFolder, load_tokenizer
+from stepprune_jax.data.corpus import Corpus, LengthLimits, Lengths, TrainingRow
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.data.order import Order
@@ -25,7 +24,7 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels, join_images, stack_images
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run
-from stepprune_jax.training.step import Batch
+from stepprune_jax.training.step import TrainingBatch
 from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Loading(NamedTuple):
     skip_unreadable: bool = False
 
 
-class Images(NamedTuple):
+class Preprocessing(NamedTuple):
     """How a family converts images to pixels.
 
     Attributes:
@@ -84,7 +83,7 @@ class Batches:
     def __init__(
         self,
         corpus: Corpus,
-        images: Images,
+        images: Preprocessing,
         batch_size: int,
         seed: int,
         multiple: int,
@@ -131,7 +130,7 @@ class Batches:
         """Returns the widths of a batch of these rows."""
         return self.buckets[self._bucket[indices].max()]
 
-    def __getitem__(self, step: int) -> Batch:
+    def __getitem__(self, step: int) -> TrainingBatch:
         """Returns the rows of batch `step` that are built here."""
         indices = self.indices(step)
         widths = self.bucket(indices)
@@ -139,7 +138,7 @@ class Batches:
         rows = self._corpus.rows(numbers)
         text, text_length = pad_batch([row.text for row in rows], width=widths.text)
         targets = stack_targets(rows, self._images.grids(pixels), widths.ids, widths.targets)
-        return Batch(pixels, text, text_length, targets)
+        return TrainingBatch(pixels, text, text_length, targets)
 
     def _readable(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Pixels]:
         """Returns the rows to build here, and the pixels of their images."""
@@ -207,14 +206,14 @@ class Stream(Iterator):
         self._batches, self._next = batches, first
         self._steps = iter(range(first, steps))
         self._pool, self._ahead = ThreadPoolExecutor(threads), threads + _AHEAD
-        self._waiting: collections.deque[Future[Batch]] = collections.deque()
+        self._waiting: collections.deque[Future[TrainingBatch]] = collections.deque()
 
     @property
     def state(self) -> JsonObject:
         """Returns the state that `Batches.stream` resumes from, as JSON values."""
         return {"next_batch": self._next, "rows": self._batches.identity}
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TrainingBatch:
         for step in itertools.islice(self._steps, self._ahead - len(self._waiting)):
             self._waiting.append(self._pool.submit(self._batches.__getitem__, step))
         if not self._waiting:
@@ -229,7 +228,7 @@ class Stream(Iterator):
 
 
 def stack_targets(
-    rows: Sequence[Row], grid: Int[np.ndarray, "r 2"], ids: int, targets: int
+    rows: Sequence[TrainingRow], grid: Int[np.ndarray, "r 2"], ids: int, targets: int
 ) -> Targets:
     """Stacks conversations to one batch."""
     tokens, length = pad_batch([row.ids for row in rows], width=ids)
@@ -250,9 +249,9 @@ def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
     return tuple(Bucket(*shape) for shape in shapes.tolist())
 
 
-def row_limits(data: DataSettings, model: ModelConfig) -> Limits:
+def row_limits(data: DataSettings, model: ModelConfig) -> LengthLimits:
     """Returns the limits on the length of a row, in which an image must leave room for text."""
-    limits = Limits(model.max_image_tokens, data.context_limit, data.policy_text_limit)
+    limits = LengthLimits(model.max_image_tokens, data.context_limit, data.policy_text_limit)
     expected = f"more than the {limits.image_tokens} visual tokens of an image"
     data.expect("context_limit", limits.ids > 1, expected)
     return limits
@@ -262,7 +261,7 @@ def open_batches(
     run: Run,
     source: Source,
     identity: str,
-    model: ModelSource,
+    model: ModelFolder,
     local: slice = slice(None),
     say: Callable[[str], None] = print,
 ) -> Batches:
@@ -279,7 +278,7 @@ def open_batches(
     settings = backbone.image_settings(model.vision_folder or model.folder)
     return Batches(
         corpus=corpus,
-        images=Images(
+        images=Preprocessing(
             backbone.pixel_cache(settings, int(data.cache_gb * 2**30)),
             backbone.grids,
             backbone.max_pixels(1) if config.sizes_vary else None,

@@ -38,7 +38,7 @@ _SAMPLED = 512
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-class Plan(NamedTuple):
+class RunCost(NamedTuple):
     """The cost of a run.
 
     Attributes:
@@ -86,7 +86,7 @@ def make_plan(
     dtype: DTypeLike,
     rows: int,
     target: Target | None = None,
-) -> Plan:
+) -> RunCost:
     """Compiles the widest update, and counts the operations of every width."""
     widths, widest = sampled
     traced = {bucket: trace_update(setup, dtype, rows, bucket) for bucket in {*widths, widest}}
@@ -97,7 +97,7 @@ def make_plan(
     flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
     memory = planned_memory(traced[widest], target)
     mesh = setup.forward.mesh
-    return Plan(mesh.size if mesh else 1, held, memory, flops / sum(widths.values()), widths)
+    return RunCost(mesh.size if mesh else 1, held, memory, flops / sum(widths.values()), widths)
 
 
 def planned_memory(traced: jax.stages.Traced, target: Target | None = None) -> Usage:
@@ -123,7 +123,7 @@ def trace_update(
     return step.update.trace(weights, state, stats, batch, key, number, setup=setup)
 
 
-def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
+def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.TrainingBatch:
     """Returns the shapes of a batch with these widths, as `Batches` builds it."""
 
     def ints(*shape: int, dtype: DTypeLike = jnp.int32):
@@ -132,7 +132,7 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Batch:
     targets, supervised = ints(bucket.targets), ints(bucket.targets, dtype=jnp.bool_)
     conversations = Targets(ints(bucket.ids), ints(), targets, targets, supervised, ints(2))
     pixels = setup.backbone.max_pixels(rows)
-    return step.Batch(pixels, ints(bucket.text), ints(), conversations)
+    return step.TrainingBatch(pixels, ints(bucket.text), ints(), conversations)
 
 
 def abstract_weights(setup: step.Setup, dtype: DTypeLike) -> PyTree:
@@ -171,7 +171,7 @@ def _planned_for(run: Run, target: str | None) -> AcceleratorSettings:
     return dataclasses.replace(run.accelerator, name=named.accelerator, count=named.count)
 
 
-def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> Plan:
+def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost:
     """Checks configuration and data, compiles the update from abstract weights, and prints a plan.
 
     Neither weights nor accelerators are needed: only the model's configuration, tokenizer and image
@@ -226,7 +226,7 @@ def _devices(run: Run, target: str | None) -> list[jax.Device]:
 
 
 def _report(
-    plan: Plan, run: Run, setup: step.Setup, devices: Sequence[jax.Device]
+    plan: RunCost, run: Run, setup: step.Setup, devices: Sequence[jax.Device]
 ) -> Iterator[str]:
     """Yields the plan line by line."""
     name, utilisation = run.accelerator.name, run.accelerator.utilisation

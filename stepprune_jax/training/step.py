@@ -56,7 +56,7 @@ class Setup:
     policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
 
 
-class Batch(NamedTuple):
+class TrainingBatch(NamedTuple):
     """Rows of conversations with one image each.
 
     Attributes:
@@ -112,7 +112,7 @@ def encode_rows(params: Params, setup: Setup, pixels: Pixels) -> Float[Array, "b
     return constrain_rows(setup.forward.mesh, map_rows(encode, setup.forward, pixels))
 
 
-def selector_inputs(params: Params, setup: Setup, batch: Batch) -> Inputs:
+def selector_inputs(params: Params, setup: Setup, batch: TrainingBatch) -> Inputs:
     """Computes features and question embeddings of a batch with the frozen model."""
     features = encode_rows(params, setup, batch.pixels)
     text = decoder.embed(params["language"], batch.text)
@@ -135,7 +135,7 @@ def _update(
     params: Params,
     state: State,
     stats: FeatureStats,
-    batch: Batch,
+    batch: TrainingBatch,
     key: Array,
     step: Int[Array, ""],
     setup: Setup,

@@ -68,7 +68,7 @@ class Trainer:
         """The arrays of a checkpoint; the key is the one that those of all updates derive from."""
         return {"state": self.state, "stats": self.stats, "key": self._key_data}
 
-    def update(self, batch: step.Batch) -> dict[str, Array]:
+    def update(self, batch: step.TrainingBatch) -> dict[str, Array]:
         """Performs the next update; returns its scalars."""
         batch = place_rows(self._setup.forward.mesh, batch, self._run.batch_size)
         self.state, scalars = step.update(

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 
 from stepprune_jax.benchmarks.folder import is_right
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.corpus import Limits, make_row
+from stepprune_jax.data.corpus import LengthLimits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.evaluation.split import Split
 from stepprune_jax.inference.base import RunOptions
@@ -74,7 +74,7 @@ class Validation:
         encoder = ConversationEncoder(
             self._model.tokenizer, backbone.place_images, backbone.conversation
         )
-        limits = Limits(image_tokens=0, context=1 << 31, policy_text=0)  # the whole answers
+        limits = LengthLimits(image_tokens=0, context=1 << 31, policy_text=0)  # the whole answers
         rows = [
             make_row(encoder.encode((question.text, right), 1), limits)
             for question, right in zip(self._split.questions, self._split.answers, strict=True)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from stepprune_jax.benchmarks import Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile
-from stepprune_jax.benchmarks.answers import Answer, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
 from stepprune_jax.evaluation.cells import Cell
 from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP, own_stop, without_own_stop
@@ -273,7 +273,7 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
 
 
 def _overlays(
-    shown: Answered, answers: Sequence[Answer], worth: Float[np.ndarray, "q"], samples: int
+    shown: Answered, answers: Sequence[GivenAnswer], worth: Float[np.ndarray, "q"], samples: int
 ) -> list[Overlay]:
     """Chooses examples evenly from those whose kept tokens are recorded, by ascending K."""
     questions = {question.key: question for question in shown.questions}

@@ -8,8 +8,8 @@ from benchmark_files import write_lines
 from commands import status
 from test_pope import layout
 
-from stepprune_jax.benchmarks import convert as convert_command
-from stepprune_jax.benchmarks import score as score_command
+from stepprune_jax.cli import convert as convert_command
+from stepprune_jax.cli import score as score_command
 
 # Fails at the first import of anything that computes with a model.
 _HIDE = """
@@ -37,7 +37,7 @@ def test_json_and_summary_say_the_same(tmp_path, capsys):
 
 def test_scoring_needs_no_jax(tmp_path):
     answers = write_lines(tmp_path / "a.jsonl", layout(tmp_path))
-    program = _HIDE + "from stepprune_jax.benchmarks import convert, score\n"
+    program = _HIDE + "from stepprune_jax.cli import convert, score\n"
     program += f"score.main(['pope', '--data', {str(tmp_path)!r}, '--answers', {str(answers)!r}])"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -46,7 +46,7 @@ def test_scoring_needs_no_jax(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["pop"], ["pope", "--answers", "none.jsonl"]])
 def test_mistakes_are_one_line(capsys, arguments):
-    name = "stepprune_jax.benchmarks.score"
+    name = "stepprune-score"
     assert status(name, score_command.main, *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(name) and error.count("\n") == 1

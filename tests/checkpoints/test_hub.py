@@ -11,11 +11,11 @@ from hub_server import serving
 from huggingface_hub import constants
 from shards import to_pickles, to_shards
 
-from stepprune_jax import export
 from stepprune_jax.checkpoints.folder import find_folder, inspect_folder
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, policy_file, save_policy
+from stepprune_jax.cli import export
 from stepprune_jax.evaluation.settings import own_policy
 from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.trained import StepPrune

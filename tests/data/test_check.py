@@ -5,7 +5,8 @@ import json
 from PIL import ExifTags, Image
 
 from experiments.shapes import write_world
-from stepprune_jax.data.check import check_folder, main
+from stepprune_jax.cli.check import main
+from stepprune_jax.data.check import check_folder
 
 
 def test_a_good_folder_has_counts_and_no_faults(tmp_path, capsys):

@@ -9,14 +9,14 @@ import pytest
 
 from stepprune_jax import testing
 from stepprune_jax.data import index, survey
-from stepprune_jax.data.corpus import Limits, make_row
+from stepprune_jax.data.corpus import LengthLimits, make_row
 from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.source import DataSettings, training_source
 from stepprune_jax.data.survey import open_corpus
 from stepprune_jax.models.qwen2_5_vl.backbone import Qwen2_5_VL
 from stepprune_jax.testing import llava_encoder
 
-LIMITS = Limits(image_tokens=9, context=2048, policy_text=512)
+LIMITS = LengthLimits(image_tokens=9, context=2048, policy_text=512)
 TURNS = ("is this a dog ?", "no", "two ?", "yes")
 
 
@@ -63,7 +63,7 @@ def test_rows_are_the_conversations_cut_to_their_limits(opened, tokenizer, llava
     short = sample("What is this?\n<image>", "red", image="b.png")
     length = len(llava.encode(TURNS, 1).ids) + 8
     # One embedding less than the longer one has, and two words of its user.
-    corpus = opened(MULTI, short, limits=Limits(9, length - 1, 2))
+    corpus = opened(MULTI, short, limits=LengthLimits(9, length - 1, 2))
     rows = corpus.rows([1, 0])
     for row, turns in zip(rows, (("What is this?", "red"), TURNS), strict=True):
         encoded = llava.encode(turns, 1)
@@ -115,7 +115,7 @@ def test_what_is_left_out_is_counted(opened, llava):
     bad = sample("<image>\na", "b", "<image>\nc", "d")
     late = sample("<image>\n" + "two " * 60, "no", image="b.png")
     samples = (CHAT, gone, sample(), bad, empty, CHAT, late, gone)
-    corpus = opened(*samples, missing="skip", unusable="skip", limits=Limits(9, 60, 512))
+    corpus = opened(*samples, missing="skip", unusable="skip", limits=LengthLimits(9, 60, 512))
     assert len(corpus) == 1 and corpus.where(0).endswith("sample 2")
     text = "\n".join(opened.lines)
     for said in (
@@ -139,7 +139,11 @@ def test_what_is_left_out_is_counted(opened, llava):
     ("bad", "limits", "message"),
     [
         (sample("<image>\na"), LIMITS, 'sample 1: "conversations" ends with a question'),
-        (sample("<image>\n" + "two " * 60, "no"), Limits(9, 60, 9), "sample 1: no answer within"),
+        (
+            sample("<image>\n" + "two " * 60, "no"),
+            LengthLimits(9, 60, 9),
+            "sample 1: no answer within",
+        ),
     ],
 )
 def test_samples_that_cannot_be_trained_on_stop_a_run(opened, bad, limits, message):
@@ -219,7 +223,7 @@ def test_counts_of_something_else_are_not_taken(opened, llava):
         {"split_turns": True},
         {"encoder": other},
         {"encoder": shouting},
-        {"limits": Limits(9, 100, 512)},
+        {"limits": LengthLimits(9, 100, 512)},
     )
     for number, choice in enumerate(choices, start=2):
         opened(MULTI, **choice)

@@ -23,7 +23,7 @@ def page(tmp_path_factory):
     if CHROMIUM is None:
         pytest.skip("there is no chromium")
     port = free_port()
-    command = [sys.executable, "-m", "stepprune_jax.demo", "--port", str(port)]
+    command = [sys.executable, "-m", "stepprune_jax.cli.demo", "--port", str(port)]
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as out:
         server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)

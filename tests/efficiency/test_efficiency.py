@@ -9,8 +9,9 @@ import pytest
 from commands import status
 
 from stepprune_jax import testing
-from stepprune_jax.efficiency import __main__ as efficiency
+from stepprune_jax.cli import efficiency
 from stepprune_jax.efficiency import measure
+from stepprune_jax.efficiency import rows as rows_of
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -141,12 +142,12 @@ def test_a_dry_run_counts_what_the_paper_has_for_all_tokens(capsys):
 
 def test_the_default_rows_are_the_papers_budgets_as_far_as_they_can_be_kept(capsys):
     config = find_backbone("mid").config
-    rows = efficiency.default_rows(config)
+    rows = rows_of.default_rows(config)
     assert rows[0] == "all" and {"cls@192", "fastv@128", "stepprune@64"} <= set(rows)
     assert {"stepprune@mean:192", "stepprune@mean:128", "stepprune@mean:64"} <= set(rows)
     assert "pyramiddrop@192" in rows and "pyramiddrop@64" not in rows  # of 24 layers
     assert "pyramiddrop@64 is left out: " in capsys.readouterr().err
-    made = efficiency.read_rows(rows, config, 1, "float32")
+    made = rows_of.read_rows(rows, config, 1, "float32")
     assert [row.name for row in made] == rows and len({*rows}) == len(rows)
-    (grouped,) = efficiency.read_rows(["stepprune@64 group=4"], config, 1, "float32")
+    (grouped,) = rows_of.read_rows(["stepprune@64 group=4"], config, 1, "float32")
     assert grouped.pruner.group == 4

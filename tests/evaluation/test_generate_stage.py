@@ -19,7 +19,7 @@ from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import append, check_claim, claim
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.evaluate import evaluate
+from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
 from stepprune_jax.evaluation.generate_stage import generate_answers

@@ -12,7 +12,7 @@ from tiny_qwen import tiny_qwen
 
 from stepprune_jax import PolicyConfig
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.evaluate import evaluate
+from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.policy import FeatureStats, init_policy
 from stepprune_jax.trained import StepPrune

@@ -19,7 +19,7 @@ from stepprune_jax.benchmarks.answer_files import (
     questions_digest,
 )
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.evaluate import evaluate
+from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
-from stepprune_jax.evaluation import table as module
+from stepprune_jax.cli import table as command
 from stepprune_jax.evaluation.cells import csv_table, markdown_cell
 from stepprune_jax.evaluation.scores import read_scores, score_file
 from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
@@ -151,7 +151,7 @@ def test_the_command_merges_folders(tmp_path, capsys):
     for name, scores in (("a", WHOLE), ("b", MINE)):
         (tmp_path / name / "report").mkdir(parents=True)
         (tmp_path / name / "report" / "scores.json").write_text(json.dumps(scores))
-    module.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)])
+    command.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)])
     page = (tmp_path / "table.md").read_text()
     assert capsys.readouterr().out == page
     row = "| 64 (88.9 % pruned) | StepPrune | exact |"
@@ -161,7 +161,7 @@ def test_the_command_merges_folders(tmp_path, capsys):
     assert values["mme"] == 1700.4 and values["average"] == pytest.approx(AVERAGE, abs=1e-9)
     header = "method,mode,tokens,average,mme,mme_mean_k,mme_sd_k,mme_ms,mme_gflops,pope,"
     assert (tmp_path / "table.csv").read_text().startswith(header)
-    code, error = status("table", module.main, tmp_path / "c"), capsys.readouterr().err
+    code, error = status("table", command.main, tmp_path / "c"), capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and "run eval.py" in error
     (tmp_path / "a" / "report" / "scores.json").write_text('[{"benchmark": "pope"}]')
     with pytest.raises(ValueError, match="is not a list of scores"):

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from experiments.shapes import write_world
-from stepprune_jax.data import check
+from stepprune_jax.cli import check
 from stepprune_jax.inference import read_request
 from stepprune_jax.user_input import UserError
 

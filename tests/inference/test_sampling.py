@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepprune_jax.inference import Sampling, nucleus, sample
-from stepprune_jax.inference.buckets import ladder, row_bucket
 from stepprune_jax.inference.sampling import penalise
+from stepprune_jax.policy.buckets import ladder, row_bucket
 
 PROB = np.array([0.05, 0.4, 0.1, 0.25, 0.2])
 

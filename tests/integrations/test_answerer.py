@@ -13,8 +13,8 @@ from stepprune_jax.inference import Generator, RunOptions, Sampling, encode, gen
 from stepprune_jax.inference.sets import Answers
 from stepprune_jax.integrations import answerer as module
 from stepprune_jax.integrations.answerer import (
-    Settings,
-    Wanted,
+    AnswererOptions,
+    AskedQuestion,
     answer_questions,
     cut_at,
     load_answerer,
@@ -44,12 +44,12 @@ def images():
 
 
 def test_answers_are_those_of_generate(llava_folder, policy):
-    settings = Settings(
+    settings = AnswererOptions(
         pretrained=llava_folder, dtype="float32", batch_size=2, policy=policy, budget=2
     )
     answerer, most, done = load_answerer(settings), [3, 2, 2, 2], []
     asked = zip(QUESTIONS, images(), most, strict=True)
-    texts = answer_questions(answerer, [Wanted(*one) for one in asked], done.append)
+    texts = answer_questions(answerer, [AskedQuestion(*one) for one in asked], done.append)
     # Chunks of two; those with another longest answer are apart.
     assert done == [2, 3, 4]
     options, generator = RunOptions(max(most)), answerer.generator
@@ -59,13 +59,13 @@ def test_answers_are_those_of_generate(llava_folder, policy):
         ids = [token for token in answer.token_ids[:count] if token != 2]
         assert text == decode(ids).strip()
     until = texts[0][1:]
-    (ended,) = answer_questions(answerer, [Wanted(QUESTIONS[0], images()[0], 3, (until,))])
+    (ended,) = answer_questions(answerer, [AskedQuestion(QUESTIONS[0], images()[0], 3, (until,))])
     assert ended == cut_at(texts[0], (until,)) != texts[0]
 
 
 @pytest.mark.slow
 def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatch):
-    asked = [Wanted("?", image, 1) for image in images() if image]
+    asked = [AskedQuestion("?", image, 1) for image in images() if image]
     answers, answer_set = [], Generator.answer_set
 
     def watch(*arguments):
@@ -73,7 +73,7 @@ def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatc
         return answers[-1:]
 
     monkeypatch.setattr(Generator, "answer_set", watch)
-    settings = Settings(
+    settings = AnswererOptions(
         pretrained=llava_folder, method="random", budget="1/3", dtype="float32", seed=5
     )
     answerer = load_answerer(settings)
@@ -90,7 +90,7 @@ def test_the_draw_of_a_question_depends_on_nothing_else(llava_folder, monkeypatc
 
 
 def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, monkeypatch):
-    answerer, seen = load_answerer(Settings(pretrained=llava_folder, dtype="float32")), []
+    answerer, seen = load_answerer(AnswererOptions(pretrained=llava_folder, dtype="float32")), []
 
     def note(generator, asked, batching):
         seen.append(asked.images)
@@ -101,7 +101,9 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
     first, _, second, _ = images()
     stored = first[0].copy()  # the evaluator's own programs ignore its orientation
     stored.getexif()[ExifTags.Base.Orientation] = 6
-    answer_questions(answerer, [Wanted("?", x, 1) for x in (first, (stored,), first, second)])
+    answer_questions(
+        answerer, [AskedQuestion("?", x, 1) for x in (first, (stored,), first, second)]
+    )
     shared, apart = seen
     assert shared.pixels is None and len(shared.sizes) == 1
     assert apart.features is None and len(apart.sizes) == 2
@@ -109,17 +111,17 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
 
 def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_folder, tmp_path):
     policy = save_policy(stepprune(draw=0.0), tmp_path / "policy.bin")
-    settings = Settings(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
+    settings = AnswererOptions(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
     answerer, (first, _, second, _), done = load_answerer(settings), images(), []
     model = answerer.generator.model._replace(repetition_penalty=9.0)
     generator = dataclasses.replace(answerer.generator, model=model)
     answerer = answerer._replace(generator=generator)
     both = first + second
     asked = [
-        Wanted("<image> <image> red", first, 12),
-        Wanted("<image> dog", (), 12),
-        Wanted("<image> two dog", both, 12),
-        Wanted(" ?", both[::-1], 12),
+        AskedQuestion("<image> <image> red", first, 12),
+        AskedQuestion("<image> dog", (), 12),
+        AskedQuestion("<image> two dog", both, 12),
+        AskedQuestion(" ?", both[::-1], 12),
     ]
     texts = answer_questions(answerer, asked, done.append)
     assert done == [1, 2, 4]
@@ -132,7 +134,7 @@ def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_fold
 
 
 def test_the_images_of_a_question_have_draws_of_their_own(llava_folder, monkeypatch):
-    settings = Settings(pretrained=llava_folder, dtype="float32", method="random", budget=4)
+    settings = AnswererOptions(pretrained=llava_folder, dtype="float32", method="random", budget=4)
     (first, _, second, _), kept, seen, answer = images(), [], [], Generator.answer
     stored = first[0].copy()
     stored.getexif()[ExifTags.Base.Orientation] = 6
@@ -143,7 +145,7 @@ def test_the_images_of_a_question_have_draws_of_their_own(llava_folder, monkeypa
         return answer(generator, request)
 
     monkeypatch.setattr(Generator, "answer", watch)
-    asked = [Wanted("?", x + second, 1) for x in (first, (stored,))]
+    asked = [AskedQuestion("?", x + second, 1) for x in (first, (stored,))]
     answer_questions(load_answerer(settings), asked)
     assert kept[0] == kept[1] and kept[0][0] != kept[0][1] and np.array_equal(*seen)
 
@@ -168,10 +170,10 @@ def test_mistakes_are_reported_before_the_model_is_loaded(
 ):
     monkeypatch.setattr(module, "load_vlm", None)
     with pytest.raises(ValueError, match=message):
-        load_answerer(Settings(pretrained=llava_folder, **options))
+        load_answerer(AnswererOptions(pretrained=llava_folder, **options))
 
 
 def test_an_empty_answer_is_refused(llava_folder):
     answerer = module.Answerer(Generator(load_vlm(llava_folder, progress=False)), 1)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        answer_questions(answerer, [Wanted("?", None, 0)])
+        answer_questions(answerer, [AskedQuestion("?", None, 0)])

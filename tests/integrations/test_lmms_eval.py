@@ -36,7 +36,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(documents):
-    found = module.StepPrune(
+    found = module.StepPruneModel(
         str(SHAPES_MODEL),
         batch_size="2",
         device="cpu",
@@ -64,7 +64,7 @@ def test_lmms_eval_finds_the_class():
     name, _, function = place.partition(":")
     registry = ModelRegistryV2()
     registry.register_manifest(getattr(importlib.import_module(name), function)())
-    assert registry.get_model_class("stepprune_jax") is module.StepPrune
+    assert registry.get_model_class("stepprune_jax") is module.StepPruneModel
 
 
 def test_requests_are_answered_as_generate_answers(model, documents):

@@ -15,7 +15,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava import Llava, images
-from stepprune_jax.models.llava.images import ImageSettings
+from stepprune_jax.models.llava.images import LlavaImageSettings
 
 SMALL = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 
@@ -64,7 +64,7 @@ def test_strips_of_a_large_square_give_the_same_bytes(size, monkeypatch):
 
 
 def test_a_mean_that_is_no_byte_pads_with_the_nearest():
-    assert ImageSettings(mean=(-0.1, 2.0, 1e8)).fill == (0, 255, 255)
+    assert LlavaImageSettings(mean=(-0.1, 2.0, 1e8)).fill == (0, 255, 255)
 
 
 def test_every_mode_becomes_rgb():
@@ -254,7 +254,7 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path, ca
             assert f"preprocessor_config.json is not read: image_processor of {tmp_path}" in said
             assert said.endswith(f"has another {others}\n")
     (tmp_path / "preprocessor_config.json").unlink()
-    assert Llava.image_settings(tmp_path) == ImageSettings(resize_to=224, crop_to=224)
+    assert Llava.image_settings(tmp_path) == LlavaImageSettings(resize_to=224, crop_to=224)
     _write(tmp_path, {"image_processor": [1]})
     with pytest.raises(ValueError, match=r"/processor_config\.json: image_processor is \[1\]"):
         Llava.image_settings(tmp_path)
@@ -281,4 +281,4 @@ def test_placeholders_that_the_model_does_not_have_are_named(tmp_path, llava_fol
 def test_pixels_that_the_model_does_not_take_are_refused():
     backbone = Llava.read(testing.tiny_hf_config(), None)
     with pytest.raises(ValueError, match="the model takes 24 x 24: crop_size"):
-        backbone.preprocess(ImageSettings(crop_to=23), [_picture(40, 30)])
+        backbone.preprocess(LlavaImageSettings(crop_to=23), [_picture(40, 30)])

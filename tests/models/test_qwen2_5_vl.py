@@ -28,7 +28,7 @@ from visual import noise
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
-from stepprune_jax.data.corpus import Limits, make_row
+from stepprune_jax.data.corpus import LengthLimits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.inference import RunOptions, Sampling, generate
@@ -345,7 +345,7 @@ def test_the_loss_of_answers_equals_the_reference(pair, seen):
         pair.model.tokenizer, Qwen2_5_VL.place_images, Qwen2_5_VL.conversation
     )
     turns, images = (("Red?", "No."), ("What?", "A dog.", "Why?", "So.")), (0, 2)
-    limits = Limits(config.max_image_tokens, 400, 16)
+    limits = LengthLimits(config.max_image_tokens, 400, 16)
     rows = [make_row(encoder.encode(said, 1), limits) for said in turns]
     assert [pair.model.tokenizer.decode(row.target) for row in rows] == [
         "No.<|im_end|>",

@@ -11,7 +11,7 @@ from hf_reference import normal
 
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.decoder import Wanted
+from stepprune_jax.models.decoder import Requested
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.stack import lay_out, layout_of
 
@@ -21,7 +21,7 @@ def answer(params, config, pixels, sequence):
     """All that is run in layers: tower, a stage with taps, stages with a cut, a decoded token."""
     taps = (Tap("hidden", -3), Tap("attention", 1))
     seen = Llava(config).encode_image(params, pixels, taps)
-    wanted = Wanted(None, (Tap("hidden", 1), Tap("keys", 2)))
+    wanted = Requested(None, (Tap("hidden", 1), Tap("keys", 2)))
     stage = decoder.run_layers(params["language"], config.text, sequence.rows, (0, 4), None, wanted)
 
     def drop(rows, taps):

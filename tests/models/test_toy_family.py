@@ -22,7 +22,7 @@ from stepprune_jax.models import decoder, families
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import LLAMA, LlamaConfig, ModelConfig, written
 from stepprune_jax.models.images import read_processor
-from stepprune_jax.models.weights import Rule, language_rules
+from stepprune_jax.models.weights import WeightRule, language_rules
 from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, FastV
 from stepprune_jax.training import train
@@ -91,7 +91,9 @@ class Toy(Backbone):
         return False
 
     def weight_rules(self):
-        own = (Rule(f"{part}/kernel", f"{part}.weight", "transpose") for part in ("tower", "in"))
+        own = (
+            WeightRule(f"{part}/kernel", f"{part}.weight", "transpose") for part in ("tower", "in")
+        )
         return (*own, *language_rules("model.", "lm_head", False))
 
     def init_params(self, key):

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from stepprune_jax import policy
-from stepprune_jax.policy import POINTER, DecoderFns, Inputs, Limits, Progress, buckets, budget
+from stepprune_jax.policy import (
+    POINTER,
+    DecoderFns,
+    Inputs,
+    Limits,
+    Progress,
+    buckets,
+    budget,
+    gathering,
+)
 from stepprune_jax.policy.noise import denoise
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature
 from stepprune_jax.policy.trajectory import count_at_bias
@@ -103,15 +112,15 @@ def test_ladder_bounds_padding_and_ends_at_the_cap():
 
 
 def test_prune_compiles_once_for_selection_and_once_per_bucket(params, inputs, monkeypatch):
-    monkeypatch.setattr(buckets, "bucket_ladder", lambda steps: (4, 8, 12))
-    before = buckets._choose._cache_size(), buckets.run_gather._cache_size()
+    monkeypatch.setattr(gathering, "bucket_ladder", lambda steps: (4, 8, 12))
+    before = gathering._choose._cache_size(), gathering.run_gather._cache_size()
     sizes = []
     for count in (1, 2, 3, 4, 5, 8, 9, 12):
         pruned = policy.prune(params, CONFIG, inputs, Limits(budget=count))
         sizes.append(pruned.tokens.shape[1])
         np.testing.assert_array_equal(pruned.count, [count] * B)
     assert sizes == [4, 4, 4, 4, 8, 8, 12, 12]
-    after = buckets._choose._cache_size(), buckets.run_gather._cache_size()
+    after = gathering._choose._cache_size(), gathering.run_gather._cache_size()
     assert (after[0] - before[0], after[1] - before[1]) == (1, 3)
 
 

@@ -5,7 +5,7 @@ from servers import serving
 from small_world import stepprune
 
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.serving import __main__ as serve
+from stepprune_jax.cli import serve
 from stepprune_jax.user_input import UserError
 
 

@@ -13,7 +13,7 @@ from visual import noise
 
 from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
 from stepprune_jax.pruners import build_pruner
-from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.images import RequestLimits
 
 COMPACT = RunOptions(positions="compact")
 MOST = 6
@@ -27,7 +27,7 @@ def fake():
 
 
 def front(model, engine, **options):
-    limits = Limits(200_000)
+    limits = RequestLimits(200_000)
     return front_before(engine, model, MOST, limits, batching=options, policy=stepprune())
 
 

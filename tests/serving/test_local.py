@@ -10,7 +10,7 @@ from visual import noise
 from stepprune_jax.inference import RunOptions, answer_text, generate, programs
 from stepprune_jax.pruners import build_pruner
 from stepprune_jax.serving.app import Front
-from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import Local
 from stepprune_jax.serving.messages import Defaults, Reader
 from stepprune_jax.serving.metrics import Metrics
@@ -21,7 +21,7 @@ PLAIN = stepprune(draw=0.0)  # a row then has the same answer wherever it stands
 @pytest.fixture(scope="module")
 def client(llava_model):
     metrics = Metrics()
-    reader = Reader(llava_model, "tiny", Defaults(policy=PLAIN), Limits(), engine=False)
+    reader = Reader(llava_model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
     local = Local(llava_model, metrics, batch_size=4, batch_seconds=5.0)
     front = Front(reader, local, metrics, 64)
     with serving(front.app()) as address, opened(address) as client:

@@ -11,11 +11,11 @@ from visual import as_a_phone_stores, noise
 
 from stepprune_jax.inference import read_request
 from stepprune_jax.serving.errors import RequestError
-from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.messages import Defaults, Reader
 
 ASK = {"model": "tiny", "messages": [user("red dog?", noise(1))]}
-LIMITS = Limits(bytes=20_000, pixels=10_000, images=2)
+LIMITS = RequestLimits(bytes=20_000, pixels=10_000, images=2)
 
 
 def reader(model, limits=LIMITS, engine=False, **defaults):
@@ -310,7 +310,7 @@ def test_files_below_the_folder_alone(llava_model, tmp_path):
     noise(2).save(tmp_path / "2.png")
     (folder / "out.png").symlink_to(tmp_path / "2.png")
     (folder / "large.png").write_bytes(bytes(30_000))
-    allowed = reader(llava_model, Limits(20_000, 10_000, 2, folder))
+    allowed = reader(llava_model, RequestLimits(20_000, 10_000, 2, folder))
 
     def asked(name):
         return {"messages": [user("red dog?", f"file://{name}")]}
@@ -329,7 +329,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(llava_model):
     file = io.BytesIO()
     Image.new("1", (30_000, 12_000)).save(file, "PNG")
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    allowed = reader(llava_model, Limits(pixels=10**12))
+    allowed = reader(llava_model, RequestLimits(pixels=10**12))
     found = refused(allowed, messages=[user("?", url)])
     assert found[0] == 413 and "pixels" in found[2]
 

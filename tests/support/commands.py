@@ -1,6 +1,6 @@
 """Commands, run in this process as their scripts run them."""
 
-from stepprune_jax.command_line import one_line_errors
+from stepprune_jax.cli.command_line import one_line_errors
 
 
 def status(name, main, *arguments):

@@ -5,7 +5,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.images import ImageSettings, normalise, resize
+from stepprune_jax.models.llava.images import LlavaImageSettings, normalise, resize
 
 
 def noise(seed, size=(24, 24)):
@@ -20,7 +20,7 @@ def as_a_phone_stores(image):
     return stored
 
 
-def preprocess_clip(image, settings=ImageSettings()):  # noqa: B008  it is frozen
+def preprocess_clip(image, settings=LlavaImageSettings()):  # noqa: B008  it is frozen
     """The pixels [3, height, width] that CLIP sees of an RGB image."""
     return normalise(resize(image, settings), settings)
 

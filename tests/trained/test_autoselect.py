@@ -111,7 +111,7 @@ def test_the_temperature_is_a_cosine_and_then_constant():
 def test_metrics_say_how_hard_the_gate_is():
     alpha = jnp.array([[0.9, 0.8, 0.2, 0.1]])
     scores = jnp.array([[3.0, 1.0, 2.0, 0.0]])
-    known = autoselect.Gated(jnp.zeros((1, 4, 1)), alpha, jnp.array([2]), scores)
+    known = autoselect.GatedByScores(jnp.zeros((1, 4, 1)), alpha, jnp.array([2]), scores)
     found = autoselect.metrics(known, alpha > 0)  # the hard set is {0, 2}, the open gate {0, 1}
     expected = {"k_mean": 2.0, "alpha_in": 0.55, "alpha_out": 0.45, "iou": 1 / 3}
     assert {k: pytest.approx(float(v)) for k, v in found.items()} == expected

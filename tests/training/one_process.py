@@ -22,7 +22,7 @@ def main(devices, model, data, workdir, changes):
     distributed.start()
     from tiny_run import make_run
 
-    from stepprune_jax.command_line import show_messages
+    from stepprune_jax.cli.command_line import show_messages
     from stepprune_jax.training import train
 
     show_messages("stdout")

@@ -11,11 +11,11 @@ from PIL import Image
 from visual import preprocess_clip
 
 from stepprune_jax import testing
-from stepprune_jax.data.corpus import Corpus, Lengths, Row
+from stepprune_jax.data.corpus import Corpus, Lengths, TrainingRow
 from stepprune_jax.data.images import open_image
 from stepprune_jax.models.llava import Llava, LlavaConfig
-from stepprune_jax.models.llava.images import ImageSettings
-from stepprune_jax.training.batches import Batches, Bucket, Images, Loading, plan_buckets
+from stepprune_jax.models.llava.images import LlavaImageSettings
+from stepprune_jax.training.batches import Batches, Bucket, Loading, Preprocessing, plan_buckets
 from stepprune_jax.user_input import UserError
 
 
@@ -36,7 +36,10 @@ class Made(Corpus):
 
     def rows(self, numbers):
         one = np.ones(1, np.int32)
-        return [Row(np.arange(self.lengths.ids[n], dtype=np.int32), one, one, one) for n in numbers]
+        return [
+            TrainingRow(np.arange(self.lengths.ids[n], dtype=np.int32), one, one, one)
+            for n in numbers
+        ]
 
     def image(self, number):
         return Path(f"{self.lengths.ids[number]}.png")
@@ -63,7 +66,7 @@ class Pixels:
 
 
 def make_batches(ids, batch_size=4, seed=0, damaged=(), group=1, **loading):
-    images = Images(Pixels(*damaged), lambda pixels: np.ones((len(pixels), 2), np.int32))
+    images = Preprocessing(Pixels(*damaged), lambda pixels: np.ones((len(pixels), 2), np.int32))
     return Batches(Made(ids), images, batch_size, seed, 8, group, Loading(**loading))
 
 
@@ -175,7 +178,7 @@ def cache_of(settings, side, limit):
 
 
 def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
-    settings = ImageSettings()._replace(resize_to=24, crop_to=24)
+    settings = LlavaImageSettings()._replace(resize_to=24, crop_to=24)
     cache = cache_of(settings, 24, 1 << 20)
     for number, size in enumerate([(24, 24), (50, 31), (9, 70)]):
         path = save_image(tmp_path / f"{number}.png", *size, seed=number)
@@ -186,7 +189,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
 
 
 def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
-    settings = ImageSettings()._replace(resize_to=8, crop_to=8)
+    settings = LlavaImageSettings()._replace(resize_to=8, crop_to=8)
     paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
     cache = cache_of(settings, 8, 2 * 3 * 8 * 8)
     for number in (0, 1, 0, 2):
@@ -200,6 +203,6 @@ def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
 
 def test_images_of_another_size_than_the_model_takes_are_refused(tmp_path):
     path = save_image(tmp_path / "a.png", 24, 24)
-    cache = cache_of(ImageSettings()._replace(resize_to=16, crop_to=16), 24, 1)
+    cache = cache_of(LlavaImageSettings()._replace(resize_to=16, crop_to=16), 24, 1)
     with pytest.raises(ValueError, match=r"a\.png: the image processor makes 16 x 16 pixels"):
         cache(path)

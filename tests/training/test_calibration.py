@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from tiny_run import ASKED, make_run, write_data
 
-from stepprune_jax import calibrate, load_policy, save_policy
+from stepprune_jax import load_policy, save_policy
+from stepprune_jax.cli import calibrate
 from stepprune_jax.training import train
 from stepprune_jax.training.questions import read_calibration_questions
 

@@ -8,7 +8,7 @@ from stepprune_jax.parallel import targets
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.training import plan
 from stepprune_jax.training.batches import Bucket
-from stepprune_jax.training.plan import Plan, dry_run
+from stepprune_jax.training.plan import RunCost, dry_run
 from stepprune_jax.user_input import UserError
 
 
@@ -36,7 +36,7 @@ def test_the_targets_own_compiler_plans(world, tmp_path, capsys, name, kind):
 
 def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monkeypatch):
     asked = []
-    planned = Plan(2, 0, Usage(0, 0, 0, 0), 1.0, {Bucket(16, 16, 11): 1})
+    planned = RunCost(2, 0, Usage(0, 0, 0, 0), 1.0, {Bucket(16, 16, 11): 1})
     monkeypatch.setattr(
         plan, "make_plan", lambda sampled, *others: asked.append(sampled) or planned
     )
@@ -57,7 +57,7 @@ def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monke
 
 def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(plan, "missing", lambda name: "pip x")
-    large = Plan(2, 10, Usage(20, 0, 10**12, 10**12 + 20), 1e9, {Bucket(64, 64, 8): 1})
+    large = RunCost(2, 10, Usage(20, 0, 10**12, 10**12 + 20), 1e9, {Bucket(64, 64, 8): 1})
     monkeypatch.setattr(plan, "make_plan", lambda *arguments: large)
     dry_run(quick_run(world), tmp_path, "a6000:2")
     printed = capsys.readouterr().out

@@ -10,9 +10,10 @@ import pytest
 from commands import status
 from tiny_run import metrics
 
-from stepprune_jax import export, load_policy
+from stepprune_jax import load_policy
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.policy import read_about
+from stepprune_jax.cli import export
 from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_policies
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
@@ -77,9 +78,9 @@ def test_an_unfinished_run_gives_its_latest_whole_checkpoint(whole, tmp_path, ca
 
 
 def error_of(capsys, *arguments):
-    assert status("stepprune_jax.export", export.main, *arguments) == 2
+    assert status("stepprune-export", export.main, *arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith("stepprune_jax.export: error: ") and said.count("\n") == 1
+    assert said.startswith("stepprune-export: error: ") and said.count("\n") == 1
     return said
 
 

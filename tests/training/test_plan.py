@@ -72,7 +72,7 @@ def test_frozen_weights_have_no_gradient_in_the_program():
 
 
 def test_hours_by_hand():
-    found = plan.Plan(2, 0, None, 3.6e15, {})
+    found = plan.RunCost(2, 0, None, 3.6e15, {})
     device = ACCELERATORS["a100-80"]._replace(flops=1e14)
     # 100 updates of 3.6e15 at 2 devices x 1e14 x 1/2: 3,600 s.
     assert found.hours(100, device, 0.5) == pytest.approx(1)

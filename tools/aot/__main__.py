@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 from stepprune_jax import configurations
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.efficiency.timing import table
 from stepprune_jax.efficiency.weights import random_weights

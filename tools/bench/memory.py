@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.model_shapes import MODELS, find_backbone
 from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone

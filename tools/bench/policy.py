@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from stepprune_jax import policy
-from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.efficiency.timing import table
 from stepprune_jax.flops import policy_flops
 from stepprune_jax.policy import POINTER, Limits, PolicyConfig, selection

@@ -30,7 +30,7 @@ from PIL import Image
 from stepprune_jax import PolicyConfig, StepPrune, testing
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference import pipeline, read_request
 from stepprune_jax.policy.trajectory import count_at_bias
 from tools.bench.timing import machine

@@ -19,7 +19,7 @@ from PIL import Image
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.pruners import build_pruner

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stepprune_jax.checkpoints.folder import Source, inspect_folder
+from stepprune_jax.checkpoints.folder import ModelFolder, inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity
-from stepprune_jax.command_line import Parser, add_config, exit_with, integer_from, read_config
+from stepprune_jax.cli.command_line import Parser, add_config, exit_with, integer_from, read_config
 from stepprune_jax.data.source import training_source
 from stepprune_jax.efficiency.model_shapes import MODELS, find_backbone
 from stepprune_jax.efficiency.timing import peak_memory
@@ -142,7 +142,7 @@ def replace_data(run: Run, fields: dict[str, Any], ids: int, folder: Path, image
     )
 
 
-def _open(run: Run, folder: Path) -> tuple[Source, Batches]:
+def _open(run: Run, folder: Path) -> tuple[ModelFolder, Batches]:
     """Opens the pipeline."""
     source, data = inspect_folder(run.model.folder), training_source(run.data, folder)
     batches = open_batches(run, data, file_identity(data.file), source, say=lambda line: None)
@@ -187,7 +187,7 @@ def _repeated(bench: _Bench, update: Callable[[_Bench, np.int32], Any]) -> tuple
     return (time.perf_counter() - begin) / _REPEATS, bench
 
 
-def _policy_alone(bench: _Bench, batch: step.Batch) -> tuple[Callable[..., Any], float]:
+def _policy_alone(bench: _Bench, batch: step.TrainingBatch) -> tuple[Callable[..., Any], float]:
     """Returns the compiled policy's part of an update for one batch, and its operations."""
     setup = bench.setup
     inputs = jax.jit(step.selector_inputs, static_argnames=("setup",))(

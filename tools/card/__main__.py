@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.user_input import expect, local_path
 from tools.card import figures
 from tools.card.sections import ROOT, Section, autotuned, sections

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stepprune_jax.command_line import Parser
+from stepprune_jax.cli.command_line import Parser
 from stepprune_jax.evaluation.cells import markdown_rows
 
 # Rows of the table of efficiency, those that it leaves out, and results of tests.

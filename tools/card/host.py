@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.efficiency.__main__ import draw_learned, read_rows
 from stepprune_jax.efficiency.measure import draw_batch
 from stepprune_jax.efficiency.model_shapes import find_backbone
+from stepprune_jax.efficiency.rows import draw_learned, read_rows
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import RunOptions

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from stepprune_jax.checkpoints import load
-from stepprune_jax.command_line import add_config, exit_with, read_config
+from stepprune_jax.cli.command_line import add_config, exit_with, read_config
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.efficiency.timing import peak_memory
 from stepprune_jax.efficiency.weights import random_weights

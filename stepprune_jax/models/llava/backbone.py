@@ -18,15 +18,14 @@ from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.config import Json, Rule, Tokenizer, read_fields
+from stepprune_jax.models.config import FieldRule, Json, Tokenizer, read_fields
 from stepprune_jax.models.images import Bytes, read_processor
 from stepprune_jax.models.layers import Dense, activate
 from stepprune_jax.models.llava import images, tower, weights
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.llava.images import ImageSettings
+from stepprune_jax.models.llava.images import LlavaImageSettings
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.models.weights import Rule as WeightRule
-from stepprune_jax.models.weights import renamed
+from stepprune_jax.models.weights import WeightRule, renamed
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import UserError, expect
 
@@ -39,7 +38,7 @@ _ROLES = ("USER", "ASSISTANT")
 # A finished user turn ends with a blank, a finished assistant turn with </s> and no blank.
 _ENDS = (" ", "</s>")
 
-_TOWER = Rule(
+_TOWER = FieldRule(
     "mm_vision_tower", "", lambda x: x if isinstance(x, str) else None, "a folder or hub id"
 )
 
@@ -118,10 +117,10 @@ class Llava(Backbone):
         return self.replace(text=text, image_token_id=number), tokenizer
 
     @classmethod
-    def image_settings(cls, folder: str | Path) -> ImageSettings:
+    def image_settings(cls, folder: str | Path) -> LlavaImageSettings:
         return images.settings_from_hf(*read_processor(folder))
 
-    def hf_processor(self, settings: ImageSettings) -> dict[str, Json]:
+    def hf_processor(self, settings: LlavaImageSettings) -> dict[str, Json]:
         processor = images.to_hf(images.padded(settings, self.config.pad_images))
         combined = {
             "processor_class": "LlavaProcessor",
@@ -158,7 +157,7 @@ class Llava(Backbone):
         vision = dataclasses.replace(vision, image_size=smaller, trained_size=side)
         return self.replace(vision=vision)
 
-    def resize(self, settings: ImageSettings, image: Image.Image) -> Bytes:
+    def resize(self, settings: LlavaImageSettings, image: Image.Image) -> Bytes:
         vision = self.config.vision
         side, trained = vision.image_size, vision.trained.image_size
         size, crop = (round(x * side / trained) for x in (settings.resize_to, settings.crop_to))
@@ -170,7 +169,9 @@ class Llava(Backbone):
         settings = images.padded(settings, self.config.pad_images)
         return images.resize(image, settings._replace(resize_to=size, crop_to=crop))
 
-    def finish(self, settings: ImageSettings, image: Bytes) -> Float[np.ndarray, "3 height width"]:
+    def finish(
+        self, settings: LlavaImageSettings, image: Bytes
+    ) -> Float[np.ndarray, "3 height width"]:
         return images.normalise(image, settings)
 
     def max_pixels(self, count: int) -> jax.ShapeDtypeStruct:

@@ -6,10 +6,10 @@ from stepprune_jax.models.config import (
     LLAMA,
     LONGEST_SIDE,
     MOST_LAYERS,
+    FieldRule,
     Json,
     LlamaConfig,
     ModelConfig,
-    Rule,
     number,
     one_of,
     part,
@@ -26,7 +26,7 @@ from stepprune_jax.user_input import naming, require
 _ACTIVATIONS = ("quick_gelu", "gelu")
 
 
-def _square(field: str, default: int) -> Rule:
+def _square(field: str, default: int) -> FieldRule:
     """A side length, given as one integer or as a pair of equal integers."""
     side = size(field, default, LONGEST_SIDE)
 
@@ -58,8 +58,8 @@ _IDS = {
 }
 
 
-def _layer(field: str) -> Rule:
-    return Rule(field, -2, lambda x: x if type(x) is int else None, "one integer")
+def _layer(field: str) -> FieldRule:
+    return FieldRule(field, -2, lambda x: x if type(x) is int else None, "one integer")
 
 
 _LLAVA = {
@@ -79,7 +79,7 @@ _LLAVA_ONLY = {
 _ORIGINAL = {
     **_IDS,
     "feature_layer": _layer("mm_vision_select_layer"),
-    "pad_images": Rule(
+    "pad_images": FieldRule(
         "image_aspect_ratio",
         False,
         lambda x: x == "pad" if x in ("pad", "square") else None,
@@ -91,7 +91,7 @@ _ORIGINAL_ONLY = {
     "select": one_of("mm_vision_select_feature", "patch"),
     # Tokens around an image, a resampler, and what belongs to images in several parts.
     "marks": one_of("mm_use_im_start_end", False),
-    "resampler": Rule("mm_resampler_type", None, lambda x: None, "null", optional=True),
+    "resampler": FieldRule("mm_resampler_type", None, lambda x: None, "null", optional=True),
     "merge": one_of("mm_patch_merge_type", "flat", "spatial"),
     "scales": one_of("s2", False),
 }

@@ -15,8 +15,8 @@ from stepprune_jax.data.images import pad_to_square
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.models.config import (
     LONGEST_SIDE,
+    FieldRule,
     Json,
-    Rule,
     one_of,
     read_fields,
     switch,
@@ -34,7 +34,7 @@ from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import require, warn_once
 
 
-class ImageSettings(NamedTuple):
+class LlavaImageSettings(NamedTuple):
     """Settings of the image processor, whose steps follow the order of the fields.
 
     Images are padded to squares first, as LLaVA-1.5 was trained, although the published processor
@@ -59,7 +59,7 @@ class ImageSettings(NamedTuple):
         return tuple(int(min(max(value, 0), 1) * 255) for value in self.mean)
 
 
-def _side(field: str) -> Rule:
+def _side(field: str) -> FieldRule:
     """A side of a square image."""
 
     def read(value: object) -> int | None:
@@ -70,7 +70,7 @@ def _side(field: str) -> Rule:
         return sides[0] if known and is_count(sides[0]) and sides[0] <= LONGEST_SIDE else None
 
     kinds = "a number, {shortest_edge} or equal {height, width}"
-    return Rule(field, 224, read, f"{kinds}, of 1 to {LONGEST_SIDE} pixels")
+    return FieldRule(field, 224, read, f"{kinds}, of 1 to {LONGEST_SIDE} pixels")
 
 
 _SETTINGS = {
@@ -78,7 +78,7 @@ _SETTINGS = {
     "resize_to": _side("size"),
     "crop_to": _side("crop_size"),
     "pad": switch("do_pad", True),
-    "stretch": Rule("size", False, lambda x: isinstance(x, dict) and "height" in x, "a size"),
+    "stretch": FieldRule("size", False, lambda x: isinstance(x, dict) and "height" in x, "a size"),
 }
 _ONLY = {
     "resize": one_of("do_resize", True),
@@ -90,20 +90,20 @@ _ONLY = {
 }
 
 
-def settings_from_hf(raw: Json, where: str = "image processor config") -> ImageSettings:
+def settings_from_hf(raw: Json, where: str = "image processor config") -> LlavaImageSettings:
     """Translates a Hugging Face image processor dict of the file `where`."""
     kind = str(raw.get("image_processor_type") or raw.get("feature_extractor_type") or "CLIP")
     known = kind.startswith(("CLIP", "Llava")) and not kind.startswith(("LlavaNext", "LlavaOne"))
     supported = "supported: CLIPImageProcessor, LlavaImageProcessor"
     require(known, f"{where}: unsupported image processor {kind!r}; {supported}")
     read_fields(raw, where, _ONLY)
-    settings = ImageSettings(**read_fields(raw, where, _SETTINGS))
+    settings = LlavaImageSettings(**read_fields(raw, where, _SETTINGS))
     size, crop = settings.resize_to, settings.crop_to
     require(crop <= size, f"{where}: crop_size is {crop}, expected at most size, {size}")
     return settings
 
 
-def padded(settings: ImageSettings, pad: bool | None) -> ImageSettings:
+def padded(settings: LlavaImageSettings, pad: bool | None) -> LlavaImageSettings:
     """Returns the settings of a model that pads images or does not, or with None leaves it open."""
     return settings if pad is None else settings._replace(pad=pad)
 
@@ -126,7 +126,7 @@ def name_other_placeholders(folder: str | Path, patch_size: int) -> None:
             warn_once(f"{path}: {name} is {raw[name]!r}, which is not followed: {value!r} is")
 
 
-def to_hf(settings: ImageSettings) -> Json:
+def to_hf(settings: LlavaImageSettings) -> Json:
     """Describes the image processor."""
     sides = ("height", "width") if settings.stretch else ("shortest_edge",)
     return {
@@ -146,7 +146,7 @@ def to_hf(settings: ImageSettings) -> Json:
     }
 
 
-def resize(image: Image.Image, settings: ImageSettings) -> Bytes:
+def resize(image: Image.Image, settings: LlavaImageSettings) -> Bytes:
     """Pads an RGB image to a square, if it is to be, resizes it and crops its centre."""
     side, crop = settings.resize_to, settings.crop_to
     if settings.pad:
@@ -161,7 +161,7 @@ def resize(image: Image.Image, settings: ImageSettings) -> Bytes:
     return np.asarray(whole.crop((left, top, left + crop, top + crop))).transpose(2, 0, 1)
 
 
-def normalise(image: Bytes, settings: ImageSettings) -> Float[np.ndarray, "3 height width"]:
+def normalise(image: Bytes, settings: LlavaImageSettings) -> Float[np.ndarray, "3 height width"]:
     """Scales and normalises a resized image."""
     table = byte_table(settings.rescale, settings.mean, settings.std)
     return np.stack([row[channel] for row, channel in zip(table, image, strict=True)])

@@ -7,7 +7,7 @@ Face LLaVA-1.5 files, by its prefix alone; the rules are written in that form on
 
 from jax.sharding import PartitionSpec as P
 
-from stepprune_jax.models.weights import Rule, language_rules, linear
+from stepprune_jax.models.weights import WeightRule, language_rules, linear
 
 VISION = "vision_tower.vision_model."
 _PROJECTOR = "multi_modal_projector."
@@ -59,22 +59,22 @@ SHARDING_RULES = (
 )
 
 
-def _layer_norm(path: str, name: str) -> tuple[Rule, ...]:
-    return Rule(f"{path}/scale", f"{name}.weight"), Rule(f"{path}/bias", f"{name}.bias")
+def _layer_norm(path: str, name: str) -> tuple[WeightRule, ...]:
+    return WeightRule(f"{path}/scale", f"{name}.weight"), WeightRule(f"{path}/bias", f"{name}.bias")
 
 
-def rules(patch_size: int) -> tuple[Rule, ...]:
+def rules(patch_size: int) -> tuple[WeightRule, ...]:
     """Returns all rules of a LLaVA with an untied output head."""
     tower, block = VISION, VISION + "encoder.layers.{}."
     return (
-        Rule("vision/class_embedding", tower + "embeddings.class_embedding"),
-        Rule(
+        WeightRule("vision/class_embedding", tower + "embeddings.class_embedding"),
+        WeightRule(
             "vision/patch_embedding/kernel",
             tower + "embeddings.patch_embedding.weight",
             "patches",
             (patch_size, patch_size),
         ),
-        Rule("vision/position_embedding", tower + "embeddings.position_embedding.weight"),
+        WeightRule("vision/position_embedding", tower + "embeddings.position_embedding.weight"),
         *_layer_norm("vision/pre_norm", tower + "pre_layrnorm"),
         *_layer_norm("vision/layers/norm1", block + "layer_norm1"),
         *linear("vision/layers/attention/query", block + "self_attn.q_proj", True),

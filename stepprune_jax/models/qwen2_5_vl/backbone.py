@@ -19,9 +19,9 @@ from stepprune_jax.models.config import Json
 from stepprune_jax.models.images import Bytes, read_processor
 from stepprune_jax.models.qwen2_5_vl import images, tower, weights
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
-from stepprune_jax.models.qwen2_5_vl.images import ImageSettings, Patches
+from stepprune_jax.models.qwen2_5_vl.images import Patches, QwenImageSettings
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.models.weights import Rule, renamed
+from stepprune_jax.models.weights import WeightRule, renamed
 from stepprune_jax.user_input import naming, require
 
 _SYSTEM = "You are a helpful assistant."
@@ -61,14 +61,14 @@ class Qwen2_5_VL(Backbone):  # noqa: N801
     def is_harmless(self, name: str) -> bool:
         return self.config.text.tie_embeddings and name == weights.HEAD + ".weight"
 
-    def weight_rules(self) -> tuple[Rule, ...]:
+    def weight_rules(self) -> tuple[WeightRule, ...]:
         return weights.rules(self.config.vision)
 
     @classmethod
-    def image_settings(cls, folder: str | Path) -> ImageSettings:
+    def image_settings(cls, folder: str | Path) -> QwenImageSettings:
         return images.settings_from_hf(*read_processor(folder))
 
-    def hf_processor(self, settings: ImageSettings) -> dict[str, Json]:
+    def hf_processor(self, settings: QwenImageSettings) -> dict[str, Json]:
         return {"preprocessor_config.json": images.to_hf(self.config, settings)}
 
     def bound_images(
@@ -87,10 +87,10 @@ class Qwen2_5_VL(Backbone):  # noqa: N801
         with named:
             return self.replace(min_pixels=least, max_pixels=most)
 
-    def resize(self, settings: ImageSettings, image: Image.Image) -> Bytes:
+    def resize(self, settings: QwenImageSettings, image: Image.Image) -> Bytes:
         return images.resize(self.config, settings, image)
 
-    def finish(self, settings: ImageSettings, image: Bytes) -> Patches:
+    def finish(self, settings: QwenImageSettings, image: Bytes) -> Patches:
         return images.to_patches(self.config.vision, settings, image)
 
     def max_pixels(self, count: int) -> Patches:

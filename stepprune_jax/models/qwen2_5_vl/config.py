@@ -8,10 +8,10 @@ from stepprune_jax.models.config import (
     LLAMA,
     LONGEST_SIDE,
     MOST_LAYERS,
+    FieldRule,
     Json,
     LlamaConfig,
     ModelConfig,
-    Rule,
     number,
     one_of,
     part,
@@ -33,14 +33,14 @@ MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
 MOST_PIXELS = 2 * 89_478_485
 
 
-def _integers(field: str, default: tuple[int, ...]) -> Rule:
+def _integers(field: str, default: tuple[int, ...]) -> FieldRule:
     def read(value: object) -> tuple[int, ...] | None:
         if not isinstance(value, list | tuple):
             return None
         numbers = tuple(x for x in value if is_count(x, 0))
         return numbers if len(numbers) == len(value) else None
 
-    return Rule(field, default, read, "a list of integers from 0")
+    return FieldRule(field, default, read, "a list of integers from 0")
 
 
 _TOWER = {

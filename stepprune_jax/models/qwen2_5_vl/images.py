@@ -42,7 +42,7 @@ _AREA = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 BLOCK_TOKENS = 16
 
 
-class ImageSettings(NamedTuple):
+class QwenImageSettings(NamedTuple):
     """Settings of the image processor, except the bounds of resizing, which are in `QwenConfig`."""
 
     rescale: float = 1 / 255
@@ -62,10 +62,10 @@ class Patches(NamedTuple):
     grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
 
 
-def settings_from_hf(raw: Json, where: str) -> ImageSettings:
+def settings_from_hf(raw: Json, where: str) -> QwenImageSettings:
     """Translates a Hugging Face image processor dict of the file `where`."""
     read_fields(raw, where, _ONLY)
-    return ImageSettings(**read_fields(raw, where, NORMALISATION))
+    return QwenImageSettings(**read_fields(raw, where, NORMALISATION))
 
 
 def processor_bounds(vision: QwenVisionConfig, raw: Json, where: str) -> tuple[int, int]:
@@ -88,7 +88,7 @@ def processor_bounds(vision: QwenVisionConfig, raw: Json, where: str) -> tuple[i
     return bounds["min_pixels"], bounds["max_pixels"]
 
 
-def to_hf(config: QwenConfig, settings: ImageSettings) -> Json:
+def to_hf(config: QwenConfig, settings: QwenImageSettings) -> Json:
     """Describes the image processor, in the field names of old and new versions."""
     return {
         "image_processor_type": _KIND,
@@ -130,13 +130,13 @@ def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
     return rounded[0], rounded[1]
 
 
-def resize(config: QwenConfig, settings: ImageSettings, image: Image.Image) -> Bytes:
+def resize(config: QwenConfig, settings: QwenImageSettings, image: Image.Image) -> Bytes:
     """Returns the bytes of an RGB image at its target size."""
     height, width = target_size(config, image.height, image.width)
     return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
 
 
-def to_patches(vision: QwenVisionConfig, settings: ImageSettings, image: Bytes) -> Patches:
+def to_patches(vision: QwenVisionConfig, settings: QwenImageSettings, image: Bytes) -> Patches:
     """Normalises a resized image and cuts it into padded patches, without the axis of images."""
     table = byte_table(settings.rescale, settings.mean, settings.std)
     p, k = vision.patch_size, vision.merge_size

@@ -69,7 +69,7 @@ class Layout(NamedTuple):
     size: Int[Array, "i"]
 
 
-class Context(NamedTuple):
+class TowerInputs(NamedTuple):
     """Inputs shared by all blocks: rotary angles, the window of each patch (-1 in the padding)."""
 
     cosine: Float[Array, "i m c"]
@@ -109,7 +109,7 @@ def rotary_frequencies(config: QwenVisionConfig) -> np.ndarray:
     return inverse_powers(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
 
 
-def _context(config: QwenVisionConfig, layout: Layout) -> Context:
+def _context(config: QwenVisionConfig, layout: Layout) -> TowerInputs:
     """Computes angles and windows of patches in window order."""
     k, unit = config.merge_size, config.unit
     within = jnp.stack(jnp.divmod(jnp.arange(unit), k))  # row and column in the merged patch
@@ -117,7 +117,7 @@ def _context(config: QwenVisionConfig, layout: Layout) -> Context:
     position = position.reshape(*position.shape[:2], -1)
     pairs = rotary_frequencies(config)
     angles = axial_rotary((pairs, pairs), position)
-    return Context(*angles, jnp.repeat(layout.window, unit, axis=1), layout.size * unit)
+    return TowerInputs(*angles, jnp.repeat(layout.window, unit, axis=1), layout.size * unit)
 
 
 def _attend_in_windows(
@@ -153,7 +153,7 @@ def _attend_in_windows(
 
 
 def received_attention(
-    query: Float[Array, "i h m c"], key: Float[Array, "i h m c"], context: Context
+    query: Float[Array, "i h m c"], key: Float[Array, "i h m c"], context: TowerInputs
 ) -> Float[Array, "i m"]:
     """Computes the attention that patches receive, averaged over heads and the image's patches."""
     keys = [Segment(key, key, context.valid)]
@@ -177,7 +177,7 @@ class QwenVisionAttention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "i m d"],
-        context: Context,
+        context: TowerInputs,
         full: Bool[Array, ""] | bool,
         attention: str = "matmul",
     ) -> BlockOutput:
@@ -212,7 +212,7 @@ class QwenVisionBlock(nn.Module):
     def __call__(
         self,
         hidden: Float[Array, "i m d"],
-        context: Context,
+        context: TowerInputs,
         full: Bool[Array, ""] | bool,
         attention: str = "matmul",
     ) -> BlockOutput:
@@ -246,7 +246,7 @@ def init_vision(key: Array, config: QwenVisionConfig) -> Params:
     d, unit = config.hidden_size, config.unit
     values = config.temporal_patch_size * config.patch_size**2 * 3
     angles = jnp.ones((1, unit, d // config.num_heads))
-    context = Context(angles, angles, jnp.zeros((1, unit), jnp.int32), jnp.full(1, unit))
+    context = TowerInputs(angles, angles, jnp.zeros((1, unit), jnp.int32), jnp.full(1, unit))
     block, sample = QwenVisionBlock(config), jnp.zeros((1, unit, d))
     return {
         "vision": {

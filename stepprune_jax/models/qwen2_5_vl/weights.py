@@ -7,7 +7,7 @@ model below "model.".
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
-from stepprune_jax.models.weights import Rule, language_rules, linear
+from stepprune_jax.models.weights import WeightRule, language_rules, linear
 
 VISION = "visual."
 _MERGER = "visual.merger."
@@ -39,24 +39,24 @@ SHARDING_RULES = (
 )
 
 
-def rules(vision: QwenVisionConfig) -> tuple[Rule, ...]:
+def rules(vision: QwenVisionConfig) -> tuple[WeightRule, ...]:
     """Returns all rules of a model with an untied output head."""
     block, p = VISION + "blocks.{}.", vision.patch_size
     return (
-        Rule(
+        WeightRule(
             "vision/patch_embedding/kernel",
             VISION + "patch_embed.proj.weight",
             "patches",
             (vision.temporal_patch_size, p, p),
         ),
-        Rule("vision/layers/norm1/scale", block + "norm1.weight"),
+        WeightRule("vision/layers/norm1/scale", block + "norm1.weight"),
         *linear("vision/layers/attention/qkv", block + "attn.qkv", True),
         *linear("vision/layers/attention/out", block + "attn.proj", True),
-        Rule("vision/layers/norm2/scale", block + "norm2.weight"),
+        WeightRule("vision/layers/norm2/scale", block + "norm2.weight"),
         *linear("vision/layers/mlp/gate", block + "mlp.gate_proj", True),
         *linear("vision/layers/mlp/up", block + "mlp.up_proj", True),
         *linear("vision/layers/mlp/down", block + "mlp.down_proj", True),
-        Rule("merger/norm/scale", _MERGER + "ln_q.weight"),
+        WeightRule("merger/norm/scale", _MERGER + "ln_q.weight"),
         *linear("merger/up", _MERGER + "mlp.0", True),
         *linear("merger/down", _MERGER + "mlp.2", True),
         *language_rules(_LANGUAGE, HEAD, True),

@@ -1,21 +1,24 @@
 """Converts an answer file to the format of a benchmark's official program or server.
 
-python -m stepprune_jax.benchmarks.convert mme --answers A.jsonl --out FOLDER
+stepprune-convert mme --answers A.jsonl --out FOLDER
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.score import DATA
-from stepprune_jax.command_line import Parser, exit_with
+from stepprune_jax.benchmarks.layout import DATA
+from stepprune_jax.cli.command_line import Parser, exit_with
+
+_NAME = "stepprune-convert"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
-    parser = Parser(prog="stepprune_jax.benchmarks.convert", description=__doc__.splitlines()[0])
+    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("benchmark", choices=names, help="benchmark; others are scored directly")
     add("--data", default=DATA, help=f"root of LLaVA's layout (default: {DATA})")
@@ -29,5 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"wrote {arguments.out}")
 
 
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
 if __name__ == "__main__":
-    exit_with("stepprune_jax.benchmarks.convert", main)
+    command()

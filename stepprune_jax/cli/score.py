@@ -1,6 +1,6 @@
 """Scores an answer file, without a model, an accelerator or jax.
 
-python -m stepprune_jax.benchmarks.score pope --data playground/data/eval --answers A.jsonl
+stepprune-score pope --data playground/data/eval --answers A.jsonl
 """
 
 import argparse
@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, Score
-from stepprune_jax.command_line import Parser, exit_with, file_to_write, program
+from stepprune_jax.benchmarks.layout import DATA
+from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write
 from stepprune_jax.data.json_files import JsonObject, write_json
 from stepprune_jax.user_input import one_line
 
-_NAME = "stepprune_jax.benchmarks.score"
-DATA = "playground/data/eval"
+_NAME = "stepprune-score"
 
 
 def _parser() -> argparse.ArgumentParser:
     """Builds a parser with one sub-command per benchmark."""
-    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
+    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, benchmark in BENCHMARKS.items():
         add = commands.add_parser(name, help=benchmark.headline).add_argument

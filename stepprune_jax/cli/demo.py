@@ -1,6 +1,6 @@
 """Serves a browser page that answers from all visual tokens and from kept ones.
 
-    python -m stepprune_jax.demo
+    stepprune-demo
 
 serves http://127.0.0.1:7860 with the small LLaVA of the shapes world and its shipped policies.
 `--model` takes any LLaVA or Qwen2.5-VL; `--policy` adds other policies.
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
 
-_NAME = "stepprune_jax.demo"
+_NAME = "stepprune-demo"
 _SMALL = {
     "shapes": "The small LLaVA of the shapes world",
     "shapes_qwen": "The small Qwen2.5-VL of the shapes world",
@@ -29,7 +29,7 @@ _SMALL = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Serves the page; reports errors in one line and exits with status 2."""
     about = (__doc__ or "").partition("\n")[0]
-    parser = Parser(prog=program(_NAME), description=about, compiles=True)
+    parser = Parser(prog=_NAME, description=about, compiles=True)
     add = parser.add_argument
     small_models = " or ".join(_SMALL)
     add("--model", default="shapes", help=f"checkpoint folder, hub id, {small_models}")

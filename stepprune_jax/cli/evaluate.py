@@ -11,7 +11,6 @@ flag.
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepprune_jax import command_line
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import (
     ANSWERS,
@@ -19,6 +18,7 @@ from stepprune_jax.benchmarks.answer_files import (
     questions_digest,
     read_files,
 )
+from stepprune_jax.cli import command_line
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.scores import SCORES, score_file, score_hard

@@ -1,6 +1,6 @@
 """Measures how many tokens each stop bias keeps on average, for `--mean_budget`.
 
-    python -m stepprune_jax.calibrate --policy FILE --model DIR --data FOLDER --out NEW
+    stepprune-calibrate --policy FILE --model DIR --data FOLDER --out NEW
 
 Training does this by itself if there is a validation split. The folder holds questions in LLaVA's
 format (validation.jsonl, images/); answers are not read. NEW is the same policy with a table.
@@ -16,7 +16,7 @@ from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import read_about, save_policy
-from stepprune_jax.command_line import Parser, exit_with, file_to_write, integer_from, program
+from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
@@ -24,12 +24,12 @@ from stepprune_jax.models.stack import Execution
 from stepprune_jax.trained.calibration import Calibration
 from stepprune_jax.user_input import local_path, require
 
-_NAME = "stepprune_jax.calibrate"
+_NAME = "stepprune-calibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and calibrates; reports errors in one line and exits with status 2."""
-    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0], compiles=True)
+    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0], compiles=True)
     add = parser.add_argument
     add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
     add(

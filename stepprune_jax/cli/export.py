@@ -1,6 +1,6 @@
 """Exports the policy of a run as one file with a model card, without the frozen model.
 
-    python -m stepprune_jax.export runs/shapes --out release/
+    stepprune-export runs/shapes --out release/
 
 writes release/policy.safetensors, which `stepprune-generate` and `eval.py` take as --policy,
 and release/README.md, which states what it was trained on. The run may be unfinished or running.
@@ -18,7 +18,7 @@ import numpy as np
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy, read_config, save_policy
-from stepprune_jax.command_line import Parser, exit_with, program
+from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruners import selector_of
@@ -28,9 +28,9 @@ from stepprune_jax.user_input import UserError, local_path, require
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
-_NAME = "stepprune_jax.export"
+_NAME = "stepprune-export"
 CARD = "README.md"
-_TEMPLATE = Path(__file__).parent / "assets" / "model_card.md"
+_TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
 # Files of a run whose last line is shown, with its title.
 _FIGURES = {"metrics.jsonl": "training", "validation.jsonl": "validation"}
 
@@ -156,7 +156,7 @@ def _is_figure(key: str, value: object) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the arguments and exports."""
-    parser = Parser(prog=program(_NAME), description=__doc__.splitlines()[0])
+    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     parser.add_argument("workdir", help="folder of a run of train.py")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument(

@@ -7,7 +7,7 @@ processes, start each with the same command (docs/devices.md).
 
 from collections.abc import Sequence
 
-from stepprune_jax.command_line import Parser, add_config, exit_with, program, read_config
+from stepprune_jax.cli.command_line import Parser, add_config, exit_with, program, read_config
 from stepprune_jax.parallel import distributed
 from stepprune_jax.training.hooks import read_window
 from stepprune_jax.training.plan import dry_run, use_virtual_devices

@@ -19,13 +19,13 @@ from starlette.applications import Starlette
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.command_line import Parser, exit_with, integer_from, program
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import POSITIONS, Budget
 from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.engine import Engine
-from stepprune_jax.serving.images import Limits
+from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import Local
 from stepprune_jax.serving.messages import Defaults, Reader
 from stepprune_jax.serving.metrics import Metrics
@@ -41,7 +41,7 @@ _logger = logging.getLogger("stepprune_jax.serving")  # also if run as __main__
 
 def _parser() -> Parser:
     about = (__doc__ or "").partition("\n")[0]
-    parser = Parser(prog=program(_NAME), description=about, compiles=True)
+    parser = Parser(prog=_NAME, description=about, compiles=True)
     add = parser.add_argument_group("model").add_argument
     add("--model", required=True, help="checkpoint folder, hub id, shapes or shapes_qwen")
     add("--name", help="what requests call it; default: the last part of --model")
@@ -121,7 +121,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         Execution(attention=given.attention),
     )
     pixels, size = given.max_megapixels * 10**6, given.max_megabytes << 20
-    limits = Limits(size, pixels, given.max_images, folder)
+    limits = RequestLimits(size, pixels, given.max_images, folder)
     reader = Reader(model, name, defaults, limits, engine=given.engine is not None)
     metrics = Metrics()
     batching = {"batch_size": given.batch_size, "batch_seconds": given.batch_wait_ms / 1000}

@@ -1,0 +1,192 @@
+"""Cost and savings of pruning from pixels to the first token: the paper's efficiency table.
+
+    python -m stepprune_jax.efficiency --model llava-7b --dtype bfloat16 --json OUT.json
+    python -m stepprune_jax.efficiency --model llava-7b --dry_run  # operations alone, by formula
+
+Weights, images and prompts are random, on jax's default device. Each row takes turns with that of
+all tokens, if it is among them, so that drift of the machine affects both equally; ratios are
+computed within a turn; compilation is excluded. A measurement starts with pixels in host memory and
+ends when the first token is known. Each row is printed and written as it ends; one that fails, as
+for lack of memory, is left out, costs no other, and makes the exit status 1.
+
+Random weights stop anywhere. For a learned stop to keep the requested mean, the price of a token
+grows steeply with their number, and the bias is calibrated on the images of the batch, as on
+validation questions after training. This measures the cost of deciding, not how much the counts of
+different images vary.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
+from stepprune_jax.efficiency import measure
+from stepprune_jax.efficiency.measure import Bench
+from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, find_backbone
+from stepprune_jax.efficiency.rows import (
+    UNPRUNED,
+    default_rows,
+    draw_learned,
+    read_rows,
+    with_square_images,
+)
+from stepprune_jax.efficiency.timing import environment, peak_memory, table
+from stepprune_jax.efficiency.weights import random_weights
+from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.pipeline import place_pruner
+from stepprune_jax.models import vlm
+from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.policy import PolicyConfig
+
+_HEADER = [
+    "row",
+    "tokens kept",
+    "TFLOPs",
+    "choosing, ms",
+    "to the first token, ms",
+    "ms a token",
+    "cache, MB a row",
+    "times unpruned",
+    "compile, s",
+]
+
+_NAME = "stepprune-efficiency"
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    """Returns the cells of a row; brackets have the minimum and the maximum over the rounds."""
+    mean, least, most = row["kept"]
+    (selector, *_), whole, (decode, *_) = (row["ms"][n] for n in ("selector", "whole", "decode"))
+    return [
+        row["row"],
+        f"{mean:.4g}" + (f" ({least} to {most})" if least < most else ""),
+        sum(row["tflops"].values()),
+        selector,
+        _spread(whole),
+        decode,
+        row["cache_bytes"] / 1e6,
+        _spread(row["speed_up"]) if row["speed_up"] else "-",
+        row["compile_s"],
+    ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    median, least, most = values
+    return f"{median:.3g} ({least:.3g}, {most:.3g})"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the flags."""
+    parser = Parser(prog=_NAME, description=__doc__.split("\n")[0])
+    known = ", ".join(MODELS | QWEN_MODELS)
+    parser.add_argument("--model", default="mid", help=f"{known}, or a config.json")
+    parser.add_argument(
+        "--tokens",
+        type=integer_from(1),
+        default=576,
+        help="visual tokens of an image, for Qwen2.5-VL",
+    )
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--dry_run", action="store_true", help="count operations, run nothing")
+    text = "such as all cls@64 'stepprune@64 group=4'; default: every pruner"
+    parser.add_argument("--rows", nargs="+", help=text)
+    parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--decoder_layers", type=integer_from(1), default=PolicyConfig().decoder_layers
+    )
+    parser.add_argument(
+        "--text", type=integer_from(1), default=64, help="tokens of a prompt besides its image"
+    )
+    parser.add_argument(
+        "--new_tokens", type=integer_from(1), default=16, help="tokens after the first"
+    )
+    parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
+    parser.add_argument("--rounds", type=integer_from(1), default=5, help="turns of every row")
+    flags = parser.parse_args(arguments)
+    if not (flags.json or flags.dry_run):
+        parser.error("the following arguments are required: --json, or --dry_run")
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status, 1 if a row is left out."""
+    flags = parse(arguments)
+    backbone = find_backbone(flags.model)
+    if backbone.config.sizes_vary:
+        backbone = with_square_images(backbone, flags.tokens)
+    config = backbone.config
+    names = flags.rows or default_rows(config)
+    execution = Execution(attention=flags.attention)
+    execution.check_backend()
+    rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+    if flags.dry_run:
+        batch = measure.draw_batch(backbone, 1, flags.text)
+        counts = {x.name: measure.count_tflops(backbone, x, batch) for x in rows}
+        cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
+        parts = counts[rows[0].name]
+        print(table(["row", *(f"{part}, TFLOPs" for part in parts), "all"], cells))
+        return 0
+    out = file_to_write("--json", flags.json)
+    dtype = jnp.dtype(flags.dtype)
+    # The same layout as in `load_vlm`.
+    model = VLM(random_weights(vlm.abstract_params(backbone, dtype, "auto")), backbone)
+    rows = [draw_learned(row) for row in rows]
+    rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
+    options = RunOptions(flags.new_tokens + 1, execution=execution)
+    bench = Bench(model, options, flags.rounds)
+    result = {
+        "model": flags.model,
+        "layers": config.text.num_layers,
+        "width": config.text.hidden_size,
+        "tokens": config.max_image_tokens,
+        **{
+            name: getattr(flags, name)
+            for name in ("dtype", "policy_dtype", "decoder_layers", "text", "new_tokens", "rounds")
+        },
+        "execution": str(execution),
+        "environment": environment(),
+        "batches": {},
+        "left_out": {},
+    }
+    for size in flags.batch:
+        batch, measured, base = measure.draw_batch(backbone, size, flags.text), [], None
+        result["batches"][str(size)] = measured
+        for row in tqdm(rows, desc=f"batch {size}", unit="row"):
+            beside = row if row.name == UNPRUNED else base
+            try:
+                measured.append(measure.measure(bench, beside, row, batch))
+            except Exception as error:
+                reason = f"{type(error).__name__}: " + str(error).partition("\n")[0]
+                tqdm.write(f"{row.name} is left out: {reason}", file=sys.stderr)
+                result["left_out"][f"{row.name}, batch {size}"] = reason
+                if not isinstance(error, jax.errors.JaxRuntimeError):  # no fault of the device
+                    traceback.print_exc()
+            else:
+                base = beside
+                lines = table(_HEADER, [_cells(measured[-1])]).splitlines()
+                title = [f"batch {size}", "", *lines[:2]] if len(measured) == 1 else []
+                tqdm.write("\n".join([*title, lines[2]]))
+            result["peak_bytes"] = peak_memory()
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(flush=True)
+    print(f"wrote {out}")
+    return int(bool(result["left_out"]))
+
+
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,33 @@
+"""Merges the tables of runs on the same questions: `stepprune-table RUN...`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from stepprune_jax.cli.command_line import Parser, exit_with
+from stepprune_jax.evaluation.scores import read_scores
+from stepprune_jax.evaluation.table import NAME, as_markdown, merge_scores, write_table
+
+_NAME = "stepprune-table"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command."""
+    parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
+    parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
+    arguments = parser.parse_args(argv)
+    names = [str(Path(run)) for run in arguments.runs]
+    table = merge_scores({name: read_scores(name) for name in names})
+    if arguments.out is not None:
+        write_table(Path(arguments.out), table)
+    print(as_markdown(table), end="")
+
+
+def command() -> NoReturn:
+    """Runs the command and exits."""
+    exit_with(_NAME, main)
+
+
+if __name__ == "__main__":
+    command()
