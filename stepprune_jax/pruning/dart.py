@@ -1,9 +1,11 @@
 """DART: visual tokens that duplicate a few pivots are dropped after a few layers.
 
 Wen et al. (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens, and the words after
-the image, whose keys in layer K - 1 are largest. The pivots take turns: each takes the visual
-tokens least similar to it, by the cosine between states before layer K, normalised by the model's
-final norm. The taken tokens and the visual pivots remain from layer K on, at their position ids.
+the image, whose keys in layer K - 1 are largest. The pivots take turns, those of the image first,
+each kind by descending size of its keys: each takes the visual tokens least similar to it, by the
+cosine between states before layer K, normalised by the model's final norm. The taken tokens and the
+visual pivots remain from layer K on, at their position ids. The authors' program takes turns in the
+order of a Python set of the pivots' places instead, which changes which tokens remain.
 """
 
 import dataclasses
@@ -20,8 +22,6 @@ from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
 from stepprune_jax.pruning.ordering import keep_best, unit_vectors
 
-ORDERS = ("set", "norm")
-
 
 @dataclasses.dataclass(frozen=True)
 class Dart(LayerPruner):
@@ -36,29 +36,24 @@ class Dart(LayerPruner):
         layer: K, layers that see all tokens; the authors' `pruned_layer`.
         pivot_image_token: pivots among the tokens of an image.
         pivot_text_token: pivots among the words after it.
-        pivot_order: order in which pivots take their tokens. "norm": those of the image, then the
-            words, each by descending key norm. "set": the order in which CPython iterates over a
-            set of their places in the row, as in the authors' program.
     """
 
     layer: int = 2
     pivot_image_token: int = 4
     pivot_text_token: int = 4
-    pivot_order: str = "set"
 
     name = "dart"
     label = "DART"
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects a layer that does not exist, an absence of pivots, and an unknown order."""
+        """Rejects a layer that does not exist and an absence of pivots."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
         self.expect("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
         for pivots in ("pivot_image_token", "pivot_text_token"):
             known = getattr(self, pivots) >= 0 and self._pivots > 0
             self.expect(pivots, known, "0 or more, and at least one pivot of both kinds")
-        self.expect("pivot_order", self.pivot_order in ORDERS, f"one of {', '.join(ORDERS)}")
 
     @property
     def _pivots(self) -> int:
@@ -102,9 +97,6 @@ class Dart(LayerPruner):
         words, has_words = _largest(size, text[:, None] & (slots > end), self.pivot_text_token)
         pivots = jnp.concatenate([visual, words], axis=2)
         present = jnp.concatenate([has_visual, has_words], axis=2)
-        if self.pivot_order == "set":
-            order = jax.vmap(jax.vmap(set_order))(pivots)
-            pivots, present = (jnp.take_along_axis(x, order, 2) for x in (pivots, present))
         is_pivot = of_image & jnp.any(slots[:, None] == visual[:, :, None], axis=3)
         share = jnp.maximum(count - self.pivot_image_token, 0) // self._pivots
         turn = take_in_turn(_cosines(features, pivots), present, of_image & ~is_pivot, share)
@@ -155,58 +147,3 @@ def take_in_turn(
     turns = (jnp.arange(p, dtype=jnp.int32), *(jnp.moveaxis(x, 2, 0) for x in (likeness, present)))
     start = (pool, jnp.full(pool.shape, p, jnp.int32))
     return jax.lax.scan(one_turn, start, turns)[0][1]
-
-
-def set_order(numbers: Int[Array, "p"]) -> Int[Array, "p"]:
-    """Returns the order in which CPython iterates over a set of distinct numbers, as positions.
-
-    A set is an open hash table with a power of two slots. An integer's hash is the integer; if its
-    slot is taken, the next nine are tried if they do not reach past the end, then a slot given by
-    the higher bits of the hash. When three fifths are filled, all entries move to a table with more
-    than four times as many slots as numbers.
-    """
-    p, size, added = numbers.shape[0], _LEAST, 0
-    entries = jnp.zeros(0, jnp.int32)
-    while True:
-        full = -(-3 * (size - 1) // 5)
-        more = jnp.arange(added, min(p, full), dtype=jnp.int32)
-        table = _hashed(jnp.concatenate([entries, more]), numbers, size)
-        if p < full:
-            break
-        entries, added, size = table, full, _grown(4 * full)
-    filled = jnp.argsort(table < 0, stable=True)[:p]
-    return table[filled]
-
-
-_LEAST, _NEXT, _SHIFT = 8, 9, 5
-
-
-def _grown(least: int) -> int:
-    """Returns the size of the smallest table with more than `least` slots."""
-    return max(_LEAST, 1 << least.bit_length())
-
-
-def _hashed(entries: Int[Array, "m"], numbers: Int[Array, "p"], size: int) -> Int[Array, "size"]:
-    """Returns a table with entries added one by one; -1 is no entry and an empty slot."""
-    slots, hashes = jnp.arange(size), numbers.astype(jnp.uint32)
-
-    def window(table, slot):
-        reach = jnp.where(slot + _NEXT < size, _NEXT, 0)
-        return (table < 0) & (slots >= slot) & (slots <= slot + reach)
-
-    def add(table, entry):
-        hashed = hashes[entry]
-
-        def is_taken(state):
-            return ~jnp.any(window(table, state[0]))
-
-        def look_elsewhere(state):
-            slot, perturb = state
-            perturb >>= _SHIFT
-            return (slot * 5 + 1 + perturb) % size, perturb
-
-        slot, _ = jax.lax.while_loop(is_taken, look_elsewhere, (hashed % size, hashed))
-        free = jnp.argmax(window(table, slot))
-        return table.at[jnp.where(entry < 0, size, free)].set(entry, mode="drop"), None
-
-    return jax.lax.scan(add, jnp.full(size, -1, jnp.int32), entries)[0]

@@ -1,6 +1,3 @@
-import dataclasses
-import random
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +8,6 @@ from generation_reference import ask, traced
 from views import llava, rows
 
 from stepprune_jax.pruning import Budget, Dart, Survivors
-from stepprune_jax.pruning.dart import set_order
 
 
 def kept(pruner, size, features, image, count):
@@ -25,25 +21,24 @@ def kept(pruner, size, features, image, count):
     return np.flatnonzero(keep[0]).tolist()
 
 
-def test_the_order_of_the_pivots_decides():
-    # The pivots are 1 and 8, of which 1 has the larger key; a set of them begins with 8.
+def test_the_pivot_with_the_largest_keys_takes_first():
+    # The pivots are 1 and 8, of which 1 has the larger key.
     image, size = [-1, *[0] * 8], [0, 2, 0, 0, 0, 0, 0, 0, 1]
     features = [[0, 0], [1, 0], [-1, -1], [-0.5, 1], [1, -0.2], [1, 1], [1, 1], [1, 1], [0, 1]]
     dart = Dart(pivot_image_token=2, pivot_text_token=0)
     # Both want 2 most (-.707). If 1 has it, 8 takes 4 (-.196); if 8 has it, 1 takes 3 (-.447).
-    by_norm = dataclasses.replace(dart, pivot_order="norm")
-    assert kept(by_norm, size, features, image, [4]) == [0, 1, 2, 4, 8]
-    assert list({1, 8}) == [8, 1]
+    assert kept(dart, size, features, image, [4]) == [0, 1, 2, 4, 8]
+    # With the larger key at 8, as the authors' set {1, 8} begins, too.
+    size[8] = 3
     assert kept(dart, size, features, image, [4]) == [0, 1, 2, 3, 8]
 
 
-def test_sets_are_iterated_as_cpython_does():
-    draw, compiled = random.Random(0), jax.jit(set_order)
-    for p in (1, 5, 8, 20):
-        for _ in range(50):
-            numbers = draw.sample(range(draw.choice([30, 700, 4000])), p)
-            found = [numbers[at] for at in compiled(jnp.array(numbers)).tolist()]
-            assert found == list(set(numbers))
+def test_pivots_of_the_image_take_before_words():
+    # The word 5 has a larger key than the pivot 1, and wants 2 most, as 1 does (-.707).
+    image, size = [-1, 0, 0, 0, 0, -1], [0, 1, 0, 0, 0, 2]
+    features = [[0, 0], [1, 0], [-1, -1], [-0.5, 1], [1, -0.2], [0, 1]]
+    dart = Dart(pivot_image_token=1, pivot_text_token=1)
+    assert kept(dart, size, features, image, [3]) == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +60,7 @@ def test_what_is_left(dart, n, left):
 
 
 def least_alike(core, entered, layer, count, pivots):
-    """The slots of each image that stay, in torch and with Python's own sets."""
+    """The slots of each image that stay, in torch, with the pivots in our order."""
     _, key = torch_stages.queries_and_keys(core, layer - 1, entered[layer - 1])
     row, size = entered[layer], key.abs().sum((0, 2)).numpy()
     features, result = core.norm(row.hidden)[0], []
@@ -77,7 +72,7 @@ def least_alike(core, entered, layer, count, pivots):
             for slots, number in zip((span, behind), pivots, strict=True)
         )
         pool, stay = [slot for slot in span.tolist() if slot not in own], list(own)
-        for pivot in list({*own, *words}):
+        for pivot in [*own, *words]:
             likeness = torch.cosine_similarity(features[pivot], features[pool], dim=-1).numpy()
             share = (count - pivots[0]) // sum(pivots)
             taken = [pool[at] for at in torch_stages.best(-likeness, share)]

@@ -174,7 +174,6 @@ TEN = Budget("count", 10)
         (Dart(layer=0), "layer"),
         (Dart(pivot_image_token=0, pivot_text_token=0), "pivot_image_token"),
         (Dart(pivot_text_token=-1), "pivot_text_token"),
-        (Dart(pivot_order="sum"), "pivot_order"),
         (TopV(layer=31), "layer"),
         (TopV(sigma=0.0), "sigma"),
         (TopV(beta=-1.0), "beta"),
