@@ -6,7 +6,6 @@ computed in float32 whatever the dtype of the weights.
 """
 
 import functools
-import importlib
 import operator
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
@@ -35,9 +34,6 @@ class Tap(NamedTuple):
 
     kind: str
     layer: int
-
-
-_BLOCK = 128  # tokens, of tokamax's kernels
 
 
 class Segment(NamedTuple):
@@ -123,16 +119,13 @@ def self_attend(
 ) -> Float[Array, "b h t c"]:
     """Computes self-attention by one of `stack.ATTENTIONS`; by "matmul" if it is not causal.
 
-    Tokamax has kernels for TPUs and GPUs, and chooses XLA where none of them fits. The causal mask
-    is the only one: with padding at the right end, it alone hides it from valid tokens. Slots of a
-    row from its `length` on are not attended to, and their results undefined.
+    The causal mask is the only one: with padding at the right end, it alone hides it from valid
+    tokens. Slots of a row from its `length` on are not attended to, and their results undefined.
     """
     if implementation == "matmul":
         mask = None if length is None else (jnp.arange(key.shape[2]) < length[:, None])[:, None]
         return attend(query, [Segment(key, value, mask)])
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    if implementation == "tokamax":
-        return _tokamax(query, key, value, causal, length).swapaxes(1, 2)
     result = jax.nn.dot_product_attention(
         query,
         key,
@@ -143,32 +136,6 @@ def self_attend(
         implementation=cast(Literal["xla", "cudnn"], implementation),
     )
     return result.swapaxes(1, 2)
-
-
-def _tokamax(
-    query: Float[Array, "b t h c"],
-    key: Float[Array, "b t g c"],
-    value: Float[Array, "b t g c"],
-    causal: bool,
-    length: Int[Array, "b"] | None,
-) -> Float[Array, "b t h c"]:
-    """Attends by tokamax, whose kernels want whole blocks of tokens."""
-    # Neither is there unless it is asked for.
-    tokamax, flags = map(importlib.import_module, ("tokamax", "absl.flags"))
-
-    if not flags.FLAGS.is_parsed():  # otherwise it takes the command's flags for its own
-        flags.FLAGS.mark_as_parsed()
-    tokens = query.shape[1]
-    padding = ((0, 0), (0, -tokens % _BLOCK), (0, 0), (0, 0))
-    query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
-    mask = None
-    if length is not None or (padding[1][1] and not causal):  # a causal mask hides padding itself
-        # Given as lengths, the TPU's kernel does not take it.
-        ends = jnp.full(1, tokens) if length is None else length
-        mask = (jnp.arange(key.shape[1]) < ends[:, None])[:, None, None]
-        mask = jnp.broadcast_to(mask, (len(ends), 1, key.shape[1], key.shape[1]))
-    result = tokamax.dot_product_attention(query, key, value, mask=mask, is_causal=causal)
-    return result[:, :tokens]
 
 
 def append_slots(

@@ -8,7 +8,6 @@ models at inference there.
 """
 
 import dataclasses
-import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -24,7 +23,7 @@ Params = dict[str, Any]  # weights by name, in nested dicts
 T = TypeVar("T")
 R = TypeVar("R")
 
-ATTENTIONS = ("matmul", "xla", "cudnn", "tokamax")
+ATTENTIONS = ("matmul", "xla", "cudnn")
 LAYOUTS = ("auto", "stacked", "apart")
 
 # Bytes of a layer above which copying it costs more than a longer compilation.
@@ -40,7 +39,7 @@ class Execution:
     Attributes:
         attention: "matmul", two batched products; or, where there is no cache to read,
             `jax.nn.dot_product_attention` with the implementation "xla" or "cudnn" (GPU, bfloat16
-            or float16), or that of the package tokamax, whose kernels are for TPUs, too.
+            or float16).
         remat: whether a backward pass recomputes blocks instead of storing their intermediates.
 
     Raises:
@@ -55,9 +54,7 @@ class Execution:
         expect("attention", self.attention, known, f"one of {', '.join(ATTENTIONS)}")
 
     def check_backend(self) -> None:
-        """Raises a ValueError if jax's default device, or what is installed, cannot run it."""
-        absent = self.attention == "tokamax" and importlib.util.find_spec("tokamax") is None
-        require(not absent, "attention 'tokamax' needs its package: pip install tokamax")
+        """Raises a ValueError if jax's default device cannot run it."""
         backend = jax.default_backend() if self.attention == "cudnn" else "gpu"
         require(backend == "gpu", f"attention 'cudnn' needs a GPU, jax uses {backend!r}")
 

@@ -179,8 +179,7 @@ def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
         for program in group.programs or known:
             settings = " ".join((config, *group.changes))
             head = [name, str(len(to.devices)), settings, dtype, program]
-            with jax.default_device(to.devices[0] if programs.asks_for_device else None):
-                lowered = programs.trace(program).lower()
+            lowered = programs.trace(program).lower()
             text = f"{name} {jax.__version__} {lowered.as_text()}"
             digest = hashlib.sha256(text.encode()).hexdigest()
             same = done.get(digest)

@@ -74,11 +74,6 @@ class Programs:
         """Returns the names of the programs."""
         return tuple(self._table())
 
-    @property
-    def asks_for_device(self) -> bool:
-        """Whether tracing depends on jax's default device, by which tokamax chooses its kernels."""
-        return self._execution.attention == "tokamax"
-
     def trace(self, name: str) -> jax.stages.Traced:
         """Traces a program; the result has `lower`."""
         return self._table()[name]()
