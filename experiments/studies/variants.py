@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from experiments.studies.scaling import ScaledGate
 from stepprune_jax import configurations
 from stepprune_jax.evaluation.names import DEFAULT
+from stepprune_jax.pruners import PRUNERS
+from stepprune_jax.trained import Policy
 from stepprune_jax.training import Run
 from stepprune_jax.user_input import UserError
 
@@ -20,6 +23,7 @@ class Variant(NamedTuple):
         changes: changes to the configuration, each "field=value".
         rates: factor on the configuration's learning rates.
         stop: whether its learned stop is evaluated, too.
+        selector: its method, where the library has none of the name.
     """
 
     method: str
@@ -27,6 +31,7 @@ class Variant(NamedTuple):
     changes: tuple[str, ...] = ()
     rates: float = 1.0
     stop: bool = False
+    selector: type[Policy] | None = None
 
 
 # By their names on the command line.
@@ -46,7 +51,9 @@ VARIANTS = {
     "straight_through": Variant(
         "straight-through estimator", changes=("policy.estimator=straight_through",)
     ),
-    "scale_gate": Variant("scaling gate", changes=("policy.gate=scale",)),
+    "scale_gate": Variant(
+        ScaledGate.label, changes=(f"method={ScaledGate.name}",), selector=ScaledGate
+    ),
     "aligned_stop": Variant("stop as a slot", changes=("policy.stop=aligned",), stop=True),
     "group2": Variant("2 tokens a step", changes=("policy.group=2",)),
     "group4": Variant("4 tokens a step", changes=("policy.group=4",)),
@@ -121,7 +128,7 @@ class VariantConfig(NamedTuple):
 def variant_configs(
     config: str, keys: Sequence[str], changes: Sequence[str]
 ) -> list[VariantConfig]:
-    """Loads the configurations of variants."""
+    """Loads the configurations of variants, and makes methods of their own known by name."""
     known = {key: (key, None) for key in VARIANTS}
     known |= {f"{key}+{trial}": (key, trial) for key in VARIANTS for trial in TRIALS}
     if not keys or len({*keys}) != len(keys) or any(key not in known for key in keys):
@@ -133,6 +140,8 @@ def variant_configs(
     for key in keys:
         name, trial = known[key]
         variant = VARIANTS[name]
+        if variant.selector is not None:
+            PRUNERS[variant.selector.name] = variant.selector
         path, of_variant = f"{config}{variant.argument}", [*variant.changes]
         if variant.rates != 1:
             optimizer = configurations.load(path, of_variant).optimizer

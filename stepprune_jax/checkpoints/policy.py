@@ -25,7 +25,7 @@ from stepprune_jax.checkpoints.published import (
 from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, policy_names
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
-from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.pruners import selector_of, weighted
 from stepprune_jax.settings import is_number
 from stepprune_jax.trained import SelectorConfig, Weighted
@@ -243,6 +243,9 @@ def read_config(path: Path, metadata: Mapping[str, str]) -> SelectorConfig:
     kind = known[method].config_type
     with naming(path, TypeError, ValueError):
         fields = as_object(parse_json(metadata.get("config", ""), kind.__name__), kind.__name__)
+        if kind is PolicyConfig:  # in files from when there was another gate
+            gate = fields.pop("gate", "vp")
+            expect(f"{kind.__name__}.gate", gate, gate == "vp", "'vp', the only one")
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
         newer = f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
         require(not unknown, newer)

@@ -37,7 +37,6 @@ _CHOICES = {
     "score_space": ("log", "linear"),
     "soft_budget": ("straight_through", "batch_mean"),
     "batch_budget": ("own", "probe"),
-    "gate": ("vp", "scale"),
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
 
@@ -128,7 +127,6 @@ class PolicyConfig:
         budget_anneal: share of training over which the smallest random budget, of a `"probe"`,
             falls from 30 to 2 % of the tokens; 0 for none. With few tokens at first, nothing is
             learned where several are needed together.
-        gate: `"vp"` is Eq. (13); `"scale"` is an ablation.
         length_weight: lambda of Eq. (15).
         price_range: rows that stop by themselves are trained at a price of their own, lambda e^u
             with u uniform in +-price_range, and with u added to their stop logits. The stop logit
@@ -168,7 +166,6 @@ class PolicyConfig:
     soft_budget: str = "straight_through"
     batch_budget: str = "probe"
     budget_anneal: Number = 0.7
-    gate: str = "vp"
     length_weight: Number = 0.15
     price_range: Number = 2.0
     price_growth: Number = 1.0

@@ -85,9 +85,7 @@ def gate_tokens(
     """Gates, denoises and restores the image tokens, Eqs. (13) and (14); zero in the padding."""
     image, real = jnp.asarray(inputs.image), inputs.real[..., None]
     x = jnp.where(real, standardise(image, inputs.stats), 0)
-    scaled = x * alpha[..., None].astype(x.dtype)
-    noisy = noise_gate(key, x, alpha) if config.gate == "vp" else scaled
-    clean = restore(denoise(params, config, noisy), inputs.stats)
+    clean = restore(denoise(params, config, noise_gate(key, x, alpha)), inputs.stats)
     return jnp.where(real, clean, 0).astype(image.dtype)
 
 

@@ -1,7 +1,7 @@
 """The settings of a training run, and the objects built from them before loading."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -128,6 +128,11 @@ class Run(EvaluationRun):
         """As in `Settings`; the group of the method that is not trained is free, too."""
         groups = {kind.settings for kind in trainable().values()}
         return (*super().free_fields(), *groups - {trainable()[self.method].settings})
+
+    def changes(self, old: Mapping[str, object]) -> list[str]:
+        """As in `Settings`; runs from when there was another gate may name the one that is left."""
+        kept = {name: old[name] for name in old if (name, old[name]) != ("policy.gate", "vp")}
+        return super().changes(kept)
 
 
 def make_mesh(run: Run, devices: Sequence[jax.Device] | None = None) -> Mesh | None:

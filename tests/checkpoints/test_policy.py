@@ -127,11 +127,21 @@ def changed_config(**changes):
     return change
 
 
+def test_a_file_may_name_the_gate_that_is_left(tmp_path, policy):
+    path = save_policy(policy, tmp_path / "p")
+    rewrite(path, changed_config(gate="vp"))
+    assert load_policy(path).config == CONFIG
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         (changed_config(colour="red", taste=1), "colour, taste"),
         (changed_config(encoder_layers=500), "encoder_layers"),
+        (
+            changed_config(gate="scale"),
+            "PolicyConfig.gate is 'scale', expected 'vp', the only one$",
+        ),
         (changed_config(feature_width=1 << 60), "feature_width"),
         (lambda m: m.update(config="{"), "PolicyConfig"),
         (lambda m: m.update(version="9"), "version 9"),

@@ -10,8 +10,10 @@ from small_world import ROOT, one_shot, stepprune, write_split
 
 from experiments.studies import seeds
 from experiments.studies.processes import Job, run_jobs
+from experiments.studies.scaling import ScaledGate
 from experiments.studies.variants import TRIALS, VARIANTS, variant_configs
 from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.pruners import PRUNERS, trainable
 from stepprune_jax.workdir.checkpoints import FOLDER
 
 CONFIG = str(ROOT / "configs" / "shapes.py")
@@ -92,11 +94,13 @@ def test_bad_arguments_are_named(changes, tmp_path, monkeypatch, arguments, mess
         seeds.run_seeds(CONFIG, tmp_path, **given, changes=changes)
 
 
-def test_configurations_of_rows():
+def test_configurations_of_rows(monkeypatch):
+    monkeypatch.setitem(PRUNERS, ScaledGate.name, ScaledGate)  # not to stay for other tests
     by_key = {row.key: row.config for row in variant_configs(CONFIG, [*VARIANTS], [])}
     assert len({str(config) for config in by_key.values()}) == len(VARIANTS)
     assert by_key["literal"].policy.stop == "softmax"
     assert by_key["autoselect"].method == "autoselect"
+    assert trainable()[by_key["scale_gate"].method] is ScaledGate
     assert by_key["causal"].policy.encoder_attention == "causal"
     for row in ("default", "literal", "autoselect"):
         tried = variant_configs(CONFIG, [f"{row}+{trial}" for trial in TRIALS], [])

@@ -272,7 +272,7 @@ def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(
 @pytest.mark.parametrize(
     ("make", "fields"),
     [
-        (cases.small_config, dict(text_width=0, gate="scale")),
+        (cases.small_config, dict(text_width=0)),
         pytest.param(
             cases.small_config,
             dict(encoder_layers=2, decoder_layers=3, feature_width=6, width=8),

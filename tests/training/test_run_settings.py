@@ -80,6 +80,13 @@ def test_only_fields_that_change_what_is_learned_count():
     ]
 
 
+def test_a_run_from_when_there_was_another_gate_is_resumed_with_the_one_that_is_left():
+    run = load_config("shapes")
+    assert run.changes(run.flat() | {"policy.gate": "vp"}) == []
+    changes = run.changes(run.flat() | {"policy.gate": "scale"})
+    assert changes == ["config.policy.gate: 'scale' -> None"]
+
+
 def test_a_selector_may_be_blind_to_the_question():
     shapes = load_config("shapes").replace({"method": "autoselect"})
     blind = build(shapes.replace({"autoselect.text_width": 0}))
