@@ -68,6 +68,7 @@ def _render(tokenizer: Tokenizer, template: object, turns: Sequence[str], plain:
         }
         for number, turn in enumerate(turns)
     ]
-    how = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
-    text = tokenizer.apply_chat_template(messages, **how)
+    text = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
     return text.removeprefix(tokenizer.bos_token or "")

@@ -119,8 +119,13 @@ class ConversationEncoder:
             ids = tokens.input_ids[part]
             labels = _labels(pieces[number], ids, tokens.offset_mapping[part], supervised)
             skip = start_tokens(self.tokenizer, ids[0])
-            whole = join_at_images(ids, skip), join_at_images(labels, skip, IGNORE)
-            encoded.append(EncodedConversation(*whole, list(text[number]) if words[number] else []))
+            encoded.append(
+                EncodedConversation(
+                    join_at_images(ids, skip),
+                    join_at_images(labels, skip, IGNORE),
+                    list(text[number]) if words[number] else [],
+                )
+            )
         return encoded
 
     def _write(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:

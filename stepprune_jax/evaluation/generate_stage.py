@@ -289,8 +289,11 @@ class _Answerer:
         grids, sizes = seen.images.grid[seen.prompts.image_of[:, 0]].tolist(), seen.sizes.tolist()
         asked = np.stack([seen.prompts.length - 1, seen.prompts.num_words, answers.kept], axis=1)
         for at, number in enumerate(seen.prompts.number.tolist()):
-            made = (self._model.backbone, row.pruner.bare, tuple(grids[at]), *asked[at].tolist())
-            fields = {"gflops": sum(first_token_flops(*made).values()) / 1e9}
+            text, words, kept = asked[at].tolist()
+            flops = first_token_flops(
+                self._model.backbone, row.pruner.bare, tuple(grids[at]), text, words, kept
+            )
+            fields = {"gflops": sum(flops.values()) / 1e9}
             if number in self._samples and row.budget.kind != "all":
                 order = answers.order[at].tolist()
                 fields |= {"order": order, "grid": grids[at], "visual_tokens": sizes[at]}

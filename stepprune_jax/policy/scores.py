@@ -98,10 +98,18 @@ def trajectory_scores(config: PolicyConfig, trajectory: Trajectory) -> Float[Arr
         Scores, or their logarithms; -1e9 for a token that is never pointed at.
     """
     if config.score_space == "log":
-        logs = (trajectory.log_prob, trajectory.log_continue)
-        return log_scores(*logs, decay=config.decay, aggregation=config.aggregation)
-    parts = (trajectory.prob, trajectory.stop_prob)
-    return soft_scores(*parts, decay=config.decay, aggregation=config.aggregation)
+        return log_scores(
+            trajectory.log_prob,
+            trajectory.log_continue,
+            decay=config.decay,
+            aggregation=config.aggregation,
+        )
+    return soft_scores(
+        trajectory.prob,
+        trajectory.stop_prob,
+        decay=config.decay,
+        aggregation=config.aggregation,
+    )
 
 
 def cosine_anneal(start: float, end: float, progress: ArrayLike) -> Float[Array, ""]:

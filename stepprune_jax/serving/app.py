@@ -64,8 +64,13 @@ class Front:
             Route("/health", self._health),
             Route("/metrics", self._figures),
         ]
-        how = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-        layers = [Middleware(CORSMiddleware, **how)] if origins else []
+        cross_origin = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        layers = [cross_origin] if origins else []
         return Starlette(routes=routes, middleware=layers, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager

@@ -104,8 +104,9 @@ class Engine:
         timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS, pool=None)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
         # No proxy of the environment: the engine is one's own.
-        how = {"timeout": timeout, "limits": limits, "trust_env": False}
-        self._client = httpx2.AsyncClient(base_url=self._address, **how)
+        self._client = httpx2.AsyncClient(
+            base_url=self._address, timeout=timeout, limits=limits, trust_env=False
+        )
         self.batcher = Batcher(
             self._run, lambda chat: id(chat.pruner), batch_size, batch_seconds, metrics
         )
@@ -143,8 +144,12 @@ class Engine:
             if self._name is None:
                 self._name = (await self._get("/v1/models")).json()["data"][0]["id"]
             body = await asyncio.to_thread(self._body, chat, row, self._name)
-            how = {"content": body, "headers": {"content-type": "application/json"}}
-            async with self._client.stream("POST", "/v1/completions", **how) as response:
+            async with self._client.stream(
+                "POST",
+                "/v1/completions",
+                content=body,
+                headers={"content-type": "application/json"},
+            ) as response:
                 if response.status_code != 200:
                     self._name = None  # another model may be served by now
                     raise _refusal(response.status_code, await response.aread())

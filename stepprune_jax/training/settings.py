@@ -159,9 +159,11 @@ def read_method(run: Run, model: ModelConfig) -> Policy:
             "image's tokens: images of this model differ in their number"
         )
     text_width = model.text.hidden_size if config.text_width else 0
-    widths = {"feature_width": model.feature_width, "text_width": text_width}
     with naming(f"config.{name}", ValueError):  # such as heads that do not divide the width
-        return kind(config=dataclasses.replace(config, **widths))
+        config = dataclasses.replace(
+            config, feature_width=model.feature_width, text_width=text_width
+        )
+        return kind(config=config)
 
 
 def make_setup(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> Setup:

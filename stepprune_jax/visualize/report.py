@@ -170,8 +170,17 @@ def draw_retention(table: BenchmarkTable) -> bytes | None:
             Line2D([], [], color=looks[name][0], marker=looks[name][1], label=name)
             for name in dict.fromkeys(method for method, _ in points)
         ]
-        adaptive = {"color": style.SOFT, "linestyle": "--", "marker": "o", "mfc": "white"}
-        handles.append(Line2D([], [], **adaptive, label="adaptive: K on average"))
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color=style.SOFT,
+                linestyle="--",
+                marker="o",
+                mfc="white",
+                label="adaptive: K on average",
+            )
+        )
         figure.legend(handles=handles, loc="outside lower center", ncols=3)
         return _png(figure)
 
@@ -230,8 +239,14 @@ def draw_counts(
     with style.canvas(7, 2.6) as figure:
         figure.set_layout_engine("constrained")
         axes = figure.add_subplot()
-        wide = {"width": np.diff(edges), "align": "edge", "edgecolor": "white"}
-        axes.bar(edges[:-1], questions, **wide, color="#9db4cc")
+        axes.bar(
+            edges[:-1],
+            questions,
+            width=np.diff(edges),
+            align="edge",
+            edgecolor="white",
+            color="#9db4cc",
+        )
         axes.axvline(count.mean(), color=style.SOFT, linestyle="--")
         axes.set_xscale("log")
         axes.xaxis.set_minor_locator(NullLocator())
