@@ -14,6 +14,7 @@ from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.hiprune import HiPrune
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
@@ -51,6 +52,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         PruMerge,
         PruMergePlus,
         HoloV,
+        HiPrune,
         DivPrune,
         CDPruner,
         AutoSelect,

@@ -81,6 +81,24 @@ def attention_scores(
     return scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
 
 
+def received_attention(
+    query: Float[Array, "b h t c"], key: Float[Array, "b h t c"], real: Bool[Array, "b t"]
+) -> Float[Array, "b t"]:
+    """Computes the attention that tokens receive, averaged over heads and the `real` tokens.
+
+    It is float32, sums to 1, and is 0 for others.
+    """
+    keys = [Segment(key, key, real[:, None])]
+
+    def given(query: Float[Array, "b h q c"], real: Bool[Array, "b q"]) -> Float[Array, "b t"]:
+        weights = attention_weights(query, keys)
+        return jnp.sum(jnp.where(real[:, None, :, None], weights, 0), axis=(1, 2))
+
+    total = map_queries(given, query, real).sum(0)
+    count = query.shape[1] * jnp.maximum(real.sum(1), 1)
+    return jnp.where(real, total / count[:, None], 0)
+
+
 def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:
     """Attends from queries to one or several segments of keys; many are processed in parts."""
     by_query = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]

@@ -318,6 +318,11 @@ class ModelConfig(abc.ABC):
         return None
 
     @property
+    def global_blocks(self) -> tuple[int, ...]:
+        """The tower's blocks in which every visual token attends to its whole image."""
+        return ()
+
+    @property
     def received_block(self) -> int | None:
         """The tower's block with taps "received" and "keys" per visual token; None without one.
 

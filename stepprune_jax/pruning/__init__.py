@@ -21,6 +21,7 @@ from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
 from stepprune_jax.pruning.fastv import FastV
 from stepprune_jax.pruning.grid import Grid
+from stepprune_jax.pruning.hiprune import HiPrune
 from stepprune_jax.pruning.holov import HoloV
 from stepprune_jax.pruning.prumerge import PruMerge, PruMergePlus
 from stepprune_jax.pruning.pyramiddrop import PyramidDrop
@@ -40,6 +41,7 @@ __all__ = [
     "Downsample",
     "FastV",
     "Grid",
+    "HiPrune",
     "HoloV",
     "Kept",
     "LayerCut",

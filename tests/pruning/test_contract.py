@@ -289,6 +289,7 @@ def made_view(pruner, config, grids):
     count = [size if c is None else c for c, size in zip(count, sizes, strict=True)]
     made = {
         "attention": random.random((r, 4, n + 1), np.float32),
+        "received": random.random((r, n), np.float32) / n,
         "keys": random.standard_normal((r, 4, n + 1, 8), np.float32),
         "query": random.standard_normal((r, 4, 8), np.float32),
         "hidden": np.concatenate([np.ones((r, 1, 32), np.float32), tokens], axis=1),

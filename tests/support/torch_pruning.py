@@ -53,18 +53,25 @@ def all_patches(tower, pixels):
 def tower_signals(tower, pixels):
     """Tokens [m, d] of the block that is projected, its class token's attention [h, m] and keys
     [m, c], in the mean over heads."""
-    layers = (
-        tower.vision_model.encoder.layers
-        if hasattr(tower, "vision_model")
-        else (tower.encoder.layers)
-    )
+    hidden, attention, key = _block_signals(tower, pixels, -2)
+    return hidden.numpy(), attention[:, 0].numpy(), key.mean(0).numpy()
+
+
+@torch.no_grad()
+def received(tower, pixels, block):
+    """The attention [n] that patches receive in a block from all tokens, in the mean over heads."""
+    return _block_signals(tower, pixels, block)[1].mean((0, 1))[1:].numpy()
+
+
+def _block_signals(tower, pixels, block):
+    """Output [m, d], attention [h, m, m] and keys [h, m, c] of a block, counted from the last."""
+    model = getattr(tower, "vision_model", tower)
     states = tower(pixels, output_hidden_states=True).hidden_states
-    block = layers[len(layers) - 2]
-    own, normed = block.self_attn, block.layer_norm1(states[-3])[0]
+    layer = model.encoder.layers[block]
+    own, normed = layer.self_attn, layer.layer_norm1(states[block - 1])[0]
     heads = (len(normed), own.num_heads, own.head_dim)
     query, key = (f(normed).view(heads).transpose(0, 1) for f in (own.q_proj, own.k_proj))
-    attention = (query[:, :1] @ key.transpose(1, 2) * own.scale).softmax(-1)[:, 0]
-    return states[-2][0].numpy(), attention.numpy(), key.mean(0).numpy()
+    return states[block][0], (query @ key.transpose(1, 2) * own.scale).softmax(-1), key
 
 
 @torch.no_grad()

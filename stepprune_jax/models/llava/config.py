@@ -185,6 +185,11 @@ class LlavaConfig(ModelConfig):
         return state - 1 if state else None
 
     @property
+    def global_blocks(self) -> tuple[int, ...]:
+        """All blocks of the tower."""
+        return tuple(range(self.vision.num_layers))
+
+    @property
     def max_image_tokens(self) -> int:
         """Visual tokens of every image."""
         return self.vision.num_patches

@@ -17,6 +17,7 @@ from stepprune_jax.models.attention import (
     Segment,
     Tap,
     attention_weights,
+    received_attention,
     resolve_taps,
     self_attend,
 )
@@ -34,7 +35,7 @@ from stepprune_jax.policy.layers import merge_heads, split_heads
 
 _EXACT = jax.lax.Precision.HIGHEST
 
-TAP_KINDS = ("hidden", "attention", "keys", "query")
+TAP_KINDS = ("hidden", "attention", "received", "keys", "query")
 
 
 class ClipAttention(nn.Module):
@@ -161,7 +162,8 @@ def encode(
 
     Returns the state [i, n+1, d] without the final norm, and the taps by name: "hidden"
     [i, n+1, d]; "attention", the class token's row of softmax weights, heads kept, [i, h, n+1]
-    float32; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
+    float32; "received" [i, n] float32, the attention that patches receive, averaged over heads and
+    all tokens; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
     """
     named = resolve_taps(taps, config.num_layers, TAP_KINDS)
     result = next(iter(resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()))
@@ -188,6 +190,10 @@ def encode(
             found[name] = outputs[at].key
         elif kind == "query":
             found[name] = outputs[at].query[:, :, 0]
+        elif kind == "received":
+            query, key = outputs[at].query, outputs[at].key
+            everywhere = jnp.ones((len(query), query.shape[2]), bool)
+            found[name] = received_attention(query, key, everywhere)[:, 1:]
         else:
             output = outputs[at]
             keys = Segment(output.key, output.value, None)

@@ -191,6 +191,11 @@ class QwenConfig(ModelConfig):
         return self.vision.out_size
 
     @property
+    def global_blocks(self) -> tuple[int, ...]:
+        """The blocks that do not attend within windows."""
+        return self.vision.full_blocks
+
+    @property
     def received_block(self) -> int | None:
         """The last block, if it attends to the whole image."""
         last = self.vision.num_layers - 1

@@ -24,7 +24,7 @@ from stepprune_jax.models.attention import (
     Segment,
     Tap,
     attend,
-    attention_weights,
+    received_attention,
     resolve_taps,
     self_attend,
 )
@@ -47,7 +47,7 @@ from stepprune_jax.models.stack import (
     run_stack,
     take_layer,
 )
-from stepprune_jax.policy.layers import map_queries, merge_heads, split_heads
+from stepprune_jax.policy.layers import merge_heads, split_heads
 from stepprune_jax.user_input import UserError
 
 TAP_KINDS = ("received", "keys", "hidden")
@@ -150,22 +150,6 @@ def _attend_in_windows(
     ]
     mixed = attend(own, segments).reshape(i, blocks, h, length, c)
     return jnp.moveaxis(mixed, 1, 2).reshape(i, h, blocks * length, c)[:, :, :m]
-
-
-def received_attention(
-    query: Float[Array, "i h m c"], key: Float[Array, "i h m c"], context: TowerInputs
-) -> Float[Array, "i m"]:
-    """Computes the attention that patches receive, averaged over heads and the image's patches."""
-    keys = [Segment(key, key, context.valid)]
-
-    def given(query, real):
-        weights = attention_weights(query, keys)
-        return jnp.sum(jnp.where(real[:, None, :, None], weights, 0), axis=(1, 2))
-
-    real = context.window >= 0
-    total = map_queries(given, query, real).sum(0)
-    count = query.shape[1] * jnp.maximum(context.length, 1)
-    return jnp.where(real, total / count[:, None], 0)
 
 
 class QwenVisionAttention(nn.Module):
@@ -323,7 +307,8 @@ def encode(
     tapped = {}
     for name, (kind, at) in named.items():
         if kind == "received":
-            found = received_attention(outputs[at].query, outputs[at].key, context)[..., None]
+            query, key = outputs[at].query, outputs[at].key
+            found = received_attention(query, key, context.window >= 0)[..., None]
         elif kind == "hidden":
             found = states[at]
         else:

@@ -1,0 +1,73 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch_pruning
+from generation_reference import ask, traced
+from views import llava, select, view
+
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.pruning import HiPrune
+from stepprune_jax.user_input import UserError
+
+
+def plain(shallow, deep, count, columns, alpha):
+    """The authors' choice for one image, in loops over Python numbers."""
+    n = len(shallow)
+    anchors = sorted(range(n), key=lambda i: (-shallow[i], i))[: round(count * alpha / 5)]
+    steps = (0, -1, 1, -columns, columns)
+    chosen = {min(max(anchor + step, 0), n - 1) for anchor in anchors for step in steps}
+    rest = sorted(set(range(n)) - chosen, key=lambda i: (-deep[i], i))
+    return sorted([*chosen, *rest[: count - len(chosen)]])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 1.0])
+def test_images_of_any_size_equal_a_plain_loop(alpha):
+    random = np.random.default_rng(0)
+    grids = np.array([(6, 8), (5, 7), (4, 4)], np.int32)
+    sizes, counts = grids.prod(1), np.array([30, 20, 15])
+    shallow, deep = random.random((2, 3, 48), np.float32) / 48
+    valid = np.arange(48) < sizes[:, None]
+    tokens = random.standard_normal((3, 48, 4), np.float32)
+    shown = view(tokens, shallow, deep, count=counts, valid=valid, grid=grids)
+    kept = select(HiPrune(alpha=alpha), shown, 30)
+    for row, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        signals = shallow[row, :size], deep[row, :size]
+        expected = plain(*signals, count, grids[row, 1], alpha)
+        assert kept.index[row, :count].tolist() == expected
+        np.testing.assert_array_equal(kept.tokens[row, :count], tokens[row, expected])
+
+
+def test_neighbours_beyond_a_border_worked_by_hand():
+    """Of 3 x 3, the anchor 0 has 1 and 3, and its missing neighbours are 0; 2 has 1, 3 and 5."""
+    deep = np.float32([[0.0, 0.1, 0.2, 0.3, 0.9, 0.5, 0.6, 0.7, 0.8]])
+    for anchor, count, chosen in ((0, 3, [0, 1, 3]), (2, 5, [0, 1, 2, 3, 5]), (8, 4, [5, 7, 8])):
+        shallow = np.eye(9, dtype=np.float32)[[anchor]]
+        grid = np.array([[3, 3]], np.int32)
+        shown = view(np.zeros((1, 9, 2), np.float32), shallow, deep, count=count, grid=grid)
+        kept = select(HiPrune(alpha=5 / count), shown, 5)
+        rest = [4] * (count - len(chosen))  # the best register
+        assert kept.index[0, :count].tolist() == sorted([*chosen, *rest])
+
+
+def test_the_blocks_are_the_authors():
+    """Of 24 blocks the ninth, and the one whose output is projected."""
+    config = llava()
+    config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, num_layers=24))
+    assert HiPrune(64).taps(config) == (Tap("received", 8), Tap("received", 22))
+    assert HiPrune(64, object_layer=1).taps(config)[0] == Tap("received", 0)
+    with pytest.raises(UserError, match=r"object_layer is 25, expected one of 1, 2, "):
+        HiPrune(2, object_layer=25).check(config, 9)
+
+
+def test_generation_equals_the_torch_reference(llava_pair):
+    columns, depth = llava_pair.ours.config.grid[1], llava_pair.ours.config.vision.num_layers
+
+    def choose(tower, pixels):
+        shallow, deep = (torch_pruning.received(tower, pixels, block) for block in (-depth, -2))
+        index = plain(shallow, deep, 5, columns, 1.0)
+        return index, torch_pruning.all_patches(tower, pixels)[index]
+
+    method = HiPrune(5, object_layer=1, alpha=1.0)
+    for asked in traced(llava_pair, ask(3, seed=5), method, 1):
+        torch_pruning.check(llava_pair, asked, choose)
