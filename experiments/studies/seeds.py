@@ -82,7 +82,7 @@ class Run(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """Of training."""
+        """Seed of the training run."""
         return self.config.seed
 
     @property

@@ -10,7 +10,7 @@ from stepprune_jax.user_input import UserError, require
 
 # In the order of `transformers`: the first that a folder has is read.
 WEIGHT_NAMES = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
-# Of files that may hold weights under other names.
+# Endings of files that may hold weights under other names.
 _KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 

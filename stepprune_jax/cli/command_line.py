@@ -19,7 +19,7 @@ from stepprune_jax.user_input import UserError, expect, local_path, one_line, re
 
 T = TypeVar("T")
 
-# Of a disk; other errors of the system name the file, or are of a kind that is about files.
+# Errors that a user can mend: a file that is absent, and a disk that refuses to be written.
 _ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
@@ -114,10 +114,10 @@ def show_messages(progress: str) -> None:
         from absl import logging as absl_logging
 
         absl_logging.set_verbosity(absl_logging.FATAL)
-    # Of `transformers`, which would advise to install torch: its tokenizers, all we use, need none.
+    # `transformers` would advise to install torch, which its tokenizers, all we use, do not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # The name of a file need not be text, nor the terminal's encoding have every character.
-    if hasattr(sys.stdout, "reconfigure"):  # of a notebook it has not
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
         sys.stdout.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("stepprune_jax")
     logger.handlers[:] = [Messages(progress)]

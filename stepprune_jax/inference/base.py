@@ -74,7 +74,7 @@ def read_images(backbone: Backbone, parts: Sequence[Pixels]) -> Images:
     pixels = join_images(parts)
     grid = np.asarray(backbone.grids(pixels), np.int32)
     sizes = np.asarray(backbone.num_tokens(grid), np.int32)
-    # Of each image before it is padded to the others.
+    # An image is checked before it is padded to the others, so that these change nothing.
     checks = [zlib.crc32(b"".join(map(bytes, jax.tree.leaves(part)))) for part in parts]
     return Images(grid, sizes, np.array(checks, np.uint32), pixels)
 

@@ -125,12 +125,12 @@ class Run(EvaluationRun):
         self.optimizer.expect("warmup", self.optimizer.warmup < self.steps, expected)
 
     def free_fields(self) -> tuple[str, ...]:
-        """As in `Settings`; the group of the method that is not trained is free, too."""
+        """Adds the group of the method that is not trained to the free fields."""
         groups = {kind.settings for kind in trainable().values()}
         return (*super().free_fields(), *groups - {trainable()[self.method].settings})
 
     def changes(self, old: Mapping[str, object]) -> list[str]:
-        """As in `Settings`; runs from when there was another gate may name the one that is left."""
+        """Ignores `policy.gate`, which older runs name, if it is the only gate that is left."""
         kept = {name: old[name] for name in old if (name, old[name]) != ("policy.gate", "vp")}
         return super().changes(kept)
 

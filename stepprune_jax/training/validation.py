@@ -38,7 +38,7 @@ _CASES = {OWN: "", ALL: "_all", NONE: "_none", RANDOM: "_random", OTHER: "_other
 
 _scores = jit_for_weights(row_scores, ("backbone", "options"))
 
-# Of each question: the loss of its correct answer, and whether every token of it is preferred.
+# The loss of each question's correct answer, and whether every token of it is preferred.
 Scores = tuple[Float[np.ndarray, " q"], Bool[np.ndarray, " q"]]
 
 

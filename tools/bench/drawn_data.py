@@ -15,7 +15,7 @@ from stepprune_jax.user_input import UserError
 _WIDTH, _HEIGHT = 640, 480
 # Patches of colour, in pixels, under noise of a few grey levels: files of about 140 kB.
 _PATCH, _NOISE = 40, 12.0
-# Of words that are one token each.
+# Words that are one token each.
 _QUESTION, _WORD = " ".join(["two"] * 16), "red"
 
 

@@ -60,7 +60,7 @@ PROCESSOR = {
     "vision_feature_select_strategy": "default",
     "image_token": "<image>",
 }
-# Of LLaVA-1.5, with its start token, which vLLM leaves out.
+# The prompt of LLaVA-1.5 with its start token, which vLLM leaves out.
 TEMPLATE = (
     "<s>A chat between a curious user and an artificial intelligence assistant. The assistant "
     "gives helpful, detailed, and polite answers to the user's questions. USER: <image>\n"
