@@ -70,7 +70,7 @@ def _scale_rates(factor: float) -> Callable[[Run], Run]:
 
 
 def _scale_temperature(factor: float) -> Callable[[Run], Run]:
-    """Temperature of the noise gate at the end of its annealing."""
+    """Returns a change that scales the noise gate's temperature at the end of its annealing."""
 
     def change(run: Run) -> Run:
         name = {"autoselect": "temperature_end"}.get(run.method, "polarisation_temperature")
