@@ -20,7 +20,7 @@ from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches, QwenImageSettings
 from stepprune_jax.models.qwen2_5_vl.tower import rotary_frequencies
-from stepprune_jax.models.stack import Params, lay_out
+from stepprune_jax.models.stack import Params, unstack
 
 TEMPLATE = Template(
     special=("<unk>", "<|endoftext|>", "<|im_end|>"),
@@ -104,7 +104,7 @@ def states(
     """Returns the merged tokens; there is no class token."""
     # Blocks one by one: a scan would keep, of every block, what attention to the whole image needs
     # for its gradient, even if the block attends within windows.
-    return backbone.encode_image(lay_out(params, "apart"), pixels)[0], None
+    return backbone.encode_image(unstack(params), pixels)[0], None
 
 
 def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]) -> Params:

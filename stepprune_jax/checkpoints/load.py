@@ -80,7 +80,7 @@ def load_vlm(
     vision_folder: str | Path | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
-    layers: str = "auto",
+    layers: bool = True,
     progress: bool = True,
 ) -> VLM:
     """Loads a checkpoint with everything needed to generate answers.
@@ -101,9 +101,7 @@ def load_vlm(
             processor; for models that take images of any size.
         max_pixels: largest area; a LLaVA is given smaller images than it was trained with, in whole
             patches, whose positions are interpolated.
-        layers: layout of the layers' weights: "stacked", to train through the model; "apart"; or
-            "auto", apart if layers are large, see `models.stack`; or "none", not read at all, for a
-            language model that runs elsewhere.
+        layers: whether to read the layers of the language model, which may run elsewhere.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -138,7 +136,7 @@ def load_params(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     *,
-    layers: str = "auto",
+    layers: bool = True,
     progress: bool = True,
 ) -> Params:
     """Loads the weights alone.
@@ -163,12 +161,10 @@ def load_params(
     expect("dtype", dtype, floating, "a floating one, such as jnp.bfloat16")
     folders.fetch_weights(source)
     source = _with_tie(source, _is_tied(source, jnp.dtype(dtype)))
-    platform = None if mesh is None else mesh.devices.flat[0].platform
-    layout = "auto" if layers == "none" else layers
-    abstract = vlm.abstract_params(source.backbone, jnp.dtype(dtype), layout, platform)
+    abstract = vlm.abstract_params(source.backbone, jnp.dtype(dtype))
     targets = source.backbone.weight_targets(abstract)
     entries = _collect(source, targets)
-    if layers == "none":
+    if not layers:
         targets = [x for x in targets if not x.path.startswith("language/layers/")]
     layouts = _layouts(abstract, source.backbone, mesh)
     sizes = [sum(entries[name].nbytes for name in target.names) for target in targets]

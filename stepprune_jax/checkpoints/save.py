@@ -12,7 +12,7 @@ from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import Json
-from stepprune_jax.models.stack import Params, layout_of
+from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import WeightTarget
 from stepprune_jax.user_input import UserError, local_path
 
@@ -36,11 +36,10 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
     folder = local_path(folder)
     safetensors.make_empty(folder)
     flat = weights.flatten(model.params)
-    layers = layout_of(model.params)
-    _check_shapes(flat, vlm.abstract_params(model.backbone, layers=layers))
+    _check_shapes(flat, vlm.abstract_params(model.backbone))
     backbone, tokenizer = model.backbone.complete_vocabulary(model.tokenizer)
     config = backbone.config
-    targets = backbone.weight_targets(vlm.abstract_params(backbone, layers=layers))
+    targets = backbone.weight_targets(vlm.abstract_params(backbone))
     _write_weights(folder, flat, targets)
     dtype = jax.tree.leaves(model.params)[0].dtype
     _write_json(folder / "config.json", config.to_hf(str(dtype)))

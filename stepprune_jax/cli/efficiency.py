@@ -138,8 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     out = file_to_write("--json", flags.json)
     dtype = jnp.dtype(flags.dtype)
-    # The same layout as in `load_vlm`.
-    model = VLM(random_weights(vlm.abstract_params(backbone, dtype, "auto")), backbone)
+    model = VLM(random_weights(vlm.abstract_params(backbone, dtype)), backbone)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
     options = RunOptions(flags.new_tokens + 1, execution=execution)

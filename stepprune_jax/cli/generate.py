@@ -35,7 +35,7 @@ from stepprune_jax.inference.generate import Answer, Generator, trace_arrays
 from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.timing import timed_answer
-from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
+from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruners import PRUNERS, build_pruner, read_options
 from stepprune_jax.pruning import POSITIONS, Budget, Pruner
@@ -105,7 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
     add("--mesh", help=f"sharding over all devices: {', '.join(PRESETS)}, or data=2,tensor=-1")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
-    add("--layers", choices=LAYOUTS, default="auto", help="placement of layer weights")
     add = parser.add_argument_group("results").add_argument
     add("--out", metavar="FILE.jsonl", help="answers to --questions; an existing one is continued")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -200,7 +199,7 @@ def _read(given: argparse.Namespace) -> _Run:
     images = [open_image(path, as_shown=True) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
     nothing = given.questions is not None and not todo
-    params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype], layers=given.layers)
+    params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype])
     generator = dataclasses.replace(generator, model=model._replace(params=params))
     return _Run(generator, images, request, given.system, about, todo)
 

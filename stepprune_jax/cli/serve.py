@@ -108,7 +108,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         vision_folder=given.vision_folder,
         min_pixels=given.min_pixels,
         max_pixels=given.max_pixels,
-        layers="auto" if given.engine is None else "none",
+        layers=given.engine is None,
     )
     source = inspect_folder(given.model, given.vision_folder)
     name = given.name or Path(given.model).name

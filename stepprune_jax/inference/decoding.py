@@ -1,7 +1,8 @@
 """Prefill, one decode step, and the loop over it, as pure functions.
 
-A whole answer (`decode`) and a loop on the host that reads each token (`decode` with a limit one
-higher each time) run the same step in the same program, so both give the same tokens.
+A whole answer and one that is read token by token run the same step in the same program, so both
+give the same tokens: a loop up to a limit that is one higher each time, or a step that the host
+repeats, where layers are large and the device a GPU (`placement.decodes_by_step`).
 """
 
 import jax
@@ -18,7 +19,7 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
+from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.pruning import Pruner
 from stepprune_jax.user_input import UserError
 
@@ -129,23 +130,25 @@ def decode(
     config: ModelConfig,
     state: Decoding,
     sampling: Sampling,
-    limit: ArrayLike,
+    limit: ArrayLike | None,
     execution: Execution = Execution(),
     mesh: Mesh | None = None,
-) -> Decoding:
+) -> tuple[Decoding, Int[Array, "3 b"]]:
     """Reads the last tokens and draws the next, until all rows are finished or have `limit` tokens.
 
     Args:
-        params: the model's weights.
+        params: the model's weights, of which only the language model's are read.
         config: the model's shape.
         state: state before the step; donate it under jit.
         sampling: how tokens are drawn, resolved.
-        limit: maximum number of tokens per row, at most the `max_tokens` of the state.
+        limit: maximum number of tokens per row, at most the `max_tokens` of the state; None for
+            exactly one step, which changes no row that is finished.
         execution: how the layers are run.
         mesh: mesh of the weights.
 
     Returns:
-        The final state.
+        The final state; and apart from it, as the next step takes the state's memory, what the host
+        reads of it: token, finished and finite of each row, the same on all devices.
     """
 
     def going(state):
@@ -155,7 +158,8 @@ def decode(
         logits, cache = vlm.decode_step(params, config, state.token, state.cache, execution)
         return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
 
-    return jax.lax.while_loop(going, step, state)
+    state = step(state) if limit is None else jax.lax.while_loop(going, step, state)
+    return state, constrain_whole(mesh, jnp.stack([state.token, state.finished, state.finite]))
 
 
 def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -> None:
@@ -168,4 +172,4 @@ def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -
         )
 
 
-run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",))
+run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",), answers=True)

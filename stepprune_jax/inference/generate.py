@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from collections.abc import Generator as Events
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
-from stepprune_jax.inference.base import Begun, RunOptions
+from stepprune_jax.inference.base import Begun, Decoding, RunOptions
 from stepprune_jax.inference.decoding import check_finite
 from stepprune_jax.inference.encode import EncodedQuestions
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
@@ -20,6 +21,7 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.sets import Answers, Batching, Variant, answer_set
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, AllTokens, Pruner
 from stepprune_jax.settings import is_count
@@ -81,6 +83,11 @@ class Generator:
         """The pruner on the model's devices."""
         return pipeline.place_pruner(self.model, self.pruner)
 
+    @functools.cached_property
+    def _sampling(self) -> Sampling:
+        """How tokens are drawn, as programs read it."""
+        return self.sampling.resolve(self.model.config.eos_token_ids, self.model.repetition_penalty)
+
     def read(
         self,
         prompts: Sequence[Prompt],
@@ -94,12 +101,10 @@ class Generator:
 
     def begin(self, request: Request) -> Begun:
         """Runs a request up to its first tokens."""
-        config = self.model.config
-        sampling = self.sampling.resolve(config.eos_token_ids, self.model.repetition_penalty)
         batch = pipeline.prepare(
             self.model, self.placed, request.prompts(), request.images, self.options
         )
-        return pipeline.begin(self.model, batch, sampling)
+        return pipeline.begin(self.model, batch, self._sampling)
 
     def answer(
         self, request: Request, trace: Callable[[Begun], None] | None = None
@@ -119,7 +124,7 @@ class Generator:
         begun = self.begin(request)
         if trace is not None:
             trace(begun)
-        state = self._decode(begun.state, self.options.max_tokens)
+        state = pipeline.finish(*self._decoding(begun.state))
         check_finite(jax.device_get(state.finite), np.arange(len(request.ids)))
         return self._answers(request, begun, state)
 
@@ -145,21 +150,22 @@ class Generator:
         begun = self.begin(request)
         if trace is not None:
             trace(begun)
-        state, step, rows = begun.state, 1, np.arange(len(request.ids))
+        state, rows, most = begun.state, np.arange(len(request.ids)), self.options.max_tokens
         texts, before = [TextStream(self.model.tokenizer) for _ in rows], np.zeros(len(rows), bool)
-        while True:
-            last = step == self.options.max_tokens
-            token, finished, finite = jax.device_get((state.token, state.finished, state.finite))
-            check_finite(finite, rows)
+        first = pipeline.Drawn(*jax.device_get((state.token, state.finished, state.finite)))
+        events = itertools.chain([(state, first)], pipeline.decode(*self._decoding(state)))
+        for step, (after, drawn) in enumerate(events, 1):
+            state = after
+            check_finite(drawn.finite, rows)
             for row in np.flatnonzero(~before).tolist():
-                piece = texts[row].add(int(token[row]))
-                if finished[row] or last:
+                piece = texts[row].add(int(drawn.token[row]))
+                if drawn.finished[row] or step == most:
                     piece += texts[row].finish()
-                yield row, int(token[row]), piece
-            if last or finished.all():
-                return self._answers(request, begun, state)
-            before, step = finished, step + 1
-            state = self._decode(state, step)
+                yield row, int(drawn.token[row]), piece
+            before = drawn.finished
+            if before.all():
+                break
+        return self._answers(request, begun, state)
 
     def answer_set(
         self,
@@ -183,10 +189,9 @@ class Generator:
             self.model, variants or [(self.pruner, None)], asked, self.options, batching
         )
 
-    def _decode(self, state: pipeline.Decoding, limit: int) -> pipeline.Decoding:
-        config = self.model.config
-        sampling = self.sampling.resolve(config.eos_token_ids, self.model.repetition_penalty)
-        return pipeline.finish(self.model, state, sampling, limit, self.options.execution)
+    def _decoding(self, state: Decoding) -> tuple[VLM, Decoding, Sampling, int, Execution]:
+        """Returns the arguments of `pipeline.decode` and `pipeline.finish`."""
+        return self.model, state, self._sampling, self.options.max_tokens, self.options.execution
 
     def _answers(self, request: Request, begun: Begun, state: pipeline.Decoding) -> list[Answer]:
         """Assembles the answers once all tokens are drawn."""

@@ -9,15 +9,16 @@ if the pruner cuts between its layers; `finish` draws the rest. Given images bef
 Shapes are padded to buckets, so that the number of compiled programs is bounded for any input.
 """
 
+import collections
 import dataclasses
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import truncated_images
@@ -37,7 +38,13 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows, replicate_like
+from stepprune_jax.parallel.placement import (
+    decodes_by_step,
+    fetch,
+    mesh_of,
+    place_rows,
+    replicate_like,
+)
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, ladder, row_bucket
 from stepprune_jax.pruning import AllTokens, Budget, Kept, Pruner, Ranker, Ranking, View
 from stepprune_jax.trained import Weighted
@@ -271,6 +278,54 @@ def begin(model: VLM, batch: Batch, sampling: Sampling) -> Begun:
     return Begun(state, trace, visual_tokens, kept)
 
 
+class Drawn(NamedTuple):
+    """What the host reads of a step."""
+
+    token: Int[np.ndarray, "b"]
+    finished: Bool[np.ndarray, "b"]
+    finite: Bool[np.ndarray, "b"]
+
+
+def decode(
+    model: VLM,
+    state: Decoding,
+    sampling: Sampling,
+    limit: int,
+    execution: Execution = Execution(),
+    stride: int = 1,
+) -> Iterator[tuple[Decoding, Drawn]]:
+    """Draws tokens after the first, up to a limit; consumes the state.
+
+    Yields the state and what was drawn last, after `stride` tokens or all; whoever reads it stops
+    where all rows are finished. Where the host starts each step, it starts the next one before it
+    reads what was drawn, so that the device never waits; the state is then a step ahead, which
+    changes nothing that is finished.
+    """
+    by_step = decodes_by_step(model.params)
+    language = {"language": model.params["language"]}
+    stride, behind = 1 if by_step else stride, collections.deque()
+    for step in range(1, limit, stride):
+        state, drawn = decoding.run_decode(
+            language,
+            model.config,
+            state,
+            sampling,
+            None if by_step else np.int32(min(step + stride, limit)),
+            execution=execution,
+            mesh=mesh_of(model.params),
+        )
+        behind.append(drawn)
+        if len(behind) > by_step:
+            yield state, _read(behind.popleft())
+    for drawn in behind:
+        yield state, _read(drawn)
+
+
+def _read(drawn: Int[Array, "3 b"]) -> Drawn:
+    token, finished, finite = np.asarray(drawn)
+    return Drawn(token, finished > 0, finite > 0)
+
+
 def finish(
     model: VLM,
     state: Decoding,
@@ -278,16 +333,12 @@ def finish(
     limit: int,
     execution: Execution = Execution(),
 ) -> Decoding:
-    """Draws all tokens up to a limit; consumes the state. Every limit uses the same program."""
-    return decoding.run_decode(
-        model.params,
-        model.config,
-        state,
-        sampling,
-        np.int32(limit),
-        execution=execution,
-        mesh=mesh_of(model.params),
-    )
+    """Draws all tokens after the first, up to a limit; consumes the state."""
+    for after, drawn in decode(model, state, sampling, limit, execution, stride=limit):
+        state = after
+        if drawn.finished.all():
+            break
+    return state
 
 
 class _Rows(NamedTuple):

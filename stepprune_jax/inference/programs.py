@@ -152,13 +152,13 @@ def begin(
     return state, trace
 
 
-run_encode = jit_for_weights(encode, ("backbone", "taps", "plan"))
+run_encode = jit_for_weights(encode, ("backbone", "taps", "plan"), answers=True)
 run_see = jit_for_weights(see, ("backbone", "plan"))
-run_choose = jit_for_weights(choose, ("backbone", "plan"))
+run_choose = jit_for_weights(choose, ("backbone", "plan"), answers=True)
 run_rank = jit_for_weights(rank, ("backbone", "plan", "steps"))
 run_place = jit_for_weights(place, ("backbone", "plan"))
-run_halt = jit_for_weights(halt, ("backbone", "plan"))
-run_begin = jit_for_weights(begin, ("backbone", "plan"))
+run_halt = jit_for_weights(halt, ("backbone", "plan"), answers=True)
+run_begin = jit_for_weights(begin, ("backbone", "plan"), answers=True)
 run_take = jax.jit(jax_defaults()(take_first), static_argnames="capacity")
 
 

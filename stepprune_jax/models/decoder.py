@@ -32,7 +32,6 @@ from stepprune_jax.models.stack import (
     Execution,
     Params,
     checkpoint_layer,
-    is_apart,
     run_stack,
     take_layer,
 )
@@ -318,7 +317,7 @@ def run_layers(
     of_block = (*_BY_QUERY, "keys", "mlp_input")
     watched = [at for kind, at in named.values() if kind in of_block and at < last]
     (hidden, new), outputs, carries = run_stack(
-        body, (hidden, new), span, watched, cuts, apart=is_apart(params["layers"])
+        params["layers"], body, (hidden, new), span, watched, cuts
     )
 
     tapped = {}

@@ -33,7 +33,7 @@ from stepprune_jax.models.sequence import (
     renumber,
     with_probe,
 )
-from stepprune_jax.models.stack import Execution, Params, lay_out
+from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.policy.host import jax_defaults
 from stepprune_jax.user_input import expect
 
@@ -132,25 +132,17 @@ def init_params(key: Array, backbone: Backbone, dtype: DTypeLike = jnp.float32) 
 
 
 @jax_defaults()
-def abstract_params(
-    backbone: Backbone,
-    dtype: DTypeLike = jnp.bfloat16,
-    layers: str = "stacked",
-    platform: str | None = None,
-) -> Params:
+def abstract_params(backbone: Backbone, dtype: DTypeLike = jnp.bfloat16) -> Params:
     """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating arrays.
 
     Args:
         backbone: the model.
         dtype: dtype of every leaf.
-        layers: layout of layers: "stacked", "apart" or "auto"; see `stack.lay_out`.
-        platform: as in `stack.lay_out`.
 
     Returns:
         The tree.
     """
-    stacked = jax.eval_shape(lambda: init_params(jax.random.key(0), backbone, dtype))
-    return jax.eval_shape(lambda params: lay_out(params, layers, platform), stacked)
+    return jax.eval_shape(lambda: init_params(jax.random.key(0), backbone, dtype))
 
 
 class _Places(NamedTuple):

@@ -1,8 +1,7 @@
 """Trees of weights by path, and rules that map tensors of a checkpoint to their leaves."""
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Transform = Literal["copy", "transpose", "patches"]
@@ -94,24 +93,12 @@ def unflatten(flat: Mapping[str, object]) -> dict:
 def targets(abstract: Mapping, rules: Sequence[WeightRule]) -> list[WeightTarget]:
     """Lists every weight of a model with the tensors that make it up, in the order of the rules.
 
-    Rules of absent leaves are ignored. Where layers are apart, each layer has a target.
+    Rules of absent leaves are ignored.
     """
     flat = flatten(abstract)
-    listed = [
-        _target(part, flat[part.path].shape)
-        for rule in rules
-        for part in ((rule,) if rule.path in flat else _apart(rule, flat))
-    ]
+    listed = [_target(rule, flat[rule.path].shape) for rule in rules if rule.path in flat]
     assert len(listed) == len(flat), "a leaf without a rule"
     return listed
-
-
-def _apart(rule: WeightRule, flat: Mapping[str, object]) -> Iterator[WeightRule]:
-    for index in itertools.count():
-        path = rule.path.replace("/layers/", f"/layers/{index}/")
-        if path not in flat:
-            return
-        yield rule._replace(path=path, name=rule.name.format(index))
 
 
 def _target(rule: WeightRule, shape: tuple[int, ...]) -> WeightTarget:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.stack import Params
+from stepprune_jax.models.stack import Params, has_large_layers, unstack
 from stepprune_jax.parallel.compiling import OPTIONS
 from stepprune_jax.parallel.sharding import BATCH
 from stepprune_jax.policy.host import jax_defaults
@@ -42,43 +42,83 @@ def _make_room() -> None:
 
 
 def jit_for_weights(
-    function: Callable[..., Any], static: tuple[str, ...], donate: tuple[str, ...] = ()
+    function: Callable[..., Any],
+    static: tuple[str, ...],
+    donate: tuple[str, ...] = (),
+    answers: bool = False,
 ) -> Callable[..., Any]:
     """Applies `jax.jit` to a function whose first argument is the weights.
 
     The program has the `OPTIONS` of their platform, and is that of jax's own settings whatever the
-    host has set (`jax_defaults`). On CPUs, all functions together keep `MOST_PROGRAMS` programs.
-    The result has `num_compiled()`, the programs compiled so far, and `trace` of `jax.jit`, which
-    also takes abstract weights with a sharding.
+    host has set (`jax_defaults`). One that `answers`, and so is never differentiated, reads large
+    layers in place: on GPUs it unstacks them; on a CPU, where XLA would copy each slice, it is
+    given views of them; a TPU reads those of a scan in place. On CPUs, all functions together keep
+    `MOST_PROGRAMS` programs. The result has `num_compiled()`, the programs compiled so far, and
+    `trace` of `jax.jit`, which also takes abstract weights with a sharding.
     """
     names = {"static_argnames": static, "donate_argnames": donate}
+
+    @functools.wraps(function)
+    def by_layer(params, *args, **kwargs):
+        return function(unstack(params) if has_large_layers(params) else params, *args, **kwargs)
+
     programs = {
-        platform: jax.jit(function, **names, compiler_options=OPTIONS.get(platform))
+        platform: jax.jit(
+            by_layer if answers and platform == "gpu" else function,
+            **names,
+            compiler_options=OPTIONS.get(platform),
+        )
         for platform in ("cpu", "gpu", "tpu")
     }
 
     _on_cpu.append(programs["cpu"])
 
     def chosen(params):
-        device = next(iter(_sharding_of(params).device_set))
-        return programs[device.platform]
+        """Returns the program, and the weights as it takes them."""
+        platform, count = _devices_of(params)
+        if answers and platform == "cpu" and count == 1 and has_large_layers(params):
+            params = _views(params)
+        return programs[platform], params
 
     @functools.wraps(function)
     def call(params, *args, **kwargs):
-        program = chosen(params)
+        program, params = chosen(params)
         with jax_defaults():
             result = program(params, *args, **kwargs)
         if program is programs["cpu"]:
             _make_room()
         return result
 
+    def trace(params, *args, **kwargs):
+        program, params = chosen(params)
+        return program.trace(params, *args, **kwargs)
+
     call.num_compiled = lambda: sum(
         program._cache_size() + _forgotten[program] for program in programs.values()
     )
-    call.trace = jax_defaults()(
-        lambda params, *args, **kwargs: chosen(params).trace(params, *args, **kwargs)
-    )
+    call.trace = jax_defaults()(trace)
     return call
+
+
+def _views(params: Params) -> Params:
+    """Unstacks weights on a CPU without a copy: numpy's slices lie where the stacks do."""
+    if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(unstack, params)
+    return unstack(jax.tree.map(np.asarray, params))
+
+
+def _devices_of(params: Params) -> tuple[str, int]:
+    """Returns the platform of the weights' devices, and their number."""
+    devices = _sharding_of(params).device_set
+    return next(iter(devices)).platform, len(devices)
+
+
+def decodes_by_step(params: Params) -> bool:
+    """Returns whether a program is to draw one token, and the host to start the next.
+
+    In a loop on a GPU, XLA would copy the slices of large layers.
+    """
+    return _devices_of(params)[0] == "gpu" and has_large_layers(params)
 
 
 def _sharding_of(params: Params | Array) -> Any:

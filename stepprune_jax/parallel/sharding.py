@@ -88,11 +88,10 @@ def path_name(path: KeyPath) -> str:
 
 
 def spec_of(name: str, rules: Rules) -> P:
-    """Returns the spec of the first rule that matches; of a layer apart, that within its stack."""
-    stacked, apart = re.subn(r"(^|/)layers/\d+/", r"\1layers/", name)
+    """Returns the spec of the first rule that matches."""
     for pattern, spec in rules:
-        if matches(stacked, pattern):
-            return P(*spec[1:]) if apart else spec
+        if matches(name, pattern):
+            return spec
     raise ValueError(f"no sharding rule matches {name!r}")
 
 

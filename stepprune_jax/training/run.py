@@ -176,7 +176,6 @@ def _load_model(run: Run, batches: Batches, setup: Setup) -> VLM:
         mesh,
         jnp.dtype(run.model.dtype),
         vision_folder=vision_folder,
-        layers="stacked",
         progress=distributed.is_main(),
         **run.model.image_bounds,
     )

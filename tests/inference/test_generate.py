@@ -285,6 +285,26 @@ def test_streamed_pieces_concatenate_to_the_answer(model, policy):
     assert ended == together[:1]
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_steps_that_the_host_starts_give_the_answers_of_the_loop(model, monkeypatch, penalty):
+    """As a GPU decodes large layers: one step ahead of what the host has read."""
+    how = {"options": RunOptions(12), "sampling": Sampling(repetition_penalty=penalty)}
+    (first, *_) = generate(model, PROMPTS, IMAGES, **how)
+    # One row stops early; the stop of the other is never drawn.
+    how["sampling"] = how["sampling"]._replace(stop_ids=(first.token_ids[3],))
+    looped, events = (
+        generate(model, PROMPTS, IMAGES, **how),
+        streamed(model, PROMPTS, IMAGES, **how),
+    )
+    before = run_decode.num_compiled()
+    monkeypatch.setattr(pipeline, "decodes_by_step", lambda params: True)
+    assert generate(model, PROMPTS, IMAGES, **how) == looped
+    assert streamed(model, PROMPTS, IMAGES, **how) == events and events[1] == looped
+    assert run_decode.num_compiled() == before + 1
+    one = {**how, "options": RunOptions(1)}
+    assert [len(x.token_ids) for x in generate(model, PROMPTS, IMAGES, **one)] == [1] * len(PROMPTS)
+
+
 def test_a_conversation_goes_on_after_an_answer(llava_pair):
     model = llava_pair.ours
     turns = [PROMPTS[0], "yes <image>", PROMPTS[2]]

@@ -37,7 +37,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens, target_size
-from stepprune_jax.models.stack import Execution, lay_out
+from stepprune_jax.models.stack import Execution, unstack
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 
@@ -236,9 +236,9 @@ def test_tower_merger_and_taps_equal_the_reference(pair, seen):
         assert not tapped["received.-1"][number, len(part) :].any()
     with pytest.raises(ValueError, match=r"received\.1 belongs to a block that attends within"):
         encode(pair.model.params, config, ours, (Tap("received", 1),))
-    apart = lay_out(pair.model.params, "apart")
+    listed = unstack(pair.model.params)
     padded = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x[:1])]), ours)
-    fused, _ = encode(apart, config, padded, execution=Execution(attention="xla"))
+    fused, _ = encode(listed, config, padded, execution=Execution(attention="xla"))
     for number, part in enumerate(features):
         assert_close(fused[number, : len(part)], part)
     assert np.isfinite(fused).all()

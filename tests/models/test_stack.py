@@ -1,4 +1,4 @@
-"""Layers run as a scan over stacked weights, and written out where their weights lie apart."""
+"""Layers run as a scan over stacked weights, and written out from a list."""
 
 import functools
 
@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import prompts
-import pytest
 from hf_reference import normal
 
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.decoder import Requested
 from stepprune_jax.models.llava import Llava
-from stepprune_jax.models.stack import lay_out, layout_of
+from stepprune_jax.models.stack import has_large_layers, unstack
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -34,23 +33,19 @@ def answer(params, config, pixels, sequence):
     return seen, stage, pruned, vlm.decode_step(params, config, token, pruned.cache)
 
 
-def test_layers_apart_give_what_stacked_ones_do_with_taps_cuts_and_caches(llava):
+def test_unstacked_layers_give_what_stacked_ones_do_with_taps_cuts_and_caches(llava):
     _, config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
-    apart, pixels = lay_out(params, "apart"), normal(1, 2, 3, 28, 28)
+    listed, pixels = unstack(params), normal(1, 2, 3, 28, 28)
     stacked = answer(params, config, pixels, sequence)
     assert int(stacked[2].cuts[0].length.sum()) < int(sequence.length.sum())
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(close, answer(apart, config, pixels, sequence), stacked)
+    jax.tree.map(close, answer(listed, config, pixels, sequence), stacked)
 
 
-def test_large_layers_lie_apart_unless_told_otherwise():
-    def layout(width, layout="auto"):
+def test_layers_of_32_mib_are_large():
+    def large(width):
         kernel = jax.ShapeDtypeStruct((2, width, 2048), jnp.bfloat16)
-        params = {"a": {"layers": {"kernel": kernel}}, "b": {"layers": {"bias": kernel}}}
-        return layout_of(jax.eval_shape(lambda params: lay_out(params, layout), params))
+        return has_large_layers({"a": {"layers": {"kernel": kernel}}, "b": {}})
 
-    assert layout(8192) == "apart"  # 32 MiB
-    assert (layout(8191), layout(8192, "stacked")) == ("stacked", "stacked")
-    with pytest.raises(ValueError, match="layers is 'loop', expected one of auto, stacked, apart"):
-        lay_out({}, "loop")
+    assert large(8192) and not large(8191)

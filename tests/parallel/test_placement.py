@@ -1,10 +1,36 @@
 """How many programs a process keeps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stepprune_jax.models import stack
 from stepprune_jax.parallel import placement
+
+
+def test_programs_that_answer_read_large_layers_where_they_lie(monkeypatch):
+    seen = []
+
+    def last(params, x):
+        seen.append(params["a"]["layers"])
+        return params["a"]["layers"][-1]["w"] * x
+
+    monkeypatch.setattr(stack, "_LARGE", 4096)
+    w = jnp.arange(3 * 1024, dtype=jnp.float32).reshape(3, 1024)
+    weights = {"a": {"layers": {"w": w}, "b": w[0]}}
+    run = placement.jit_for_weights(last, (), answers=True)
+    np.testing.assert_array_equal(run(weights, 2.0), w[-1] * 2)
+    run(weights, 3.0)
+    assert [len(layers) for layers in seen] == [3] and run.num_compiled() == 1
+    listed = placement._views(weights)["a"]["layers"]
+    start = w.unsafe_buffer_pointer()
+    assert [layer["w"].ctypes.data - start for layer in listed] == [0, 4096, 8192]
+    assert not placement.decodes_by_step(weights)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights
+    )
+    assert run.trace(shapes, 2.0).lower()
 
 
 @pytest.fixture

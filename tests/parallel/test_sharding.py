@@ -21,7 +21,6 @@ from stepprune_jax.parallel.sharding import (
     matches,
     path_name,
     shardings,
-    spec_of,
 )
 from stepprune_jax.testing import tiny_hf_config
 from tools.bench import memory
@@ -113,12 +112,6 @@ def test_a_dimension_that_cannot_be_divided_is_named():
     tree = {"language": {"head": {"kernel": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}}
     with pytest.raises(ValueError, match=r"language/head/kernel of shape \(6, 9\): 9 is not"):
         shardings(tree, SHARDING_RULES, mesh_of("tensor"))
-
-
-def test_layers_that_lie_apart_are_cut_as_in_their_stack():
-    for end in ("attention/query/kernel", "attention/query/bias", "mlp/down/kernel", "norm1/scale"):
-        stacked = spec_of(f"vision/layers/{end}", SHARDING_RULES)
-        assert spec_of(f"vision/layers/11/{end}", SHARDING_RULES) == P(*stacked[1:])
 
 
 def test_a_path_without_a_rule_is_named():

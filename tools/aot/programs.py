@@ -17,7 +17,7 @@ from stepprune_jax.inference.base import Pairs, Plan, Texts
 from stepprune_jax.inference.sampling import Sampling, greedy
 from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.parallel.placement import jit_for_weights, row_count
+from stepprune_jax.parallel.placement import decodes_by_step, jit_for_weights, row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.layers import compute_dtype
@@ -129,8 +129,7 @@ class Programs:
     @functools.cached_property
     def _weights(self) -> PyTree:
         """Returns the frozen weights as loaded for inference."""
-        platform = self._mesh.devices.flat[0].platform
-        weights = vlm.abstract_params(self._backbone, self._dtype, "auto", platform)
+        weights = vlm.abstract_params(self._backbone, self._dtype)
         return self._place(weights, self._backbone.SHARDING_RULES)
 
     @functools.cached_property
@@ -291,12 +290,13 @@ class Programs:
         state, _ = jax.eval_shape(
             lambda params, *arrays: begin(params, self._backbone, *arrays), *arguments
         )
+        by_step = decodes_by_step(self._weights)
         return decoding.run_decode.trace(
-            self._weights,
+            {"language": self._weights["language"]},
             self._model,
             self._place(state),
             self._sampling,
-            self._place(_shape(())),
+            None if by_step else self._place(_shape(())),
             execution=self._execution,
             mesh=self._mesh,
         )

@@ -27,9 +27,9 @@ from stepprune_jax.flops import llm_flops
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import Sequence, from_embeddings
-from stepprune_jax.models.stack import ATTENTIONS, LAYOUTS, Execution
+from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
-from stepprune_jax.parallel.compiling import OPTIONS
+from stepprune_jax.parallel.placement import jit_for_weights
 from stepprune_jax.testing import tiny_hf_config
 from stepprune_jax.user_input import UserError
 from tools.bench import loading, torch_reference
@@ -64,11 +64,11 @@ class Case(NamedTuple):
 
 
 def compiled(function: Callable, *arguments: Any, donate: tuple = ()) -> tuple[Callable, float]:
-    """Returns a compiled function and the seconds for tracing and compiling."""
+    """Returns a function as programs of an answer are compiled, and the seconds that it takes."""
     start = time.perf_counter()
-    options = OPTIONS.get(jax.default_backend())
-    lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
-    return lowered.compile(compiler_options=options), time.perf_counter() - start
+    program = jit_for_weights(function, (), donate, answers=True)
+    program.trace(*arguments).lower().compile()
+    return program, time.perf_counter() - start
 
 
 def difference(ours: Float[Array | np.ndarray, "*s"], reference: Float[np.ndarray, "*s"]) -> float:
@@ -164,7 +164,7 @@ def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
         params,
         ours[0],
         cache,
-        donate=(2,),
+        donate=("cache",),
     )
 
     def run(cache):
@@ -242,7 +242,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention", nargs="+", choices=ATTENTIONS, default=["matmul"], help="prefill attention"
     )
-    parser.add_argument("--layers", choices=LAYOUTS, default="auto", help="layout of layer weights")
     parser.add_argument("--repeats", type=integer_from(1), default=5)
     parser.add_argument("--no_torch", action="store_true", help="do not time transformers")
     parser.add_argument("--load_gb", type=float, default=1.0, help="synthetic folder; 0: none")

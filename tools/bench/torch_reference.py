@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax.checkpoints.save import file_tensor
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.llava import Llava, LlavaConfig
-from stepprune_jax.models.stack import layout_of
 
 CACHES = ("dynamic", "static")
 
@@ -48,8 +47,7 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
 def _tensors(params: dict[str, Any], config: LlavaConfig, device: str) -> Iterator[tuple[str, Any]]:
     """Yields tensors of weights under their canonical names."""
     flat, backbone = weights.flatten(params), Llava(config)
-    abstract = vlm.abstract_params(backbone, layers=layout_of(params))
-    for target in backbone.weight_targets(abstract):
+    for target in backbone.weight_targets(vlm.abstract_params(backbone)):
         if target.path in flat:
             for layer, name in enumerate(target.names):
                 yield name, to_torch(file_tensor(target, flat[target.path], layer), device)

@@ -1,8 +1,7 @@
 """What the host does in a call: until its dispatch returns, until it is ready, and CUDA graphs.
 
-The programs of an answer are called, and one that reads nothing of the same weights: those as an
-answer has them, layer by layer, and stacked. XLA's log says how often and how long a call's graphs
-were updated; `tools.card.sections` switches it on.
+The programs of an answer are called, and one that reads nothing of the same weights. XLA's log says
+how often and how long a call's graphs were updated; `tools.card.sections` switches it on.
 """
 
 import contextlib
@@ -83,25 +82,21 @@ def main() -> None:
     nothing = jax.jit(lambda params, x: x + 1, keep_unused=True)
     if jax.default_backend() != "gpu":
         figures.add(given.out, "CUDA graphs", none="needs a GPU")
-    for layout in ("apart", "stacked"):
-        model = VLM(random_weights(vlm.abstract_params(backbone, "bfloat16", layout)), backbone)
-        what = f"{layout}, {len(jax.tree.leaves(model.params))} arrays"
-        measured = timed(functools.partial(nothing, model.params, one))
-        figures.add(given.out, f"{what}: reads none", **measured)
-        for row in map(draw_learned, read_rows(given.rows, backbone.config, 1, "float32")):
-            pruner = pipeline.place_pruner(model, row.pruner)
-            inputs = model, pruner, batch.prompts, batch.images, options
-            prepare = functools.partial(pipeline.prepare, *inputs)
-            begin = functools.partial(pipeline.begin, model, prepare(), sampling)
+    model = VLM(random_weights(vlm.abstract_params(backbone)), backbone)
+    figures.add(given.out, "reads none", **timed(functools.partial(nothing, model.params, one)))
+    for row in map(draw_learned, read_rows(given.rows, backbone.config, 1, "float32")):
+        pruner = pipeline.place_pruner(model, row.pruner)
+        inputs = model, pruner, batch.prompts, batch.images, options
+        prepare = functools.partial(pipeline.prepare, *inputs)
+        begin = functools.partial(pipeline.begin, model, prepare(), sampling)
 
-            def decode(state, model=model):
-                return pipeline.finish(model, state, sampling, _NEW_TOKENS)
+        def decode(state):
+            return pipeline.finish(model, state, sampling, _NEW_TOKENS)
 
-            figures.add(given.out, f"{what}: {row.name}, prepare", **timed(prepare))
-            figures.add(given.out, f"{what}: {row.name}, begin", **timed(begin))
-            measured = timed(decode, lambda begin=begin: (begin().state,))
-            figures.add(given.out, f"{what}: {row.name}, decode", **measured)
-        del model, inputs, prepare, begin, decode  # the weights go before others are drawn
+        figures.add(given.out, f"{row.name}, prepare", **timed(prepare))
+        figures.add(given.out, f"{row.name}, begin", **timed(begin))
+        measured = timed(decode, lambda begin=begin: (begin().state,))
+        figures.add(given.out, f"{row.name}, decode", **measured)
 
 
 if __name__ == "__main__":

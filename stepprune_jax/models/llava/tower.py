@@ -27,7 +27,6 @@ from stepprune_jax.models.stack import (
     Execution,
     Params,
     checkpoint_layer,
-    is_apart,
     run_stack,
     take_layer,
 )
@@ -179,9 +178,7 @@ def encode(
 
     hidden = embed_patches(params, config, pixels)
     body = checkpoint_layer(body, remat=False)
-    _, outputs, states = run_stack(
-        body, hidden, (0, last), watched, cuts, apart=is_apart(params["layers"])
-    )
+    _, outputs, states = run_stack(params["layers"], body, hidden, (0, last), watched, cuts)
     found = {}
     for name, (kind, at) in named.items():
         if kind == "hidden":

@@ -43,7 +43,6 @@ from stepprune_jax.models.stack import (
     Execution,
     Params,
     checkpoint_layer,
-    is_apart,
     run_stack,
     take_layer,
 )
@@ -296,12 +295,12 @@ def encode(
     hidden = _embed(vision, config, _taken(merged, layout.raster).reshape(i, m, values))
     watched = [at for kind, at in named.values() if kind != "hidden"]
     hidden, outputs, states = run_stack(
+        vision["layers"],
         checkpoint_layer(body, remat=False),
         hidden,
         (0, config.num_layers),
         watched,
         [at for kind, at in named.values() if kind == "hidden"],
-        apart=is_apart(vision["layers"]),
     )
     tokens = cast(Array, Merger(config).apply({"params": params["merger"]}, hidden))
     tapped = {}
