@@ -1,6 +1,6 @@
 """Compiler options that the backbones need, and the memory of compiled programs."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,6 +19,22 @@ OPTIONS = {
     },
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
 }
+
+# More of them for programs of an answer. GPU: loops become part of the CUDA graph, so that a
+# program is one launch, and the host is not asked at each step whether to go on. A loop that is all
+# of a program is fewer commands than XLA would make a graph of.
+ANSWERING = {
+    "gpu": {
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
+        "DYNAMIC_SLICE_FUSION,WHILE",  # XLA's own, and the last
+        "xla_gpu_graph_min_graph_size": 1,
+    },
+}
+
+
+def options_of(platform: str, answers: bool = False) -> dict[str, Any]:
+    """Returns the compiler options of a program on a platform."""
+    return OPTIONS.get(platform, {}) | (ANSWERING.get(platform, {}) if answers else {})
 
 
 class Usage(NamedTuple):

@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.stack import Params, has_large_layers, unstack
-from stepprune_jax.parallel.compiling import OPTIONS
+from stepprune_jax.parallel.compiling import options_of
 from stepprune_jax.parallel.sharding import BATCH
 from stepprune_jax.policy.host import jax_defaults
 from stepprune_jax.user_input import UserError
@@ -66,7 +66,7 @@ def jit_for_weights(
         platform: jax.jit(
             by_layer if answers and platform == "gpu" else function,
             **names,
-            compiler_options=OPTIONS.get(platform),
+            compiler_options=options_of(platform, answers),
         )
         for platform in ("cpu", "gpu", "tpu")
     }

@@ -143,7 +143,8 @@ def _cuda(name: str, named: Named) -> Target:
     card = CARDS[named.kind]
     major, minor = card.capability
     optin = (card.shared - 1) << 10
-    # Limits shared by all of these cards are literal numbers.
+    # Limits shared by all of these cards are literal numbers. Without a driver of 12.3 or newer,
+    # XLA would leave loops and conditionals out of CUDA graphs.
     text = f"""
       gpu_device_info {{
         threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {card.threads}
@@ -156,6 +157,7 @@ def _cuda(name: str, named: Named) -> Target:
         memory_bandwidth: {card.bandwidth} l2_cache_size: {card.cache << 20}
         device_memory_size: {card.memory}
         cuda_compute_capability {{ major: {major} minor: {minor} }}
+        runtime_version: "12.9.0" driver_version: "13.0.0" compile_time_toolkit_version: "12.9.0"
       }}
       runtime_version {{ major: 12 minor: 8 patch: 0 }}
       dnn_version_info {{ major: 9 minor: 10 }}

@@ -74,7 +74,6 @@ def test_every_section_yields_figures_or_says_why_not(tmp_path, monkeypatch):
         "programs": ".jit_decode |",
         "host": "| CUDA graphs | needs a GPU |",
         "products": "| 704 x 96 x 48, ",
-        "while": "| stepprune@4 |",
         "sampled": "| batch 4 |",
         "gated": "| batch 4 |",
         "batch8": "| visionzip@4 |",

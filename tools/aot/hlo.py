@@ -35,6 +35,9 @@ _FUSED = re.compile(
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 # Their results are those of instructions in the computations they run.
 _CONTROL = {"call", "conditional"}
+_THUNK = re.compile(r"^( *)\d+: (k\w+)", re.MULTILINE)
+# Thunks that launch no kernel themselves: they hold others.
+_HOLDERS = {"kCommandBuffer", "kWhile", "kConditional", "kDynamicSliceFusion", "kSequential"}
 _ASYNCHRONOUS = ("-start", "-update", "-done")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _BACKEND = re.compile(r'custom_call_target="([^"]+)"|"kind":"(__[^"]+)"')
@@ -70,6 +73,27 @@ def loops(text: str) -> tuple[Loop, ...]:
                 kernels = sum(_kernels(part.group(1), computations) for part in parts)
                 counted.append(Loop(name.group(1) if name else "", kernels))
     return tuple(sorted(counted, key=lambda loop: -loop.kernels))
+
+
+class Launches(NamedTuple):
+    """What a program for a GPU starts.
+
+    Attributes:
+        host: kinds of what the host starts one by one: "kCommandBuffer" is a CUDA graph.
+        kernels: kernels and copies, also within graphs, each body of a loop or conditional once.
+    """
+
+    host: tuple[str, ...]
+    kernels: int
+
+
+def launches(text: str) -> Launches:
+    """Counts launches in XLA's dump "thunk_sequence_after_thunk_passes.txt" of a program."""
+    found = _THUNK.findall(text)
+    if not found:
+        raise UserError("expected a sequence of thunks, in lines such as '000: kCommandBuffer'")
+    host = tuple(kind for indent, kind in found if not indent)
+    return Launches(host, sum(kind not in _HOLDERS for _, kind in found))
 
 
 def backends(text: str) -> dict[str, int]:

@@ -71,13 +71,11 @@ def sections(out: Path, scratch: Path, small: bool) -> list[Section]:
     text = (
         f"--xla_dump_to={dump} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_(begin|decode)"
     )
-    graphs = "--xla_gpu_enable_command_buffer=+WHILE"
     made = [
         efficiency("rows", 180, ("all", step, vision, f"{step} group=4"), flags=text),
         own("programs", 30, "programs", "--dump", str(dump), env={"JAX_PLATFORMS": "cpu"}),
         own("host", 75, "host", "--rows", vision, "all", step, env=log),
         own("products", 75, "products"),
-        efficiency("while", 75, (step,), flags=graphs),
         efficiency("cudnn", 75, ("all", step), "--attention", "cudnn"),
         Section("tests", 75, ("-m", "pytest", *tests, "-v", "-o", "addopts="), needs_gpu=True),
         own("sampled", 110, "updates", "--config", f"configs/{sampled}", *changes),
