@@ -109,7 +109,7 @@ def test_pruned_ids_equal_a_run_on_the_kept_tokens_by_hand(llava_pair, positions
 def test_answers_say_what_was_kept_in_the_order_of_choice(model, policy):
     def kept(*method, **options):
         method = build_pruner(*method, **options)
-        found = generate(model, PROMPTS, IMAGES, method, options=EIGHT)
+        found = generate(model, PROMPTS, IMAGES, method, options=RunOptions(max_tokens=1))
         return [answer.kept_indices for answer in found]
 
     everything = tuple(range(9))
@@ -127,9 +127,9 @@ def test_answers_say_what_was_kept_in_the_order_of_choice(model, policy):
 def test_a_row_that_is_cut_says_what_is_left(model):
     limit = request(model, "two", IMAGES[0]).ids[0].index(IMAGE_TOKEN) + 4
     method = build_pruner("cls", 7)
-    (whole,) = generate(model, ["two"], [IMAGES[0]], method, options=EIGHT)
+    (whole,) = generate(model, ["two"], [IMAGES[0]], method, options=RunOptions(max_tokens=1))
     with pytest.warns(UserWarning, match="was truncated"):
-        cut = RunOptions(8, context_limit=limit)
+        cut = RunOptions(1, context_limit=limit)
         (answer,) = generate(model, ["two"], [IMAGES[0]], method, options=cut)
     left = {*sorted(whole.kept_indices[0])[:4]}
     assert (answer.visual_tokens, answer.kept) == (9, 4)

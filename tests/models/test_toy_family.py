@@ -165,5 +165,6 @@ def test_a_family_of_a_few_lines_loads_prunes_answers_saves_and_trains(folder, t
     again = load_vlm(tmp_path / "saved", dtype=jnp.float32, progress=False)
     assert again.backbone == model.backbone and hash(again.backbone) == hash(model.backbone)
     assert [x.token_ids for x in answers(again, pruner)] == [x.token_ids for x in found]
-    train(make_run(folder, data, steps=2, **{"optimizer.warmup": 1}), tmp_path / "run")
+    run = make_run(folder, data, steps=2, method="autoselect", **{"optimizer.warmup": 1})
+    train(run, tmp_path / "run")
     assert all(np.isfinite(row["lm_loss"]) for row in metrics(tmp_path / "run"))

@@ -97,7 +97,7 @@ def test_what_is_no_key_is_named(world, key):
     with pytest.raises(
         ValueError, match=r"(?s)key is .*, expected a jax.random.key or a jax.rando"
     ):
-        policy.rank(params, config, inputs, key=key)
+        rank(params, config, inputs, key=key)
 
 
 def test_keys_are_one_or_one_for_each_row(world):

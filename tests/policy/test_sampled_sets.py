@@ -140,6 +140,6 @@ def test_the_loss_of_a_row_without_tokens_is_finite(config, inputs):
         given = (jax.random.key(5), image, text, answers)
         return policy.replace(params=params).policy_gradient_loss(*given, image_mask=mask)[0]
 
-    value, grads = jax.value_and_grad(loss)(policy.params)
+    value, grads = jax.jit(jax.value_and_grad(loss))(policy.params)
     assert np.isfinite(value)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))

@@ -40,7 +40,7 @@ def mean_square(tokens):
 )
 def test_modules_keep_what_the_policy_keeps(config, how):
     policy = new_policy(config)
-    expected = policy.select(IMAGE, TEXT, capacity=6, **how)
+    expected = jax.jit(lambda p: p.select(IMAGE, TEXT, capacity=6, **how))(policy)
     in_nnx = nnx.jit(lambda s: s(IMAGE, TEXT, capacity=6, **how))(sp_nnx.NNXPolicy(policy))
     module, variables = sp_linen.LinenPolicy(policy.bare), sp_linen.variables(policy)
     in_linen = jax.jit(lambda v: module.apply(v, IMAGE, TEXT, capacity=6, **how))(variables)
@@ -95,7 +95,8 @@ def test_nnx_splits_merges_shards_and_is_saved_by_orbax(tmp_path):
 
 def test_linen_draws_names_axes_and_trains():
     module = sp_linen.LinenPolicy(sp.StepPrune(config=CONFIG))
-    variables = module.init(jax.random.key(4), IMAGE, TEXT, capacity=6)
+    init = jax.jit(lambda key: module.init(key, IMAGE, TEXT, capacity=6))
+    variables = init(jax.random.key(4))
     axes = nn.get_partition_spec(variables)["params"]["encoder"]["block_0"]["mlp"]["up"]["kernel"]
     assert axes == PartitionSpec("embed", "hidden")
     variables = nn.meta.unbox(variables)
