@@ -12,6 +12,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "experiment
 NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SLOW = {".ipynb", ".py"}  # a minute each
+SLOW_PAGES = {"composing.md", "hosts.md"}  # which compile 200 programs each
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
@@ -37,8 +38,12 @@ def shown(file):
     return str(file.relative_to(ROOT))
 
 
+def is_slow(file):
+    return file.suffix in SLOW or file.name in SLOW_PAGES
+
+
 WITH_CODE = [
-    pytest.param(file, marks=[pytest.mark.slow] * (file.suffix in SLOW), id=shown(file))
+    pytest.param(file, marks=[pytest.mark.slow] * is_slow(file), id=shown(file))
     for file in (*PAGES, *NOTEBOOKS, *EXAMPLES)
     if blocks(file)
 ]

@@ -71,6 +71,7 @@ def test_the_shipped_policy_stops_by_itself_and_loses_little(asked):
     assert whole > 0.92 and own > 0.95 * whole and own > random + 0.08
 
 
+@pytest.mark.slow
 def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):
     ask = asking(qwen, tmp_path, sizes=(64, 88, 112), side=112, grid=14)
     whole, counts = ask("all")

@@ -109,6 +109,7 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
     assert apart.features is None and len(apart.sizes) == 2
 
 
+@pytest.mark.slow
 def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_folder, tmp_path):
     policy = save_policy(stepprune(draw=0.0), tmp_path / "policy.bin")
     settings = AnswererOptions(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)

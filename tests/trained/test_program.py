@@ -47,6 +47,7 @@ def policy():
     return sp.StepPrune.init(jax.random.key(0), config, sp.FeatureStats.start(16))
 
 
+@pytest.mark.slow
 def test_a_program_keeps_what_the_policy_keeps_in_batches_of_any_size(policy, tmp_path):
     programs = {"a/budget": {"budget": 3}, "a/own_stop": {}}
     sp.save_policy(policy, tmp_path / "policy.safetensors")

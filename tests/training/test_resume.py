@@ -65,6 +65,7 @@ def test_a_killed_run_resumes_from_its_checkpoint_without_double_lines(
     assert metrics(tmp_path) == metrics(whole)
 
 
+@pytest.mark.slow
 def test_the_running_count_of_a_reading_is_resumed(world, tmp_path, monkeypatch):
     printed = {"policy.soft_budget": "batch_mean", "policy.batch_budget": "own", "steps": 4}
     train(make_run(*world, **printed), tmp_path / "whole")
