@@ -205,7 +205,7 @@ class Backbone(abc.ABC):
         def read(path: Path) -> Bytes:
             with naming(str(path)):  # images are read while training continues
                 # Not a view of what was cropped.
-                return np.ascontiguousarray(self.resize(settings, open_image(path)))
+                return jax.tree.map(np.ascontiguousarray, self.resize(settings, open_image(path)))
 
         return lambda path: self.finish(settings, read(path))
 

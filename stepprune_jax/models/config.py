@@ -313,6 +313,11 @@ class ModelConfig(abc.ABC):
         return False
 
     @property
+    def fills_grid(self) -> bool:
+        """Whether an image's tokens are the cells of its grid, in raster order."""
+        return True
+
+    @property
     def class_token_block(self) -> int | None:
         """The tower's block whose class token ranks patches by attention; None without one."""
         return None

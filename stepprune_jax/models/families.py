@@ -3,10 +3,14 @@
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.llava import Llava
+from stepprune_jax.models.llava_next import LlavaNext
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.user_input import UserError
 
-FAMILIES: dict[str, type[Backbone]] = {family.name: family for family in (Llava, Qwen2_5_VL)}
+# The first that matches reads a folder.
+FAMILIES: dict[str, type[Backbone]] = {
+    family.name: family for family in (LlavaNext, Llava, Qwen2_5_VL)
+}
 
 
 def find_family(raw: Json, where: str) -> type[Backbone]:

@@ -1,6 +1,7 @@
 """Frozen configurations of CLIP and LLaVA, built from Hugging Face `config.json` dicts."""
 
 import dataclasses
+from typing import Any, Self
 
 from stepprune_jax.models.config import (
     LLAMA,
@@ -195,11 +196,12 @@ class LlavaConfig(ModelConfig):
         return self.vision.num_patches
 
     @classmethod
-    def from_hf(cls, raw: Json) -> "LlavaConfig":
+    def from_hf(cls, raw: Json, **more: Any) -> Self:
         """Builds the config from the `config.json` of the Hugging Face LLaVA layout.
 
         Args:
             raw: the parsed dict with `vision_config` and `text_config`.
+            **more: fields of a subclass.
 
         Raises:
             ValueError: not a LLaVA of this layout, or a field is not supported.
@@ -215,15 +217,17 @@ class LlavaConfig(ModelConfig):
             vision=ClipConfig.from_hf(parts["vision"]),
             text=LlamaConfig.from_hf(text),
             **read_fields({**text, **given}, where, rules),
+            **more,
         )
 
     @classmethod
-    def from_original(cls, raw: Json, vision: Json) -> "LlavaConfig":
+    def from_original(cls, raw: Json, vision: Json, **more: Any) -> Self:
         """Builds the config from the original LLaVA-v1.5 layout, whose tower is stored elsewhere.
 
         Args:
             raw: the parsed `config.json`: Llama's fields plus `mm_*` ones.
             vision: the parsed `config.json` of the CLIP folder named by `mm_vision_tower`.
+            **more: fields of a subclass.
 
         Returns:
             The frozen config; `image_token_id` is None, as that vocabulary has no such token.
@@ -238,6 +242,7 @@ class LlavaConfig(ModelConfig):
             vision=tower,
             text=LlamaConfig.from_hf(raw),
             **read_fields(raw, "config.json", _ORIGINAL),
+            **more,
         )
 
     def to_hf(self, dtype: str) -> Json:

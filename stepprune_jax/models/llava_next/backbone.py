@@ -1,0 +1,205 @@
+"""LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/): LLaVA on tiles.
+
+The visual tokens of an image are the patches of the whole image, then those of its tiles, row by
+row of all tiles, each row ended by the learned token `image_newline`. Before the projector, that
+token is a vector of zeros, which no patch is.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+from PIL import Image
+
+from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.config import Json, one_of, read_fields
+from stepprune_jax.models.images import read_processor
+from stepprune_jax.models.llava import Llava
+from stepprune_jax.models.llava.images import LlavaImageSettings, placeholders
+from stepprune_jax.models.llava_next import images
+from stepprune_jax.models.llava_next.config import CONTEXT, SIZES, LlavaNextConfig
+from stepprune_jax.models.llava_next.images import Resized, Tiles
+from stepprune_jax.models.stack import Execution, Params
+from stepprune_jax.models.weights import WeightRule
+from stepprune_jax.settings import is_count
+from stepprune_jax.user_input import expect, require
+
+_NEWLINE = "image_newline"
+
+
+@dataclasses.dataclass(frozen=True)
+class LlavaNext(Llava):
+    """LLaVA-NeXT with Vicuna's prompts, in the Hugging Face layout or the original one."""
+
+    config: LlavaNextConfig
+    name = "llava_next"
+    SUPPORTED = (
+        "LLaVA-NeXT (v1.6) with a Vicuna or Mistral in the Hugging Face layout (model_type "
+        "'llava_next') or in the original one (image_aspect_ratio 'anyres')"
+    )
+    CONTEXT_LIMIT = CONTEXT
+    SHARDING_RULES = (*Llava.SHARDING_RULES, (r"newline/embedding", P()))
+
+    @classmethod
+    def matches(cls, raw: Json) -> bool:
+        tiled = raw.get("image_aspect_ratio") == "anyres" and Llava.matches(raw)
+        return tiled or raw.get("model_type") == "llava_next"
+
+    @classmethod
+    def read(cls, raw: Json, vision: Json | None) -> Backbone:
+        if vision is None:
+            config = LlavaNextConfig.from_hf(raw)
+        else:
+            config = LlavaNextConfig.from_original(raw, vision)
+        return LlavaNextMistral(config) if config.is_mistral else LlavaNext(config)
+
+    @classmethod
+    def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str | None:
+        if name in (_NEWLINE, f"model.{_NEWLINE}"):
+            return _NEWLINE
+        return super().canonical_name(name, of_vision_folder)
+
+    def weight_rules(self) -> tuple[WeightRule, ...]:
+        return (*super().weight_rules(), WeightRule("newline/embedding", _NEWLINE))
+
+    @classmethod
+    def image_settings(cls, folder: str | Path) -> LlavaImageSettings:
+        return images.settings_from_hf(*read_processor(folder))
+
+    def hf_processor(self, settings: LlavaImageSettings) -> dict[str, Json]:
+        processor = images.to_hf(settings, self.config.sizes)
+        combined = placeholders(self.config.vision.patch_size) | {
+            "processor_class": "LlavaNextProcessor",
+            "image_processor": processor,
+            "image_token": IMAGE_MARK,
+        }
+        return {
+            "preprocessor_config.json": {**processor, "processor_class": "LlavaNextProcessor"},
+            "processor_config.json": combined,
+        }
+
+    def bound_images(
+        self,
+        folder: str | Path | None,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> Backbone:
+        side, sizes = self.config.vision.image_size, self.config.sizes
+        expect("min_pixels", min_pixels, min_pixels is None, "none, as this model has fixed sizes")
+        if folder is not None:
+            raw, where = read_processor(folder)
+            crop = images.settings_from_hf(raw, where).crop_to
+            require(crop == side, f"{where}: crop_size is {crop}, the model takes {side}")
+            own = read_fields(raw, where, {"sizes": SIZES._replace(default=sizes)})["sizes"]
+            require(own == sizes, f"{where}: {SIZES.field} is not that of config.json")
+        if max_pixels is None:
+            return self
+        least = min(height * width for height, width in sizes)
+        expected = f"an integer from {least}, the area of the smallest size"
+        expect("max_pixels", max_pixels, is_count(max_pixels, least), expected)
+        return self.replace(sizes=tuple(x for x in sizes if x[0] * x[1] <= max_pixels))
+
+    def resize(self, settings: LlavaImageSettings, image: Image.Image) -> Resized:
+        return images.resize(self.config, settings, image)
+
+    def finish(self, settings: LlavaImageSettings, image: Resized) -> Tiles:
+        return images.to_tiles(settings, image)
+
+    def max_pixels(self, count: int) -> Tiles:
+        side, tiles = self.config.vision.image_size, self.config.max_tiles
+        pair = jax.ShapeDtypeStruct((count, 2), np.int32)
+        values = jax.ShapeDtypeStruct((count, tiles, 3, side, side), np.float32)
+        return Tiles(values, pair, pair)
+
+    def grids(self, pixels: Tiles) -> Int[np.ndarray, "i 2"]:
+        return np.asarray(pixels.grid, np.int32)
+
+    def num_tokens(self, grid: Int[Array | np.ndarray, "*b 2"]) -> Int[Array | np.ndarray, "*b"]:
+        tiled = grid[..., 0] * (grid[..., 1] + 1)
+        return (self.config.vision.num_patches + tiled).astype(np.int32)
+
+    def padded_tokens(self, pixels: Tiles) -> int:
+        return self.config.tokens_of(pixels.values.shape[1])
+
+    def init_params(self, key: Array) -> Params:
+        own, width = jax.random.fold_in(key, 1), self.config.text.hidden_size
+        newline = jax.random.normal(own, (width,)) * width**-0.5
+        return {**super().init_params(key), "newline": {"embedding": newline}}
+
+    def encode_image(
+        self,
+        params: Params,
+        pixels: Tiles,
+        taps: Sequence[Tap] = (),
+        execution: Execution = Execution(),
+    ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
+        # Taps have the class token of the whole image first, as those of LLaVA, then all tokens.
+        i, t = pixels.values.shape[:2]
+        values = jnp.reshape(pixels.values, (i * t, *pixels.values.shape[2:]))
+        features, tapped = super().encode_image(params, values, taps, execution)
+        source, shown = self._sources(pixels)
+
+        def laid_out(x: Array, axis: int) -> Array:
+            """Puts the patches of all tiles, without a class token, in the order of tokens."""
+            x = jnp.moveaxis(x, axis, 1)
+            x = x.reshape(i, -1, *x.shape[2:])
+            wide = (i, -1, *[1] * (x.ndim - 2))
+            x = jnp.take_along_axis(x, source.reshape(wide), axis=1)
+            return jnp.moveaxis(jnp.where(shown.reshape(wide), x, 0), 1, axis)
+
+        for name, tap in tapped.items():
+            first = tap.reshape(i, t, *tap.shape[1:])[:, 0]
+            if not name.startswith("query"):
+                axis = 1 if name.startswith("hidden") else 2
+                first, patches = (jnp.split(x, [1], axis=axis)[k] for k, x in ((0, first), (1, tap)))
+                first = jnp.concatenate([first, laid_out(patches, axis)], axis=axis)
+            tapped[name] = first
+        return laid_out(features, 1), tapped
+
+    def _sources(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Array]:
+        """Returns the place of each token among the patches of all tiles, and if it is a patch."""
+        base, side = self.config.vision.num_patches, self.config.grid[0]
+        token = jnp.arange(self.padded_tokens(pixels), dtype=jnp.int32)[None]
+        grid, plan = (jnp.asarray(x, jnp.int32)[..., None] for x in (pixels.grid, pixels.plan))
+        (rows, columns), (down, across) = grid.swapaxes(0, 1), plan.swapaxes(0, 1)
+        row, column = (token - base) // (columns + 1), (token - base) % (columns + 1)
+        shown = (token < base) | ((row < rows) & (column < columns))
+        row, column = row + (down * side - rows) // 2, column + (across * side - columns) // 2
+        tile = 1 + row // side * across + column // side
+        source = jnp.where(token < base, token, tile * base + row % side * side + column % side)
+        return jnp.where(shown, source, 0), shown
+
+    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
+        projected, newline = super().project(params, features), params["newline"]["embedding"]
+        is_newline = jnp.all(features == 0, axis=-1, keepdims=True)
+        return jnp.where(is_newline, newline.astype(projected.dtype), projected)
+
+    def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
+        # Of as few tiles as hold the grid.
+        side, (rows, columns) = self.config.grid[0], grid
+        tiles = 1 + -(-rows // side) * -(-columns // side)
+        tile, patches = super().vision_flops(self.config.grid), side * side + rows * columns
+        return {"tower": tiles * tile["tower"], "projector": tile["projector"] * patches // side**2}
+
+
+class LlavaNextMistral(LlavaNext):
+    """LLaVA-NeXT with Mistral's prompts."""
+
+    @classmethod
+    def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
+        said = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else ""
+        text = ""
+        for number, message in enumerate(turns):
+            if number % 2:
+                text += f" {message} </s>" if message else ""
+            else:
+                text += f"[INST] {said}{message or ''} [/INST]"
+                said = ""
+        return text
