@@ -24,7 +24,7 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
-from stepprune_jax.models.images import Bytes, Pixels, stack_images
+from stepprune_jax.models.images import Pixels, Resized, stack_images
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule, WeightTarget, targets
 from stepprune_jax.user_input import naming
@@ -164,7 +164,7 @@ class Backbone(abc.ABC):
         """
 
     @abc.abstractmethod
-    def resize(self, settings: Processor, image: Image.Image) -> Bytes:
+    def resize(self, settings: Processor, image: Image.Image) -> Resized:
         """Resizes an RGB image to what the tower sees.
 
         Raises:
@@ -172,7 +172,7 @@ class Backbone(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish(self, settings: Processor, image: Bytes) -> Pixels:
+    def finish(self, settings: Processor, image: Resized) -> Pixels:
         """Normalises a resized image; without the axis of images."""
 
     def preprocess(self, settings: Processor, images: Sequence[Image.Image]) -> Pixels:
@@ -202,7 +202,7 @@ class Backbone(abc.ABC):
         largest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(1)))
 
         @functools.lru_cache(4 * limit_bytes // largest)
-        def read(path: Path) -> Bytes:
+        def read(path: Path) -> Resized:
             with naming(str(path)):  # images are read while training continues
                 # Not a view of what was cropped.
                 return jax.tree.map(np.ascontiguousarray, self.resize(settings, open_image(path)))

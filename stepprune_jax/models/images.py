@@ -21,7 +21,8 @@ PROCESSOR_FILE = "processor_config.json"
 _ENTRY = part("image_processor")._replace(optional=True)
 
 Pixels = PyTree  # arrays with a leading axis of images, of a type that only their family reads
-Bytes = UInt8[np.ndarray, "3 height width"]  # an image after resizing
+Bytes = UInt8[np.ndarray, "3 height width"]  # a resized image
+Resized = PyTree  # what an image is resized to: Bytes, or what else only its family reads
 
 
 def read_processor(folder: str | Path) -> tuple[Json, str]:

@@ -1,7 +1,7 @@
 """Frozen configurations of CLIP and LLaVA, built from Hugging Face `config.json` dicts."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from stepprune_jax.models.config import (
     LLAMA,
@@ -23,6 +23,8 @@ from stepprune_jax.models.config import (
     written,
 )
 from stepprune_jax.user_input import naming, require
+
+AnyLlava = TypeVar("AnyLlava", bound="LlavaConfig")
 
 _ACTIVATIONS = ("quick_gelu", "gelu")
 
@@ -196,7 +198,7 @@ class LlavaConfig(ModelConfig):
         return self.vision.num_patches
 
     @classmethod
-    def from_hf(cls, raw: Json, **more: Any) -> Self:
+    def from_hf(cls: type[AnyLlava], raw: Json, **more: Any) -> AnyLlava:
         """Builds the config from the `config.json` of the Hugging Face LLaVA layout.
 
         Args:
@@ -221,7 +223,7 @@ class LlavaConfig(ModelConfig):
         )
 
     @classmethod
-    def from_original(cls, raw: Json, vision: Json, **more: Any) -> Self:
+    def from_original(cls: type[AnyLlava], raw: Json, vision: Json, **more: Any) -> AnyLlava:
         """Builds the config from the original LLaVA-v1.5 layout, whose tower is stored elsewhere.
 
         Args:

@@ -25,7 +25,7 @@ from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.llava.images import LlavaImageSettings, placeholders
 from stepprune_jax.models.llava_next import images
 from stepprune_jax.models.llava_next.config import CONTEXT, SIZES, LlavaNextConfig
-from stepprune_jax.models.llava_next.images import Resized, Tiles
+from stepprune_jax.models.llava_next.images import BothSizes, Tiles
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule
 from stepprune_jax.settings import is_count
@@ -106,10 +106,10 @@ class LlavaNext(Llava):
         expect("max_pixels", max_pixels, is_count(max_pixels, least), expected)
         return self.replace(sizes=tuple(x for x in sizes if x[0] * x[1] <= max_pixels))
 
-    def resize(self, settings: LlavaImageSettings, image: Image.Image) -> Resized:
+    def resize(self, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
         return images.resize(self.config, settings, image)
 
-    def finish(self, settings: LlavaImageSettings, image: Resized) -> Tiles:
+    def finish(self, settings: LlavaImageSettings, image: BothSizes) -> Tiles:
         return images.to_tiles(settings, image)
 
     def max_pixels(self, count: int) -> Tiles:

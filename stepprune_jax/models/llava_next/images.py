@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     plan: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
 
 
-class Resized(NamedTuple):
+class BothSizes(NamedTuple):
     """Bytes of the whole image at the size of a tile, and of the larger one, with its grid."""
 
     whole: Bytes
@@ -90,7 +90,7 @@ def unpadded_grid(height: int, width: int, grid: tuple[int, int]) -> tuple[int, 
     return rows, columns - (columns - filled) // 2 * 2
 
 
-def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.Image) -> Resized:
+def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
     """Resizes an RGB image to a tile, and to fit the best of the model's sizes."""
     check_aspect(image.width, image.height)
     side, patch = config.vision.image_size, config.vision.patch_size
@@ -103,14 +103,14 @@ def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.I
     padded.paste(fitted, ((size[1] - width) // 2, (size[0] - height) // 2))
     whole = image.resize((side, side), settings.resample)
     both = (np.asarray(part).transpose(2, 0, 1) for part in (whole, padded))
-    return Resized(*both, np.array(grid, np.int32))
+    return BothSizes(*both, np.array(grid, np.int32))
 
 
-def to_tiles(settings: LlavaImageSettings, image: Resized) -> Tiles:
+def to_tiles(settings: LlavaImageSettings, image: BothSizes) -> Tiles:
     """Normalises a resized image and cuts it into tiles, without the axis of images."""
     side = image.whole.shape[1]
     rows, columns = (length // side for length in image.padded.shape[1:])
-    tiles = image.padded.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-    every = np.concatenate([image.whole[None], tiles.reshape(-1, 3, side, side)])
-    values = images.normalise(every.swapaxes(0, 1), settings).swapaxes(0, 1)
-    return Tiles(np.ascontiguousarray(values), image.grid, np.array([rows, columns], np.int32))
+    whole, padded = (images.normalise(part, settings) for part in (image.whole, image.padded))
+    tiles = padded.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+    values = np.concatenate([whole[None], tiles.reshape(-1, 3, side, side)])
+    return Tiles(values, image.grid, np.array([rows, columns], np.int32))
