@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, 1 if a row is left out."""
     flags = parse(arguments)
     backbone = find_backbone(flags.model)
-    if backbone.config.sizes_vary:
+    if backbone.config.sizes_vary and not backbone.config.is_tiled:
         backbone = with_square_images(backbone, flags.tokens)
     config = backbone.config
     names = flags.rows or default_rows(config)

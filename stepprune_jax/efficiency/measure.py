@@ -1,6 +1,5 @@
 """A row of an efficiency table, measured: from pixels to the first token, and on."""
 
-import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -50,13 +49,12 @@ class Bench(NamedTuple):
 def draw_batch(backbone: Backbone, size: int, text: int) -> BenchInputs:
     """Draws images and prompts."""
     config, random = backbone.config, np.random.default_rng(0)
-    pixels = jax.tree.map(
-        lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
-        backbone.max_pixels(size),
+    pixels = backbone.squared(
+        jax.tree.map(
+            lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
+            backbone.max_pixels(size),
+        )
     )
-    if config.sizes_vary:
-        side = math.isqrt(config.max_image_tokens)
-        pixels = pixels._replace(grid=np.full((size, 2), side, np.int32))
     most = min(config.text.vocab_size - 1, config.image_token_id)
     words = random.integers(3, most, (size, text), np.int32)
     ids = np.insert(words, text // 2, IMAGE_TOKEN, axis=1)

@@ -137,8 +137,7 @@ class Task:
         digests = {n: d for n, d in conditions.digests.items() if policies[n].has_stop}
         path, config = conditions.folder / FILE, conditions.source.config
         model = {"weights": conditions.weights, "num_tokens": conditions.num_tokens}
-        if config.sizes_vary:
-            model["min_pixels"] = config.min_pixels
+        model |= config.image_bounds
         return StopBiases(path, model, digests, conditions.settings.budgets)
 
     def _files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
@@ -296,6 +295,7 @@ class _Answerer:
             fields = {"gflops": sum(flops.values()) / 1e9}
             if number in self._samples and row.budget.kind != "all":
                 order = answers.order[at].tolist()
+                order = self._model.backbone.cells(grids[at], order).tolist()
                 fields |= {"order": order, "grid": grids[at], "visual_tokens": sizes[at]}
             taken = milliseconds(answers.seconds[at])
             lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, fields)

@@ -164,8 +164,7 @@ class Conditions:
                 made[field.name] = list(value) if isinstance(value, tuple) else value
         if pruner.version > 1:
             made["version"] = pruner.version
-        if self.source.config.sizes_vary:
-            made["min_pixels"] = self.source.config.min_pixels
+        made |= self.source.config.image_bounds
         if row.budget.kind == "rate":
             made["share"] = str(row.budget)
         return Provenance(

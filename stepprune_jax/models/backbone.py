@@ -187,9 +187,19 @@ class Backbone(abc.ABC):
         resized = (self.resize(settings, image) for image in images)
         return stack_images([self.finish(settings, image) for image in resized])
 
+    def squared(self, pixels: Pixels) -> Pixels:
+        """Returns pixels of the shapes of `max_pixels` as those of square images."""
+        return pixels
+
     def seen(self, settings: Processor, image: Image.Image) -> Image.Image:
         """Returns an RGB image as the tower sees it, covered by the grid of its tokens."""
         return Image.fromarray(self.resize(settings, image).transpose(1, 2, 0))
+
+    def cells(
+        self, grid: Sequence[int], tokens: Sequence[int] | Int[np.ndarray, "k"]
+    ) -> Int[np.ndarray, "k"]:
+        """Returns the cell of an image's grid that each of some tokens shows, -1 for none."""
+        return np.asarray(tokens, int)
 
     def pixel_cache(self, settings: Processor, limit_bytes: int) -> Callable[[Path], Pixels]:
         """Returns a function from an image file to its pixels, without the axis of images.

@@ -313,9 +313,18 @@ class ModelConfig(abc.ABC):
         return False
 
     @property
-    def fills_grid(self) -> bool:
-        """Whether an image's tokens are the cells of its grid, in raster order."""
-        return True
+    def image_bounds(self) -> dict[str, Any]:
+        """What decides the sizes of resized images, besides `max_image_tokens`, for records."""
+        return {}
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the tower sees an image as a whole and in tiles.
+
+        Its tokens are then not the cells of its grid in raster order. A tap "tile" [i, n] has the
+        number of each token's tile: 0 for the whole image, -1 for a token of none.
+        """
+        return False
 
     @property
     def class_token_block(self) -> int | None:

@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Ranker, Ranking, View
-from stepprune_jax.pruning.ordering import by_score, class_token_block
+from stepprune_jax.pruning.ordering import by_score, class_token_block, in_turns, tile_taps
 
 
 @dataclasses.dataclass(frozen=True)
 class Cls(Ranker):
     """Keeps the patches that the class token attends to most, averaged over heads.
 
-    The attention is that of the block whose output the model projects.
+    The attention is that of the block whose output the model projects. Where images are seen in
+    tiles, each is ranked by its own class token, and all have equal shares.
     """
 
     name = "cls"
@@ -27,9 +28,10 @@ class Cls(Ranker):
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
         """Returns the class token's row of attention."""
-        return (Tap("attention", class_token_block(config, self.name)),)
+        return Tap("attention", class_token_block(config, self.name)), *tile_taps(config)
 
     def rank(self, view: View, steps: int) -> Ranking:
         """Orders patches by attention."""
-        attention = jnp.mean(view.taps[0].astype(jnp.float32), axis=1)
-        return Ranking(by_score(attention[:, 1:], None)[:, :steps])
+        attention, *tile = view.taps
+        order = by_score(jnp.mean(attention.astype(jnp.float32), axis=1)[:, 1:], view.valid)
+        return Ranking((in_turns(order, *tile) if tile else order)[:, :steps])

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Pruner, View
 from stepprune_jax.pruning.grid import deal_lines
+from stepprune_jax.pruning.ordering import require_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,11 @@ class Downsample(Pruner):
     name = "downsample"
     label = "downsample"
     positions: ClassVar[str] = "compact"
+
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
+        """Also rejects models whose tokens are not on one grid."""
+        super().check(config, num_tokens)
+        require_grid(config, self.name)
 
     def keep(self, view: View, capacity: int) -> Kept:
         """Returns the means of the cells in raster order."""

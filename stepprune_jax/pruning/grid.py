@@ -5,7 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Pruner, View, take
+from stepprune_jax.pruning.ordering import require_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +16,11 @@ class Grid(Pruner):
 
     name = "grid"
     label = "grid"
+
+    def check(self, config: ModelConfig, num_tokens: int) -> None:
+        """Also rejects models whose tokens are not on one grid."""
+        super().check(config, num_tokens)
+        require_grid(config, self.name)
 
     def keep(self, view: View, capacity: int) -> Kept:
         """Keeps `view.count` tokens of each row."""

@@ -23,7 +23,13 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Pruner, View, take
 from stepprune_jax.pruning.budget import EXACT
-from stepprune_jax.pruning.ordering import group_means, keep_best, map_tokens, ranking_block
+from stepprune_jax.pruning.ordering import (
+    group_means,
+    keep_best,
+    map_tokens,
+    ranking_block,
+    require_grid,
+)
 
 _EXACT = lax.Precision.HIGHEST
 # Keeps divisions finite, as in the authors' program.
@@ -56,6 +62,7 @@ class HoloV(Pruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects models that do not rank patches, no crops, and a negative weight."""
         super().check(config, num_tokens)
+        require_grid(config, self.name)
         ranking_block(config, self.name)
         self.expect("crops", self.crops >= 1, "an integer from 1")
         self.expect("alpha", self.alpha >= 0, "0 or more")

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy.layers import map_queries
-from stepprune_jax.user_input import UserError
+from stepprune_jax.user_input import UserError, require
 
 
 def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> Int[Array, "r n"]:
@@ -17,6 +18,19 @@ def by_score(scores: Float[Array, "r n"], valid: Bool[Array, "r n"] | None) -> I
     if valid is not None:
         scores = jnp.where(valid, scores, jnp.finfo(jnp.float32).min)
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
+
+
+def in_turns(order: Int[Array, "r n"], part: Int[Array, "r n"]) -> Int[Array, "r n"]:
+    """Takes the tokens of each part in turn, the best of each first; those of part -1 are last."""
+    part = jnp.take_along_axis(part, order, axis=1)
+    place = jnp.broadcast_to(jnp.arange(order.shape[1]), order.shape)
+    by_part = jnp.argsort(part, axis=1, stable=True)
+    sorted_part = jnp.take_along_axis(part, by_part, axis=1)
+    begins = jnp.diff(sorted_part, axis=1, prepend=-2) > 0
+    within = place - lax.cummax(jnp.where(begins, place, 0), axis=1)
+    turn = jnp.take_along_axis(within, jnp.argsort(by_part, axis=1), axis=1)
+    turn = jnp.where(part < 0, order.shape[1], turn)
+    return jnp.take_along_axis(order, jnp.lexsort((part, turn), axis=1), axis=1)
 
 
 def unit_vectors(
@@ -91,6 +105,16 @@ def group_means(
 
     wanted = jnp.broadcast_to(wanted, (len(values), wanted.shape[1]))
     return map_tokens(mean, wanted[..., None])
+
+
+def tile_taps(config: ModelConfig) -> tuple[Tap, ...]:
+    """Returns the tap that tells the tile of each token, where images are seen in tiles."""
+    return (Tap("tile", -1),) * config.is_tiled
+
+
+def require_grid(config: ModelConfig, name: str) -> None:
+    """Raises a ValueError that names the pruner if tokens are not the cells of a grid."""
+    require(not config.is_tiled, f"{name}: it needs tokens on one grid, and this model has tiles")
 
 
 def ranking_block(config: ModelConfig, name: str) -> int:

@@ -19,7 +19,13 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Pruner, Schedule, View
 from stepprune_jax.pruning.budget import EXACT, Budget
-from stepprune_jax.pruning.ordering import by_score, class_token_block, evenly, unit_vectors
+from stepprune_jax.pruning.ordering import (
+    by_score,
+    class_token_block,
+    evenly,
+    require_grid,
+    unit_vectors,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +51,7 @@ class PruMerge(Pruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects models without a class token, and a negative number of neighbours."""
         super().check(config, num_tokens)
+        require_grid(config, self.name)
         class_token_block(config, self.name)
         self.expect("neighbours", self.neighbours >= 0, "an integer from 0")
 

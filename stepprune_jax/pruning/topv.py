@@ -19,7 +19,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner
-from stepprune_jax.pruning.ordering import evenly, keep_best
+from stepprune_jax.pruning.ordering import evenly, keep_best, require_grid
 
 _LOWEST = -1e30
 
@@ -55,6 +55,7 @@ class TopV(LayerPruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects a layer without one after it, and numbers out of range."""
         super().check(config, num_tokens)
+        require_grid(config, self.name)
         last = config.text.num_layers - 2
         self.expect("layer", 0 <= self.layer <= last, f"0 to {last}")
         for option in ("sigma", "epsilon", "iterations"):

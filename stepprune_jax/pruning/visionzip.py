@@ -5,6 +5,9 @@ itself and the patches that it attends to most, summed over heads. The others ar
 evenly spaced remaining patches are targets, and each of the rest is added to the target whose key
 is most similar to its own. Both signals are those of the block whose output is projected.
 
+Where images are seen in tiles, each tile has an equal share of the dominant tokens, and the class
+token is that of the whole image.
+
 In a model without a class token, whose tower merges patches, the dominant tokens are those that
 receive most attention from the image; contextual ones take the places of their targets, and all are
 in raster order. Both are tokens as the language model reads them.
@@ -25,8 +28,10 @@ from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import (
     by_score,
     group_means,
+    in_turns,
     map_tokens,
     ranking_block,
+    tile_taps,
     unit_vectors,
 )
 
@@ -76,22 +81,29 @@ class VisionZip(Pruner):
         block = ranking_block(config, self.name)
         if config.received_block is not None:
             return Tap("received", block), Tap("keys", block)
-        return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1)
+        tile = tile_taps(config)
+        return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1), *tile
 
     def keep(self, view: View, capacity: int) -> Kept:
         """Returns dominant tokens in raster order, the class token first; then the merged ones.
 
         Without a class token, all in raster order.
         """
-        has_class_token = len(view.taps) == 3
+        has_class_token = len(view.taps) > 2
+        tile = ()
         if has_class_token:  # it is dominant, and the first
-            attention, keys, tokens = view.taps
+            attention, keys, tokens, *tile = view.taps
             score = attention.astype(jnp.float32).sum(1)
             score = score.at[:, 0].set(jnp.finfo(jnp.float32).max)
             keys = keys.astype(jnp.float32).mean(1)
         else:
             (score, keys), tokens = view.taps, view.tokens
-        real = jnp.ones(score.shape, bool) if view.valid is None else view.valid
+        real = jnp.ones(score.shape, bool) if tile or view.valid is None else view.valid
+        if tile:
+            part = jnp.pad(tile[0], ((0, 0), (1, 0)))
+            real = part >= 0
+            order = in_turns(by_score(score, real), part)
+            score = -jnp.argsort(order, axis=1).astype(jnp.float32)
         counts = self.split(view.count)
         dominant, target, tokens = merge(score, keys, tokens, real, *counts, capacity)
         group = jnp.where(dominant, 0, jnp.where(target, int(has_class_token), 2))

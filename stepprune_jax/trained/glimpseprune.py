@@ -23,7 +23,7 @@ from stepprune_jax.policy.layers import dense, merge_heads, split_heads
 from stepprune_jax.policy.params import Init, ParamSpec
 from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Schedule, Survivors, View
 from stepprune_jax.pruning.budget import EXACT, Budget
-from stepprune_jax.pruning.ordering import keep_best
+from stepprune_jax.pruning.ordering import keep_best, require_grid
 from stepprune_jax.settings import Settings, count, setting
 from stepprune_jax.trained.base import Weighted, Weights
 from stepprune_jax.user_input import UserError, expect
@@ -211,6 +211,7 @@ class GlimpsePrune(Weighted, LayerPruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Rejects bad options, and weights that belong to another model."""
         super().check(config, num_tokens)
+        require_grid(config, self.name)
         least, ratio, threshold = self.min_remain_num, self.max_remain_ratio, self.reduce_threshold
         share = threshold is None or 0 <= threshold <= 1
         self.expect("reduce_threshold", share, "a probability from 0 to 1")

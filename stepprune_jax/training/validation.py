@@ -182,14 +182,14 @@ class Validation:
         from stepprune_jax.visualize.overlays import Overlay, draw_rows, judged
         from stepprune_jax.visualize.patches import square_patches
 
-        shown, images = [], self._encoded.images
+        shown, images, backbone = [], self._encoded.images, self._model.backbone
         for i in range(min(self._settings.overlays, len(answers.texts))):
             question, image = self._split.questions[i], self._encoded.prompts.image_of[i, 0]
             grid = tuple(images.grid[image].tolist())
             shown.append(
                 Overlay(
                     image=question.image,
-                    patches=square_patches(answers.order[i], grid),
+                    patches=square_patches(backbone.cells(grid, answers.order[i]), grid),
                     title=f"K = {answers.kept[i]}",
                     category=question.category,
                     text=question.text,

@@ -1,7 +1,6 @@
 """Images with the patches of their kept tokens."""
 
 import io
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -65,7 +64,7 @@ def draw_answer(
                 image=panel.image,
                 patches=panel.patches,
                 title=f"{len(indices)} kept" + (f", {merged} merged" if merged else ""),
-                category=f"of {math.prod(grid)}",
+                category=f"of {model.backbone.num_tokens(np.array([grid]))[0]}",
                 text=question,
                 answer=shortened(answer.text, 40),
                 right=None,
@@ -91,13 +90,14 @@ def seen_patches(
 
     Merged tokens, which are no patch, are left out.
     """
-    rows, columns = grid
+    rows, columns = (max(1, length) for length in grid)
+    cells = model.backbone.cells(grid, indices)
     image = model.backbone.seen(model.image_settings, image)
     side = max(grid)
     top, left = (side - rows) // 2, (side - columns) // 2
     square = Image.new("RGB", (image.width * side // columns, image.height * side // rows), "white")
     square.paste(image, (image.width * left // columns, image.height * top // rows))
-    return Seen(square, side, square_patches(indices, grid).tolist())
+    return Seen(square, side, square_patches(cells, grid).tolist())
 
 
 def draw_rows(out: str | Path | io.BytesIO, rows: Sequence[Sequence[Overlay]]) -> None:

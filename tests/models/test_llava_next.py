@@ -1,7 +1,5 @@
 """LLaVA-NeXT beside `transformers`: pixels, the order of tokens, logits and answers."""
 
-import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 import transformers
 from hf_reference import assert_close, randomise
+from small_world import stepprune
 from tiny_llava_next import SIZES, tiny_llava_next
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.image_processing_pil_llava_next import (
@@ -25,6 +24,7 @@ from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models.llava_next.images import best_size
+from stepprune_jax.pruners import build_pruner
 
 # Height and width of images: of each plan of tiles, enlarged and reduced, with bars on either side,
 # and so narrow that no patch of the tiles remains.
@@ -144,3 +144,74 @@ def test_answers_equal_the_reference(pair):
     found = answers(pair.model, ASKED)
     for (prompt, numbers), answer in zip(ASKED, found, strict=True):
         assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
+
+
+# What a pruner may do: nothing, choose by chance, by tiles and by their class tokens, merge, choose
+# after the projector, cut, cut and merge, and choose by weights.
+PRUNERS = {
+    "all": None,
+    "random": 10,
+    "cls": 10,
+    "visionzip": 10,
+    "cdpruner": 10,
+    "divprune": 10,
+    "fastv": 10,
+    "sparsevlm": 10,
+    "stepprune": 9,  # half of the smallest image
+}
+OPTIONS = {"fastv": {"layer": 1}, "sparsevlm": {"average": False}}
+REFUSED = ("grid", "downsample", "topv", "prumerge", "prumerge_plus", "holov")
+
+
+def pruner(name, budget):
+    policy = stepprune(max_steps=None) if name == "stepprune" else None
+    return build_pruner(name, budget, policy=policy, options=OPTIONS.get(name))
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_pruners_keep_their_budget(pair, name):
+    asked, budget = ASKED[5:9], PRUNERS[name]
+    found = answers(pair.model, asked, pruner(name, budget))
+    for (_, numbers), answer in zip(asked, found, strict=True):
+        size = pair.model.backbone.num_tokens(np.array(answer.grids)).sum()
+        assert answer.visual_tokens == size
+        assert answer.kept == (size if budget is None else budget * len(numbers))
+
+
+@pytest.mark.parametrize("name", ["cls", "stepprune"])
+def test_a_budget_of_all_tokens_is_the_model(pair, name):
+    options = {"max_steps": 51} if name == "stepprune" else {}
+    policy = stepprune(**options) if name == "stepprune" else None
+    chosen = build_pruner(name, 51, policy=policy, options=OPTIONS.get(name))
+    found = answers(pair.model, ASKED[4:6], chosen)
+    expected = answers(pair.model, ASKED[4:6])
+    assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_pruners_that_need_one_grid_are_refused(pair, name):
+    config = pair.model.config
+    with pytest.raises(ValueError, match=f"^{name}: it needs tokens on one grid"):
+        build_pruner(name, 5).check(config, config.max_image_tokens)
+
+
+def test_tiles_have_equal_shares_of_what_their_class_tokens_attend_to(pair):
+    """As in the authors' program of VisionZip; the ends of rows are kept last."""
+    model, shown = pair.model, image(4)
+    ours = model.backbone.preprocess(model.image_settings, [shown])
+    theirs = processed(pair, [shown])["pixel_values"][0]
+    tower = pair.torch.model.vision_tower
+    block = model.config.class_token_block
+    attention = tower(theirs, output_attentions=True).attentions[block][:, :, 0, 1:].mean(1)
+    assert ours.plan.tolist() == [[2, 2]] and ours.grid.tolist() == [[6, 6]]
+    (found,) = answers(model, [("red", (4,))], pruner("cls", 10))
+    expected = set()
+    for tile, row in enumerate(attention):
+        for patch in row.topk(2).indices.tolist():
+            line, column = divmod(patch, 3)
+            line, column = line + 3 * ((tile - 1) // 2), column + 3 * ((tile - 1) % 2)
+            expected.add(patch if tile == 0 else 9 + 7 * line + column)
+    assert set(found.kept_indices[0]) == expected
+    (found,) = answers(model, [("red", (4,))], pruner("cls", 47))
+    ends = {9 + 7 * line + 6 for line in range(6)}
+    assert len(ends & set(found.kept_indices[0])) == 2

@@ -6,6 +6,7 @@ token is a vector of zeros, which no patch is.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from PIL import Image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.config import Json, one_of, read_fields
+from stepprune_jax.models.config import Json, read_fields
 from stepprune_jax.models.images import read_processor
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.llava.images import LlavaImageSettings, placeholders
@@ -121,6 +122,30 @@ class LlavaNext(Llava):
     def grids(self, pixels: Tiles) -> Int[np.ndarray, "i 2"]:
         return np.asarray(pixels.grid, np.int32)
 
+    def squared(self, pixels: Tiles) -> Tiles:
+        plan = np.array(max(self.config.plans, key=lambda plan: (math.prod(plan), min(plan))))
+        plan = np.broadcast_to(plan.astype(np.int32), pixels.plan.shape)
+        return pixels._replace(grid=self.config.grid[0] * plan, plan=plan)
+
+    def seen(self, settings: LlavaImageSettings, image: Image.Image) -> Image.Image:
+        resized, patch = self.resize(settings, image), self.config.vision.patch_size
+        height, width = (patch * max(1, int(length)) for length in resized.grid)
+        top, left = (resized.padded.shape[1] - height) // 2, (resized.padded.shape[2] - width) // 2
+        shown = resized.padded[:, top : top + height, left : left + width]
+        return Image.fromarray(shown.transpose(1, 2, 0))
+
+    def cells(
+        self, grid: Sequence[int], tokens: Sequence[int] | Int[np.ndarray, "k"]
+    ) -> Int[np.ndarray, "k"]:
+        # A patch of the whole image is shown by the cell at its centre.
+        base, side = self.config.vision.num_patches, self.config.grid[0]
+        index, (rows, columns) = np.asarray(tokens, int), grid
+        row, column = np.divmod(index - base, columns + 1)
+        tiled = np.where(column < columns, row * columns + column, -1)
+        down, across = (2 * x + 1 for x in np.divmod(index, side))
+        whole = down * rows // (2 * side) * columns + across * columns // (2 * side)
+        return np.where(index < 0, -1, np.where(index < base, whole, tiled))
+
     def num_tokens(self, grid: Int[Array | np.ndarray, "*b 2"]) -> Int[Array | np.ndarray, "*b"]:
         tiled = grid[..., 0] * (grid[..., 1] + 1)
         return (self.config.vision.num_patches + tiled).astype(np.int32)
@@ -141,29 +166,31 @@ class LlavaNext(Llava):
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
         # Taps have the class token of the whole image first, as those of LLaVA, then all tokens.
-        i, t = pixels.values.shape[:2]
+        (i, t), base = pixels.values.shape[:2], self.config.vision.num_patches
         values = jnp.reshape(pixels.values, (i * t, *pixels.values.shape[2:]))
-        features, tapped = super().encode_image(params, values, taps, execution)
-        source, shown = self._sources(pixels)
+        own = [tap for tap in taps if tap.kind != "tile"]
+        features, tapped = super().encode_image(params, values, own, execution)
+        place, shown = self._places(pixels)
 
-        def laid_out(x: Array, axis: int) -> Array:
-            """Puts the patches of all tiles, without a class token, in the order of tokens."""
+        def laid_out(x: Array, axis: int, place: Array, shown: Array) -> Array:
+            """Takes each token from those of all tiles, in place of its tile's axis."""
             x = jnp.moveaxis(x, axis, 1)
-            x = x.reshape(i, -1, *x.shape[2:])
-            wide = (i, -1, *[1] * (x.ndim - 2))
-            x = jnp.take_along_axis(x, source.reshape(wide), axis=1)
+            x, wide = x.reshape(i, -1, *x.shape[2:]), (i, -1, *[1] * (x.ndim - 2))
+            x = jnp.take_along_axis(x, place.reshape(wide), axis=1)
             return jnp.moveaxis(jnp.where(shown.reshape(wide), x, 0), 1, axis)
 
+        tile, first = place // base, ((0, 0), (1, 0))
+        behind = jnp.pad(place + tile + 1, first), jnp.pad(shown, first, constant_values=True)
         for name, tap in tapped.items():
-            first = tap.reshape(i, t, *tap.shape[1:])[:, 0]
-            if not name.startswith("query"):
-                axis = 1 if name.startswith("hidden") else 2
-                first, patches = (jnp.split(x, [1], axis=axis)[k] for k, x in ((0, first), (1, tap)))
-                first = jnp.concatenate([first, laid_out(patches, axis)], axis=axis)
-            tapped[name] = first
-        return laid_out(features, 1), tapped
+            if name.startswith("query"):
+                tapped[name] = tap.reshape(i, t, *tap.shape[1:])[:, 0]
+            else:
+                tapped[name] = laid_out(tap, 1 if name.startswith("hidden") else 2, *behind)
+        tile = jnp.where(shown, tile, -1)
+        tapped |= {f"{kind}.{layer}": tile for kind, layer in taps if kind == "tile"}
+        return laid_out(features, 1, place, shown), tapped
 
-    def _sources(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Array]:
+    def _places(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Array]:
         """Returns the place of each token among the patches of all tiles, and if it is a patch."""
         base, side = self.config.vision.num_patches, self.config.grid[0]
         token = jnp.arange(self.padded_tokens(pixels), dtype=jnp.int32)[None]
@@ -173,8 +200,8 @@ class LlavaNext(Llava):
         shown = (token < base) | ((row < rows) & (column < columns))
         row, column = row + (down * side - rows) // 2, column + (across * side - columns) // 2
         tile = 1 + row // side * across + column // side
-        source = jnp.where(token < base, token, tile * base + row % side * side + column % side)
-        return jnp.where(shown, source, 0), shown
+        place = jnp.where(token < base, token, tile * base + row % side * side + column % side)
+        return jnp.where(shown, place, 0), shown
 
     def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
         projected, newline = super().project(params, features), params["newline"]["embedding"]

@@ -77,9 +77,14 @@ class LlavaNextConfig(LlavaConfig):
         return True
 
     @property
-    def fills_grid(self) -> bool:
-        """False: an image has tokens of the whole, of its tiles and of the ends of their rows."""
-        return False
+    def image_bounds(self) -> dict[str, list[list[int]]]:
+        """The sizes."""
+        return {"sizes": [list(size) for size in self.sizes]}
+
+    @property
+    def is_tiled(self) -> bool:
+        """True; the ends of rows are tokens of no tile."""
+        return True
 
     @property
     def max_tiles(self) -> int:

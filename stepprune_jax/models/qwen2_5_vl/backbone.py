@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,6 +101,10 @@ class Qwen2_5_VL(Backbone):  # noqa: N801
             jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.float32),
             jax.ShapeDtypeStruct((count, 2), np.int32),
         )
+
+    def squared(self, pixels: Patches) -> Patches:
+        side = math.isqrt(self.config.max_image_tokens)
+        return pixels._replace(grid=np.full(pixels.grid.shape, side, np.int32))
 
     def grids(self, pixels: Patches) -> Int[np.ndarray, "i 2"]:
         return np.asarray(pixels.grid, np.int32)

@@ -202,6 +202,11 @@ class QwenConfig(ModelConfig):
         return last if last in self.vision.full_blocks else None
 
     @property
+    def image_bounds(self) -> dict[str, int]:
+        """The smallest area, below which images are enlarged."""
+        return {"min_pixels": self.min_pixels}
+
+    @property
     def sizes_vary(self) -> bool:
         """True, as the number of visual tokens depends on the image's size."""
         return True
