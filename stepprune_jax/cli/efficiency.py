@@ -30,7 +30,7 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.efficiency import measure
 from stepprune_jax.efficiency.measure import Bench
-from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, find_backbone
+from stepprune_jax.efficiency.model_shapes import KNOWN, find_backbone
 from stepprune_jax.efficiency.rows import (
     UNPRUNED,
     default_rows,
@@ -86,7 +86,7 @@ def _spread(values: Sequence[float]) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the flags."""
     parser = Parser(prog=_NAME, description=__doc__.split("\n")[0])
-    known = ", ".join(MODELS | QWEN_MODELS)
+    known = ", ".join(KNOWN)
     parser.add_argument("--model", default="mid", help=f"{known}, or a config.json")
     parser.add_argument(
         "--tokens",

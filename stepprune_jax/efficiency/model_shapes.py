@@ -21,15 +21,16 @@ def _read(*names: str) -> dict[str, JsonObject]:
 
 MODELS = _read("llava-7b", "llava-13b", "mid")
 QWEN_MODELS = _read("qwen-mid", "qwen2.5-vl-7b", "qwen2.5-vl-3b")
+TILED_MODELS = _read("llava-next-7b")
+KNOWN = MODELS | QWEN_MODELS | TILED_MODELS
 
 
 def find_backbone(name: str) -> Backbone:
     """Returns a known model, or that of a folder or file in the Hugging Face layout."""
-    known = MODELS | QWEN_MODELS
     path = pathlib.Path(name)
     path = path / "config.json" if path.is_dir() else path
-    given = name in known or path.is_file()
-    require(given, f"--model {name!r} is neither a file nor one of {', '.join(known)}")
-    raw = known[name] if name in known else read_json_object(path)
+    given = name in KNOWN or path.is_file()
+    require(given, f"--model {name!r} is neither a file nor one of {', '.join(KNOWN)}")
+    raw = KNOWN[name] if name in KNOWN else read_json_object(path)
     with naming(f"--model {name!r}"):
         return find_family(raw, f"--model {name!r}").read(raw, None)

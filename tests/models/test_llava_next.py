@@ -1,5 +1,7 @@
 """LLaVA-NeXT beside `transformers`: pixels, the order of tokens, logits and answers."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +9,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import pytest
 import torch
@@ -20,9 +23,13 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 )
 from visual import noise
 
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
+from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
+from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.inference import RunOptions, Sampling, generate
+from stepprune_jax.models.llava_next.backbone import LlavaNext, LlavaNextMistral
 from stepprune_jax.models.llava_next.images import best_size
 from stepprune_jax.pruners import build_pruner
 
@@ -178,13 +185,9 @@ def test_pruners_keep_their_budget(pair, name):
         assert answer.kept == (size if budget is None else budget * len(numbers))
 
 
-@pytest.mark.parametrize("name", ["cls", "stepprune"])
-def test_a_budget_of_all_tokens_is_the_model(pair, name):
-    options = {"max_steps": 51} if name == "stepprune" else {}
-    policy = stepprune(**options) if name == "stepprune" else None
-    chosen = build_pruner(name, 51, policy=policy, options=OPTIONS.get(name))
-    found = answers(pair.model, ASKED[4:6], chosen)
-    expected = answers(pair.model, ASKED[4:6])
+def test_a_budget_of_all_tokens_is_the_model(pair):
+    chosen = build_pruner("stepprune", 51, policy=stepprune(max_steps=51))
+    found, expected = (answers(pair.model, ASKED[5:9], *x) for x in ((chosen,), ()))
     assert [x.token_ids for x in found] == [x.token_ids for x in expected]
 
 
@@ -204,14 +207,135 @@ def test_tiles_have_equal_shares_of_what_their_class_tokens_attend_to(pair):
     block = model.config.class_token_block
     attention = tower(theirs, output_attentions=True).attentions[block][:, :, 0, 1:].mean(1)
     assert ours.plan.tolist() == [[2, 2]] and ours.grid.tolist() == [[6, 6]]
-    (found,) = answers(model, [("red", (4,))], pruner("cls", 10))
+    (found,) = answers(model, [("red", (4,))], pruner("cls", 47))
     expected = set()
     for tile, row in enumerate(attention):
         for patch in row.topk(2).indices.tolist():
             line, column = divmod(patch, 3)
             line, column = line + 3 * ((tile - 1) // 2), column + 3 * ((tile - 1) % 2)
             expected.add(patch if tile == 0 else 9 + 7 * line + column)
-    assert set(found.kept_indices[0]) == expected
-    (found,) = answers(model, [("red", (4,))], pruner("cls", 47))
+    assert set(found.kept_indices[0][:10]) == expected  # the first that are chosen
     ends = {9 + 7 * line + 6 for line in range(6)}
     assert len(ends & set(found.kept_indices[0])) == 2
+
+
+LAYOUTS = (tiny_llava_next, layouts.new_next, layouts.original_next)
+
+
+@pytest.mark.parametrize("mistral", [False, True])
+@pytest.mark.parametrize("write", LAYOUTS)
+def test_every_layout_is_loaded_and_written(tmp_path, write, mistral):
+    folder = write(tmp_path / "from", mistral=mistral)
+    model = load_vlm(folder, dtype=jnp.float32, progress=False)
+    assert model.backbone.name == "llava_next" and model.config.is_mistral == mistral
+    save_vlm(model, tmp_path / "to")
+    again = load_vlm(tmp_path / "to", dtype=jnp.float32, progress=False)
+    assert type(again.backbone) is type(model.backbone)
+    assert again.image_settings == model.image_settings
+    rows = model.config.text.vocab_size  # the original vocabulary has no image token
+    again.params["language"]["embed"]["embedding"] = again.params["language"]["embed"]["embedding"][
+        :rows
+    ]
+    again.params["language"]["head"]["kernel"] = again.params["language"]["head"]["kernel"][
+        :, :rows
+    ]
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    assert again.config.sizes == model.config.sizes
+    theirs = transformers.LlavaNextForConditionalGeneration.from_pretrained(tmp_path / "to")
+    assert theirs.config.text_config.model_type == ("mistral" if mistral else "llama")
+    newline = theirs.model.image_newline.detach().numpy()
+    np.testing.assert_array_equal(newline, model.params["newline"]["embedding"])
+
+
+def test_mistral_answers_as_the_reference(tmp_path):
+    pair = make_pair(tmp_path, mistral=True)
+    asked = ASKED[5:8]
+    for (prompt, numbers), answer in zip(asked, answers(pair.model, asked), strict=True):
+        assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
+
+
+def test_prompts_are_those_of_the_authors():
+    turns = [LlavaNext.place_images("What?", 1), "A dog.", "Why?"]
+    assert LlavaNext.conversation(turns[:1]).endswith("questions. USER: <image>\nWhat? ASSISTANT:")
+    instruct = LlavaNextMistral.conversation
+    assert instruct(turns[:1]) == "[INST] <image>\nWhat? [/INST]"
+    assert instruct(turns) == "[INST] <image>\nWhat? [/INST] A dog. </s>[INST] Why? [/INST]"
+    assert instruct(["Q"], "Be brief.") == "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nQ [/INST]"
+
+
+WRONG = (
+    ({"image_grid_pinpoints": []}, "image_grid_pinpoints is [], expected a list of at least one"),
+    ({"image_grid_pinpoints": [[24, 50]]}, "[24, 50] is not of whole tiles of 24 x 24 pixels"),
+    ({"image_grid_pinpoints": [[240, 240]]}, "takes up to 939 visual tokens, which do not fit"),
+    ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
+)
+WRONG_PROCESSOR = (
+    ({"crop_size": 32, "size": 32}, "crop_size is 32, the model takes 24"),
+    ({"image_grid_pinpoints": SIZES[:2]}, "image_grid_pinpoints is not that of config.json"),
+    ({"image_processor_type": "Qwen2VLImageProcessor"}, "unsupported image processor"),
+)
+WRONG_TEXT = (
+    ({"sliding_window": 64}, "sliding_window is 64, expected null"),
+    ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "said"),
+    [
+        *(("config.json", *case) for case in WRONG),
+        *(("preprocessor_config.json", *case) for case in WRONG_PROCESSOR),
+        *(("text_config", *case) for case in WRONG_TEXT),
+    ],
+)
+def test_bad_files_are_refused_in_a_line_before_any_load(tmp_path, file, fields, said):
+    folder = tiny_llava_next(tmp_path, mistral=True)
+    (folder / "model.safetensors").unlink()
+    path = folder / ("config.json" if file == "text_config" else file)
+    raw = json.loads(path.read_text())
+    (raw[file] if file == "text_config" else raw).update(fields)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        inspect_folder(folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_mistral_without_a_word_of_its_window_is_refused(tmp_path):
+    folder = tiny_llava_next(tmp_path, mistral=True)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["text_config"]["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="sliding_window is 4096, expected null"):
+        inspect_folder(folder)
+
+
+def test_the_tower_of_the_original_layout_may_be_stored_apart(tmp_path):
+    """Which has sizes as (width, height)."""
+    folder = layouts.original_next(tmp_path, with_tower=False)
+    raw = json.loads((folder / "config.json").read_text()) | {"image_grid_pinpoints": [[24, 72]]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    model = load_vlm(folder, dtype=jnp.float32, progress=False)
+    assert model.config.sizes == ((72, 24),)
+
+
+def test_weights_are_loaded_strictly(tmp_path):
+    folder = tiny_llava_next(tmp_path)
+    layouts.rename(folder, (("image_newline", "image_newlines"),))
+    with pytest.raises(ValueError, match=r"missing \(1\):\s+image_newline (?s:.*)unused \(1\)"):
+        load_vlm(folder, progress=False)
+
+
+def test_images_are_bounded_by_a_number_of_pixels(pair):
+    backbone = pair.model.backbone.bound_images(pair.folder, max_pixels=24 * 48)
+    assert backbone.config.sizes == ((24, 48), (48, 24)) and backbone.config.max_tiles == 3
+    assert backbone.config.max_image_tokens == 33
+    with pytest.raises(ValueError, match="max_pixels is 1151, expected an integer from 1152"):
+        pair.model.backbone.bound_images(None, max_pixels=1151)
+    with pytest.raises(ValueError, match="min_pixels is 5"):
+        pair.model.backbone.bound_images(None, min_pixels=5)
+
+
+def test_published_shapes_have_the_published_counts():
+    config = find_backbone("llava-next-7b").config
+    assert (config.max_tiles, config.max_image_tokens) == (5, 2928)  # 5 x 576 and 48 ends of rows
+    assert [config.tokens_of(tiles) for tiles in (3, 4)] == [1776, 2376]

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 from shards import to_shards
+from tiny_llava_next import MISTRAL, SIZES, tiny_llava_next
 from tiny_qwen import tiny_qwen
 
 from stepprune_jax import testing
@@ -81,4 +83,32 @@ def original_llava(folder, text=None, **options):
     (folder / "config.json").write_text(json.dumps({**raw["text_config"], **_ORIGINAL_FIELDS}))
     (folder / "preprocessor_config.json").rename(clip / "preprocessor_config.json")
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def new_next(folder, **options):
+    """A LLaVA-NeXT with the names of newer `transformers`."""
+    tiny_llava_next(folder, **options)
+    rename(folder, (*_NEW_NAMES, ("image_newline", "model.image_newline")))
+    return Path(folder)
+
+
+def original_next(folder, mistral=False, with_tower=True):
+    """LLaVA-NeXT as its authors published it: with the tower, of which there is a folder, too."""
+    folder = original_llava(folder)
+    stored, clip = rename(folder, ()), rename(folder / "clip", ())
+    newline = np.random.default_rng(1).standard_normal(48, np.float32)
+    own = {f"model.vision_tower.vision_tower.{name}": x for name, x in clip.items()}
+    testing.write_tensors(
+        folder, {**stored, **(own if with_tower else {}), "model.image_newline": newline}
+    )
+    testing.write_tensors(folder / "clip", clip)
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {
+        "image_aspect_ratio": "anyres",
+        "mm_patch_merge_type": "spatial_unpad",
+        "image_grid_pinpoints": SIZES,
+        **(MISTRAL | {"model_type": "llava_mistral"} if mistral else {"model_type": "llava"}),
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder

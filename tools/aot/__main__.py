@@ -49,6 +49,7 @@ COLUMNS = (
 )
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
+TILED = "configs/llava_next_7b.py"  # images of up to 2,928 tokens
 SAMPLED = "configs/sampled.py"  # either, without the gate
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
 # Programs that an ablation of scores affects, and those that one of the selector affects; all
@@ -88,6 +89,7 @@ FULL = (
     ),
     Group(TARGETS, (f"{SAMPLED}:shapes", f"{SAMPLED}:llava7b"), ("mixed",), LEARNING),
     Group(TARGETS, (LLAVA,), ("mixed", "bfloat16")),
+    Group(TARGETS, (TILED,), ("mixed",), (*LEARNING, "tower", "answer 1")),
     Group(TARGETS, (f"{LLAVA}:literal",), ("mixed", "bfloat16"), (*CHOOSING, *PICKS)),
 )
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, find_backbone
+from stepprune_jax.efficiency.model_shapes import KNOWN, find_backbone
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.base import Pairs, Plan, Texts
 from stepprune_jax.inference.sampling import Sampling, greedy
@@ -49,7 +49,8 @@ def backbone_of(run: Run) -> Backbone:
     """Returns a run's model; published ones need no folder."""
     name = run.model.folder.lower().removeprefix("llava-hf/").removesuffix("-hf")
     name = name.removeprefix("qwen/").removesuffix("-instruct").replace("llava-1.5", "llava")
-    if name not in MODELS | QWEN_MODELS:
+    name = name.replace("llava-v1.6-vicuna", "llava-next")
+    if name not in KNOWN:
         return run.model.inspect().backbone
     return find_backbone(name).bound_images(None, **run.model.image_bounds)
 

@@ -1,0 +1,28 @@
+"""StepPrune on LLaVA-NeXT-7B (v1.6, Vicuna): `configs/llava7b.py` with another model.
+
+    python train.py --config configs/llava_next_7b.py --workdir runs/llava_next_7b --dry_run
+    python train.py --config configs/llava_next_7b.py --workdir runs/llava_next_7b
+
+The paper has no run of this model; budgets and benchmarks are those of other papers' tables. An
+image has up to 2,928 visual tokens, 2,880 patches and 48 ends of rows. Images are bounded to 1,776
+in training, in three tiles with the whole image (`model.max_pixels`), which an evaluation need not
+be. `configs/llava_next_7b.py:literal` follows the paper to the letter. No run of this configuration
+has been made yet.
+"""
+
+from stepprune_jax import configurations
+from stepprune_jax.training import Run
+
+
+def get_config(reading: str = "") -> Run:
+    """Returns the settings of `configs/llava7b.py` with LLaVA-NeXT-7B; or "literal"."""
+    run = configurations.load(f"llava7b:{reading}")
+    return run.replace(
+        {
+            "model.folder": "llava-hf/llava-v1.6-vicuna-7b-hf",  # a hub id, or a folder
+            "data.context_limit": 4096,  # the model's own
+            "policy.max_steps": None,  # half of each image's tokens
+            "eval.benchmarks": "gqa,mmbench,mmbench_cn,mme,pope,scienceqa,vqav2,textvqa",
+            "eval.budgets": (640, 320, 160),  # 22.2, 11.1 and 5.6 % of 2,880: as in VisionZip
+        }
+    )
