@@ -25,7 +25,7 @@ REFUSED = {
     "mm_patch_merge_type": "spatial_unpad",
     "mm_resampler_type": "perceiver",
     "mm_hidden_size": 1024,
-    "image_aspect_ratio": "anyres",
+    "image_aspect_ratio": "anyres_max_9",
     "s2": True,
 }
 HARMLESS = {
@@ -43,7 +43,7 @@ CASES = [
     *(
         ("llava", CONFIG, fields)
         for fields in (
-            {"model_type": "llava_next"},
+            {"model_type": "llava_onevision"},
             {"tie_word_embeddings": "no"},
             {"eos_token_id": [2, None]},
             {"vision_feature_layer": -30},

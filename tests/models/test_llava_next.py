@@ -266,7 +266,10 @@ def test_prompts_are_those_of_the_authors():
 WRONG = (
     ({"image_grid_pinpoints": []}, "image_grid_pinpoints is [], expected a list of at least one"),
     ({"image_grid_pinpoints": [[24, 50]]}, "[24, 50] is not of whole tiles of 24 x 24 pixels"),
-    ({"image_grid_pinpoints": [[240, 240]]}, "takes up to 939 visual tokens, which do not fit"),
+    (
+        {"image_grid_pinpoints": [[240, 240]]},
+        "939 visual tokens of an image do not fit the model's 256",
+    ),
     ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
 )
 WRONG_PROCESSOR = (

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,7 @@ class LlavaNext(Llava):
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
         # Taps have the class token of the whole image first, as those of LLaVA, then all tokens.
         (i, t), base = pixels.values.shape[:2], self.config.vision.num_patches
-        values = jnp.reshape(pixels.values, (i * t, *pixels.values.shape[2:]))
+        values = jnp.reshape(cast(Array, pixels.values), (i * t, *pixels.values.shape[2:]))
         own = [tap for tap in taps if tap.kind != "tile"]
         features, tapped = super().encode_image(params, values, own, execution)
         place, shown = self._places(pixels)

@@ -1,6 +1,7 @@
 """Configuration of LLaVA-NeXT: that of LLaVA with the sizes that images are resized to."""
 
 import dataclasses
+from typing import Any
 
 from stepprune_jax.models.config import FieldRule, Json, one_of, part, read_fields
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -13,15 +14,12 @@ CONTEXT = 4096
 Sizes = tuple[tuple[int, int], ...]
 
 
-def _sizes(value: object) -> Sizes | None:
-    pairs = tuple(tuple(pair) for pair in value) if _are_pairs(value) else ()
+def _sizes(value: Any) -> Sizes | None:
+    try:
+        pairs = tuple((height, width) for height, width in value)
+    except (TypeError, ValueError):
+        return None
     return pairs if pairs and all(is_count(side) for pair in pairs for side in pair) else None
-
-
-def _are_pairs(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
-    )
 
 
 SIZES = FieldRule(
@@ -35,11 +33,7 @@ _ORIGINAL_ONLY = {
     "merge": one_of("mm_patch_merge_type", None, "spatial_unpad"),
 }
 # Mistral's text model is Llama's with other defaults, and a window that the 7B does not use.
-_MISTRAL = {
-    "intermediate_size": 14336,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
+_MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _MISTRAL_ONLY = {
     "window": FieldRule("sliding_window", 0, lambda x: None, "null"),
     "kind": one_of("model_type", "mistral", "llava_mistral"),
@@ -66,10 +60,8 @@ class LlavaNextConfig(LlavaConfig):
                 whole = all(length % side == 0 for length in size)
                 require(whole, f"{list(size)} is not of whole tiles of {side} x {side} pixels")
             most = self.max_image_tokens
-            require(
-                most < limit,
-                f"an image takes up to {most} visual tokens, which do not fit the model's {limit}",
-            )
+            fitting = f"{most} visual tokens of an image do not fit the model's {limit} tokens"
+            require(most < limit, fitting)
 
     @property
     def sizes_vary(self) -> bool:
@@ -111,18 +103,15 @@ class LlavaNextConfig(LlavaConfig):
     @classmethod
     def from_hf(cls, raw: Json) -> "LlavaNextConfig":
         """Builds the config from a ``config.json`` of the Hugging Face layout."""
-        where = "config.json"
-        text = read_fields(raw, where, {"text": part("text_config")})["text"]
-        known = {"kind": one_of("model_type", None, "llava_next"), "sizes": SIZES}
-        sizes = read_fields(raw, where, known)["sizes"]
+        known = {"text": part("text_config"), "sizes": SIZES}
+        text, sizes = read_fields(raw, "config.json", known).values()
         given = raw | {"model_type": "llava", "text_config": _as_llama(text)}
         return super().from_hf(given, sizes=sizes, is_mistral=_is_mistral(text))
 
     @classmethod
     def from_original(cls, raw: Json, vision: Json) -> "LlavaNextConfig":
         """Builds the config from the original layout, which has sizes as (width, height)."""
-        where = "config.json"
-        sizes = read_fields(raw, where, {**_ORIGINAL_ONLY, "sizes": SIZES})["sizes"]
+        sizes = read_fields(raw, "config.json", _ORIGINAL_ONLY | {"sizes": SIZES})["sizes"]
         flat = {"image_aspect_ratio": "square", "mm_patch_merge_type": "flat"}
         more = {"sizes": tuple(size[::-1] for size in sizes), "is_mistral": _is_mistral(raw)}
         return super().from_original(_as_llama(raw) | flat, vision, **more)

@@ -80,9 +80,8 @@ def fitted_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, in
     return size[0], min(math.ceil(width * down), size[1])
 
 
-def unpadded_grid(height: int, width: int, grid: tuple[int, int]) -> tuple[int, int]:
+def unpadded_grid(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
     """Returns the patches of an image in a grid of them, as `transformers` counts them."""
-    rows, columns = grid
     if width / height > columns / rows:
         filled = int(round(height * (columns / width), 7))
         return rows - (rows - filled) // 2 * 2, columns
@@ -94,16 +93,19 @@ def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.I
     """Resizes an RGB image to a tile, and to fit the best of the model's sizes."""
     check_aspect(image.width, image.height)
     side, patch = config.vision.image_size, config.vision.patch_size
-    size = best_size(image.height, image.width, config.sizes)
-    height, width = fitted_size(image.height, image.width, size)
-    patches = tuple(length // side * (side // patch) for length in size)
-    grid = unpadded_grid(image.height, image.width, patches)
-    padded = Image.new("RGB", size[::-1])
+    down, across = best_size(image.height, image.width, config.sizes)
+    height, width = fitted_size(image.height, image.width, (down, across))
+    padded = Image.new("RGB", (across, down))
     fitted = image.resize((width, height), settings.resample)
-    padded.paste(fitted, ((size[1] - width) // 2, (size[0] - height) // 2))
+    padded.paste(fitted, ((across - width) // 2, (down - height) // 2))
     whole = image.resize((side, side), settings.resample)
-    both = (np.asarray(part).transpose(2, 0, 1) for part in (whole, padded))
-    return BothSizes(*both, np.array(grid, np.int32))
+    rows, columns = (length // side * (side // patch) for length in (down, across))
+    grid = np.array(unpadded_grid(image.height, image.width, rows, columns), np.int32)
+    return BothSizes(_as_bytes(whole), _as_bytes(padded), grid)
+
+
+def _as_bytes(image: Image.Image) -> Bytes:
+    return np.asarray(image).transpose(2, 0, 1)
 
 
 def to_tiles(settings: LlavaImageSettings, image: BothSizes) -> Tiles:
