@@ -17,7 +17,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Pruner, View, take
 from stepprune_jax.pruning.budget import EXACT
-from stepprune_jax.pruning.ordering import by_score, ranking_block
+from stepprune_jax.pruning.ordering import by_score, ranking_block, require_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class HiPrune(Pruner):
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects a block that does not attend to the whole image, and no share."""
         super().check(config, num_tokens)
+        require_grid(config, self.name)
         ranking_block(config, self.name)
         numbers = [block + 1 for block in config.global_blocks]
         fits = self.object_layer is None or self.object_layer in numbers

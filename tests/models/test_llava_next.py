@@ -167,7 +167,7 @@ PRUNERS = {
     "stepprune": 9,  # half of the smallest image
 }
 OPTIONS = {"fastv": {"layer": 1}, "sparsevlm": {"average": False}}
-REFUSED = ("grid", "downsample", "topv", "prumerge", "prumerge_plus", "holov")
+REFUSED = ("grid", "downsample", "topv", "prumerge", "prumerge_plus", "holov", "hiprune")
 
 
 def pruner(name, budget):

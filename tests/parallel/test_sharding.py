@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from visual import visual_of
 
-from stepprune_jax.efficiency.model_shapes import MODELS, QWEN_MODELS, find_backbone
+from stepprune_jax.efficiency.model_shapes import KNOWN, MODELS, find_backbone
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
@@ -72,7 +72,7 @@ def test_meshes_that_do_not_fit_are_refused(preset):
         build_mesh(preset)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *QWEN_MODELS])
+@pytest.mark.parametrize("name", KNOWN)
 def test_every_weight_has_a_rule_that_divides_it_and_every_rule_a_weight(name):
     backbone = find_backbone(name)
     params, rules = vlm.abstract_params(backbone), backbone.SHARDING_RULES

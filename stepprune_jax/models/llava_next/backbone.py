@@ -186,7 +186,9 @@ class LlavaNext(Llava):
             if name.startswith("query"):
                 tapped[name] = tap.reshape(i, t, *tap.shape[1:])[:, 0]
             else:
-                tapped[name] = laid_out(tap, 1 if name.startswith("hidden") else 2, *behind)
+                axis = 1 if name.startswith(("hidden", "received")) else 2
+                at = behind if tap.shape[axis] > base else (place, shown)
+                tapped[name] = laid_out(tap, axis, *at)
         tile = jnp.where(shown, tile, -1)
         tapped |= {f"{kind}.{layer}": tile for kind, layer in taps if kind == "tile"}
         return laid_out(features, 1, place, shown), tapped
