@@ -10,6 +10,7 @@ import pytest
 from hostile import VALUES, cases, changed, damaged, one_line
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_llava_next import tiny_next_config
 from tiny_qwen import qwen_tokenizer, tiny_qwen_config
 
 from stepprune_jax import configurations
@@ -35,6 +36,7 @@ QWEN_PROCESSOR = {
 MODELS = {
     "llava": (LLAVA, CLIP_PROCESSOR),
     "original": (ORIGINAL, CLIP_PROCESSOR),
+    "next": (tiny_next_config(), CLIP_PROCESSOR | {"size": 24, "crop_size": 24}),
     "qwen": (tiny_qwen_config(qwen_tokenizer()), QWEN_PROCESSOR),
 }
 

@@ -29,6 +29,7 @@ from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.inference import RunOptions, Sampling, generate
+from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.llava_next.backbone import LlavaNext, LlavaNextMistral
 from stepprune_jax.models.llava_next.images import best_size
 from stepprune_jax.pruners import build_pruner
@@ -93,6 +94,30 @@ def test_pixels_and_tokens_equal_the_reference(pair, encode):
         assert tokens.shape[1] == backbone.padded_tokens(ours)
         assert_close(tokens[0, : len(found)], found, what=f"image {number}")
     assert encode._cache_size() == 3  # of 3, 4 and 5 tiles, whatever the aspect ratio
+
+
+def test_taps_are_in_the_order_of_tokens(pair):
+    """The output of the projected block has the features; the first token is the class token."""
+    model = pair.model
+    pixels = model.backbone.preprocess(model.image_settings, [image(0), image(2)])
+    taps = [Tap(kind, -2) for kind in ("hidden", "keys", "attention", "received", "query", "tile")]
+    encode = jax.jit(model.backbone.encode_image, static_argnames="taps")
+    features, tapped = encode(model.params, pixels, taps=tuple(taps))
+    named = (tapped[f"{kind}.-2"] for kind, _ in taps)
+    hidden, keys, attention, received, query, tile = named
+    np.testing.assert_array_equal(hidden[:, 1:], features)
+    parts = (keys.sum((1, 3)), attention.sum(1))
+    assert all(part.shape == (2, 52) for part in parts) and query.shape == (2, 4, 8)
+    for row, (rows, columns) in enumerate(((4, 6), (3, 2))):
+        ends = 9 + np.arange(rows) * (columns + 1) + columns
+        is_patch = np.arange(51) < 9 + rows * (columns + 1)
+        is_patch[ends] = False
+        for part in (received, tile + 1, features.any(2), *(part[:, 1:] for part in parts)):
+            np.testing.assert_array_equal(np.asarray(part[row]) != 0, is_patch)
+    assert (
+        tile[0, 9:15].tolist() == [1, 1, 1, 2, 2, 2]
+        and tile[0, 30:36].tolist() == [3] * 3 + [4] * 3
+    )
 
 
 @hypothesis.settings(max_examples=200)
