@@ -94,3 +94,18 @@ def test_generation_equals_the_torch_reference(llava_pair):
             return kept, tokens[kept]
 
         torch_pruning.check(llava_pair, asked, choose, projected=True)
+
+
+def test_tiles_are_chosen_from_separately_in_turn():
+    """Each as if alone; the ends of rows follow when no patch is left."""
+    tile = np.array([0, 1, 1, -1, 0, 1, 0, -1, 0, 0])
+    tokens = np.random.default_rng(0).standard_normal((1, 10, 4), np.float32)
+
+    def chosen(places, *taps):
+        shown = view(tokens[:, places], *taps, count=1, text=np.zeros((1, 1, 4)))
+        return places[np.asarray(CDPruner().rank(shown, len(places)).order[0])].tolist()
+
+    order = chosen(np.arange(10), tile[None])
+    first, second = (chosen(np.flatnonzero(tile == part)) for part in (0, 1))
+    assert order[:6] == [place for both in zip(first, second, strict=False) for place in both]
+    assert order[6:8] == first[3:] and sorted(order[8:]) == [3, 7]
