@@ -23,6 +23,7 @@ from transformers.models.llava_next.image_processing_pil_llava_next import (
 )
 from visual import noise
 
+from stepprune_jax.checkpoints.chat_template import warn_of_template
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
@@ -286,6 +287,21 @@ def test_prompts_are_those_of_the_authors():
     assert instruct(turns[:1]) == "[INST] <image>\nWhat? [/INST]"
     assert instruct(turns) == "[INST] <image>\nWhat? [/INST] A dog. </s>[INST] Why? [/INST]"
     assert instruct(["Q"], "Be brief.") == "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nQ [/INST]"
+
+
+@pytest.mark.parametrize(
+    ("end", "named"), [("</s> ", 0), ("<\\\\s> ", 0), (" </s>", 0), ("\\n", 1)]
+)
+def test_a_chat_template_of_other_prompts_is_named(pair, tmp_path, caplog, end, named):
+    said = "{{ m['content'][0]['text'] }}"
+    turns = (
+        f"{{% if m['role'] == 'user' %}}[INST] {said} [/INST]{{% else %}} {said}{{{{ '{end}' }}}}"
+    )
+    template = f"{{% for m in messages %}}{turns}{{% endif %}}{{% endfor %}}"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    model = LlavaNextMistral(pair.model.config)
+    warn_of_template(tmp_path, model, pair.model.tokenizer)
+    assert len(caplog.records) == named
 
 
 WRONG = (

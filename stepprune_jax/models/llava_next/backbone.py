@@ -233,3 +233,9 @@ class LlavaNextMistral(LlavaNext):
                 text += f"[INST] {said}{message or ''} [/INST]"
                 said = ""
         return text
+
+    @classmethod
+    def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:
+        # The Hugging Face files have the blank behind the end of an answer, older ones with a slip.
+        text = cls.conversation(turns)
+        return text, *(text.replace(" </s>", end) for end in ("</s> ", "<\\s> "))
