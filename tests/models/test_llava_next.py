@@ -15,7 +15,8 @@ import pytest
 import torch
 import transformers
 from hf_reference import assert_close, randomise
-from small_world import stepprune
+from quick import quick_or_slow
+from small_world import one_shot, stepprune
 from tiny_llava_next import SIZES, tiny_llava_next
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.image_processing_pil_llava_next import (
@@ -33,7 +34,7 @@ from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.llava_next.backbone import LlavaNext, LlavaNextMistral
 from stepprune_jax.models.llava_next.images import best_size
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruners import PRUNERS, build_pruner
 
 # Height and width of images: of each plan of tiles, enlarged and reduced, with bars on either side,
 # and so narrow that no patch of the tiles remains.
@@ -179,36 +180,31 @@ def test_answers_equal_the_reference(pair):
         assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
 
 
-# What a pruner may do: nothing, choose by chance, by tiles and by their class tokens, merge, choose
-# after the projector, cut, cut and merge, and choose by weights.
-PRUNERS = {
-    "all": None,
-    "random": 10,
-    "cls": 10,
-    "visionzip": 10,
-    "cdpruner": 10,
-    "divprune": 10,
-    "fastv": 10,
-    "sparsevlm": 10,
-    "stepprune": 9,  # half of the smallest image
-}
-OPTIONS = {"fastv": {"layer": 1}, "sparsevlm": {"average": False}}
 REFUSED = ("grid", "downsample", "topv", "prumerge", "prumerge_plus", "holov", "hiprune")
+# Those that need no published weights.
+ACCEPTED = [x for x in PRUNERS if x not in (*REFUSED, "glimpseprune", "visionselector")]
+QUICK = ("cls", "visionzip", "fastv", "stepprune")
+OPTIONS = {name: {"average": False} for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
+OPTIONS |= {"fastv": {"layer": 1}, "dart": {"layer": 1}}
+POLICIES = {"stepprune": stepprune, "autoselect": one_shot}
+K = 8  # less than half of the smallest image
 
 
 def pruner(name, budget):
-    policy = stepprune(max_steps=None) if name == "stepprune" else None
+    policy = POLICIES[name]() if name in POLICIES else None
+    budget = None if name == "all" else budget
     return build_pruner(name, budget, policy=policy, options=OPTIONS.get(name))
 
 
-@pytest.mark.parametrize("name", PRUNERS)
+@pytest.mark.parametrize("name", quick_or_slow(ACCEPTED, QUICK))
 def test_pruners_keep_their_budget(pair, name):
-    asked, budget = ASKED[5:9], PRUNERS[name]
-    found = answers(pair.model, asked, pruner(name, budget))
+    asked = ASKED[5:9]
+    found = answers(pair.model, asked, pruner(name, K))
     for (_, numbers), answer in zip(asked, found, strict=True):
-        size = pair.model.backbone.num_tokens(np.array(answer.grids)).sum()
-        assert answer.visual_tokens == size
-        assert answer.kept == (size if budget is None else budget * len(numbers))
+        sizes = pair.model.backbone.num_tokens(np.array(answer.grids))
+        assert answer.visual_tokens == sizes.sum()
+        kept = {"all": sizes.sum(), "dart": (K + 4) * len(numbers)}  # the pivots remain
+        assert answer.kept == kept.get(name, K * len(numbers))
 
 
 def test_a_budget_of_all_tokens_is_the_model(pair):
