@@ -163,7 +163,8 @@ class Decoding(NamedTuple):
         finished: [b] True = a stop id was generated; later tokens are not recorded.
         finite: [b] False = the logits of a token were not finite, which also finishes the row.
         count: [b] tokens generated, including the stop id.
-        key: [b] PRNG keys, one per row, so that draws do not depend on the rest of the batch.
+        key: [b] PRNG keys, one per row, so that draws do not depend on the rest of the batch; None
+            if nothing is drawn.
         step: number of the next step; the prefill was step 0.
         tokens: [b, max_tokens] int32 the answers, padded with -1.
         seen: [b, v] True at tokens of prompt and answer; None without a repetition penalty.
@@ -174,7 +175,7 @@ class Decoding(NamedTuple):
     finished: Bool[Array, "b"]
     finite: Bool[Array, "b"]
     count: Int[Array, "b"]
-    key: Array
+    key: Array | None
     step: Int[Array, ""]
     tokens: Int[Array, "b max_tokens"]
     seen: Bool[Array, "b v"] | None = None

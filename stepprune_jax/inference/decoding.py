@@ -44,11 +44,12 @@ def seen_ids(config: ModelConfig, ids: Int[Array, "b l"], sequence: Sequence) ->
 
 def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     """Draws every row's next token and records it, unless the row is finished."""
-    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)
-    draw = jax.vmap(sample, in_axes=(0, 0, None, None))
-    seen, drawn_from = state.seen, logits
+    seen, drawn_from, keys = state.seen, logits, None
     if seen is not None:
         drawn_from = penalise(logits, seen, sampling.repetition_penalty)
+    if state.key is not None:
+        keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)
+    draw = jax.vmap(sample, in_axes=(0, 0, None, None))
     token = draw(keys, drawn_from, sampling.temperature, sampling.top_p)
     token = jnp.where(state.finished, state.token, token)
     if seen is not None:
@@ -113,7 +114,7 @@ def start(
         finished=zeros > 0,
         finite=zeros == 0,
         count=zeros,
-        key=row_keys(sampling.key, b),
+        key=None if sampling.key is None else row_keys(sampling.key, b),
         step=jnp.int32(0),
         tokens=jnp.full((b, plan.max_tokens), -1, jnp.int32),
         seen=seen_ids(config, texts.ids, sequence) if penalised else None,

@@ -55,7 +55,7 @@ class Generator:
     """Answers from a frozen model and the visual tokens that a pruner keeps.
 
     Building one checks that its parts fit, before any work. Its programs are compiled once per
-    bucket of shapes; another temperature, top_p or exact budget compiles nothing.
+    bucket of shapes; another temperature above 0, top_p or exact budget compiles nothing.
 
     Attributes:
         model: the model from `load_vlm`, on one device or sharded over a mesh. Its weights are

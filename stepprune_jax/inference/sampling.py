@@ -15,24 +15,26 @@ from stepprune_jax.user_input import expect
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn; it may change from call to call without a compilation.
+    """How tokens are drawn; its numbers may change from call to call without a compilation.
 
     `generate` takes it as it is written, with a seed and with None for the model's own; `resolve`
-    turns these into the arrays that programs read.
+    turns these into the arrays that programs read. Greedy sampling and a penalty have programs of
+    their own.
 
     Attributes:
         key: a seed, or a PRNG key; each row of a batch draws from its own, see
             `decoding.row_keys`. The same key gives the same answer.
-        temperature: divisor of the logits; 0 is greedy.
+        temperature: divisor of the logits; 0 is greedy. In a resolved one that is None, as are the
+            key and `top_p`, which nothing reads then.
         top_p: probability mass to sample from, see `nucleus`.
         stop_ids: [t] ids that end a row; None for those of the model's configuration.
         repetition_penalty: penalty of `penalise`. None for that of the model's folder; in a
-            resolved one it means none, which is another program.
+            resolved one it means none.
     """
 
-    key: int | Array = 0
-    temperature: ArrayLike = 0.0
-    top_p: ArrayLike = 1.0
+    key: int | Array | None = 0
+    temperature: ArrayLike | None = 0.0
+    top_p: ArrayLike | None = 1.0
     stop_ids: Sequence[int] | Int[ArrayLike, "t"] | None = None
     repetition_penalty: ArrayLike | None = None
 
@@ -60,21 +62,21 @@ class Sampling(NamedTuple):
             stop_ids: the model's, where it has none.
             repetition_penalty: the model's, where it has none.
         """
-        penalty, key = self.repetition_penalty, self.key
-        if not isinstance(key, jax.Array | np.ndarray):
-            key = jax.random.key(key, impl=THREEFRY)
+        penalty, key, drawn = self.repetition_penalty, self.key, (None, None, None)
         penalty = repetition_penalty if penalty is None else penalty
+        if self.temperature:
+            if not isinstance(key, jax.Array | np.ndarray):
+                key = jax.random.key(key, impl=THREEFRY)
+            drawn = threefry(key), np.float32(self.temperature), np.float32(self.top_p)
         return Sampling(
-            threefry(key),
-            np.float32(self.temperature),
-            np.float32(self.top_p),
+            *drawn,
             np.array(stop_ids if self.stop_ids is None else self.stop_ids, np.int32),
             None if penalty == 1 else np.float32(penalty),
         )
 
 
 def greedy(stop_ids: Iterable[int]) -> Sampling:
-    """Returns resolved greedy sampling without a penalty; its key is never used."""
+    """Returns resolved greedy sampling without a penalty."""
     return Sampling().resolve([*stop_ids], 1.0)
 
 
@@ -123,7 +125,10 @@ def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v
 
 
 def sample(
-    key: Array, logits: Float[Array, "*b v"], temperature: ArrayLike, top_p: ArrayLike
+    key: Array | None,
+    logits: Float[Array, "*b v"],
+    temperature: ArrayLike | None,
+    top_p: ArrayLike | None,
 ) -> Int[Array, "*b"]:
     """Draws one token per row.
 
@@ -131,19 +136,23 @@ def sample(
     setting does not need is skipped.
 
     Args:
-        key: PRNG key; consumed.
+        key: PRNG key; consumed. None if the temperature is.
         logits: [..., v] logits of the next token; converted to float32.
-        temperature: divisor of logits; 0 takes the largest logit, lowest id first.
+        temperature: divisor of logits; 0 takes the largest logit, lowest id first, and so does
+            None, without the computation of a draw.
         top_p: draws come from `nucleus(logits / temperature, top_p)`; 1 keeps all tokens.
 
     Returns:
         [...] int32 ids.
     """
     logits = logits.astype(jnp.float32)
-    temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
 
     def greedy():
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    if temperature is None:
+        return greedy()
+    temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
 
     def drawn():
         # Shifted first: a tiny temperature would overflow otherwise.
