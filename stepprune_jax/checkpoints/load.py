@@ -31,6 +31,7 @@ from stepprune_jax.models.config import ModelConfig, Tokenizer
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import WeightTarget
 from stepprune_jax.parallel import sharding
+from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.user_input import UserError, expect
 
 # Weights that are read at once.
@@ -81,6 +82,7 @@ def load_vlm(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     layers: bool = True,
+    trains: bool = False,
     progress: bool = True,
 ) -> VLM:
     """Loads a checkpoint with everything needed to generate answers.
@@ -102,6 +104,8 @@ def load_vlm(
         max_pixels: largest area; a LLaVA is given smaller images than it was trained with, in whole
             patches, whose positions are interpolated.
         layers: whether to read the layers of the language model, which may run elsewhere.
+        trains: whether to train through the model. If not, a GPU gets the matrices that read the
+            same rows joined, see `placement.prepare_to_answer`.
         progress: whether to show a progress bar on stderr.
 
     Returns:
@@ -117,7 +121,7 @@ def load_vlm(
     )
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.backbone.image_settings(source.vision_folder or source.folder)
-    params = load_params(source, mesh, dtype, layers=layers, progress=progress)
+    params = load_params(source, mesh, dtype, layers=layers, trains=trains, progress=progress)
     source = _with_tie(source, "head" not in params["language"])
     return make_vlm(source, params, tokenizer, settings)
 
@@ -137,6 +141,7 @@ def load_params(
     dtype: DTypeLike = jnp.bfloat16,
     *,
     layers: bool = True,
+    trains: bool = False,
     progress: bool = True,
 ) -> Params:
     """Loads the weights alone.
@@ -146,6 +151,7 @@ def load_params(
         mesh: as in `load_vlm`.
         dtype: as in `load_vlm`.
         layers: as in `load_vlm`.
+        trains: as in `load_vlm`.
         progress: as in `load_vlm`.
 
     Returns:
@@ -181,7 +187,9 @@ def load_params(
                 bar.update(size)
         finally:
             readers.shutdown(cancel_futures=True)
-    return weights.unflatten({x: flat[x] for x in weights.flatten(abstract) if x in flat})
+    # Nothing else holds them then.
+    params = weights.unflatten({x: flat.pop(x) for x in weights.flatten(abstract) if x in flat})
+    return params if trains else prepare_to_answer(params)
 
 
 def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:

@@ -12,6 +12,7 @@ from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import Json
+from stepprune_jax.models.layers import separate
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import WeightTarget
 from stepprune_jax.user_input import UserError, local_path
@@ -35,8 +36,9 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
     """
     folder = local_path(folder)
     safetensors.make_empty(folder)
-    flat = weights.flatten(model.params)
-    _check_shapes(flat, vlm.abstract_params(model.backbone))
+    abstract = vlm.abstract_params(model.backbone)
+    flat = weights.flatten(separate(model.params, abstract))
+    _check_shapes(flat, abstract)
     backbone, tokenizer = model.backbone.complete_vocabulary(model.tokenizer)
     config = backbone.config
     targets = backbone.weight_targets(vlm.abstract_params(backbone))

@@ -44,6 +44,7 @@ from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.models import vlm
 from stepprune_jax.models.stack import ATTENTIONS, Execution
+from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.policy import PolicyConfig
 
 _HEADER = [
@@ -138,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     out = file_to_write("--json", flags.json)
     dtype = jnp.dtype(flags.dtype)
-    model = VLM(random_weights(vlm.abstract_params(backbone, dtype)), backbone)
+    params = prepare_to_answer(random_weights(vlm.abstract_params(backbone, dtype)))
+    model = VLM(params, backbone)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
     options = RunOptions(flags.new_tokens + 1, execution=execution)

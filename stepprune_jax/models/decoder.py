@@ -25,7 +25,14 @@ from stepprune_jax.models.attention import (
     self_attend,
 )
 from stepprune_jax.models.config import LlamaConfig
-from stepprune_jax.models.layers import BlockOutput, Dense, GatedMlp, RmsNorm, wide_product
+from stepprune_jax.models.layers import (
+    BlockOutput,
+    Dense,
+    GatedMlp,
+    RmsNorm,
+    side_by_side,
+    wide_product,
+)
 from stepprune_jax.models.rotary import rotary, rotate
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import (
@@ -117,11 +124,17 @@ class LlamaAttention(nn.Module):
         config = self.config
         heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.qkv_bias
-        query = split_heads(Dense(heads * c, use_bias=bias, name="query")(x), heads)
-        key = split_heads(Dense(kv_heads * c, use_bias=bias, name="key")(x), kv_heads)
-        value = split_heads(Dense(kv_heads * c, use_bias=bias, name="value")(x), kv_heads)
-        query = rotate(query, context.cosine, context.sine)
-        key = rotate(key, context.cosine, context.sine)
+        widths = {"query": heads * c, "key": kv_heads * c, "value": kv_heads * c}
+        parts = side_by_side(self, x, widths, bias)
+        parts = [split_heads(part, part.shape[-1] // c) for part in parts]
+        if len(parts) == 1:  # joined: queries and keys are also rotated by one kernel
+            turned, value = jnp.split(parts[0], [heads + kv_heads], axis=1)
+            turned = rotate(turned, context.cosine, context.sine)
+            query, key = jnp.split(turned, [heads], axis=1)
+        else:
+            query, key, value = parts
+            query = rotate(query, context.cosine, context.sine)
+            key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
             past = [] if cached is None else [Segment(*cached, context.cached_mask)]
             mixed = attend(query, [*past, Segment(key, value, context.mask)])

@@ -12,6 +12,8 @@ from flax import linen as nn
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
+from stepprune_jax.models.stack import Params
+
 
 class BlockOutput(NamedTuple):
     """Results of a block; keys and queries after rotary positions, `mlp_input` normalised."""
@@ -72,6 +74,57 @@ def product(x: Float[Array, "*b k"], kernel: Float[Array, "k n"]) -> Float[Array
 Dense = functools.partial(nn.Dense, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
 
 
+# Products that read the same rows: one product each, where `join` has joined their matrices.
+_JOINED = (("query", "key", "value"), ("gate", "up"))
+
+
+def join(params: Params) -> Params:
+    """Joins matrices that multiply the same rows, and their biases, column by column.
+
+    A GPU starts one kernel for two or three then. Joined matrices leave `params`, so that they are
+    not there twice.
+    """
+    joined = {name: join(x) if isinstance(x, dict) else x for name, x in params.items()}
+    for names in _JOINED:
+        if all(isinstance(joined.get(name), dict) for name in names):
+            for name in names:
+                params.pop(name)
+            parts = [joined.pop(name) for name in names]
+            leaves = {
+                leaf: jax.tree.map(
+                    lambda *x: jnp.concatenate(x, axis=-1), *(part.pop(leaf) for part in parts)
+                )
+                for leaf in list(parts[0])
+            }
+            joined["_".join(names)] = leaves
+    return joined
+
+
+def separate(params: Params, like: Params) -> Params:
+    """The inverse of `join`, for a tree that has the names and widths of `like` without it."""
+    taken, groups = {}, {"_".join(names): names for names in _JOINED}
+    for name, part in params.items():
+        start = 0
+        for each in groups.get(name, ()):
+            stop = start + like[each]["kernel"].shape[-1]
+            taken[each] = {leaf: x[..., start:stop] for leaf, x in part.items()}
+            start = stop
+        if name not in groups:
+            inner = isinstance(part, dict) and isinstance(like.get(name), dict)
+            taken[name] = separate(part, like[name]) if inner else part
+    return taken
+
+
+def side_by_side(
+    module: nn.Module, x: Float[Array, "*b k"], widths: dict[str, int], use_bias: bool
+) -> list[Float[Array, "*b n"]]:
+    """Multiplies rows with several matrices of a module; a single result if they are joined."""
+    joined = "_".join(widths)
+    if module.has_variable("params", joined):
+        widths = {joined: sum(widths.values())}
+    return [Dense(width, use_bias=use_bias, name=name)(x) for name, width in widths.items()]
+
+
 class LayerNorm(nn.Module):
     """Layer norm with scale and bias, statistics in float32."""
 
@@ -112,8 +165,8 @@ class GatedMlp(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """Applies the MLP."""
-        gate = Dense(self.width, use_bias=self.use_bias, name="gate")(x)
-        up = Dense(self.width, use_bias=self.use_bias, name="up")(x)
+        parts = side_by_side(self, x, {"gate": self.width, "up": self.width}, self.use_bias)
+        gate, up = parts if len(parts) == 2 else jnp.split(parts[0], 2, axis=-1)
         return Dense(x.shape[-1], use_bias=self.use_bias, name="down")(jax.nn.silu(gate) * up)
 
 

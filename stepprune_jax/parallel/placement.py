@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from stepprune_jax.models.decoder import Cache
+from stepprune_jax.models.layers import join
 from stepprune_jax.models.stack import Params, has_large_layers, unstack
 from stepprune_jax.parallel.compiling import options_of
 from stepprune_jax.parallel.sharding import BATCH
@@ -98,6 +99,16 @@ def jit_for_weights(
     )
     call.trace = jax_defaults()(trace)
     return call
+
+
+def prepare_to_answer(params: Params) -> Params:
+    """Joins matrices for answering on a GPU (`layers.join`), unless heads are split over devices.
+
+    Takes weights that nothing else holds.
+    """
+    mesh, (platform, _) = mesh_of(params), _devices_of(params)
+    whole = mesh is None or mesh.shape.get("tensor", 1) == 1
+    return join(params) if platform == "gpu" and whole else params
 
 
 def _views(params: Params) -> Params:

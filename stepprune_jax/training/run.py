@@ -176,6 +176,7 @@ def _load_model(run: Run, batches: Batches, setup: Setup) -> VLM:
         mesh,
         jnp.dtype(run.model.dtype),
         vision_folder=vision_folder,
+        trains=True,
         progress=distributed.is_main(),
         **run.model.image_bounds,
     )

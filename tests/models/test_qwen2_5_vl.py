@@ -34,6 +34,7 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models import vlm
 from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.layers import join
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens, target_size
@@ -236,7 +237,7 @@ def test_tower_merger_and_taps_equal_the_reference(pair, seen):
         assert not tapped["received.-1"][number, len(part) :].any()
     with pytest.raises(ValueError, match=r"received\.1 belongs to a block that attends within"):
         encode(pair.model.params, config, ours, (Tap("received", 1),))
-    listed = unstack(pair.model.params)
+    listed = unstack(join(jax.tree.map(jnp.copy, pair.model.params)))
     padded = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x[:1])]), ours)
     fused, _ = encode(listed, config, padded, execution=Execution(attention="xla"))
     for number, part in enumerate(features):

@@ -1,5 +1,6 @@
 """Layers run as a scan over stacked weights, and written out from a list."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ from hf_reference import normal
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.decoder import Requested
+from stepprune_jax.models.layers import join, separate
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.stack import has_large_layers, unstack
 
@@ -41,6 +43,27 @@ def test_unstacked_layers_give_what_stacked_ones_do_with_taps_cuts_and_caches(ll
     assert int(stacked[2].cuts[0].length.sum()) < int(sequence.length.sum())
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, answer(listed, config, pixels, sequence), stacked)
+
+
+def test_joined_matrices_give_what_separate_ones_do(llava):
+    """As GPUs have them; with biases and grouped heads in the language model, too."""
+    _, config, _ = llava
+    text = dataclasses.replace(config.text, qkv_bias=True, num_kv_heads=config.text.num_heads // 2)
+    config = dataclasses.replace(config, text=text)
+    params = vlm.init_params(jax.random.key(3), Llava(config))
+    noise = iter(jax.random.split(jax.random.key(4), len(jax.tree.leaves(params))))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params)
+    joined = join(jax.tree.map(jnp.copy, params))
+    attention = joined["language"]["layers"]["attention"]
+    c = text.head_dim
+    assert attention["query_key_value"]["bias"].shape == (4, 2 * text.num_heads * c)
+    assert {*joined["language"]["layers"]["mlp"]} == {"gate_up", "down"}
+    jax.tree.map(np.testing.assert_array_equal, separate(joined, params), params)
+    sequence, pixels = prompts.assemble(params, config, *prompts.batch()), normal(1, 2, 3, 28, 28)
+    expected = answer(params, config, pixels, sequence)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+    jax.tree.map(close, answer(joined, config, pixels, sequence), expected)
+    jax.tree.map(close, answer(unstack(joined), config, pixels, sequence), expected)
 
 
 def test_layers_of_32_mib_are_large():

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from stepprune_jax.models import stack
 from stepprune_jax.parallel import placement
+from stepprune_jax.parallel.sharding import build_mesh
 
 
 def test_programs_that_answer_read_large_layers_where_they_lie(monkeypatch):
@@ -31,6 +33,21 @@ def test_programs_that_answer_read_large_layers_where_they_lie(monkeypatch):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights
     )
     assert run.trace(shapes, 2.0).lower()
+
+
+def test_matrices_are_joined_on_a_gpu_that_has_all_heads(monkeypatch):
+    def prepared(platform, mesh):
+        monkeypatch.setattr(placement, "_devices_of", lambda params: (platform, 2))
+        mlp = {name: {"kernel": jnp.ones((2, 4, 6))} for name in ("gate", "up", "down")}
+        whole = {"language": {"layers": {"mlp": mlp}}}
+        if mesh is not None:
+            whole = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
+        return {*placement.prepare_to_answer(whole)["language"]["layers"]["mlp"]}
+
+    separate, joined = {"gate", "up", "down"}, {"gate_up", "down"}
+    meshes = [build_mesh(preset, jax.devices()[:2]) for preset in ("fsdp", "tensor")]
+    assert [prepared("gpu", mesh) for mesh in (None, *meshes)] == [joined, joined, separate]
+    assert [prepared(platform, None) for platform in ("cpu", "tpu")] == [separate] * 2
 
 
 @pytest.fixture

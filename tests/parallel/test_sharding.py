@@ -11,6 +11,7 @@ from visual import visual_of
 
 from stepprune_jax.efficiency.model_shapes import KNOWN, MODELS, find_backbone
 from stepprune_jax.models import vlm
+from stepprune_jax.models.layers import join
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.parallel.compiling import usage
@@ -112,6 +113,16 @@ def test_a_dimension_that_cannot_be_divided_is_named():
     tree = {"language": {"head": {"kernel": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}}
     with pytest.raises(ValueError, match=r"language/head/kernel of shape \(6, 9\): 9 is not"):
         shardings(tree, SHARDING_RULES, mesh_of("tensor"))
+
+
+@pytest.mark.parametrize("name", ["llava-7b", "qwen2.5-vl-3b"])
+def test_joined_matrices_are_cut_along_the_rows_that_they_read(name):
+    backbone = find_backbone(name)
+    joined = jax.eval_shape(join, vlm.abstract_params(backbone))
+    placed = shardings(joined, backbone.SHARDING_RULES, build_mesh("fsdp", jax.devices()[:2]))
+    language = placed["language"]["layers"]
+    kernels = language["attention"]["query_key_value"], language["mlp"]["gate_up"]
+    assert [kernel["kernel"].spec for kernel in kernels] == [P(None, "fsdp", None)] * 2
 
 
 def test_a_path_without_a_rule_is_named():

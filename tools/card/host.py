@@ -24,6 +24,7 @@ from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.models import vlm
+from stepprune_jax.parallel.placement import prepare_to_answer
 from tools.card import figures
 
 _CALLS, _TEXT, _NEW_TOKENS = 10, 64, 32
@@ -82,7 +83,7 @@ def main() -> None:
     nothing = jax.jit(lambda params, x: x + 1, keep_unused=True)
     if jax.default_backend() != "gpu":
         figures.add(given.out, "CUDA graphs", none="needs a GPU")
-    model = VLM(random_weights(vlm.abstract_params(backbone)), backbone)
+    model = VLM(prepare_to_answer(random_weights(vlm.abstract_params(backbone))), backbone)
     figures.add(given.out, "reads none", **timed(functools.partial(nothing, model.params, one)))
     for row in map(draw_learned, read_rows(given.rows, backbone.config, 1, "float32")):
         pruner = pipeline.place_pruner(model, row.pruner)

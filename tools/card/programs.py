@@ -4,8 +4,11 @@ import shutil
 import sys
 from pathlib import Path
 
+import jax
+
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.models import vlm
+from stepprune_jax.models.layers import join
 from stepprune_jax.models.weights import flatten
 from tools.aot.hlo import backends, copied_weights, loops
 from tools.card import figures
@@ -18,7 +21,8 @@ def main() -> None:
     parser = figures.parser(__doc__)
     parser.add_argument("--dump", type=Path, required=True, help="folder of the dump")
     given = parser.parse_args()
-    weights = flatten(vlm.abstract_params(find_backbone(given.model)))
+    weights = vlm.abstract_params(find_backbone(given.model))
+    weights = flatten(weights) | flatten(jax.eval_shape(join, weights))
     kernels = {leaf.shape[-2:] for path, leaf in weights.items() if path.endswith("kernel")}
     files = sorted(given.dump.glob("*after_optimizations.txt"))
     if not files:

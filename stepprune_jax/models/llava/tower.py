@@ -21,7 +21,14 @@ from stepprune_jax.models.attention import (
     resolve_taps,
     self_attend,
 )
-from stepprune_jax.models.layers import BlockOutput, Dense, LayerNorm, activate, product
+from stepprune_jax.models.layers import (
+    BlockOutput,
+    Dense,
+    LayerNorm,
+    activate,
+    product,
+    side_by_side,
+)
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.stack import (
     Execution,
@@ -46,9 +53,10 @@ class ClipAttention(nn.Module):
     def __call__(self, x: Float[Array, "i t d"], attention: str = "matmul") -> BlockOutput:
         """Returns the projected result as `hidden`, with queries, keys and values."""
         width, heads = self.config.hidden_size, self.config.num_heads
-        query, key, value = (
-            split_heads(Dense(width, name=name)(x), heads) for name in ("query", "key", "value")
-        )
+        widths = {"query": width, "key": width, "value": width}
+        parts = side_by_side(self, x, widths, True)
+        parts = [split_heads(part, part.shape[-1] * heads // width) for part in parts]
+        query, key, value = parts if len(parts) == 3 else jnp.split(parts[0], 3, axis=1)
         mixed = self_attend(query, key, value, False, attention)
         mixed = Dense(width, name="out")(merge_heads(mixed))
         return BlockOutput(mixed, query, key, value)

@@ -13,6 +13,7 @@ from stepprune_jax import testing
 from stepprune_jax.efficiency.model_shapes import MODELS
 from stepprune_jax.models import stack, vlm
 from stepprune_jax.models.decoder import init_cache
+from stepprune_jax.models.layers import join
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.models.weights import flatten
@@ -45,7 +46,10 @@ def copies(name, program, answers=True):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
     dtype = jnp.bfloat16
-    params = place(vlm.abstract_params(Llava(config), dtype))
+    params = vlm.abstract_params(Llava(config), dtype)
+    if to.devices[0].platform == "gpu":
+        params = jax.eval_shape(join, params)
+    params = place(params)
     side, rows = config.vision.image_size, jax.ShapeDtypeStruct((1,), jnp.int32)
     hidden = jax.ShapeDtypeStruct((1, TOKENS, config.text.hidden_size), dtype)
     sequence = jax.eval_shape(functools.partial(from_embeddings, config), hidden, rows)
@@ -79,4 +83,4 @@ def test_the_programs_that_answer_copy_no_weight(name, program, monkeypatch):
 @pytest.mark.parametrize("name", ["cpu", "h200"])
 def test_a_scan_copies_every_matrix_of_a_layer(name):
     """Why layers are unstacked there; when it fails, they need not be any more."""
-    assert len(copies(name, "decode", answers=False)) >= 7
+    assert len(copies(name, "decode", answers=False)) >= (4 if name == "h200" else 7)
