@@ -229,7 +229,7 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbon
     The vocabulary of the latter is extended by words of the data that it lacks.
     """
     texts = [turn for sample in samples for turn in sample.turns]
-    old = load_vlm(run.init, dtype=np.float32, trains=True) if run.init else None
+    old = load_vlm(run.init, dtype=np.float32, use="training") if run.init else None
     small = SMALL[run.model.family]
     if old is not None:
         run.expect("init", small_of(old.backbone) is small, f"a folder of {run.model.family!r}")

@@ -76,9 +76,13 @@ def inspect_folder(
 ) -> ModelFolder:
     """Identifies the kind of checkpoint and reads its configuration, not its weights.
 
-    A separate tower is in `vision_folder`, or where ``config.json`` says. `min_pixels` and
-    `max_pixels` bound the area of a resized image, instead of the folder's processor, for models
-    that take images of any size.
+    Args:
+        folder_or_hub_id: as in `load_vlm`.
+        vision_folder: folder of a separate tower, instead of the one that ``config.json`` names.
+        min_pixels: smallest area of a resized image, instead of that of the folder's image
+            processor; for models that take images of any size.
+        max_pixels: largest area; a LLaVA is given smaller images than it was trained with, in whole
+            patches, whose positions are interpolated.
     """
     folder = find_folder(folder_or_hub_id)
     raw = _read_config(folder)

@@ -3,6 +3,7 @@
 import dataclasses
 
 from stepprune_jax.checkpoints.folder import ModelFolder, inspect_folder
+from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.settings import Settings, choice, count, setting
 
@@ -17,6 +18,8 @@ class ModelSettings(Settings, path="config.model"):
         folder: its folder, its hub id, or the name of a shipped model.
         vision_folder: the CLIP folder of the original LLaVA layout; empty otherwise.
         dtype: dtype of its weights.
+        weights: "full", or "int8" for matrices of the language model in half the memory of
+            bfloat16, see docs/devices.md.
         attention: implementation of attention, of `models.stack.ATTENTIONS`.
         remat: whether the backward pass recomputes the language model's blocks.
         rows_at_once: rows per pass on each device; 0 for all of them.
@@ -29,6 +32,7 @@ class ModelSettings(Settings, path="config.model"):
     folder: str = setting("shapes", free=True)
     vision_folder: str = setting("", free=True)
     dtype: str = choice("float32", DTYPES)
+    weights: str = choice("full", WEIGHTS)
     attention: str = choice("matmul", ATTENTIONS)
     remat: bool = False
     rows_at_once: int = count(0, least=0)

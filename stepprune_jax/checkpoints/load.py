@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,17 @@ from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.chat_template import warn_of_template
 from stepprune_jax.checkpoints.weight_files import read_folder
-from stepprune_jax.models import vlm, weights
+from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone, Processor
 from stepprune_jax.models.config import ModelConfig, Tokenizer
+from stepprune_jax.models.int8 import WEIGHTS, Int8Kernel, quantize
 from stepprune_jax.models.stack import Params
-from stepprune_jax.models.weights import WeightTarget
+from stepprune_jax.models.weights import WeightTarget, flatten, unflatten
 from stepprune_jax.parallel import sharding
 from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.user_input import UserError, expect
 
+USES = ("answers", "training", "embeddings")
 # Weights that are read at once.
 _READERS = 3
 # Largest number of tensors of a kind listed in a message.
@@ -78,12 +80,10 @@ def load_vlm(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     *,
-    vision_folder: str | Path | None = None,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
-    layers: bool = True,
-    trains: bool = False,
+    use: str = "answers",
+    weights: str = "full",
     progress: bool = True,
+    **reading: Any,
 ) -> VLM:
     """Loads a checkpoint with everything needed to generate answers.
 
@@ -98,15 +98,14 @@ def load_vlm(
             or "shapes_qwen".
         mesh: devices to shard over by the family's `SHARDING_RULES`; None for the default device.
         dtype: floating dtype of the parameters.
-        vision_folder: folder of a separate tower, instead of the configured one.
-        min_pixels: smallest area of a resized image, instead of that of the folder's image
-            processor; for models that take images of any size.
-        max_pixels: largest area; a LLaVA is given smaller images than it was trained with, in whole
-            patches, whose positions are interpolated.
-        layers: whether to read the layers of the language model, which may run elsewhere.
-        trains: whether to train through the model. If not, a GPU gets the matrices that read the
-            same rows joined, see `placement.prepare_to_answer`.
+        use: what the weights are for. "answers"; "training", to train through the model; or
+            "embeddings", without the layers of a language model that runs elsewhere. To answer on a
+            GPU, matrices that read the same rows are joined, see `placement.prepare_to_answer`.
+        weights: "full", or "int8" for half the memory of the language model, whose matrices are
+            then rounded as they are read; see `models.int8`.
         progress: whether to show a progress bar on stderr.
+        **reading: how the folder is read: `vision_folder`, `min_pixels` and `max_pixels` of
+            `folder.inspect_folder`.
 
     Returns:
         The model.
@@ -116,12 +115,10 @@ def load_vlm(
         ValueError: an unsupported or damaged checkpoint; all weights that do not fit are listed in
             one message.
     """
-    source = folders.inspect_folder(
-        folder_or_hub_id, vision_folder, min_pixels=min_pixels, max_pixels=max_pixels
-    )
+    source = folders.inspect_folder(folder_or_hub_id, **reading)
     tokenizer = folders.load_tokenizer(source.folder)
     settings = source.backbone.image_settings(source.vision_folder or source.folder)
-    params = load_params(source, mesh, dtype, layers=layers, trains=trains, progress=progress)
+    params = load_params(source, mesh, dtype, use=use, weights=weights, progress=progress)
     source = _with_tie(source, "head" not in params["language"])
     return make_vlm(source, params, tokenizer, settings)
 
@@ -140,8 +137,8 @@ def load_params(
     mesh: Mesh | None = None,
     dtype: DTypeLike = jnp.bfloat16,
     *,
-    layers: bool = True,
-    trains: bool = False,
+    use: str = "answers",
+    weights: str = "full",
     progress: bool = True,
 ) -> Params:
     """Loads the weights alone.
@@ -150,8 +147,8 @@ def load_params(
         source: result of `stepprune_jax.checkpoints.folder.inspect_folder`.
         mesh: as in `load_vlm`.
         dtype: as in `load_vlm`.
-        layers: as in `load_vlm`.
-        trains: as in `load_vlm`.
+        use: as in `load_vlm`.
+        weights: as in `load_vlm`.
         progress: as in `load_vlm`.
 
     Returns:
@@ -159,22 +156,24 @@ def load_params(
         the configuration says that they are tied.
 
     Raises:
-        ValueError: `dtype` is not floating; weights are missing, unused, mis-shaped or of a
-            non-floating dtype, all of which are listed; a truncated or corrupt file, or numbers too
-            large for `dtype`.
+        ValueError: `dtype` is not floating; `use` or `weights` is unknown; weights are missing, unused,
+            mis-shaped or of a non-floating dtype, all of which are listed; a truncated or corrupt
+            file, or numbers too large for `dtype`.
     """
     floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     expect("dtype", dtype, floating, "a floating one, such as jnp.bfloat16")
+    expect("use", use, use in USES, f"one of {', '.join(USES)}")
+    expect("weights", weights, weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
     folders.fetch_weights(source)
     source = _with_tie(source, _is_tied(source, jnp.dtype(dtype)))
-    abstract = vlm.abstract_params(source.backbone, jnp.dtype(dtype))
+    abstract = vlm.abstract_params(source.backbone, jnp.dtype(dtype), weights)
     targets = source.backbone.weight_targets(abstract)
     entries = _collect(source, targets)
-    if not layers:
+    if use == "embeddings":
         targets = [x for x in targets if not x.path.startswith("language/layers/")]
     layouts = _layouts(abstract, source.backbone, mesh)
     sizes = [sum(entries[name].nbytes for name in target.names) for target in targets]
-    flat: dict[str, Array] = {}
+    flat: dict[str, Array | Int8Kernel] = {}
     readers = concurrent.futures.ThreadPoolExecutor(_READERS)
     with _byte_bar(source.folder, sum(sizes), progress) as bar:
         try:
@@ -188,8 +187,8 @@ def load_params(
         finally:
             readers.shutdown(cancel_futures=True)
     # Nothing else holds them then.
-    params = weights.unflatten({x: flat.pop(x) for x in weights.flatten(abstract) if x in flat})
-    return params if trains else prepare_to_answer(params)
+    params = unflatten({x: flat.pop(x) for x in flatten(abstract) if x in flat})
+    return prepare_to_answer(params) if use == "answers" else params
 
 
 def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
@@ -205,12 +204,14 @@ def _byte_bar(folder: Path, total: int, show: bool) -> tqdm.tqdm:
     )
 
 
-def _layouts(abstract: dict, backbone: Backbone, mesh: Mesh | None) -> dict[str, Sharding]:
+def _layouts(
+    abstract: dict, backbone: Backbone, mesh: Mesh | None
+) -> dict[str, Sharding | Int8Kernel]:
     """Returns a sharding for every weight."""
     if mesh is not None:
-        return weights.flatten(sharding.shardings(abstract, backbone.SHARDING_RULES, mesh))
+        return flatten(sharding.shardings(abstract, backbone.SHARDING_RULES, mesh))
     device = jnp.zeros(()).devices().pop()  # honours jax.default_device
-    return {path: SingleDeviceSharding(device) for path in weights.flatten(abstract)}
+    return flatten(jax.tree.map(lambda _: SingleDeviceSharding(device), abstract))
 
 
 def _with_tie(source: folders.ModelFolder, tied: bool) -> folders.ModelFolder:
@@ -312,11 +313,13 @@ def _collect(
 
 def _load_weight(
     target: WeightTarget,
-    layout: Sharding,
+    layout: Sharding | Int8Kernel,
     entries: Mapping[str, safetensors.TensorEntry],
     dtype: np.dtype,
-) -> Array:
+) -> Array | Int8Kernel:
     """Reads what this process's devices hold of a weight, and places it on them."""
+    if isinstance(layout, Int8Kernel):
+        return _load_int8(target, layout, entries)
     groups: dict[tuple[tuple[int, int], ...], list[jax.Device]] = collections.defaultdict(list)
     for device, index in layout.addressable_devices_indices_map(target.shape).items():
         spans = zip(index, target.shape, strict=True)
@@ -331,6 +334,56 @@ def _load_weight(
         arrays += [jax.device_put(host, device) for device in devices]
     jax.block_until_ready(arrays)  # frees the host's copies before more are made
     return jax.make_array_from_single_device_arrays(target.shape, layout, arrays)
+
+
+def _load_int8(
+    target: WeightTarget, layout: Int8Kernel, entries: Mapping[str, safetensors.TensorEntry]
+) -> Int8Kernel:
+    """Reads a matrix, or a stack of them, as int8, and places it.
+
+    Each scale is that of a whole column, whatever part of it a device holds.
+    """
+    *_, k, _ = shape = target.shape
+    groups: dict[tuple[range, ...], list[tuple[jax.Device, slice]]] = collections.defaultdict(list)
+    for device, (*cuts, rows, columns) in layout.value.addressable_devices_indices_map(
+        shape
+    ).items():
+        spans = zip((*cuts, columns), (*shape[:-2], shape[-1]), strict=True)
+        groups[tuple(range(size)[cut] for cut, size in spans)].append((device, rows))
+    values, scales = [], []
+    for spans, places in groups.items():
+        *layers, columns = spans
+        lead = [len(span) for span in layers]
+        value = np.empty([*lead, k, len(columns)], np.int8)
+        scale = np.empty([*lead, len(columns)], np.float32)
+        for layer, *host in zip(
+            layers[0] if layers else range(1),
+            value.reshape(-1, k, len(columns)),
+            scale.reshape(-1, len(columns)),
+            strict=True,
+        ):
+            _read_int8(*host, entries[target.names[layer]], columns)
+        for device, rows in places:
+            values.append(jax.device_put(value[..., rows, :], device))
+            scales.append(jax.device_put(scale, device))
+    jax.block_until_ready((values, scales))
+    make = jax.make_array_from_single_device_arrays
+    return Int8Kernel(
+        make(shape, layout.value, values),
+        make((*shape[:-2], shape[-1]), layout.scale, scales),
+    )
+
+
+def _read_int8(
+    value: np.ndarray, scale: np.ndarray, entry: safetensors.TensorEntry, columns: range
+) -> None:
+    """Reads columns of a matrix, which are rows of the file, a few at a time."""
+    for start in range(0, len(columns), _TILE):
+        at = slice(start, min(start + _TILE, len(columns)))
+        part = columns[at]
+        cut = (slice(part.start, part.stop),)
+        strip = safetensors.read_tensor(entry, cut).astype(np.float32)
+        value[:, at], scale[at] = quantize(strip.T)
 
 
 def _read(

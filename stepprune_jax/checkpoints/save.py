@@ -12,10 +12,11 @@ from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import Json
+from stepprune_jax.models.int8 import Int8Kernel
 from stepprune_jax.models.layers import separate
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import WeightTarget
-from stepprune_jax.user_input import UserError, local_path
+from stepprune_jax.user_input import UserError, local_path, require
 
 
 def save_vlm(model: VLM, folder: str | Path) -> None:
@@ -32,12 +33,15 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
 
     Raises:
         FileExistsError: the folder already holds weights.
-        ValueError: a parameter's shape does not fit the config.
+        ValueError: a parameter's shape does not fit the config, or weights are int8.
     """
     folder = local_path(folder)
-    safetensors.make_empty(folder)
+    leaves = weights.flatten(model.params).values()
+    full = not any(isinstance(leaf, Int8Kernel) for leaf in leaves)
+    require(full, "the model's weights are int8, expected those loaded with weights='full'")
     abstract = vlm.abstract_params(model.backbone)
     flat = weights.flatten(separate(model.params, abstract))
+    safetensors.make_empty(folder)
     _check_shapes(flat, abstract)
     backbone, tokenizer = model.backbone.complete_vocabulary(model.tokenizer)
     config = backbone.config

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from stepprune_jax.checkpoints.load import VLM
@@ -43,6 +42,7 @@ from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.models import vlm
+from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.policy import PolicyConfig
@@ -101,6 +101,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", nargs="+", help=text)
     parser.add_argument("--batch", type=integer_from(1), nargs="+", default=[1, 8])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    text = "int8: the language model's matrices"
+    parser.add_argument("--weights", choices=WEIGHTS, default="full", help=text)
     parser.add_argument("--policy_dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--decoder_layers", type=integer_from(1), default=PolicyConfig().decoder_layers
@@ -130,17 +132,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     execution = Execution(attention=flags.attention)
     execution.check_backend()
     rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+    weights = vlm.abstract_params(backbone, flags.dtype, flags.weights)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
     if flags.dry_run:
         batch = measure.draw_batch(backbone, 1, flags.text)
         counts = {x.name: measure.count_tflops(backbone, x, batch) for x in rows}
         cells = [[name, *parts.values(), sum(parts.values())] for name, parts in counts.items()]
         parts = counts[rows[0].name]
         print(table(["row", *(f"{part}, TFLOPs" for part in parts), "all"], cells))
+        print(f"weights in {flags.dtype}, {flags.weights}: {held / 2**30:.2f} GiB")
         return 0
     out = file_to_write("--json", flags.json)
-    dtype = jnp.dtype(flags.dtype)
-    params = prepare_to_answer(random_weights(vlm.abstract_params(backbone, dtype)))
-    model = VLM(params, backbone)
+    model = VLM(prepare_to_answer(random_weights(weights)), backbone)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
     options = RunOptions(flags.new_tokens + 1, execution=execution)
@@ -152,8 +155,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "tokens": config.max_image_tokens,
         **{
             name: getattr(flags, name)
-            for name in ("dtype", "policy_dtype", "decoder_layers", "text", "new_tokens", "rounds")
+            for name in (
+                "dtype",
+                "weights",
+                "policy_dtype",
+                "decoder_layers",
+                "text",
+                "new_tokens",
+                "rounds",
+            )
         },
+        "weights_bytes": held,
         "execution": str(execution),
         "environment": environment(),
         "batches": {},

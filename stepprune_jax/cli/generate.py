@@ -35,6 +35,7 @@ from stepprune_jax.inference.generate import Answer, Generator, trace_arrays
 from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.timing import timed_answer
+from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruners import PRUNERS, build_pruner, read_options
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the sampling")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
+    add("--weights", choices=WEIGHTS, default="full", help="int8: half the language model's memory")
     add("--mesh", help=f"sharding over all devices: {', '.join(PRESETS)}, or data=2,tensor=-1")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add = parser.add_argument_group("results").add_argument
@@ -199,7 +201,9 @@ def _read(given: argparse.Namespace) -> _Run:
     images = [open_image(path, as_shown=True) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
     nothing = given.questions is not None and not todo
-    params = {} if nothing else load_params(source, mesh, _DTYPES[given.dtype])
+    params = {}
+    if not nothing:
+        params = load_params(source, mesh, _DTYPES[given.dtype], weights=given.weights)
     generator = dataclasses.replace(generator, model=model._replace(params=params))
     return _Run(generator, images, request, given.system, about, todo)
 
@@ -222,6 +226,7 @@ def _about(given: argparse.Namespace, pruner: Pruner) -> JsonObject:
         "positions": given.positions,
         "max_tokens": given.max_tokens,
         "dtype": given.dtype,
+        "language_weights": given.weights,
     }
 
 

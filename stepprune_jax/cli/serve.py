@@ -20,6 +20,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
+from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import POSITIONS, Budget
@@ -49,6 +50,7 @@ def _parser() -> Parser:
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
     add("--max_pixels", type=int, help="largest area of a resized image")
     add("--dtype", choices=_DTYPES, default="bfloat16", help="dtype of weights and compute")
+    add("--weights", choices=WEIGHTS, default="full", help="int8: half the language model's memory")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add = parser.add_argument_group("defaults of a request").add_argument
     add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
@@ -90,6 +92,8 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     both = mean is not None and given.budget is not None
     folder = None if folder is None else local_path(folder)
     require(not both, "--budget and --mean_budget are given, expected one of them")
+    full = given.engine is None or given.weights == "full"
+    require(full, "--weights int8 belongs to a model that answers here, expected no --engine")
     require(folder is None or folder.is_dir(), f"--image_folder {folder} is not a folder")
     for name, fits, expected in (
         ("engine", given.engine is None or _is_address(given.engine), "http://HOST:PORT"),
@@ -108,7 +112,8 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         vision_folder=given.vision_folder,
         min_pixels=given.min_pixels,
         max_pixels=given.max_pixels,
-        layers=given.engine is None,
+        use="answers" if given.engine is None else "embeddings",
+        weights=given.weights,
     )
     source = inspect_folder(given.model, given.vision_folder)
     name = given.name or Path(given.model).name

@@ -69,7 +69,12 @@ def load_model(run: EvaluationRun) -> VLM:
     folder, vision = run.model.folders
     mesh = None if run.mesh == "single" else build_mesh(run.mesh, jax.local_devices())
     return load_vlm(
-        folder, mesh, jnp.dtype(run.model.dtype), vision_folder=vision, **run.model.image_bounds
+        folder,
+        mesh,
+        jnp.dtype(run.model.dtype),
+        vision_folder=vision,
+        weights=run.model.weights,
+        **run.model.image_bounds,
     )
 
 

@@ -154,6 +154,8 @@ class Conditions:
             "positions": self.settings.positions,
             "max_new_tokens": self.settings.longest_answer(benchmark),
         }
+        if self.run.model.weights != "full":
+            made["language_weights"] = self.run.model.weights
         if row.policy is not None:
             made["policy"] = self.digests[row.policy]
         pruner, exact = row.pruner, row.budget.is_exact

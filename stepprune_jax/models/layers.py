@@ -9,8 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8
+
+from stepprune_jax.models.int8 import Int8Kernel
+
+# Rows of an int8 matrix that are converted at once on a CPU.
+_TILE = 128
 
 from stepprune_jax.models.stack import Params
 
@@ -26,9 +32,13 @@ class BlockOutput(NamedTuple):
 
 
 def wide_product(
-    x: Float[Array, "*b k"], kernel: Float[Array, "k n"] | Float[Array, "n k"], axis: int = 0
+    x: Float[Array, "*b k"],
+    kernel: Float[Array, "k n"] | Float[Array, "n k"] | Int8Kernel,
+    axis: int = 0,
 ) -> Float[Array, "*b n"]:
     """Multiplies rows with a matrix, or its transpose (axis 1), in float32 and not rounded."""
+    if isinstance(kernel, Int8Kernel):
+        return _int8_product(x.dtype, x, kernel)
     rows, lead = x.reshape(-1, x.shape[-1]) if x.size == x.shape[-1] else x, x.shape[:-1]
     if x.size == x.shape[-1] and kernel.dtype != jnp.float32:
         # On a CPU, XLA converts all of a narrow matrix to float32 before multiplying it with a
@@ -65,13 +75,67 @@ def _narrow_product_jvp(primals, tangents):
 _narrow_product.defjvp(_narrow_product_jvp, symbolic_zeros=True)
 
 
-def product(x: Float[Array, "*b k"], kernel: Float[Array, "k n"]) -> Float[Array, "*b n"]:
+def _converted_product(x: Float[Array, "*b k"], value: Int8[Array, "k n"]) -> Float[Array, "*b n"]:
+    """Multiplies rows with integers in float32, without writing a converted copy of them."""
+
+    def fused(x, value):
+        return wide_product(x, value.astype(x.dtype))
+
+    def tiled(x, value):
+        # XLA for CPUs does not convert within a product; a few rows at a time stay in its cache.
+        first = (len(value) - 1) % _TILE + 1
+        total = fused(x[..., :first], value[:first])
+        if first == len(value):
+            return total
+
+        def add(total, start):
+            part = jax.lax.dynamic_slice_in_dim(x, start, _TILE, x.ndim - 1)
+            rows = jax.lax.dynamic_slice_in_dim(value, start, _TILE)
+            return total + fused(part, rows), None
+
+        return jax.lax.scan(add, total, jnp.arange(first, len(value), _TILE))[0]
+
+    return jax.lax.platform_dependent(x, value, cpu=tiled, default=fused)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _int8_product(dtype, x, kernel):
+    """Computes `x @ kernel` in float32 for x of a dtype; a backward pass converts again."""
+    del dtype
+    return _converted_product(x, kernel.value) * kernel.scale
+
+
+def _int8_product_bwd(dtype, kernel, along):
+    along = (along * kernel.scale).astype(dtype)
+    return wide_product(along, kernel.value.astype(dtype), axis=1).astype(dtype), None
+
+
+_int8_product.defvjp(
+    lambda dtype, x, kernel: (_int8_product(dtype, x, kernel), kernel), _int8_product_bwd
+)
+
+
+def product(
+    x: Float[Array, "*b k"], kernel: Float[Array, "k n"] | Int8Kernel
+) -> Float[Array, "*b n"]:
     """Multiplies rows with a matrix, summed in float32 and rounded to the dtype of the rows."""
+    if isinstance(kernel, Int8Kernel):
+        return wide_product(x, kernel).astype(x.dtype)
     return x @ kernel if x.dtype == jnp.float32 else _narrow_product(x, kernel)
 
 
+def _promoted(*arrays, dtype=None, inexact=True):
+    if any(isinstance(array, Int8Kernel) for array in arrays):
+        return [*arrays]
+    return promote_dtype(*arrays, dtype=dtype, inexact=inexact)
+
+
 # `nn.Dense` with that product.
-Dense = functools.partial(nn.Dense, dot_general=lambda x, kernel, *_, **__: product(x, kernel))
+Dense = functools.partial(
+    nn.Dense,
+    dot_general=lambda x, kernel, *_, **__: product(x, kernel),
+    promote_dtype=_promoted,
+)
 
 
 # Products that read the same rows: one product each, where `join` has joined their matrices.

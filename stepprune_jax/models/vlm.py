@@ -23,6 +23,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.decoder import Cache, Requested
+from stepprune_jax.models.int8 import keep_as
 from stepprune_jax.models.sequence import (
     POSITIONS,
     Rows,
@@ -132,17 +133,21 @@ def init_params(key: Array, backbone: Backbone, dtype: DTypeLike = jnp.float32) 
 
 
 @jax_defaults()
-def abstract_params(backbone: Backbone, dtype: DTypeLike = jnp.bfloat16) -> Params:
+def abstract_params(
+    backbone: Backbone, dtype: DTypeLike = jnp.bfloat16, weights: str = "full"
+) -> Params:
     """Returns the tree of `init_params` as `jax.ShapeDtypeStruct`s, without allocating arrays.
 
     Args:
         backbone: the model.
         dtype: dtype of every leaf.
+        weights: "full", or "int8" for the language model's matrices, see `models.int8`.
 
     Returns:
         The tree.
     """
-    return jax.eval_shape(lambda: init_params(jax.random.key(0), backbone, dtype))
+    full = jax.eval_shape(lambda: init_params(jax.random.key(0), backbone, dtype))
+    return keep_as(weights, full)
 
 
 class _Places(NamedTuple):

@@ -11,13 +11,17 @@ import jax
 # using the first; fetched one by one, they stay in the processor's cache.
 #
 # GPU: XLA merges products that share an operand, such as queries, keys and values. With cuBLAS this
-# first concatenates the matrices, in a copy.
+# first concatenates the matrices, in a copy. It also converts a whole stack of int8 layers, in a
+# copy, and not the slices that products read, unless the sinking of slices is disabled.
 OPTIONS = {
     "cpu": {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
     },
-    "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
+    "gpu": {
+        "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_disable_hlo_passes": "slice-sinker",
+    },
 }
 
 # More of them for programs of an answer. GPU: loops become part of the CUDA graph, so that a

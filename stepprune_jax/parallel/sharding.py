@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
+from stepprune_jax.models.int8 import Int8Kernel
 from stepprune_jax.user_input import UserError, naming, require
 
 AXES = ("data", "fsdp", "tensor")
@@ -109,7 +110,8 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
         mesh: result of `build_mesh`.
 
     Returns:
-        The same tree with a `NamedSharding` for each leaf.
+        The same tree with a `NamedSharding` for each leaf. The scales of an int8 matrix lie with
+        its columns.
 
     Raises:
         ValueError: a path that no rule matches, or a dimension that its mesh axes do not divide.
@@ -123,6 +125,12 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
             parts = math.prod(mesh.shape[axis] for axis in axes)
             cut = f"{size} is not divisible by the {parts} devices of mesh axes {axes}"
             require(size % parts == 0, f"{name} of shape {tuple(leaf.shape)}: {cut}")
-        return NamedSharding(mesh, spec)
+        placed = NamedSharding(mesh, spec)
+        if not isinstance(leaf, Int8Kernel):
+            return placed
+        axes = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+        return Int8Kernel(placed, NamedSharding(mesh, P(*axes[:-2], axes[-1])))
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree_util.tree_map_with_path(
+        sharding, tree, is_leaf=lambda node: isinstance(node, Int8Kernel)
+    )

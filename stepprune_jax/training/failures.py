@@ -80,6 +80,8 @@ def remedies(run: Run, devices: Sequence[jax.Device] | None = None) -> list[str]
         changes.append("set config.model.remat=True (recomputes blocks instead of storing them)")
     if run.model.dtype == "float32":
         changes.append("set config.model.dtype=bfloat16")
+    if run.model.weights == "full":
+        changes.append("set config.model.weights=int8 (rounds the language model's matrices)")
     if len(devices) > 1 and run.mesh in ("single", "data"):
         changes.append(f"set config.mesh=fsdp (shards the weights over {len(devices)} devices)")
     if each > 1:

@@ -137,7 +137,7 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Trainin
 
 def abstract_weights(setup: step.Setup, dtype: DTypeLike) -> PyTree:
     """Returns the shapes of the frozen weights, placed as in a run."""
-    weights = vlm.abstract_params(setup.backbone, dtype)
+    weights = vlm.abstract_params(setup.backbone, dtype, setup.weights)
     return _placed(weights, setup.forward.mesh, setup.backbone.SHARDING_RULES)
 
 

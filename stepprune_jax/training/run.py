@@ -176,7 +176,8 @@ def _load_model(run: Run, batches: Batches, setup: Setup) -> VLM:
         mesh,
         jnp.dtype(run.model.dtype),
         vision_folder=vision_folder,
-        trains=True,
+        use="training",
+        weights=run.model.weights,
         progress=distributed.is_main(),
         **run.model.image_bounds,
     )

@@ -197,4 +197,5 @@ def make_setup(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> Setup:
         text_gate_anneal=run.text_gate_anneal,
         forward=forward,
         policy_gradient=run.policy_gradient,
+        weights=run.model.weights,
     )

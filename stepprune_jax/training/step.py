@@ -45,6 +45,7 @@ class Setup:
         text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0 for a constant 1.
         forward: how the frozen model is run.
         policy_gradient: settings of the objective of sampled sets.
+        weights: how the frozen model's matrices are kept, see `models.int8`.
     """
 
     backbone: Backbone
@@ -54,6 +55,7 @@ class Setup:
     text_gate_anneal: float
     forward: ForwardOptions
     policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
+    weights: str = "full"
 
 
 class TrainingBatch(NamedTuple):

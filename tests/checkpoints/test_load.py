@@ -196,7 +196,7 @@ def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path):
 
 def test_without_the_layers_of_the_language_model(llava_folder, llava_model):
     """What a front reads before an engine; everything else is as it was."""
-    params = _load(llava_folder, layers=False)
+    params = _load(llava_folder, use="embeddings")
     assert set(params["language"]) == {"embed", "norm", "head"}
     language = {name: llava_model.params["language"][name] for name in params["language"]}
     _assert_same(params, {**llava_model.params, "language": language})

@@ -28,7 +28,7 @@ def high_water():
 source = inspect_folder(sys.argv[1])
 jnp.zeros(1).block_until_ready()
 before = high_water()
-params = jax.block_until_ready(load.load_params(source, progress=False))
+params = jax.block_until_ready(load.load_params(source, weights=sys.argv[2], progress=False))
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 print(size, high_water() - before - size)
 """
@@ -57,7 +57,8 @@ def _write_sparse(folder, config):
 
 
 @pytest.mark.slow
-def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path):
+@pytest.mark.parametrize("weights", ["full", "int8"])
+def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path, weights):
     text = {
         "hidden_size": 2048,
         "intermediate_size": 5632,
@@ -69,7 +70,7 @@ def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     largest = _write_sparse(tmp_path, LlavaConfig.from_hf(raw))
     run = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(tmp_path)],
+        [sys.executable, "-c", _MEASURE, str(tmp_path), weights],
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
@@ -77,7 +78,8 @@ def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     size, extra = map(int, run.stdout.split())
-    # Half the promised margin; a loader that staged the weights would need all of `size` again.
-    margin = 500_000_000
+    # A loader that staged the weights would need all of `size` again: here half the promised margin
+    # of full ones. Those that become int8 never lie in memory whole, but for the embeddings.
+    margin = 500_000_000 if weights == "full" else 150_000_000
     assert size > 2 * margin > largest
     assert extra < largest + margin, f"{extra / 1e6:.0f} MB beyond {size / 1e6:.0f} MB of weights"

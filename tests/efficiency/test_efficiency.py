@@ -116,6 +116,7 @@ def no_weights(monkeypatch):
         (["--rows", "cls@99"], "budget is 99, expected at most 16"),
         (["--json", "/"], "--json is '/', expected a file"),
         (["--model", "llava-8b"], "'llava-8b' is neither"),
+        (["--weights", "int4"], "argument --weights: invalid choice: 'int4' (choose from "),
         (["--model", "qwen-mid", "--tokens", "230"], "--tokens is 230, expected a square number"),
     ],
 )
@@ -129,12 +130,15 @@ def test_bad_input_is_refused_before_anything_is_allocated(flags, message, model
 @pytest.mark.usefixtures("no_weights")
 def test_a_dry_run_counts_what_the_paper_has_for_all_tokens(capsys):
     names = ["all", "visionzip@64", "stepprune@64", "stepprune@288", "stepprune"]
-    efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", *names])
-    header, _, *rows, most, own = capsys.readouterr().out.strip().splitlines()
+    how = ["--dtype", "bfloat16", "--weights", "int8"]
+    efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", *names, *how])
+    header, _, *rows, most, own, weights = capsys.readouterr().out.strip().splitlines()
     assert header.startswith("| row | tower, TFLOPs | choice, TFLOPs | projector, TFLOPs | prefill")
     assert rows[0] == "| all | 0.366 | 0 | 0.0242 | 8.5 | 8.89 |"
     assert [row.split(" | ")[-1] for row in rows[1:]] == ["2.04 |", "2.08 |"]
     assert own.split(" | ")[3:5] == most.split(" | ")[3:5]  # its own stop: up to T_max
+    # 6.61e9 numbers in a byte each, .46e9 in two, and the scales in 6 MB.
+    assert weights == "weights in bfloat16, int8: 7.01 GiB"
     with pytest.raises(SystemExit):
         efficiency.main(["--model", "llava-7b"])
     assert "required: --json, or --dry_run" in capsys.readouterr().err

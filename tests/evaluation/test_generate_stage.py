@@ -265,6 +265,17 @@ def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_p
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"holds answers of another provenance.* policy: "):
         generate_answers(config, run, policy=other)
+    with pytest.raises(ValueError, match=r"of another provenance.* language_weights: "):
+        generate_answers(config.replace({"model.weights": "int8"}), run)
+
+
+def test_int8_weights_are_loaded_as_such(config):
+    model = generate_stage.load_model(config.replace({"model.weights": "int8"}))
+    assert model.params["language"]["head"]["kernel"].value.dtype == "int8"
+    with pytest.raises(
+        ValueError, match=r"^config\.model\.weights is 'int4', expected one of full,"
+    ):
+        config.replace({"model.weights": "int4"})
 
 
 def test_what_is_answered_is_scored_and_not_asked_again(run, config, copied, monkeypatch):

@@ -11,6 +11,7 @@ from PIL import Image
 from small_world import stepprune
 from visual import as_a_phone_stores
 
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.cli.generate import main
 from stepprune_jax.inference import Generator, RunOptions, generate, read_request, trace_arrays
@@ -141,6 +142,17 @@ def test_without_stdin_only_the_first_prompt_is_answered(files, capsys, monkeypa
     monkeypatch.setattr(sys, "stdin", stdin)
     assert run(files, "--interactive", "--prompt", "two?", images=()) == 0
     assert capsys.readouterr().out.count("[kept 0 of 0 visual tokens") == 1
+
+
+def test_int8_weights_are_those_of_the_library(files, capsys):
+    found = as_json(files, capsys, "--prompt", "two?", "--weights", "int8")
+    how = {"dtype": "float32", "weights": "int8", "progress": False}
+    model = load_vlm(files / "model", **how)
+    (expected,) = generate(model, ["two?"], [files / "1.png"], options=SIX)
+    assert (found["language_weights"], found["token_ids"]) == ("int8", [*expected.token_ids])
+    assert as_json(files, capsys, "--prompt", "two?")["language_weights"] == "full"
+    assert run(files, "--prompt", "two?", "--weights", "int4") == 2
+    assert "argument --weights: invalid choice: 'int4' (choose from" in capsys.readouterr().err
 
 
 def test_a_mesh_by_name(files, capsys):

@@ -4,6 +4,7 @@ import pytest
 from servers import serving
 from small_world import stepprune
 
+from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli import serve
 from stepprune_jax.user_input import UserError
@@ -36,6 +37,7 @@ def test_the_flags_are_the_defaults_of_a_request(prepared, tmp_path):
     ("arguments", "words"),
     [
         (("--pruner", "fastv", "--budget", "3", "--engine", "http://x"), "inside the language"),
+        (("--weights", "int8", "--engine", "http://x"), "--weights int8 .* expected no --engine"),
         (("--engine", "127.0.0.1:8000"), "expected http://HOST:PORT"),
         (("--engine", "http://localhost:65536"), "expected http://HOST:PORT"),
         (("--engine_timeout", "nan"), "--engine_timeout is nan"),
@@ -51,6 +53,17 @@ def test_a_bad_flag_is_one_line(prepared, arguments, words):
     with pytest.raises(ValueError, match=words) as caught:
         prepared(*arguments)
     assert isinstance(caught.value, UserError)
+
+
+def test_int8_weights_are_loaded_as_such(prepared, monkeypatch, capsys):
+    loaded = []
+    load = lambda *given, **how: loaded.append(load_vlm(*given, **how)) or loaded[-1]  # noqa: E731
+    monkeypatch.setattr(serve, "load_vlm", load)
+    prepared("--weights", "int8", "--port", 8082)
+    assert loaded[0].params["language"]["head"]["kernel"].value.dtype == "int8"
+    with pytest.raises(SystemExit):
+        prepared("--weights", "int4")
+    assert "argument --weights: invalid choice: 'int4' (choose from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -22,7 +22,7 @@ SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)
 
 
-def seven_b(**options):
+def seven_b(weights="full", **options):
     return Setup(
         Llava(SEVEN_B),
         StepPrune(),
@@ -30,6 +30,7 @@ def seven_b(**options):
         optimizer=optimizer_settings(),
         text_gate_anneal=0.1,
         forward=ForwardOptions(rows=2, **options),
+        weights=weights,
     )
 
 
@@ -53,8 +54,9 @@ def policy_flops(setup):
 
 
 @pytest.mark.slow
-def test_frozen_weights_have_no_gradient_in_the_program():
-    setup = seven_b()
+@pytest.mark.parametrize("kind", ["full", "int8"])
+def test_frozen_weights_have_no_gradient_in_the_program(kind):
+    setup = seven_b(kind)
     traced = plan.trace_update(setup, jnp.bfloat16, ROWS, BUCKET)
     found = traced_flops(traced.jaxpr) - policy_flops(setup)
     length = BUCKET.ids - 1 + SEVEN_B.max_image_tokens
@@ -65,7 +67,9 @@ def test_frozen_weights_have_no_gradient_in_the_program():
     weights = 2 * (cost.projections + cost.mlp + cost.head) + vision["projector"]
     row = vision["tower"] + 2 * weights + 3 * 2 * cost.attention
     assert found == pytest.approx(ROWS * row, rel=1e-3)
-    again = plan.trace_update(seven_b(execution=Execution(remat=True)), jnp.bfloat16, ROWS, BUCKET)
+    again = plan.trace_update(
+        seven_b(kind, execution=Execution(remat=True)), jnp.bfloat16, ROWS, BUCKET
+    )
     more = traced_flops(again.jaxpr) - policy_flops(setup) - found
     # Blocks are computed again, but for their last product, which nothing needs.
     assert 0.7 < more / (ROWS * 2 * cost.layer_macs) <= 1

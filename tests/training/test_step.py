@@ -11,7 +11,9 @@ from tiny_run import make_run, open_tiny, optimizer_settings
 from visual import visual_of
 
 from stepprune_jax import policy
-from stepprune_jax.models import vlm
+from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.models import vlm, weights
+from stepprune_jax.models.int8 import Int8Kernel
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.trained import StepPrune
@@ -69,6 +71,27 @@ def test_the_loss_and_its_slope_are_those_of_the_full_logits(run):
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     assert float(jnp.abs(grad).max()) > 1e-3
     np.testing.assert_allclose(grad, expected[1], rtol=1e-4, atol=1e-7)
+
+
+def test_int8_weights_train_as_the_numbers_they_stand_for(run, llava_folder):
+    model, setup, batch = run
+    params = load_vlm(llava_folder, dtype=jnp.float32, weights="int8", progress=False).params
+    flat = weights.flatten(params)
+    stands = {
+        path: leaf.value * leaf.scale[..., None, :] if isinstance(leaf, Int8Kernel) else leaf
+        for path, leaf in flat.items()
+    }
+    tokens = jax.random.normal(jax.random.key(0), (8, 9, 32))
+
+    def loss(tokens, params):
+        return lm_loss(params, model.backbone, setup.forward, tokens, batch.targets)
+
+    slope = jax.jit(jax.value_and_grad(loss))
+    (value, grad), expected = slope(tokens, params), slope(tokens, weights.unflatten(stands))
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(grad, expected[1], rtol=1e-3, atol=1e-6)
+    full, _ = slope(tokens, model.params)
+    assert full != value and abs(full - value) < 0.01 * full
 
 
 def test_map_rows_keeps_their_order():

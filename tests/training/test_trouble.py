@@ -99,9 +99,15 @@ def test_too_little_memory_is_reported_in_one_line(world, tmp_path, monkeypatch)
         ({"model.rows_at_once": 64}, "(the frozen model runs 8 rows at a time)", "runs 64"),
         ({"model.rows_at_once": 0}, "set config.model.rows_at_once (", "lower config.model"),
         ({"model.remat": True, "mesh": "data"}, "mesh=fsdp (shards the weights over 8", "remat"),
+        ({}, "set config.model.weights=int8 (", "use more devices"),
         ({"mesh": "fsdp", "batch_size": 16}, "lower config.batch_size (16", "config.mesh"),
         (
-            {"mesh": "fsdp", "model.remat": True, "model.dtype": "bfloat16"},
+            {
+                "mesh": "fsdp",
+                "model.remat": True,
+                "model.dtype": "bfloat16",
+                "model.weights": "int8",
+            },
             "use more devices",
             "config",
         ),

@@ -131,7 +131,7 @@ class Programs:
     @functools.cached_property
     def _weights(self) -> PyTree:
         """Returns the frozen weights as loaded for inference."""
-        weights = vlm.abstract_params(self._backbone, self._dtype)
+        weights = vlm.abstract_params(self._backbone, self._dtype, self._setup.weights)
         if self._mesh.devices.flat[0].platform == "gpu":  # as `placement.prepare_to_answer`
             weights = jax.eval_shape(join, weights)
         return self._place(weights, self._backbone.SHARDING_RULES)

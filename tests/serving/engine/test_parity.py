@@ -17,8 +17,8 @@ COMPACT = RunOptions(MOST, "compact")
 CLIENTS = 16
 
 
-def loaded(folder, layers=True):
-    return load_vlm(folder, dtype=jnp.float32, layers=layers, progress=False)
+def loaded(folder, use="answers"):
+    return load_vlm(folder, dtype=jnp.float32, use=use, progress=False)
 
 
 def requests(number, pruners, sides=(8, 90)):
@@ -66,7 +66,7 @@ def test_two_hundred_requests_to_a_llava(wide_llava, start):
     pruners = [("stepprune", None), ("stepprune", 4), ("grid", 9), ("random", 9), ("all", None)]
     pruners += [("visionzip", 6), ("divprune", 9)]
     # The front has no layers of the language model.
-    with front_before(engine.address, loaded(wide_llava, layers=False), policy=policy) as address:
+    with front_before(engine.address, loaded(wide_llava, "embeddings"), policy=policy) as address:
         compare(model, address, policy, list(requests(200, pruners)))
 
 

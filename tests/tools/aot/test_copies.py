@@ -37,7 +37,7 @@ def config_of(name):
     return LlavaConfig.from_hf(testing.tiny_hf_config(vision=vision, text=text))
 
 
-def copies(name, program, answers=True):
+def copies(name, program, answers=True, weights="full"):
     """What a program writes in the shape of a weight, compiled for a target."""
     to, config = made(name), config_of(name)
     whole = NamedSharding(Mesh(to.devices, "x"), P())
@@ -46,7 +46,7 @@ def copies(name, program, answers=True):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
 
     dtype = jnp.bfloat16
-    params = vlm.abstract_params(Llava(config), dtype)
+    params = vlm.abstract_params(Llava(config), dtype, weights)
     if to.devices[0].platform == "gpu":
         params = jax.eval_shape(join, params)
     params = place(params)
@@ -78,6 +78,14 @@ def test_the_programs_that_answer_copy_no_weight(name, program, monkeypatch):
     if name == "cpu":  # where layers are small, to be quick
         monkeypatch.setattr(stack, "_LARGE", 0)
     assert copies(name, program) == ()
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["cpu", "h200", "a6000", "v5e"])
+def test_int8_matrices_are_converted_within_their_products(name, program, monkeypatch):
+    if name == "cpu":
+        monkeypatch.setattr(stack, "_LARGE", 0)
+    assert copies(name, program, weights="int8") == ()
 
 
 @pytest.mark.parametrize("name", ["cpu", "h200"])
