@@ -156,9 +156,9 @@ def load_params(
         the configuration says that they are tied.
 
     Raises:
-        ValueError: `dtype` is not floating; `use` or `weights` is unknown; weights are missing, unused,
-            mis-shaped or of a non-floating dtype, all of which are listed; a truncated or corrupt
-            file, or numbers too large for `dtype`.
+        ValueError: `dtype` is not floating; `use` or `weights` is unknown; weights are missing,
+            unused, mis-shaped or of a non-floating dtype, all of which are listed; a truncated or
+            corrupt file, or numbers too large for `dtype`.
     """
     floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     expect("dtype", dtype, floating, "a floating one, such as jnp.bfloat16")

@@ -14,11 +14,10 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int8
 
 from stepprune_jax.models.int8 import Int8Kernel
+from stepprune_jax.models.stack import Params
 
 # Rows of an int8 matrix that are converted at once on a CPU.
 _TILE = 128
-
-from stepprune_jax.models.stack import Params
 
 
 class BlockOutput(NamedTuple):
