@@ -81,7 +81,7 @@ def test_every_weight_has_a_rule_that_divides_it_and_every_rule_a_weight(name):
     # The first one counts: a longer path stands before the shorter one that it ends with.
     used = {
         next(pattern for pattern, _ in rules if matches(path, pattern))
-        for path, _ in leaves(params)
+        for path, _ in [*leaves(params), *leaves(jax.eval_shape(join, params))]
     }
     tied = {"language/head/kernel"} if backbone.config.text.tie_embeddings else set()
     assert used | tied == {pattern for pattern, _ in rules}
