@@ -18,10 +18,12 @@ from hf_reference import assert_close, randomise
 from quick import quick_or_slow
 from small_world import one_shot, stepprune
 from tiny_llava_next import SIZES, tiny_llava_next
-from transformers.image_processing_utils import select_best_resolution
+from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
+from transformers.image_utils import ChannelDimension
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from visual import noise
 
 from stepprune_jax.checkpoints.chat_template import warn_of_template
@@ -33,7 +35,7 @@ from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.llava_next.backbone import LlavaNext, LlavaNextMistral
-from stepprune_jax.models.llava_next.images import best_size
+from stepprune_jax.models.llava_next.images import best_size, fitted_size, unpadded_grid
 from stepprune_jax.pruners import PRUNERS, build_pruner
 
 # Height and width of images: of each plan of tiles, enlarged and reduced, with bars on either side,
@@ -125,8 +127,15 @@ def test_taps_are_in_the_order_of_tokens(pair):
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(height=st.integers(1, 3000), width=st.integers(1, 3000))
 def test_sizes_equal_the_reference(height, width):
-    theirs = select_best_resolution((height, width), SIZES)
-    assert best_size(height, width, tuple(map(tuple, SIZES))) == tuple(theirs)
+    theirs = tuple(select_best_resolution((height, width), SIZES))
+    assert best_size(height, width, tuple(map(tuple, SIZES))) == theirs
+    pixels = np.broadcast_to(np.uint8(0), (3, height, width))
+    fitted = get_patch_output_size(pixels, theirs, ChannelDimension.FIRST)
+    assert fitted_size(height, width, theirs) == fitted
+    plan = [side // 24 for side in theirs]
+    rows, columns = unpadded_grid(height, width, *(24 * part for part in plan))
+    counted = LlavaNextProcessor._get_unpadded_features(None, height, width, 24, 24, *plan)
+    assert (rows * columns, rows) == counted
 
 
 # Prompt, and numbers of its images.

@@ -70,6 +70,7 @@ class Llava(Backbone):
     SHARDING_RULES = weights.SHARDING_RULES
     VISION_PREFIX = weights.VISION
     MARK = f"{IMAGE_MARK}\n"
+    PROCESSOR = "LlavaProcessor"  # the class of `transformers`
 
     @classmethod
     def matches(cls, raw: Json) -> bool:
@@ -121,17 +122,21 @@ class Llava(Backbone):
         return images.settings_from_hf(*read_processor(folder))
 
     def hf_processor(self, settings: LlavaImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(images.padded(settings, self.config.pad_images))
+        processor, kind = self.describe(settings), {"processor_class": self.PROCESSOR}
         combined = {
-            "processor_class": "LlavaProcessor",
+            **kind,
             "image_processor": processor,
             "image_token": IMAGE_MARK,
             **images.placeholders(self.config.vision.patch_size),
         }
         return {
-            "preprocessor_config.json": {**processor, "processor_class": "LlavaProcessor"},
+            "preprocessor_config.json": processor | kind,
             "processor_config.json": combined,
         }
+
+    def describe(self, settings: LlavaImageSettings) -> Json:
+        """Describes the image processor."""
+        return images.to_hf(images.padded(settings, self.config.pad_images))
 
     def bound_images(
         self,

@@ -18,13 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from PIL import Image
 
-from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json, read_fields
 from stepprune_jax.models.images import read_processor
 from stepprune_jax.models.llava import Llava
-from stepprune_jax.models.llava.images import LlavaImageSettings, placeholders
+from stepprune_jax.models.llava.images import LlavaImageSettings
 from stepprune_jax.models.llava_next import images
 from stepprune_jax.models.llava_next.config import CONTEXT, SIZES, LlavaNextConfig
 from stepprune_jax.models.llava_next.images import BothSizes, Tiles
@@ -47,6 +46,7 @@ class LlavaNext(Llava):
         "'llava_next') or in the original one (image_aspect_ratio 'anyres')"
     )
     CONTEXT_LIMIT = CONTEXT
+    PROCESSOR = "LlavaNextProcessor"
     SHARDING_RULES = (*Llava.SHARDING_RULES, (r"newline/embedding", P()))
 
     @classmethod
@@ -75,17 +75,8 @@ class LlavaNext(Llava):
     def image_settings(cls, folder: str | Path) -> LlavaImageSettings:
         return images.settings_from_hf(*read_processor(folder))
 
-    def hf_processor(self, settings: LlavaImageSettings) -> dict[str, Json]:
-        processor = images.to_hf(settings, self.config.sizes)
-        combined = placeholders(self.config.vision.patch_size) | {
-            "processor_class": "LlavaNextProcessor",
-            "image_processor": processor,
-            "image_token": IMAGE_MARK,
-        }
-        return {
-            "preprocessor_config.json": {**processor, "processor_class": "LlavaNextProcessor"},
-            "processor_config.json": combined,
-        }
+    def describe(self, settings: LlavaImageSettings) -> Json:
+        return images.to_hf(settings, self.config.sizes)
 
     def bound_images(
         self,
@@ -227,12 +218,9 @@ class LlavaNextMistral(LlavaNext):
         said = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else ""
         text = ""
         for number, message in enumerate(turns):
-            if number % 2:
-                text += f" {message} </s>" if message else ""
-            else:
-                text += f"[INST] {said}{message or ''} [/INST]"
-                said = ""
-        return text
+            answer = f" {message} </s>" if message else ""
+            text += answer if number % 2 else f"[INST] {message or ''} [/INST]"
+        return text.replace("[INST] ", f"[INST] {said}", 1)
 
     @classmethod
     def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:

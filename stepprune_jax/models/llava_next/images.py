@@ -74,10 +74,8 @@ def best_size(height: int, width: int, sizes: Sizes) -> tuple[int, int]:
 
 def fitted_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
     """Returns height and width of an image that is resized to fit a size."""
-    down, across = size[0] / height, size[1] / width
-    if across < down:
-        return min(math.ceil(height * across), size[0]), size[1]
-    return size[0], min(math.ceil(width * down), size[1])
+    scale = min(size[0] / height, size[1] / width)
+    return min(math.ceil(height * scale), size[0]), min(math.ceil(width * scale), size[1])
 
 
 def unpadded_grid(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
@@ -99,13 +97,10 @@ def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.I
     fitted = image.resize((width, height), settings.resample)
     padded.paste(fitted, ((across - width) // 2, (down - height) // 2))
     whole = image.resize((side, side), settings.resample)
+    whole, padded = (np.asarray(part).transpose(2, 0, 1) for part in (whole, padded))
     rows, columns = (length // side * (side // patch) for length in (down, across))
     grid = np.array(unpadded_grid(image.height, image.width, rows, columns), np.int32)
-    return BothSizes(_as_bytes(whole), _as_bytes(padded), grid)
-
-
-def _as_bytes(image: Image.Image) -> Bytes:
-    return np.asarray(image).transpose(2, 0, 1)
+    return BothSizes(whole, padded, grid)
 
 
 def to_tiles(settings: LlavaImageSettings, image: BothSizes) -> Tiles:
