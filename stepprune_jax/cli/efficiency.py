@@ -51,7 +51,9 @@ _HEADER = [
     "row",
     "tokens kept",
     "TFLOPs",
+    "tower, ms",
     "choosing, ms",
+    "the rest, ms",
     "to the first token, ms",
     "ms a token",
     "cache, MB a row",
@@ -61,16 +63,23 @@ _HEADER = [
 
 _NAME = "stepprune-efficiency"
 
+# Parts of an answer whose medians are shown: "rest" is the time to the first token but for the
+# first two, the language model's prefill and what the host does.
+_PARTS = ("tower", "selector", "rest", "decode")
+
 
 def _cells(row: dict[str, Any]) -> list[object]:
     """Returns the cells of a row; brackets have the minimum and the maximum over the rounds."""
     mean, least, most = row["kept"]
-    (selector, *_), whole, (decode, *_) = (row["ms"][n] for n in ("selector", "whole", "decode"))
+    whole = row["ms"]["whole"]
+    tower, selector, rest, decode = (row["ms"][name][0] for name in _PARTS)
     return [
         row["row"],
         f"{mean:.4g}" + (f" ({least} to {most})" if least < most else ""),
         sum(row["tflops"].values()),
+        tower,
         selector,
+        rest,
         _spread(whole),
         decode,
         row["cache_bytes"] / 1e6,

@@ -101,7 +101,9 @@ def measure(
         "row": row.name,
         "kept": [float(kept.mean()), int(kept.min()), int(kept.max())],
         "ms": {
+            "tower": _spread(1e3 * turn.tower for turn in own),
             "selector": _spread(1e3 * turn.selector for turn in own),
+            "rest": _spread(1e3 * (turn.whole - turn.tower - turn.selector) for turn in own),
             "whole": _spread(1e3 * turn.whole for turn in own),
             "decode": _spread(1e3 * turn.decode / steps for turn in own),
             **({"whole_baseline": _spread(1e3 * turn.whole for turn in beside)} if beside else {}),
@@ -114,8 +116,18 @@ def measure(
 
 
 class _Turn(NamedTuple):
-    """Seconds of choosing tokens alone, to the first token, and from there to the last; results."""
+    """Seconds of parts of an answer, and its results.
 
+    Attributes:
+        tower: the tower alone, from images on the host.
+        selector: choosing tokens alone, from the tower's results.
+        whole: from images on the host to the first token.
+        decode: from there to the last token.
+        kept: [b] visual tokens after the last cut.
+        cache: bytes of keys and values.
+    """
+
+    tower: float
     selector: float
     whole: float
     decode: float
@@ -124,11 +136,11 @@ class _Turn(NamedTuple):
 
 
 def _answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
-    """Answers a batch like a user's program, timing the first token."""
+    """Answers a batch like a user's program, timing the first token, and its parts alone."""
     model, options, sampling = bench.model, bench.options, greedy(())
-    taps = row.pruner.taps(model.config)
+    taps, begin = row.pruner.taps(model.config), time.perf_counter()
     vision = jax.block_until_ready(pipeline.encode(model, batch.images, taps, options.execution))
-    begin = time.perf_counter()
+    tower, begin = time.perf_counter() - begin, time.perf_counter()
     jax.block_until_ready(pipeline.choose(model, row.pruner, batch.prompts, vision)[0])
     selector = time.perf_counter() - begin
     begin = time.perf_counter()
@@ -140,7 +152,8 @@ def _answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
     nbytes = sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
     state = pipeline.finish(model, begun.state, sampling, options.max_tokens, options.execution)
     jax.block_until_ready(state.token)
-    return _Turn(selector, middle - begin, time.perf_counter() - middle, begun.kept, nbytes)
+    decode = time.perf_counter() - middle
+    return _Turn(tower, selector, middle - begin, decode, begun.kept, nbytes)
 
 
 def _spread(values: Iterable[float]) -> list[float]:
