@@ -11,7 +11,6 @@ Shapes are padded to buckets, so that the number of compiled programs is bounded
 
 import collections
 import dataclasses
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -21,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
-from stepprune_jax.data.prompts import truncated_images
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.base import (
     Batch,
@@ -34,9 +32,19 @@ from stepprune_jax.inference.base import (
     RunOptions,
     Texts,
 )
+from stepprune_jax.inference.plan import (
+    Choice,
+    fit_context,
+    length_bucket,
+    padded_rows,
+    padded_to,
+    pair_up,
+    plan_choice,
+    row_lengths,
+    survivors,
+)
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import (
     decodes_by_step,
@@ -45,7 +53,7 @@ from stepprune_jax.parallel.placement import (
     place_rows,
     replicate_like,
 )
-from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, ladder, row_bucket
+from stepprune_jax.policy.buckets import choose_bucket
 from stepprune_jax.pruning import AllTokens, Budget, Kept, Pruner, Ranker, Ranking, View
 from stepprune_jax.trained import Weighted
 
@@ -75,7 +83,7 @@ def place_pruner(model: VLM, pruner: Pruner) -> Pruner:
 
 def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> View:
     """Builds a pruner's view of a batch: a row for each (image, prompt) pair, as in `choose`."""
-    choice = _plan_choice(model, pruner, prompts, images, None)
+    choice = _plan_choice(model, pruner, prompts, images)
     pairs = _pairs(model, pruner, prompts, images, choice)
     plan = Plan(projected=pruner.after_projector, mesh=mesh_of(model.params))
     return programs.run_see(model.params, model.backbone, pairs, plan=plan)
@@ -103,39 +111,10 @@ def choose(
     return _choose(model, pruner, choice, prompts, images, execution, ranking)
 
 
-class _Choice(NamedTuple):
-    """What a pruner chooses from, as far as the host knows it."""
-
-    rows: "_Rows"
-    counts: Int[np.ndarray, "r"]  # tokens to keep if they follow from the images' sizes, or all
-    capacity: int  # padded number of tokens kept of an image, the most where a stop decides
-    sizes: Sequence[int]  # padded numbers to choose from
-
-
-def _plan_choice(
-    model: VLM,
-    pruner: Pruner,
-    prompts: Prompts,
-    images: Images,
-    sizes: Sequence[int] | None,
-) -> _Choice:
-    """Plans the choice of a batch; `sizes` are those of `choose`."""
-    config, rows = model.config, _pair_up(prompts.image_of)
-    n = _padded_tokens(model, images)
-    schedule = pruner.schedule(config, n)
-    if schedule.enter == n:
-        sizes = (n,)
-    elif sizes is None:
-        sizes = bucket_ladder(schedule.most)
-    counts = exact_counts(model.config, pruner, images.sizes[rows.image])
-    capacity = choose_bucket(counts, sizes) if pruner.budget.is_exact else schedule.most
-    return _Choice(rows, counts, capacity, sizes)
-
-
 def _choose(
     model: VLM,
     pruner: Pruner,
-    choice: _Choice,
+    choice: Choice,
     prompts: Prompts,
     images: Images,
     execution: Execution,
@@ -145,7 +124,7 @@ def _choose(
     mesh = mesh_of(model.params)
     if ranking is not None:
         counts = np.asarray(pruner.counts(ranking, choice.counts), np.int32)
-        arrays = (images.features[choice.rows.image], ranking.order, counts)
+        arrays = (images.features[choice.image], ranking.order, counts)
         capacity = choose_bucket(counts, choice.sizes)
         return programs.run_take(*place_rows(mesh, arrays), capacity=capacity), counts
     pairs = _pairs(model, pruner, prompts, images, choice)
@@ -162,7 +141,7 @@ def rank(model: VLM, pruner: Ranker, prompts: Prompts, images: Images, steps: in
     # One program serves every budget: an order does not depend on it.
     pruner = dataclasses.replace(pruner.program(), budget=Budget())
     plan = Plan(projected=pruner.after_projector, mesh=mesh_of(model.params))
-    choice = _plan_choice(model, pruner, prompts, images, None)
+    choice = _plan_choice(model, pruner, prompts, images)
     pairs = _pairs(model, pruner, prompts, images, choice)
     return programs.run_rank(model.params, model.backbone, pruner, pairs, plan=plan, steps=steps)
 
@@ -187,13 +166,11 @@ def prepare(
     config, mesh = model.config, mesh_of(model.params)
     capacity, padded, cuts, chooses = 0, 1, (), False
     if images is None or not prompts.has_image.any():
-        rows, pruner, tokens = _pair_up(prompts.image_of), AllTokens(), _no_tokens(model)
-        size, grid = np.zeros(1, np.int32), np.ones((1, 2), np.int32)
-        counts = size
+        choice, pruner, tokens = pair_up(prompts.image_of), AllTokens(), _no_tokens(model)
+        size, grid, counts = np.zeros(1, np.int32), np.ones((1, 2), np.int32), choice.counts
     else:
         choice = _plan_choice(model, pruner, prompts, images, sizes)
-        rows, size, grid = choice.rows, images.sizes, images.grid
-        size, grid = size[rows.image], grid[rows.image]
+        size, grid = images.sizes[choice.image], images.grid[choice.image]
         cuts = pruner.cuts(config, _padded_tokens(model, images))
         # Where the counts are known and the tower has not run, the last program chooses.
         chooses = images.features is None and pruner.budget.is_exact
@@ -206,18 +183,19 @@ def prepare(
             )
             padded = choose_bucket(counts, choice.sizes)
     limit = options.context_limit or model.backbone.CONTEXT_LIMIT
-    of_image = _fit(prompts, np.where(rows.shown, counts[rows.slot], 0), limit)
-    survivors = _survivors(pruner, config, of_image, len(cuts))
-    left, j = [of_image, *survivors.sum(3)], rows.slot.shape[1]
+    of_image = np.where(choice.shown, counts[choice.slot], 0)
+    of_image = fit_context(prompts, of_image, limit)
+    after = survivors(config, pruner, of_image, len(cuts))
+    left, j = [of_image, *after.sum(3)], choice.slot.shape[1]
     if width is None:
-        slots, text = _lengths(prompts.length - rows.shown.sum(1), left, limit)
+        slots, text = row_lengths(prompts.length - choice.shown.sum(1), left, limit)
         # The most ids that so many slots can take, and one more for a row that is truncated, so
         # that the program depends on the length of the rows alone.
-        ids = _padded_to(prompts.ids, slots[0] + j + 1)
+        ids = padded_to(prompts.ids, slots[0] + j + 1)
     else:
         most = [padded, *(int(count.max(initial=0)) for count in left[1:])]
         slots, text = [width + j * count for count in most], width
-        ids = _padded_to(prompts.ids, width)
+        ids = padded_to(prompts.ids, width)
     own = options.positions == "own"
     plan = Plan(
         capacity=capacity,
@@ -231,11 +209,11 @@ def prepare(
         mesh=mesh,
     )
     texts = Texts(
-        ids, prompts.length, rows.slot, rows.shown, grid[rows.slot], tuple(survivors[..., 0])
+        ids, prompts.length, choice.slot, choice.shown, grid[choice.slot], tuple(after[..., 0])
     )
     # An unused pruner would still distinguish programs, so it is left out.
     used = pruner.program() if cuts or chooses else None
-    before = np.where(rows.shown, size[rows.slot], 0).sum(1)
+    before = np.where(choice.shown, size[choice.slot], 0).sum(1)
     batch = Batch(plan, used, tokens, place_rows(plan.mesh, texts), before, left[-1].sum(1))
     return batch if not cuts or pruner.budget.is_exact else _halt(model, batch, limit)
 
@@ -249,7 +227,7 @@ def _halt(model: VLM, batch: Batch, limit: int) -> Batch:
         model.params, model.backbone, batch.pruner, batch.tokens, batch.texts, plan=plan
     )
     remain, visual = fetch(count).T
-    slots = min(_bucket(int(remain.max()), ladder(limit)), plan.slots[0])
+    slots = min(length_bucket(int(remain.max()), limit), plan.slots[0])
     plan = dataclasses.replace(batch.plan, slots=(plan.slots[0], slots))
     return batch._replace(plan=plan, tokens=halted, kept=visual)
 
@@ -341,31 +319,15 @@ def finish(
     return state
 
 
-class _Rows(NamedTuple):
-    """The (image, prompt) pairs of a batch, padded to a bucket by repeating the first."""
-
-    image: Int[np.ndarray, "r"]  # row in the images
-    prompt: Int[np.ndarray, "r"]  # row of the batch
-    slot: Int[np.ndarray, "b j"]  # pair of each image of each prompt
-    shown: Bool[np.ndarray, "b j"]  # True = image
-
-
-def _pair_up(image_of: Int[np.ndarray, "b j"]) -> _Rows:
-    b, j = image_of.shape
-    shown = image_of >= 0
-    prompt, place = np.nonzero(shown)
-    count = len(prompt)
-    slot = np.zeros((b, j), np.int32)
-    slot[prompt, place] = np.arange(count)
-    image = image_of[prompt, place]
-    rows = _padded_rows(count, b)
-    return _Rows(*(x[rows].astype(np.int32) for x in (image, prompt)), slot, shown)
-
-
-def _padded_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
-    """Returns 0, 1, ..., padded with zeros to a bucket; multiples of `batch` are buckets."""
-    rows = np.arange(row_bucket(count, range(batch, count + batch, batch)))
-    return np.where(rows < count, rows, 0)
+def _plan_choice(
+    model: VLM,
+    pruner: Pruner,
+    prompts: Prompts,
+    images: Images,
+    sizes: Sequence[int] | None = None,
+) -> Choice:
+    n = _padded_tokens(model, images)
+    return plan_choice(model.config, pruner, prompts.image_of, images.sizes, n, sizes)
 
 
 def _padded_tokens(model: VLM, images: Images) -> int:
@@ -375,17 +337,17 @@ def _padded_tokens(model: VLM, images: Images) -> int:
     return model.backbone.padded_tokens(images.pixels)
 
 
-def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice: _Choice) -> Pairs:
+def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice: Choice) -> Pairs:
     """Places a pruner's inputs on the model's devices."""
-    rows, mesh = choice.rows, mesh_of(model.params)
-    image, n = rows.image, _padded_tokens(model, images)
+    mesh, n = mesh_of(model.params), _padded_tokens(model, images)
+    image, prompt = choice.image, choice.prompt
     sizes, grid, seed = images.sizes[image], images.grid[image], images.seed[image]
-    said = zip(prompts.words[rows.prompt], prompts.num_words[rows.prompt], seed, strict=True)
+    said = zip(prompts.words[prompt], prompts.num_words[prompt], seed, strict=True)
     # Continued by the question, so that neither place nor batch changes what is drawn for a row.
     seed = np.array([zlib.crc32(ids[:count], check) for ids, count, check in said], np.uint32)
     if images.features is None:
         used, image = np.unique(image, return_inverse=True)
-        used = used[_padded_rows(len(used), len(prompts.length))]
+        used = used[padded_rows(len(used), len(prompts.length))]
         source = jax.tree.map(lambda part: part[used], images.pixels), None
     else:
         source = images.features, tuple(images.taps[tap] for tap in pruner.taps(model.config))
@@ -405,9 +367,9 @@ def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice:
                 image.astype(np.int32),
                 grid,
                 sizes if (sizes < n).any() else None,
-                words[rows.prompt],
-                num_words[rows.prompt],
-                prompts.number[rows.prompt],
+                words[prompt],
+                num_words[prompt],
+                prompts.number[prompt],
                 seed,
                 choice.counts,
             ),
@@ -415,67 +377,8 @@ def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice:
     )
 
 
-def exact_counts(
-    config: ModelConfig, pruner: Pruner, image_sizes: Int[np.ndarray, "r"]
-) -> Int[np.ndarray, "r"]:
-    """Returns the tokens to keep of images if they follow from their sizes, otherwise all."""
-    sizes, at = np.unique(image_sizes, return_inverse=True)
-    counts = [pruner.schedule(config, int(size)).enter for size in sizes]
-    pairs = zip(counts, sizes, strict=True)
-    return np.array([size if count is None else count for count, size in pairs], np.int32)[at]
-
-
 def _no_tokens(model: VLM) -> Kept:
     """Returns placeholder tokens for a batch without images."""
     dtype = jax.tree.leaves(model.params)[0].dtype
     one = np.zeros((1, 1), np.int32)
     return Kept(one, one, np.zeros((1, 1, model.config.feature_width), dtype), one > 0, one[0])
-
-
-def _padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b width"]:
-    """Pads or cuts ids at the right end."""
-    ids = ids[:, :width]
-    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])))
-
-
-def _survivors(
-    pruner: Pruner, config: ModelConfig, of_image: Int[np.ndarray, "b j"], cuts: int
-) -> Int[np.ndarray, "cuts b j 2"]:
-    """Evaluates `Schedule.after` for each image of each row; 0 for images without tokens."""
-    left = np.zeros((cuts, *of_image.shape, 2), np.int32)
-    for size in np.unique(of_image[of_image > 0]) if cuts else ():
-        of_size = np.array(pruner.schedule(config, int(size)).after)
-        left[:, of_image == size] = of_size[:, None]
-    return left
-
-
-def _lengths(
-    text: Int[np.ndarray, "b"], left: Sequence[Int[np.ndarray, "b j"]], limit: int
-) -> tuple[list[int], int]:
-    """Returns buckets for the rows of each stage, and for their text alone."""
-    totals = [np.minimum(text + count.sum(1), limit).max() for count in left]
-    slots = [_bucket(int(total), ladder(limit)) for total in totals]
-    return slots, _bucket(int(text.max()), ladder(limit, 16))
-
-
-def _fit(prompts: Prompts, of_image: np.ndarray, limit: int) -> np.ndarray:
-    """Returns tokens of each image [b, j] after truncating rows to the context."""
-    shown = prompts.image_of >= 0
-    text = prompts.length - shown.sum(1)
-    longest = int((text + of_image.sum(1)).max())
-    if longest > limit:
-        warnings.warn(
-            f"a prompt of {longest} embeddings was truncated to its first {limit}: its end, and so "
-            "the question, may be lost",
-            stacklevel=3,
-        )
-        of_image = of_image.copy()
-        for row, (ids, length) in enumerate(zip(prompts.ids, prompts.length, strict=True)):
-            mine = row, shown[row]
-            of_image[mine] = truncated_images(ids[:length], of_image[mine], limit)
-    return of_image
-
-
-def _bucket(longest: int, sizes: Sequence[int]) -> int:
-    """Returns the first of ascending sizes that is large enough, or the last one."""
-    return next((size for size in sizes if size >= longest), sizes[-1])

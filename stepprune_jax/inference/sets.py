@@ -13,6 +13,7 @@ from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions
 from stepprune_jax.inference.decoding import check_finite
 from stepprune_jax.inference.encode import EncodedQuestions
+from stepprune_jax.inference.plan import exact_counts
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.sampling import greedy
 from stepprune_jax.inference.text import answer_text
@@ -161,7 +162,7 @@ def _answer_all(
     count, order = prompts.has_image.astype(np.int32), [np.zeros(0, np.int32)] * total
     if ranking is not None:
         sizes = images.sizes[prompts.image_of[:, 0]]
-        exact = pipeline.exact_counts(model.config, pruner, sizes)
+        exact = exact_counts(model.config, pruner, sizes)
         count = np.asarray(pruner.counts(ranking, exact), np.int32)
         order = [picks[:kept] for picks, kept in zip(ranking.order, count, strict=True)]
     ranked = np.lexsort((-count, -bucket))

@@ -1,0 +1,148 @@
+"""Plans a batch on the host: which pairs of image and prompt, how many tokens, how long the rows.
+
+These are numpy arrays and numbers, computed once for a batch before any of its programs runs.
+Shapes are rounded up to buckets, so that few programs serve all batches.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from stepprune_jax.data.prompts import truncated_images
+from stepprune_jax.inference.base import Prompts
+from stepprune_jax.models.config import ModelConfig
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, ladder, row_bucket
+from stepprune_jax.pruning import Pruner
+
+
+class Choice(NamedTuple):
+    """The (image, prompt) pairs of a batch, and how many tokens of each a pruner may keep.
+
+    Attributes:
+        image: [r] row of each pair's image in the images.
+        prompt: [r] row of its prompt in the batch.
+        slot: [b, j] pair of each image of each prompt.
+        shown: [b, j] True = image.
+        counts: [r] tokens to keep if they follow from the images' sizes, otherwise all.
+        capacity: padded number of tokens kept of an image; the most where a stop decides.
+        sizes: padded numbers to choose from, ascending.
+    """
+
+    image: Int[np.ndarray, "r"]
+    prompt: Int[np.ndarray, "r"]
+    slot: Int[np.ndarray, "b j"]
+    shown: Bool[np.ndarray, "b j"]
+    counts: Int[np.ndarray, "r"]
+    capacity: int = 0
+    sizes: Sequence[int] = ()
+
+
+def pair_up(image_of: Int[np.ndarray, "b j"]) -> Choice:
+    """Lists the pairs of a batch, padded to a bucket by repeating the first; none has tokens."""
+    b, j = image_of.shape
+    shown = image_of >= 0
+    prompt, place = np.nonzero(shown)
+    slot = np.zeros((b, j), np.int32)
+    slot[prompt, place] = np.arange(len(prompt))
+    rows = padded_rows(len(prompt), b)
+    image, prompt = image_of[prompt, place][rows], prompt[rows]
+    counts = np.zeros(max(1, len(rows)), np.int32)
+    return Choice(image.astype(np.int32), prompt.astype(np.int32), slot, shown, counts)
+
+
+def plan_choice(
+    config: ModelConfig,
+    pruner: Pruner,
+    image_of: Int[np.ndarray, "b j"],
+    image_sizes: Int[np.ndarray, "i"],
+    n: int,
+    sizes: Sequence[int] | None = None,
+) -> Choice:
+    """Plans what a pruner chooses from.
+
+    Args:
+        config: the model's configuration.
+        pruner: the pruner.
+        image_of: [b, j] row of each image of each prompt; -1 for none.
+        image_sizes: [i] tokens of each image.
+        n: padded number of tokens of each image.
+        sizes: padded numbers of kept tokens; by default those of `bucket_ladder`.
+    """
+    schedule, pairs = pruner.schedule(config, n), pair_up(image_of)
+    if schedule.enter == n:
+        sizes = (n,)
+    elif sizes is None:
+        sizes = bucket_ladder(schedule.most)
+    counts = exact_counts(config, pruner, image_sizes[pairs.image])
+    capacity = choose_bucket(counts, sizes) if pruner.budget.is_exact else schedule.most
+    return pairs._replace(counts=counts, capacity=capacity, sizes=sizes)
+
+
+def padded_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
+    """Returns 0, 1, ..., padded with zeros to a bucket; multiples of `batch` are buckets."""
+    rows = np.arange(row_bucket(count, range(batch, count + batch, batch)))
+    return np.where(rows < count, rows, 0)
+
+
+def exact_counts(
+    config: ModelConfig, pruner: Pruner, image_sizes: Int[np.ndarray, "r"]
+) -> Int[np.ndarray, "r"]:
+    """Returns the tokens to keep of images if they follow from their sizes, otherwise all."""
+    sizes, at = np.unique(image_sizes, return_inverse=True)
+    counts = [pruner.schedule(config, int(size)).enter for size in sizes]
+    pairs = zip(counts, sizes, strict=True)
+    return np.array([size if count is None else count for count, size in pairs], np.int32)[at]
+
+
+def survivors(
+    config: ModelConfig, pruner: Pruner, of_image: Int[np.ndarray, "b j"], cuts: int
+) -> Int[np.ndarray, "cuts b j 2"]:
+    """Evaluates `Schedule.after` for each image of each row; 0 for images without tokens."""
+    left = np.zeros((cuts, *of_image.shape, 2), np.int32)
+    for size in np.unique(of_image[of_image > 0]) if cuts else ():
+        of_size = np.array(pruner.schedule(config, int(size)).after)
+        left[:, of_image == size] = of_size[:, None]
+    return left
+
+
+def fit_context(
+    prompts: Prompts, of_image: Int[np.ndarray, "b j"], limit: int
+) -> Int[np.ndarray, "b j"]:
+    """Returns the tokens of each image after truncating rows to the context, with a warning."""
+    shown = prompts.image_of >= 0
+    text = prompts.length - shown.sum(1)
+    longest = int((text + of_image.sum(1)).max())
+    if longest > limit:
+        warnings.warn(
+            f"a prompt of {longest} embeddings was truncated to its first {limit}: its end, and so "
+            "the question, may be lost",
+            stacklevel=3,
+        )
+        of_image = of_image.copy()
+        for row, (ids, length) in enumerate(zip(prompts.ids, prompts.length, strict=True)):
+            mine = row, shown[row]
+            of_image[mine] = truncated_images(ids[:length], of_image[mine], limit)
+    return of_image
+
+
+def row_lengths(
+    text: Int[np.ndarray, "b"], left: Sequence[Int[np.ndarray, "b j"]], limit: int
+) -> tuple[list[int], int]:
+    """Returns buckets for the rows of each stage, and for their text alone."""
+    totals = [np.minimum(text + count.sum(1), limit).max() for count in left]
+    slots = [length_bucket(int(total), limit) for total in totals]
+    return slots, length_bucket(int(text.max()), limit, 16)
+
+
+def length_bucket(length: int, limit: int, smallest: int = 64) -> int:
+    """Returns the first of a `ladder` of lengths up to the limit that is large enough, or it."""
+    return next((size for size in ladder(limit, smallest) if size >= length), limit)
+
+
+def padded_to(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b width"]:
+    """Pads or cuts ids at the right end."""
+    ids = ids[:, :width]
+    return np.pad(ids, ((0, 0), (0, width - ids.shape[1])))
