@@ -31,7 +31,7 @@ from stepprune_jax.trained.stepprune import StepPrune
 from stepprune_jax.trained.visionselector import VisionSelector
 from stepprune_jax.user_input import UserError, expect, nearest, require
 
-_WHICH = "docs/pruners.md compares methods and budgets, under 'Choosing one'"
+_WHICH = "see 'Choose a method' and 'Budgets' in docs/pruners.md"
 
 # The only list of names, used by commands, configurations and tables.
 PRUNERS: dict[str, type[Pruner]] = {
