@@ -36,7 +36,7 @@ $(VENV)/.installed: $(VENV)/.runtime requirements-dev.txt
 
 # Trains on sampled sets; DEMO_CONFIG=configs/shapes.py trains through the paper's gate instead.
 demo:
-	@echo "This takes about 7 minutes on two idle cores, once the packages are installed."
+	@echo "This takes about 6 minutes on two idle cores, once the packages are installed."
 	@$(MAKE) --no-print-directory $(VENV)/.runtime
 	$(PY) -m experiments.shapes --out $(DATA) $(DEMO_WORLD)
 	$(PY) train.py --config $(DEMO_CONFIG) --workdir $(RUN) --config.data.folder=$(DATA) \
