@@ -68,7 +68,7 @@ def load(config: str, changes: Sequence[str] = ()) -> Any:
         settings = get_config(*[argument] * bool(argument))
     except OSError:
         raise
-    except Exception as error:  # of any kind: the file is a program
+    except Exception as error:  # any kind: the file is a program
         raise UserError(f"{_place(error, file)}{error}") from error
     found = f"{file}: expected a get_config that returns settings, not {type(settings).__name__}"
     require(isinstance(settings, Settings), found)

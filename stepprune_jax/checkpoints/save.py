@@ -13,7 +13,6 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.int8 import Int8Kernel
-from stepprune_jax.models.layers import separate
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import WeightTarget
 from stepprune_jax.user_input import UserError, local_path, require
@@ -40,7 +39,7 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
     full = not any(isinstance(leaf, Int8Kernel) for leaf in leaves)
     require(full, "the model's weights are int8, expected those loaded with weights='full'")
     abstract = vlm.abstract_params(model.backbone)
-    flat = weights.flatten(separate(model.params, abstract))
+    flat = weights.flatten(weights.separate(model.params, abstract))
     safetensors.make_empty(folder)
     _check_shapes(flat, abstract)
     backbone, tokenizer = model.backbone.complete_vocabulary(model.tokenizer)

@@ -111,7 +111,7 @@ _KNOWN = {
     "torch.FloatStorage": "F32",
     "torch.HalfStorage": "F16",
     "torch.BFloat16Storage": "BF16",
-    "torch.LongStorage": "I64",  # of positions, which older models store
+    "torch.LongStorage": "I64",  # older models store positions so
 }
 
 

@@ -28,7 +28,7 @@ _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, er
 _CACHES = {"darwin": "~/Library/Caches", "win32": "~/AppData/Local"}
 CACHE = local_path(os.environ.get("XDG_CACHE_HOME") or _CACHES.get(sys.platform, "~/.cache"))
 CACHE = CACHE / "stepprune_jax"
-_MOST_BYTES = 4 << 30  # of programs; the least recently used go first
+_MOST_BYTES = 4 << 30  # the cache of programs; the least recently used go first
 
 
 def keep_programs() -> None:

@@ -51,11 +51,11 @@ class _Run(NamedTuple):
     """What the flags ask for, read once."""
 
     generator: Generator
-    images: list[Image.Image]  # of a conversation or an overlay
+    images: list[Image.Image]  # for a conversation or an overlay
     request: Request
     system: str | None
     about: JsonObject  # how answers are made
-    todo: dict[int, Question]  # of a file, those that are not answered yet
+    todo: dict[int, Question]  # questions of a file that are not answered yet
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

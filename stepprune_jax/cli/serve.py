@@ -155,7 +155,7 @@ def _is_address(given: str) -> bool:
     try:
         parts = urlsplit(given)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is none
+    except ValueError:  # the port is not a number
         return False
 
 

@@ -150,7 +150,7 @@ def _answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
     middle = time.perf_counter()
     caches = jax.tree.leaves(begun.state.cache, is_leaf=lambda node: isinstance(node, Cache))
     nbytes = sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
-    state = pipeline.finish(model, begun.state, sampling, options.max_tokens, options.execution)
+    state = pipeline.finish(model, begun.state, sampling, options)
     jax.block_until_ready(state.token)
     decode = time.perf_counter() - middle
     return _Turn(tower, selector, middle - begin, decode, begun.kept, nbytes)

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
-from stepprune_jax.inference.base import Begun, Decoding, RunOptions
+from stepprune_jax.inference.base import Begun, RunOptions
 from stepprune_jax.inference.decoding import check_finite
 from stepprune_jax.inference.encode import EncodedQuestions
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
@@ -21,7 +21,6 @@ from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.inference.sets import Answers, Batching, Variant, answer_set
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import fetch
 from stepprune_jax.pruning import POSITIONS, AllTokens, Pruner
 from stepprune_jax.settings import is_count
@@ -124,7 +123,7 @@ class Generator:
         begun = self.begin(request)
         if trace is not None:
             trace(begun)
-        state = pipeline.finish(*self._decoding(begun.state))
+        state = pipeline.finish(self.model, begun.state, self._sampling, self.options)
         check_finite(jax.device_get(state.finite), np.arange(len(request.ids)))
         return self._answers(request, begun, state)
 
@@ -153,7 +152,8 @@ class Generator:
         state, rows, most = begun.state, np.arange(len(request.ids)), self.options.max_tokens
         texts, before = [TextStream(self.model.tokenizer) for _ in rows], np.zeros(len(rows), bool)
         first = pipeline.Drawn(*jax.device_get((state.token, state.finished, state.finite)))
-        events = itertools.chain([(state, first)], pipeline.decode(*self._decoding(state)))
+        later = pipeline.decode(self.model, state, self._sampling, self.options)
+        events = itertools.chain([(state, first)], later)
         for step, (after, drawn) in enumerate(events, 1):
             state = after
             check_finite(drawn.finite, rows)
@@ -188,10 +188,6 @@ class Generator:
         return answer_set(
             self.model, variants or [(self.pruner, None)], asked, self.options, batching
         )
-
-    def _decoding(self, state: Decoding) -> tuple[VLM, Decoding, Sampling, int, Execution]:
-        """Returns the arguments of `pipeline.decode` and `pipeline.finish`."""
-        return self.model, state, self._sampling, self.options.max_tokens, self.options.execution
 
     def _answers(self, request: Request, begun: Begun, state: pipeline.Decoding) -> list[Answer]:
         """Assembles the answers once all tokens are drawn."""

@@ -268,18 +268,17 @@ def decode(
     model: VLM,
     state: Decoding,
     sampling: Sampling,
-    limit: int,
-    execution: Execution = Execution(),
+    options: RunOptions,
     stride: int = 1,
 ) -> Iterator[tuple[Decoding, Drawn]]:
-    """Draws tokens after the first, up to a limit; consumes the state.
+    """Draws the tokens after the first, up to `options.max_tokens` in all; consumes the state.
 
-    Yields the state and what was drawn last, after `stride` tokens or all; whoever reads it stops
-    where all rows are finished. Where the host starts each step, it starts the next one before it
-    reads what was drawn, so that the device never waits; the state is then a step ahead, which
-    changes nothing that is finished.
+    Yields the state and what was drawn last, after every `stride` tokens. The caller stops once all
+    rows are finished. Where the host starts each step, it starts the next one before it reads what
+    was drawn, so that the device never waits; the state is then a step ahead, which changes no row
+    that is finished.
     """
-    by_step = decodes_by_step(model.params)
+    by_step, limit = decodes_by_step(model.params), options.max_tokens
     language = {"language": model.params["language"]}
     stride, behind = 1 if by_step else stride, collections.deque()
     for step in range(1, limit, stride):
@@ -289,7 +288,7 @@ def decode(
             state,
             sampling,
             None if by_step else np.int32(min(step + stride, limit)),
-            execution=execution,
+            execution=options.execution,
             mesh=mesh_of(model.params),
         )
         behind.append(drawn)
@@ -304,15 +303,9 @@ def _read(drawn: Int[Array, "3 b"]) -> Drawn:
     return Drawn(token, finished > 0, finite > 0)
 
 
-def finish(
-    model: VLM,
-    state: Decoding,
-    sampling: Sampling,
-    limit: int,
-    execution: Execution = Execution(),
-) -> Decoding:
-    """Draws all tokens after the first, up to a limit; consumes the state."""
-    for after, drawn in decode(model, state, sampling, limit, execution, stride=limit):
+def finish(model: VLM, state: Decoding, sampling: Sampling, options: RunOptions) -> Decoding:
+    """Draws all tokens after the first; consumes the state."""
+    for after, drawn in decode(model, state, sampling, options, stride=options.max_tokens):
         state = after
         if drawn.finished.all():
             break

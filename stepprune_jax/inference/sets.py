@@ -183,7 +183,7 @@ def _answer_all(
             ranking=None if ranking is None else jax.tree.map(lambda x, r=rows: x[r], ranking),
         )
         begun = pipeline.begin(model, batch, sampling)
-        state = pipeline.finish(model, begun.state, sampling, options.max_tokens, options.execution)
+        state = pipeline.finish(model, begun.state, sampling, options)
         tokens, counts, finite = fetch((state.tokens, state.count, state.finite))
         taken = time.perf_counter() - begin if num_compiled() == before else np.nan
         check_finite(finite, prompts.number[rows])

@@ -14,7 +14,6 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int8
 
 from stepprune_jax.models.int8 import Int8Kernel
-from stepprune_jax.models.stack import Params
 
 # Rows of an int8 matrix that are converted at once on a CPU.
 _TILE = 128
@@ -135,47 +134,6 @@ Dense = functools.partial(
     dot_general=lambda x, kernel, *_, **__: product(x, kernel),
     promote_dtype=_promoted,
 )
-
-
-# Products that read the same rows: one product each, where `join` has joined their matrices.
-_JOINED = (("query", "key", "value"), ("gate", "up"))
-
-
-def join(params: Params) -> Params:
-    """Joins matrices that multiply the same rows, and their biases, column by column.
-
-    A GPU starts one kernel for two or three then. Joined matrices leave `params`, so that they are
-    not there twice.
-    """
-    joined = {name: join(x) if isinstance(x, dict) else x for name, x in params.items()}
-    for names in _JOINED:
-        if all(isinstance(joined.get(name), dict) for name in names):
-            for name in names:
-                params.pop(name)
-            parts = [joined.pop(name) for name in names]
-            leaves = {
-                leaf: jax.tree.map(
-                    lambda *x: jnp.concatenate(x, axis=-1), *(part.pop(leaf) for part in parts)
-                )
-                for leaf in list(parts[0])
-            }
-            joined["_".join(names)] = leaves
-    return joined
-
-
-def separate(params: Params, like: Params) -> Params:
-    """The inverse of `join`, for a tree that has the names and widths of `like` without it."""
-    taken, groups = {}, {"_".join(names): names for names in _JOINED}
-    for name, part in params.items():
-        start = 0
-        for each in groups.get(name, ()):
-            stop = start + like[each]["kernel"].shape[-1]
-            taken[each] = {leaf: x[..., start:stop] for leaf, x in part.items()}
-            start = stop
-        if name not in groups:
-            inner = isinstance(part, dict) and isinstance(like.get(name), dict)
-            taken[name] = separate(part, like[name]) if inner else part
-    return taken
 
 
 def side_by_side(

@@ -4,7 +4,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 Transform = Literal["copy", "transpose", "patches"]
+# Matrices that multiply the same rows: `join` makes one of them, `layers.side_by_side` uses it.
+_JOINED = (("query", "key", "value"), ("gate", "up"))
 
 
 class WeightRule(NamedTuple):
@@ -110,3 +115,40 @@ def _target(rule: WeightRule, shape: tuple[int, ...]) -> WeightTarget:
     elif rule.transform == "patches":
         one = (one[1], one[0] // math.prod(rule.window), *rule.window)
     return WeightTarget(rule.path, tuple(shape), names, tuple(one), rule.transform, stacked)
+
+
+def join(params: dict[str, Any]) -> dict[str, Any]:
+    """Joins matrices that multiply the same rows, and their biases, column by column.
+
+    A GPU starts one kernel for two or three then. Joined matrices leave `params`, so that they are
+    not there twice.
+    """
+    joined = {name: join(x) if isinstance(x, dict) else x for name, x in params.items()}
+    for names in _JOINED:
+        if all(isinstance(joined.get(name), dict) for name in names):
+            for name in names:
+                params.pop(name)
+            parts = [joined.pop(name) for name in names]
+            leaves = {
+                leaf: jax.tree.map(
+                    lambda *x: jnp.concatenate(x, axis=-1), *(part.pop(leaf) for part in parts)
+                )
+                for leaf in list(parts[0])
+            }
+            joined["_".join(names)] = leaves
+    return joined
+
+
+def separate(params: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `join`, for a tree that has the names and widths of `like` without it."""
+    taken, groups = {}, {"_".join(names): names for names in _JOINED}
+    for name, part in params.items():
+        start = 0
+        for each in groups.get(name, ()):
+            stop = start + like[each]["kernel"].shape[-1]
+            taken[each] = {leaf: x[..., start:stop] for leaf, x in part.items()}
+            start = stop
+        if name not in groups:
+            inner = isinstance(part, dict) and isinstance(like.get(name), dict)
+            taken[name] = separate(part, like[name]) if inner else part
+    return taken

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.models.layers import join
 from stepprune_jax.models.stack import Params, has_large_layers, unstack
+from stepprune_jax.models.weights import join
 from stepprune_jax.parallel.compiling import options_of
 from stepprune_jax.parallel.sharding import BATCH
 from stepprune_jax.policy.host import jax_defaults
@@ -101,14 +101,15 @@ def jit_for_weights(
     return call
 
 
-def prepare_to_answer(params: Params) -> Params:
-    """Joins matrices for answering on a GPU (`layers.join`), unless heads are split over devices.
+def answers_joined(platform: str, mesh: Mesh | None) -> bool:
+    """Returns whether an answer is computed with joined matrices: on GPUs, with whole heads."""
+    return platform == "gpu" and (mesh is None or mesh.shape.get("tensor", 1) == 1)
 
-    Takes weights that nothing else holds.
-    """
-    mesh, (platform, _) = mesh_of(params), _devices_of(params)
-    whole = mesh is None or mesh.shape.get("tensor", 1) == 1
-    return join(params) if platform == "gpu" and whole else params
+
+def prepare_to_answer(params: Params) -> Params:
+    """Joins matrices (`weights.join`) where `answers_joined`; nothing else may hold the weights."""
+    platform, _ = _devices_of(params)
+    return join(params) if answers_joined(platform, mesh_of(params)) else params
 
 
 def _views(params: Params) -> Params:

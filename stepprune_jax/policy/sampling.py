@@ -15,7 +15,7 @@ from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.selection import begin, first_picks, roll_out
 from stepprune_jax.policy.trajectory import first_true
 
-_LEAST = 1e-30  # of a probability whose logarithm is taken
+_LEAST = 1e-30  # least probability whose logarithm is taken
 
 
 @implicit_promotion()

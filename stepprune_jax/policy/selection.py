@@ -259,7 +259,7 @@ def by_tables(
         before = walk.at[:, -1:]
         numbers = first // group + jnp.arange(pointer_steps)
         noise = None
-        if key is not None:  # of the whole block at once
+        if key is not None:  # one draw for the whole block
             wide, scale = layers.score_dtype(episode.slots.dtype), episode.draw * config.temperature
             noise = jax.vmap(gumbel, (None, None, 0, None, None))(
                 scale, key, numbers * group, n, wide
@@ -407,7 +407,7 @@ def order(
 
         def step(state, number):
             state, choice, margin = walker.advance(state, number)
-            assert margin is not None  # of every step
+            assert margin is not None  # a margin for every step
             return state, (choice[0], margin[0])
 
         _, (choice, margin) = jax.lax.scan(step, walker.start, jnp.arange(episode.steps))

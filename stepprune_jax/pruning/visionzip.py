@@ -143,7 +143,7 @@ def merge(
     step = jnp.maximum(1, size // jnp.maximum(contextual, 1))[:, None]
     target = rest & (number % step == 0) & (number // step < contextual[:, None])
     metric = unit_vectors(keys, None)
-    slot = jnp.argsort(~target, axis=1, stable=True)[:, :most]  # of targets, and then of others
+    slot = jnp.argsort(~target, axis=1, stable=True)[:, :most]  # targets first
     is_target = jnp.take_along_axis(target, slot, axis=1)
     goal = jnp.take_along_axis(metric, slot[..., None], axis=1)
 

@@ -158,7 +158,7 @@ class _Reply:
         self._tokenizer, self._ids = reader.model.tokenizer, []
         name, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
         self._about = {"id": name, "created": created, "model": reader.name}
-        self.status = _GONE  # of a stream, until it has ended
+        self.status = _GONE  # a stream is gone until it has ended
 
     async def whole(self, first: Tokens, events: AsyncIterator[Tokens]) -> dict[str, Any]:
         """Returns an answer once it is complete."""

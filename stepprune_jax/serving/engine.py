@@ -29,7 +29,7 @@ from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.serving.tensors import tensor_file
 
 _CONNECT_SECONDS = 5.0
-_REFUSALS = {400: 400, 413: 400, 422: 400, 429: 429}  # of the engine, and of the server then
+_REFUSALS = {400: 400, 413: 400, 422: 400, 429: 429}  # status of the engine: status of this server
 
 
 class ReadyPrompt(NamedTuple):

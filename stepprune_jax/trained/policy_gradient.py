@@ -92,7 +92,7 @@ def policy_gradient_loss(
     advantage = leave_one_out(reward - cost)
     value = -jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
     count = draw.picks.count.astype(jnp.float32)
-    counted = own | ~jnp.any(own)  # those that end by the stop, where there are any
+    counted = own | ~jnp.any(own)  # rows that end by the stop, where there are any
     scalars = {
         "lm_loss": jnp.mean(loss),
         "reward": jnp.mean(reward),

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from stepprune_jax.data.images import open_image, pad_to_square
 from stepprune_jax.visualize.style import INK
 
-_BRIGHTNESS = 0.4  # of dropped patches
+_BRIGHTNESS = 0.4  # brightness of dropped patches
 _MOST_NUMBERS = 99  # three digits do not fit a patch
 _RAMP = "plasma"
 

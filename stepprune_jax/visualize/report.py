@@ -31,7 +31,7 @@ from stepprune_jax.visualize.patches import square_patches
 
 NAME = "index.html"
 _COLUMNS = 4  # examples in a row
-_BUCKETS = 6  # of the paper's Figure 3
+_BUCKETS = 6  # as many as in the paper's Figure 3
 # What retention is drawn against, as far as it is known.
 _AXES = {
     "mean_k": "visual tokens kept",
@@ -83,7 +83,7 @@ def write_page(
         f"<title>StepPrune: evaluation</title>\n<style>\n{_CSS}\n</style>\n</head>\n<body>\n"
         f"<h1>StepPrune: evaluation</h1>\n{body}\n</body>\n</html>\n",
         encoding="utf-8",
-        errors="backslashreplace",  # of the command: a name that is not UTF-8
+        errors="backslashreplace",  # a name in the command need not be UTF-8
     )
     return path
 

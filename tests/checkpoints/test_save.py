@@ -14,8 +14,8 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.models import vlm
-from stepprune_jax.models.layers import join
 from stepprune_jax.models.llava.config import LlavaConfig
+from stepprune_jax.models.weights import join
 from stepprune_jax.parallel import sharding
 
 

@@ -97,3 +97,12 @@ def assert_close(ours, reference, tolerance=1e-5, what=""):
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
+
+
+def random_reference(kind, folder):
+    """A torch model of a folder with random weights, which are written to it."""
+    published = (folder / "config.json").read_text()
+    model = randomise(kind.from_pretrained(folder, attn_implementation="eager"))
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(published)  # not as this version writes it
+    return model

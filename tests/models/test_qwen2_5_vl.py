@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_reference import assert_close, error, randomise
+from hf_reference import assert_close, error, random_reference
 from tiny_qwen import tiny_qwen
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as reference
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
@@ -34,11 +34,11 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models import vlm
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.layers import join
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens, target_size
 from stepprune_jax.models.stack import Execution, unstack
+from stepprune_jax.models.weights import join
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss
 
@@ -62,14 +62,7 @@ class Pair(NamedTuple):
 
 def make_pair(folder, **changes):
     folder = tiny_qwen(folder, **changes)
-    published = (folder / "config.json").read_text()
-    model = randomise(
-        transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            folder, attn_implementation="eager"
-        )
-    )
-    model.save_pretrained(folder)
-    (folder / "config.json").write_text(published)  # not as this version writes it
+    model = random_reference(transformers.Qwen2_5_VLForConditionalGeneration, folder)
     return Pair(model, folder, load_vlm(folder, dtype=jnp.float32, progress=False))
 
 

@@ -12,9 +12,9 @@ from hf_reference import normal
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.decoder import Requested
-from stepprune_jax.models.layers import join, separate
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.stack import has_large_layers, unstack
+from stepprune_jax.models.weights import join, separate
 
 
 @functools.partial(jax.jit, static_argnums=1)

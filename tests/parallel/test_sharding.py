@@ -11,9 +11,9 @@ from visual import visual_of
 
 from stepprune_jax.efficiency.model_shapes import KNOWN, MODELS, find_backbone
 from stepprune_jax.models import vlm
-from stepprune_jax.models.layers import join
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
+from stepprune_jax.models.weights import join
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import local_rows
 from stepprune_jax.parallel.sharding import (

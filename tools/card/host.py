@@ -92,7 +92,7 @@ def main() -> None:
         begin = functools.partial(pipeline.begin, model, prepare(), sampling)
 
         def decode(state):
-            return pipeline.finish(model, state, sampling, _NEW_TOKENS)
+            return pipeline.finish(model, state, sampling, options)
 
         figures.add(given.out, f"{row.name}, prepare", **timed(prepare))
         figures.add(given.out, f"{row.name}, begin", **timed(begin))

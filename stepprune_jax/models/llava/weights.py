@@ -43,7 +43,7 @@ CLIP_EXTRAS = ("text_model.", "text_projection.", "visual_projection.", "logit_s
 SHARDING_RULES = (
     (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
     (r"layers/(attention/(query|key|value)|mlp/up)/bias", P(None, "tensor")),
-    # Joined matrices, by `layers.join`; not where heads are split.
+    # Joined matrices, by `weights.join`; not where heads are split.
     (r"layers/(attention/query_key_value|mlp/gate_up)/kernel", P(None, "fsdp", None)),
     (r"layers/(attention/query_key_value|mlp/gate_up)/bias", P()),
     (r"layers/(attention/out|mlp/down)/kernel", P(None, "tensor", "fsdp")),

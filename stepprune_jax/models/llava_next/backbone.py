@@ -203,7 +203,7 @@ class LlavaNext(Llava):
         return jnp.where(is_newline, newline.astype(projected.dtype), projected)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
-        # Of as few tiles as hold the grid.
+        # The fewest tiles that hold the grid.
         side, (rows, columns) = self.config.grid[0], grid
         tiles = 1 + -(-rows // side) * -(-columns // side)
         tile, patches = super().vision_flops(self.config.grid), side * side + rows * columns

@@ -25,7 +25,7 @@ SHARDING_RULES = (
     (r"vision/layers/attention/qkv/bias", P()),
     (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
     (r"layers/(attention/(query|key|value)|mlp/(gate|up))/bias", P(None, "tensor")),
-    # Joined matrices, by `layers.join`; not where heads are split.
+    # Joined matrices, by `weights.join`; not where heads are split.
     (r"layers/(attention/query_key_value|mlp/gate_up)/kernel", P(None, "fsdp", None)),
     (r"layers/(attention/query_key_value|mlp/gate_up)/bias", P()),
     (r"layers/(attention/out|mlp/down)/kernel", P(None, "tensor", "fsdp")),
