@@ -90,11 +90,11 @@ def received_attention(
     """
     keys = [Segment(key, key, real[:, None])]
 
-    def given(query: Float[Array, "b h q c"], real: Bool[Array, "b q"]) -> Float[Array, "b t"]:
-        weights = attention_weights(query, keys)
-        return jnp.sum(jnp.where(real[:, None, :, None], weights, 0), axis=(1, 2))
+    def given(query: Float[Array, "b h q c"], real: Bool[Array, "b q"]) -> Float[Array, "b 1 t"]:
+        weights = jnp.where(real[:, None, :, None], attention_weights(query, keys), 0)
+        return jnp.sum(weights, axis=(1, 2))[:, None]
 
-    total = map_queries(given, query, real).sum(0)
+    total = map_queries(given, query, real, axis=1).sum(1)
     count = query.shape[1] * jnp.maximum(real.sum(1), 1)
     return jnp.where(real, total / count[:, None], 0)
 
@@ -109,8 +109,7 @@ def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float
         return _attend(query, [s._replace(mask=next(own)) if each else s for s, each in cut])
 
     masks = (cast(Array, s.mask) for s, each in zip(segments, by_query, strict=True) if each)
-    parts = jnp.moveaxis(map_queries(part, query, *masks), 0, 2)
-    return parts.reshape(*query.shape[:2], -1, parts.shape[-1])[:, :, : query.shape[2]]
+    return map_queries(part, query, *masks)
 
 
 def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:

@@ -1,5 +1,6 @@
 """Layers shared by encoder, decoder and denoiser, as functions of a dict of weights."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -16,9 +17,9 @@ MASKED = -1e9
 
 NORM_EPSILON = 1e-5
 
-# More queries attend QUERIES at a time: all at once would take 16 GiB of logits for 16 heads and
-# 16,384 tokens.
-MANY_QUERIES, QUERIES = 2048, 1024
+# More queries attend some at a time: all at once would take 16 GiB of logits for 16 heads of 16,384
+# tokens. A CPU takes half the time if its caches hold the logits, and a GPU wants few kernels.
+MANY_QUERIES, QUERIES = 2048, {"cpu": 128, "default": 1024}
 
 
 def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -80,36 +81,58 @@ def attention(
         own = masks[0][:, None] if masks else mask
         return _attention(query, key, value, own, bias)
 
-    parts = jnp.moveaxis(map_queries(part, query, *by_query), 0, 2)
-    return parts.reshape(*query.shape[:2], -1, value.shape[-1])[:, :, : query.shape[2]]
+    return map_queries(part, query, *by_query)
 
 
 def map_queries(
-    function: Callable[..., Array], query: Shaped[Array, "b h q c"], *by_query: Array
+    function: Callable[..., Array],
+    query: Shaped[Array, "b h q c"],
+    *by_query: Shaped[Array, "_ q *x"],
+    axis: int = 2,
 ) -> Array:
     """Applies a function to all queries, or to `QUERIES` at a time if they are many.
 
-    The function takes queries and their part of each of `by_query` [b or 1, q, ...], and its
-    results are stacked; the last of several parts is padded with 0. A gradient computes a part
-    again, rather than storing the scores of all.
+    A gradient computes a part again, rather than storing the scores of all.
+
+    Args:
+        function: maps queries, and their part of each of `by_query`, to results.
+        query: [b, h, q, c] the queries.
+        *by_query: [b or 1, q, ...] arrays.
+        axis: the axis of the results along which there is one for each query, or one sum over all
+            queries that the function is given.
+
+    Returns:
+        The results of all queries.
     """
-    length = query.shape[2]
-    if length <= MANY_QUERIES:
-        return function(query, *by_query)[None]
-    arrays, axes = (query, *by_query), (2, *(1 for _ in by_query))
-    missing = -length % QUERIES
+    if query.shape[2] <= MANY_QUERIES:
+        return function(query, *by_query)
+
+    def by(size: int) -> Array:
+        return _map_parts(function, (query, *by_query), size, axis)
+
+    sizes = {platform: functools.partial(by, size) for platform, size in QUERIES.items()}
+    return jax.lax.platform_dependent(**sizes)
+
+
+def _map_parts(function: Callable[..., Array], arrays: tuple, size: int, axis: int) -> Array:
+    """Applies a function to `size` queries at a time; the last part is padded with 0."""
+    length, axes = arrays[0].shape[2], (2, *(1 for _ in arrays[1:]))
+    missing = -length % size
     padded = [
-        jnp.pad(x, [(0, missing if at == axis else 0) for at in range(x.ndim)])
-        for x, axis in zip(arrays, axes, strict=True)
+        jnp.pad(x, [(0, missing if at == queries else 0) for at in range(x.ndim)])
+        for x, queries in zip(arrays, axes, strict=True)
     ]
 
     def part(first: Int[Array, ""]) -> Array:
         rows = zip(padded, axes, strict=True)
-        cut = (jax.lax.dynamic_slice_in_dim(x, first, QUERIES, axis) for x, axis in rows)
-        return function(*cut)
+        return function(*(jax.lax.dynamic_slice_in_dim(x, first, size, at) for x, at in rows))
 
     part = jax.checkpoint(part, prevent_cse=False)
-    return jax.lax.map(part, jnp.arange(0, length + missing, QUERIES))
+    parts = jax.lax.map(part, jnp.arange(0, length + missing, size))
+    shape = list(parts.shape[1:])
+    shape[axis] *= len(parts)
+    whole = jnp.moveaxis(parts, 0, axis).reshape(shape)
+    return whole[(slice(None),) * axis + (slice(length),)]
 
 
 def _attention(query, key, value, mask, bias):

@@ -85,9 +85,11 @@ def map_tokens(
     Returns:
         [r, n, ...] the results.
     """
-    parts = map_queries(lambda part, *own: function(part[:, 0], *own), tokens[:, None], *by_token)
-    parts = jnp.moveaxis(parts, 0, 1)
-    return parts.reshape(len(tokens), -1, *parts.shape[3:])[:, : tokens.shape[1]]
+
+    def part(part: Array, *own: Array) -> Array:
+        return function(part[:, 0], *own)
+
+    return map_queries(part, tokens[:, None], *by_token, axis=1)
 
 
 def group_means(

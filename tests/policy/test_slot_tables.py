@@ -145,5 +145,5 @@ def test_attention_is_the_same_a_few_queries_at_a_time(by_query, monkeypatch):
 
     whole = both()
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
-    monkeypatch.setattr(layers, "QUERIES", 4)
+    monkeypatch.setattr(layers, "QUERIES", {"default": 4})
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), both(), whole)

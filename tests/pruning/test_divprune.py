@@ -59,7 +59,7 @@ def test_many_tokens_are_compared_some_at_a_time(monkeypatch):
     arrays = jnp.asarray(unit, jnp.float32), jnp.ones((2, 23), bool)
     at_once = farthest_first(*arrays, 6)
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
-    monkeypatch.setattr(layers, "QUERIES", 7)
+    monkeypatch.setattr(layers, "QUERIES", {"default": 7})
     np.testing.assert_array_equal(farthest_first(*arrays, 6), at_once)
 
 

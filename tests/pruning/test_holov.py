@@ -85,7 +85,7 @@ def test_without_a_class_token_crops_share_the_budget_of_images_of_any_size(monk
         assert kept.index[row].tolist() == sorted(expected) + [-1] * (16 - count)
     # Many tokens are compared some at a time: six parts, with two tokens of padding.
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
-    monkeypatch.setattr(layers, "QUERIES", 7)
+    monkeypatch.setattr(layers, "QUERIES", {"default": 7})
     in_parts = jax.jit(lambda shown: HoloV().keep(shown, 16))(shown)
     np.testing.assert_array_equal(in_parts.index, kept.index)
 

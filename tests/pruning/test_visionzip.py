@@ -51,7 +51,7 @@ def test_images_of_any_size_equal_a_plain_loop(monkeypatch):
         assert not kept.valid[row, count:].any()
     # Many tokens are compared some at a time: six parts, with two tokens of padding.
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
-    monkeypatch.setattr(layers, "QUERIES", 7)
+    monkeypatch.setattr(layers, "QUERIES", {"default": 7})
     in_parts = jax.jit(lambda shown: VisionZip().keep(shown, 16))(shown)
     np.testing.assert_array_equal(in_parts.index, kept.index)
     np.testing.assert_allclose(in_parts.tokens, kept.tokens, atol=1e-6)
