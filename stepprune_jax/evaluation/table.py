@@ -224,6 +224,11 @@ def notes(table: BenchmarkTable) -> list[str]:
                 found.setdefault(line, []).append(f"{row.method} {row.mode}")
     if _has_hard(table):
         found["hard questions are right with all tokens, and wrong if downsampled to as many"] = []
+    if _gains_no_time(table):
+        found[
+            "choosing tokens of a model as small as this one takes longer than it saves: "
+            "`python -m stepprune_jax.efficiency --model llava-7b` times a large one"
+        ] = []
     if not table.whole:
         found[f"no row of {ALL}, so no retention"] = []
     elif left := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
@@ -233,6 +238,18 @@ def notes(table: BenchmarkTable) -> list[str]:
         text + (f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows))
         for text, rows in found.items()
     ]
+
+
+def _gains_no_time(table: BenchmarkTable) -> bool:
+    """Returns whether rows of fewer operations than all tokens take longer, the median of them."""
+    if table.whole is None:
+        return False
+    (time, work), longer = (table.whole.mean(field) for field in ("ms", "gflops")), []
+    for row in table.rows[1:]:
+        own_time, own_work = row.mean("ms"), row.mean("gflops")
+        if None not in (time, work, own_time, own_work) and own_work < work:
+            longer.append(own_time > time)
+    return 2 * sum(longer) > len(longer)
 
 
 def as_markdown(table: BenchmarkTable) -> str:

@@ -68,13 +68,19 @@ def write_page(
     samples: int,
     command: str | None = None,
 ) -> Path:
-    """Writes the page of an evaluation, with at most `samples` examples of each benchmark."""
-    parts = [*map(_html_table, sections(table)), _list(notes(table))]
-    parts.append(_figure(draw_retention(table), "Retention: score in % of that with all tokens."))
+    """Writes the page of an evaluation, with at most `samples` examples of each benchmark.
+
+    It begins with what the policy retains, in one sentence, and its examples.
+    """
+    parts, counts = [f"<p>{escape(_summary(table))}</p>"], []
     for shown in answered:
         file = default_file(shown.files)
         if file is not None:
-            parts += [f"<h2>{escape(shown.benchmark.title)}</h2>", *_examples(shown, file, samples)]
+            heading, (examples, count) = shown.benchmark.title, _examples(shown, file, samples)
+            parts.append(examples)
+            counts += [f"<h2>{escape(heading)}</h2>", count] if count else []
+    parts.append(_figure(draw_retention(table), "Retention: score in % of that with all tokens."))
+    parts += [*map(_html_table, sections(table)), _list(notes(table)), *counts]
     if command:
         parts.append(f"<h2>Command</h2>\n<pre>{escape(command)}</pre>")
     body = "\n".join(parts)
@@ -86,6 +92,20 @@ def write_page(
         errors="backslashreplace",  # a name in the command need not be UTF-8
     )
     return path
+
+
+def _summary(table: BenchmarkTable) -> str:
+    """Says what the policy retains by its own stop, or at its smallest budget without one."""
+    ours = [row for row in table.rows if row.method in (DEFAULT, OWN_STOP)]
+    ours.sort(key=lambda row: row.method != OWN_STOP)
+    for row in (*ours[:1], *ours[-1:]):
+        kept, retention = row.mean("mean_k"), table.average(row)
+        if kept is not None and retention is not None:
+            return (
+                f"With {kept:.1f} of {table.num_tokens:,} visual tokens on average, {row.method} "
+                f"has {retention:.1f} % of the score with all tokens."
+            )
+    return "The policy's score in percent of that with all tokens is not known."
 
 
 def _html_table(section: Section) -> str:
@@ -262,8 +282,8 @@ def draw_counts(
         return _png(figure)
 
 
-def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
-    """Formats the distribution of K, and examples of kept tokens."""
+def _examples(shown: Answered, file: AnswerFile, samples: int) -> tuple[str, str]:
+    """Formats examples of kept tokens, and the distribution of K; each empty without any."""
     made, answers = file.provenance, read_answers(file.path)
     count = np.array([answer.fields.get("kept", 0) for answer in answers])
     worth = np.full(len(count), np.nan)
@@ -272,19 +292,19 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> list[str]:
     overlays = _overlays(shown, answers, worth, samples)
     having = about_images(answers)
     count, worth = count[having], worth[having]
-    name, parts = f"{made.method}, {made.mode}", []
+    name, examples, distribution = f"{made.method}, {made.mode}", "", ""
     if made.budget is not None:
         name += f", {made.budget} of {made.num_tokens:,} tokens"
     if len(count):
         caption = f"K of {name}: {count.mean():.1f} ± {count.std():.1f} on average (dashed). "
         caption += "Bars: questions. Line: percent of them that are right."
-        parts.append(_figure(draw_counts(count, worth, made.num_tokens), caption))
+        distribution = _figure(draw_counts(count, worth, made.num_tokens), caption)
     if overlays:
         out = io.BytesIO()
         rows = [overlays[n : n + _COLUMNS] for n in range(0, len(overlays), _COLUMNS)]
         draw_rows(out, rows)
-        parts.append(_figure(out.getvalue(), f"Kept tokens of {name}, in the order of choice."))
-    return parts
+        examples = _figure(out.getvalue(), f"Kept tokens of {name}, in the order of choice.")
+    return examples, distribution
 
 
 def _overlays(

@@ -59,6 +59,17 @@ def test_a_row_without_some_score_has_no_average():
     assert table.whole is None and "no row of all tokens" in as_markdown(table)
 
 
+def test_pruning_that_costs_more_time_than_it_saves_is_said():
+    def said(*times):
+        rows = [score("mme", f"m{t}", 88.9, 1.0, ms=t, gflops=1.0) for t in times]
+        whole = score("mme", "all tokens", 0.0, 2.0, ms=5.0, gflops=9.0)
+        return "takes longer than it saves" in as_markdown(merge_scores({"run": [whole, *rows]}))
+
+    assert said(6.0) and said(6.0, 7.0, 4.0)
+    assert not said(6.0, 4.0) and not said(None) and not said()
+    assert "takes longer" not in as_markdown(merge_scores({"run": [*WHOLE, *MINE]}))
+
+
 def test_one_benchmark_has_a_table_of_all_figures():
     # 128 right answers of 160 with all tokens, 92 at 64: the retention, 71.875, is a tie.
     whole = score("folder", "all tokens", 0.0, 100 * (128 / 160), mean_k=576.0)

@@ -81,6 +81,21 @@ def test_the_page_is_one_file_in_which_names_are_texts(tmp_path, answered):
     assert text.count("<tr class=ours>") == 3 and "K of StepPrune, adaptive, 4 of 9" in text
 
 
+def test_the_page_begins_with_what_is_retained_and_with_examples(tmp_path, answered):
+    text = page(tmp_path, [answered])
+    body = text[text.index("<body>") :]
+    said = "With 3.0 of 9 visual tokens on average, StepPrune, own stop has 62.5 % of the score"
+    order = (said, "Kept tokens of StepPrune", "Retention: score in %", "<table>", "K of StepPrune")
+    places = [body.index(part) for part in order]
+    assert places == sorted(places)
+    plain = merge_scores({"run": [row for row in SCORES if "own stop" not in row["method"]]})
+    text = write_page(tmp_path / "plain.html", plain, [], samples=0).read_text()
+    assert "With 4.0 of 9 visual tokens on average, StepPrune has 75.0 % of the score" in text
+    unknown = merge_scores({"run": SCORES[-1:]})
+    text = write_page(tmp_path / "unknown.html", unknown, [], samples=0).read_text()
+    assert "is not known" in text
+
+
 def test_what_is_unknown_is_left_out(tmp_path, answered):
     def figures(shown, **options):
         return page(tmp_path, [shown], **options).count("<img src=")
