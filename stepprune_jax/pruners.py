@@ -9,6 +9,7 @@ from stepprune_jax.pruning.base import Pruner
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.cdpruner import CDPruner
 from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.clse import Clse
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
@@ -43,6 +44,7 @@ PRUNERS: dict[str, type[Pruner]] = {
         Downsample,
         Cls,
         FastV,
+        Clse,
         SparseVLM,
         SparseVLMv2,
         PyramidDrop,

@@ -14,7 +14,7 @@ from stepprune_jax.checkpoints import hub, safetensors, torch_file
 from stepprune_jax.checkpoints.weight_files import read_shards, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.trained import GlimpsePruneConfig, SelectorConfig, VisionSelectorConfig
-from stepprune_jax.user_input import expect, naming
+from stepprune_jax.user_input import expect, naming, require
 
 PREFIX = "visual.importance_scorer."
 GLIMPSE_FILE, GLIMPSE_CONFIG = "new_modules_gp.pt", "config.json"
@@ -39,7 +39,15 @@ _PARTS |= {f"mlp.{name}_proj": name for name in ("gate", "up", "down")}
 
 
 def find_published(folder: Path) -> Path | None:
-    """Finds the file or the index of a folder's checkpoint, if it has such weights."""
+    """Finds the file or the index of a folder's checkpoint, if it has such weights.
+
+    Raises:
+        ValueError: VisionSelector's weights for LLaVA-OneVision-1.5, which are not supported.
+    """
+    beside = folder / GLIMPSE_CONFIG
+    kind = str(read_json_object(beside).get("model_type")) if beside.is_file() else ""
+    only = "of VisionSelector's weights only those for Qwen2.5-VL are supported"
+    require("onevision" not in kind.lower(), f"{beside}: model_type is {kind!r}; {only}")
     if (folder / GLIMPSE_FILE).is_file():
         return folder / GLIMPSE_FILE
     index, single = folder / safetensors.INDEX_NAME, folder / safetensors.SINGLE_NAME

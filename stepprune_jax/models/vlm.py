@@ -71,7 +71,8 @@ class Cut(NamedTuple):
         taps: intermediates of the stage before it that the choice depends on; see `Requested`.
         rows: number of queries of "attention" taps: the last tokens of each row, at `last_slots`.
         renumber: whether remaining tokens get the position ids 0, 1, 2, ...
-        forgets: whether the cache of the stage before it loses the dropped tokens, too.
+        forgets: whether the caches of all layers before it lose the dropped tokens, too; then every
+            cut before it forgets.
         probe: [layers, e] vectors of a token behind each row, which only the stage before it has:
             one is added to its residual stream before each layer. The query of "attention" and
             "scores" taps is then its own.
@@ -299,17 +300,16 @@ def halt(
     return Halted(sequence, keep, stage.cache._replace(**following))
 
 
-def _forget(halted: Halted, slots: int, room: int) -> Cache:
-    """Returns a cache of the kept tokens alone, with `room` for new ones."""
+def _forget(caches: Ordered[Cache], halted: Halted, slots: int, room: int) -> list[Cache]:
+    """Returns caches of the kept tokens alone, with `room` for new ones."""
     source, filled = remaining(halted.sequence, halted.keep, slots)
 
     def left(part: Array) -> Array:
         part = jnp.take_along_axis(part, source[:, None, :, None][None], axis=3)
         return jnp.pad(part, [(0, room if axis == 3 else 0) for axis in range(5)])
 
-    key, value, *_ = halted.cache
     length = filled.sum(1, dtype=jnp.int32)
-    return halted.cache._replace(key=left(key), value=left(value), length=length)
+    return [x._replace(key=left(x.key), value=left(x.value), length=length) for x in caches]
 
 
 def prefill(
@@ -349,8 +349,9 @@ def prefill(
     for cut in cuts:
         if halted is None:
             halted = halt(params, config, sequence, cut, first, max_new_tokens, execution)
-        forgetting = (halted, cut.slots, max_new_tokens)
-        caches.append(_forget(*forgetting) if cut.forgets else halted.cache)
+        caches.append(halted.cache)
+        if cut.forgets:
+            caches = _forget(caches, halted, cut.slots, max_new_tokens)
         sequence = compress(halted.sequence, halted.keep, cut.slots)
         sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)

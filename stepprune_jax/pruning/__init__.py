@@ -16,6 +16,7 @@ from stepprune_jax.pruning.base import (
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.cdpruner import CDPruner
 from stepprune_jax.pruning.cls import Cls
+from stepprune_jax.pruning.clse import Clse
 from stepprune_jax.pruning.dart import Dart
 from stepprune_jax.pruning.divprune import DivPrune
 from stepprune_jax.pruning.downsample import Downsample
@@ -36,6 +37,7 @@ __all__ = [
     "Budget",
     "CDPruner",
     "Cls",
+    "Clse",
     "Dart",
     "DivPrune",
     "Downsample",

@@ -65,6 +65,13 @@ def test_of_two_checkpoints_in_a_folder_the_single_file_is_read(tmp_path):
     check(load_policy(tmp_path / "folder" / "model.safetensors.index.json"), older)
 
 
+def test_those_for_another_model_are_named_as_not_supported(tmp_path):
+    testing.write_tensors(tmp_path, {"model.visual.importance_scorer.q_proj.bias": np.ones(3)})
+    (tmp_path / "config.json").write_text('{"model_type": "llavaonevision1_5"}')
+    with pytest.raises(ValueError, match="'llavaonevision1_5'; of VisionSelector's weights only"):
+        load_policy(tmp_path)
+
+
 def test_every_weight_is_there_and_used(tmp_path):
     arrays, prefix = tensors(), "visual.importance_scorer"
     del arrays[f"{prefix}.k_proj.bias"]

@@ -182,11 +182,13 @@ def test_answers_equal_the_reference(pair):
         assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
 
 
-REFUSED = ("grid", "downsample", "topv", "prumerge", "prumerge_plus", "holov", "hiprune")
+REFUSED = ("grid", "downsample", "topv", "clse", "prumerge", "prumerge_plus", "holov", "hiprune")
 # Those that need no published weights.
 ACCEPTED = [x for x in PRUNERS if x not in (*REFUSED, "glimpseprune", "visionselector")]
 QUICK = ("cls", "visionzip", "fastv", "stepprune")
-OPTIONS = {name: {"average": False} for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
+OPTIONS = {
+    name: {"average": False} for name in ("clse", "pyramiddrop", "sparsevlm", "sparsevlm_v2")
+}
 OPTIONS |= {"fastv": {"layer": 1}, "dart": {"layer": 1}}
 POLICIES = {"stepprune": stepprune, "autoselect": one_shot}
 K = 8  # less than half of the smallest image

@@ -41,7 +41,9 @@ from stepprune_jax.trained import (
 
 N, K, STEPS = 16, 5, 4
 # Options with which a budget counts what the last layer sees, as it does for all other methods.
-OPTIONS = {name: {"average": False} for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
+OPTIONS = {
+    name: {"average": False} for name in ("clse", "pyramiddrop", "sparsevlm", "sparsevlm_v2")
+}
 OPTIONS["topv"] = {"layer": 1}  # it needs a layer behind it
 # Where a budget of so many leaves another number, as the authors count.
 COUNTED = {"dart": {5: 4, 8: 4}}  # of a share of 7.5, less than one for each pivot

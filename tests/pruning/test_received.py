@@ -13,7 +13,9 @@ NAMES = [name for name in PRUNERS if name not in {*NEED_CLASS_TOKEN, *weighted()
 # One before the language model and one between its layers.
 QUICK = ("dart", "visionzip")
 OPTIONS = {name: {"layer": 1} for name in ("fastv", "topv", "dart")}
-OPTIONS |= {name: {"average": False} for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
+OPTIONS |= {
+    name: {"average": False} for name in ("clse", "pyramiddrop", "sparsevlm", "sparsevlm_v2")
+}
 
 
 @pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))

@@ -50,10 +50,10 @@ class Row(NamedTuple):
 
 
 @torch.no_grad()
-def check(pair, asked, drops, renumber=False):
+def check(pair, asked, drops, renumber=False, forgets=False):
     """Holds our answer against a greedy one that prunes once, in the prefill.
 
-    Every layer caches what entered it. Returns the rows of each stage.
+    Every layer caches what entered it, unless it forgets. Returns the rows of each stage.
 
     Args:
         pair: both models.
@@ -61,6 +61,7 @@ def check(pair, asked, drops, renumber=False):
         drops: for some layers what they leave: a function of (language model, the rows that entered
             each layer up to this one) that returns the row which enters in place of the last.
         renumber: whether tokens are numbered anew behind each cut.
+        forgets: whether dropped tokens leave the caches of all layers before.
     """
     model, core = pair.theirs, pair.theirs.model.language_model
     max_tokens = len(asked.answer.token_ids)
@@ -73,7 +74,13 @@ def check(pair, asked, drops, renumber=False):
     cache, rows, entered, following, logits = transformers.DynamicCache(), [row], [], [], []
     for number, block in enumerate(core.layers):
         if number in drops:
-            row = drops[number](core, [*entered, row])
+            before, row = row, drops[number](core, [*entered, row])
+            if forgets:
+                named = {*zip(row.image, row.index, strict=True)}
+                old = zip(before.image, before.index, strict=True)
+                left = [at for at, one in enumerate(old) if one in named]  # all of the text is -1
+                for layer in cache.layers:
+                    layer.keys, layer.values = layer.keys[:, :, left], layer.values[:, :, left]
             if renumber:
                 row = row._replace(position=torch.arange(row.hidden.shape[1])[None])
             rows.append(row)
