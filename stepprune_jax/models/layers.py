@@ -192,7 +192,10 @@ class GatedMlp(nn.Module):
 
 
 def activate(name: str, x: Float[Array, "*b width"]) -> Float[Array, "*b width"]:
-    """Applies "gelu" (exact, by the error function) or "quick_gelu" (x * sigmoid(1.702 x))."""
-    if name == "gelu":
-        return jax.nn.gelu(x, approximate=False)
+    """Applies "gelu" (exact, by the error function), "gelu_tanh", or "quick_gelu".
+
+    They are jax's two forms of GELU, and x * sigmoid(1.702 x).
+    """
+    if name in ("gelu", "gelu_tanh"):
+        return jax.nn.gelu(x, approximate=name == "gelu_tanh")
     return x * jax.nn.sigmoid(1.702 * x)

@@ -38,12 +38,30 @@ def rotary(
 ) -> tuple[Float[Array, "b s c"], Float[Array, "b s c"]]:
     """Computes float32 cosine and sine of the rotary angles of position ids.
 
-    Where a token has p ids, each rotates the next of `rope_sections` channel pairs.
+    Where a token has p ids, each rotates the next of `rope_sections` channel pairs, or they take
+    turns: `pair_axes`.
     """
     if position.ndim == 2:
         position = position[:, None]
+    if config.rope_interleaved:
+        own = position[:, pair_axes(config.rope_sections)].swapaxes(1, 2).astype(jnp.float32)
+        angle = own * rotary_frequencies(config)
+        angle = jnp.concatenate([angle, angle], axis=-1)
+        return jnp.cos(angle), jnp.sin(angle)
     sections = np.cumsum(config.rope_sections)[:-1]  # if empty, one part holds all
     return axial_rotary(np.split(rotary_frequencies(config), sections), position)
+
+
+def pair_axes(sections: Sequence[int]) -> np.ndarray:
+    """Returns the axis of the position id that rotates each pair, where sections take turns.
+
+    Of (time, row, column), row and column have every third pair from the second and the third on,
+    as many as their sections say; time has the others.
+    """
+    axes = np.zeros(sum(sections), np.int32)
+    for axis, count in enumerate(sections[1:], 1):
+        axes[axis : axis + len(sections) * count : len(sections)] = axis
+    return axes
 
 
 def axial_rotary(

@@ -55,6 +55,8 @@ def language_rules(model: str, head: str, qkv_bias: bool) -> tuple[WeightRule, .
         *linear(f"{ours}/attention/key", layer + "self_attn.k_proj", qkv_bias),
         *linear(f"{ours}/attention/value", layer + "self_attn.v_proj", qkv_bias),
         *linear(f"{ours}/attention/out", layer + "self_attn.o_proj", False),
+        WeightRule(f"{ours}/attention/query_norm/scale", layer + "self_attn.q_norm.weight"),
+        WeightRule(f"{ours}/attention/key_norm/scale", layer + "self_attn.k_norm.weight"),
         WeightRule(f"{ours}/norm2/scale", layer + "post_attention_layernorm.weight"),
         *linear(f"{ours}/mlp/gate", layer + "mlp.gate_proj", False),
         *linear(f"{ours}/mlp/up", layer + "mlp.up_proj", False),
