@@ -95,7 +95,8 @@ def latest_policy(workdir: Path) -> tuple[int, Policy, Json]:
     missing = f"{workdir} holds no checkpoints of a policy: they do not name a method"
     require("selector" in about, missing)
     config = read_config(workdir, about["selector"])
-    stats = FeatureStats(**arrays["stats"])
+    # A model's deep features have theirs behind those that the policy reads.
+    stats, _ = FeatureStats(**arrays["stats"]).split(config.feature_width)
     return step, selector_of(config).replace(params=arrays["state"]["params"], stats=stats), about
 
 

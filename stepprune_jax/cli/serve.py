@@ -106,6 +106,12 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         fits = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
         expect("--cors", origin, fits, "http://HOST:PORT without a path, or *")
     _check_free(given.host, given.port)
+    source = inspect_folder(given.model, given.vision_folder)
+    require(
+        given.engine is None or not source.config.deep_layers,
+        f"--engine: the {source.backbone.name} model adds deep features inside its language model, "
+        "which an engine's prompt embeddings do not carry; expected no --engine",
+    )
     model = load_vlm(
         given.model,
         dtype=jnp.dtype(given.dtype),
@@ -115,7 +121,6 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         use="answers" if given.engine is None else "embeddings",
         weights=given.weights,
     )
-    source = inspect_folder(given.model, given.vision_folder)
     name = given.name or Path(given.model).name
     defaults = Defaults(
         given.pruner,

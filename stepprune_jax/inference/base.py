@@ -56,8 +56,8 @@ class Images(NamedTuple):
         sizes: [i] tokens of each image; on the host.
         seed: [i] uint32 checksum of each image's pixels, for random draws; on the host.
         pixels: [i, ...] result of the family's preprocessing; None after the tower.
-        features: [i, n, d] visual tokens, on the host or on devices; a smaller image's are a prefix
-            of its row. None before the tower.
+        features: [i, n, w] visual tokens, with their deep features behind them, on the host or on
+            devices; a smaller image's are a prefix of its row. None before the tower.
         taps: [i, ...] intermediates of the tower for pruners; None before the tower.
     """
 
@@ -65,7 +65,7 @@ class Images(NamedTuple):
     sizes: Int[np.ndarray, "i"]
     seed: UInt32[np.ndarray, "i"]
     pixels: Pixels | None = None
-    features: Float[Array, "i n d"] | None = None
+    features: Float[Array, "i n w"] | None = None
     taps: dict[Tap, Array] | None = None
 
 
@@ -120,7 +120,7 @@ class Plan:
 class Pairs(NamedTuple):
     """The (image, prompt) pairs of a batch, which are the rows of a pruner."""
 
-    images: Pixels  # [i, ...] the distinct images: pixels, or features [i, n, d] if there are taps
+    images: Pixels  # [i, ...] the distinct images: pixels, or features [i, n, w] if there are taps
     taps: tuple[Array, ...] | None  # [i, ...] in the order of `Pruner.taps`
     image: Int[Array, "r"]  # row of its image
     grid: Int[Array, "r 2"]

@@ -64,7 +64,7 @@ class EncodedQuestions(NamedTuple):
 def chunk_size(model: VLM, batch_size: int) -> int:
     """Returns how many questions share a pass of the tower: whole batches that fit in memory."""
     config, dtype = model.config, jax.tree.leaves(model.params)[0].dtype
-    image = config.max_image_tokens * config.feature_width * dtype.itemsize
+    image = config.max_image_tokens * config.token_width * dtype.itemsize
     most = min(CHUNK, _CHUNK_BYTES // image)
     return max(1, most // batch_size) * batch_size
 
@@ -146,7 +146,7 @@ def _run_tower(
 
 def _no_images(model: VLM) -> Images:
     """Returns placeholder images for questions without one."""
-    shape = (1, model.config.max_image_tokens, model.config.feature_width)
+    shape = (1, model.config.max_image_tokens, model.config.token_width)
     features = np.zeros(shape, jax.tree.leaves(model.params)[0].dtype)
     grid, sizes = np.ones((1, 2), np.int32), np.full(1, shape[1], np.int32)
     return Images(grid, sizes, np.zeros(1, np.uint32), features=features, taps={})

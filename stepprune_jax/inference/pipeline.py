@@ -374,4 +374,4 @@ def _no_tokens(model: VLM) -> Kept:
     """Returns placeholder tokens for a batch without images."""
     dtype = jax.tree.leaves(model.params)[0].dtype
     one = np.zeros((1, 1), np.int32)
-    return Kept(one, one, np.zeros((1, 1, model.config.feature_width), dtype), one > 0, one[0])
+    return Kept(one, one, np.zeros((1, 1, model.config.token_width), dtype), one > 0, one[0])

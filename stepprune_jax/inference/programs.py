@@ -19,7 +19,7 @@ from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
-from stepprune_jax.models.sequence import Sequence
+from stepprune_jax.models.sequence import Sequence, split_deep
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
 from stepprune_jax.policy.host import jax_defaults
@@ -34,7 +34,7 @@ def encode(
     *,
     taps: Ordered[Tap],
     plan: Plan,
-) -> tuple[Float[Array, "i n d"], tuple[Array, ...]]:
+) -> tuple[Float[Array, "i n w"], tuple[Array, ...]]:
     """Runs the tower over images; returns the features and the taps in their order."""
     tokens, tapped = backbone.encode_image(params, pixels, taps, plan.execution)
     chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
@@ -46,6 +46,7 @@ def see(params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan) -> View
     n, tokens = pairs.images.shape[1], pairs.images[pairs.image]
     if plan.projected:
         tokens = backbone.project(params, tokens)
+    tokens, deep = split_deep(backbone.config, tokens)
     return constrain_rows(
         plan.mesh,
         View(
@@ -58,6 +59,7 @@ def see(params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan) -> View
             seed=pairs.seed,
             count=pairs.count,
             taps=tuple(tap[pairs.image] for tap in pairs.taps),
+            deep=deep,
         ),
     )
 

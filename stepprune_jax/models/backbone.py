@@ -285,7 +285,7 @@ class Backbone(abc.ABC):
         pixels: Pixels,
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
-    ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
+    ) -> tuple[Float[Array, "i n w"], dict[str, Array]]:
         """Computes the tokens that a pruner chooses from, before the projector.
 
         Args:
@@ -295,17 +295,20 @@ class Backbone(abc.ABC):
             execution: how the tower's blocks are run.
 
         Returns:
-            [i, n, d] tokens in raster order, whatever the tower's own order; n is that of the
+            [i, n, w] tokens in raster order, whatever the tower's own order; n is that of the
             largest image that fits the pixels, and the tokens of a smaller one are a prefix of
-            length `num_tokens`. And the taps by name.
+            length `num_tokens`. Behind the d channels of a token are its deep features, if the
+            model has any: for layer 0 of the language model, layer 1, ... And the taps by name.
 
         Raises:
             ValueError: images of another size, or an unknown tap.
         """
 
     @abc.abstractmethod
-    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
+    def project(self, params: Params, features: Float[Array, "*b w"]) -> Float[Array, "*b e"]:
         """Maps visual tokens to the language model's width, token by token.
+
+        Deep features remain behind each of them.
 
         A merger, which mixes neighbours, is part of `encode_image`; its last projection may be part
         of this function.

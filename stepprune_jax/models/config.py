@@ -190,7 +190,10 @@ class LlamaConfig:
         rope_scaling: a supported scaling, or None.
         rope_sections: for tokens with several position ids, the number of channel pairs that each
             rotates; empty for one id.
+        rope_interleaved: whether the sections take channel pairs in turn, see `rotary.pair_axes`;
+            otherwise one section follows the other.
         qkv_bias: whether the projections to queries, keys and values have biases.
+        qk_norm: whether each head's queries and keys are normalised before they are rotated.
     """
 
     vocab_size: int
@@ -206,7 +209,9 @@ class LlamaConfig:
     tie_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
     rope_sections: tuple[int, ...] = ()
+    rope_interleaved: bool = False
     qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self):
         heads, kv_heads, c = self.num_heads, self.num_kv_heads, self.head_dim
@@ -296,6 +301,21 @@ class ModelConfig(abc.ABC):
     @abc.abstractmethod
     def feature_width(self) -> int:
         """Width d of the visual tokens that a pruner sees, before the projector."""
+
+    @property
+    def deep_layers(self) -> int:
+        """Layers L of the language model after each of which a visual token adds deep features."""
+        return 0
+
+    @property
+    def deep_width(self) -> int:
+        """Width of a token's deep features, L x e; 0 without any."""
+        return self.deep_layers * self.text.hidden_size
+
+    @property
+    def token_width(self) -> int:
+        """Width w of a token with its deep features behind it, as `encode_image` returns it."""
+        return self.feature_width + self.deep_width
 
     @property
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 Touvron et al., "Llama 2" (https://arxiv.org/abs/2307.09288): pre-norm blocks with rotary positions
 (https://arxiv.org/abs/2104.09864), grouped key heads and gated MLPs. Biases of queries, keys and
-values, and several position ids per token, are options of the configuration.
+values, their norms, and several position ids per token are options of the configuration.
 """
 
 from collections.abc import Sequence
@@ -127,12 +127,17 @@ class LlamaAttention(nn.Module):
         widths = {"query": heads * c, "key": kv_heads * c, "value": kv_heads * c}
         parts = side_by_side(self, x, widths, bias)
         parts = [split_heads(part, part.shape[-1] // c) for part in parts]
+        if len(parts) == 1 and config.qk_norm:
+            parts = jnp.split(parts[0], [heads, heads + kv_heads], axis=1)
         if len(parts) == 1:  # joined: queries and keys are also rotated by one kernel
             turned, value = jnp.split(parts[0], [heads + kv_heads], axis=1)
             turned = rotate(turned, context.cosine, context.sine)
             query, key = jnp.split(turned, [heads], axis=1)
         else:
             query, key, value = parts
+            if config.qk_norm:
+                query = RmsNorm(config.rms_norm_eps, name="query_norm")(query)
+                key = RmsNorm(config.rms_norm_eps, name="key_norm")(key)
             query = rotate(query, context.cosine, context.sine)
             key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
@@ -264,6 +269,19 @@ def _attention_before(
     return cast(BlockOutput, attention.apply({"params": weights["attention"]}, normed, context))
 
 
+def _add_deep(
+    hidden: Float[Array, "b s e"], deep: Float[Array, "b s L e"] | None, layer: Array | int
+) -> Float[Array, "b s e"]:
+    """Adds the deep features that belong behind a layer, if there are any."""
+    if deep is None:
+        return hidden
+    deep, count = deep.astype(hidden.dtype), deep.shape[2]
+    if isinstance(layer, int):
+        return hidden + deep[:, :, layer] if layer < count else hidden
+    own = jax.lax.dynamic_index_in_dim(deep, jnp.minimum(layer, count - 1), 2, keepdims=False)
+    return hidden + jnp.where(layer < count, own, 0)
+
+
 def run_layers(
     params: Params,
     config: LlamaConfig,
@@ -314,8 +332,10 @@ def run_layers(
             hidden = hidden.at[at].add(rows.probe[index].astype(hidden.dtype))
         weights = {"params": take_layer(params["layers"], index)}
         cached = None if cache is None else take_layer((cache.key, cache.value), index - first)
-        output = block.apply(weights, hidden, context, cached, execution.attention)
-        return cast(BlockOutput, output)
+        output = cast(
+            BlockOutput, block.apply(weights, hidden, context, cached, execution.attention)
+        )
+        return output._replace(hidden=_add_deep(output.hidden, rows.deep, index))
 
     layer = checkpoint_layer(layer, execution.remat)
 

@@ -22,6 +22,7 @@ class Rows(NamedTuple):
         segment: [b, s] packs several continuations of one prefix into a row: tokens see segment 0
             and their own. Needs attention "matmul" and no cache.
         probe: [layers, e] vectors added to the last token of each row, one before each layer.
+        deep: [b, s, L, e] vectors added to each token, one after each of the first L layers.
     """
 
     hidden: Float[Array, "b s e"]
@@ -29,6 +30,7 @@ class Rows(NamedTuple):
     valid: Bool[Array, "b s"]
     segment: Int[Array, "b s"] | None = None
     probe: Float[Array, "layers e"] | None = None
+    deep: Float[Array, "b s L e"] | None = None
 
 
 POSITIONS = ("original", "compact")
@@ -49,6 +51,8 @@ class Sequence(NamedTuple):
         note: [b, s, ...] per-token values for cuts, which visual tokens bring along or an earlier
             cut records; None if there are none.
         grid: [b, j, 2] int32 rows and columns of each unpruned image; None without images.
+        deep: [b, s, L, e] features that visual tokens add to the residual stream after each of the
+            first L layers, zeros at others; None for a model without them.
     """
 
     hidden: Float[Array, "b s e"]
@@ -59,12 +63,21 @@ class Sequence(NamedTuple):
     index: Int[Array, "b s"]
     note: Array | None = None
     grid: Int[Array, "b j 2"] | None = None
+    deep: Float[Array, "b s L e"] | None = None
 
     @property
     def rows(self) -> Rows:
         """Returns the sequence as the input of a layer."""
         valid = jnp.arange(self.hidden.shape[1]) < self.length[:, None]
-        return Rows(self.hidden, self.position, valid)
+        return Rows(self.hidden, self.position, valid, deep=self.deep)
+
+
+def split_deep(
+    config: ModelConfig, whole: Float[Array, "*b w"]
+) -> tuple[Float[Array, "*b d"], Float[Array, "*b D"] | None]:
+    """Splits tokens from the deep features behind them, before or after the projector."""
+    width = config.deep_width
+    return (whole[..., :-width], whole[..., -width:]) if width else (whole, None)
 
 
 def from_embeddings(
@@ -101,6 +114,7 @@ def compress(sequence: Sequence, keep: Bool[Array, "b s"], slots: int) -> Sequen
         taken(sequence.index, 1, -1),
         None if sequence.note is None else taken(sequence.note, 1, 0),
         sequence.grid,
+        None if sequence.deep is None else taken(sequence.deep, 1, 0),
     )
 
 
@@ -121,11 +135,13 @@ def with_probe(sequence: Sequence, probe: Float[Array, "layers e"]) -> Rows:
     padded = [((0, 0), (0, 1), (0, 0)), ((0, 0), (0, 0), (0, 1))]
     hidden, position = map(jnp.pad, (sequence.hidden, sequence.position), padded)
     following = sequence.next_position[:, None, None]
+    deep = sequence.deep
     return Rows(
         jnp.where(last[..., None], 0, hidden),
         jnp.where(last[:, None], following, position),
         slots <= sequence.length[:, None],
         probe=probe,
+        deep=None if deep is None else jnp.pad(deep, ((0, 0), (0, 1), (0, 0), (0, 0))),
     )
 
 

@@ -32,6 +32,7 @@ from stepprune_jax.models.sequence import (
     last_slots,
     remaining,
     renumber,
+    split_deep,
     with_probe,
 )
 from stepprune_jax.models.stack import Execution, Params
@@ -43,7 +44,8 @@ class Visual(NamedTuple):
     """The visual tokens of a batch, image by image, as they enter the language model.
 
     Attributes:
-        tokens: [b, j, k, e] projected tokens of each row's images in order of their sentinels.
+        tokens: [b, j, k, w] projected tokens of each row's images in order of their sentinels, each
+            with its deep features behind it.
         valid: [b, j, k] True = token; a prefix of each image.
         index: [b, j, k] int32 index of each token among its image's n; -1 for merged and added
             tokens.
@@ -52,7 +54,7 @@ class Visual(NamedTuple):
         note: [b, j, k, w] values of each token for cuts; None if there are none.
     """
 
-    tokens: Float[Array, "b j k e"]
+    tokens: Float[Array, "b j k w"]
     valid: Bool[Array, "b j k"]
     index: Int[Array, "b j k"]
     place: Int[Array, "b j k"]
@@ -242,7 +244,8 @@ def assemble(
     length = jnp.minimum(total, s).astype(jnp.int32)
     filled = jnp.arange(s) < length[:, None]
     text = decoder.embed(params["language"], ids)
-    tokens = visual.tokens.reshape(b, j * k, visual.tokens.shape[3]).astype(text.dtype)
+    whole = visual.tokens.reshape(b, j * k, visual.tokens.shape[3]).astype(text.dtype)
+    tokens, deep = split_deep(backbone.config, whole)
     tokens = jnp.concatenate([text, tokens], axis=1)
     hidden = jnp.take_along_axis(tokens, source[..., None], axis=1)
     position = jnp.concatenate([text_position, visual_position], axis=2)
@@ -255,10 +258,12 @@ def assemble(
         part = jnp.concatenate([no_image, part.reshape(b, j * k)], axis=1)
         return jnp.where(filled, jnp.take_along_axis(part, source, axis=1), -1)
 
-    note = visual.note
-    if note is not None:
-        note = jnp.pad(note.reshape(b, j * k, -1), ((0, 0), (l, 0), (0, 0)))
-        note = jnp.take_along_axis(note, source[..., None], axis=1)
+    def beside_text(part: Array) -> Array:
+        part = jnp.pad(part.reshape(b, j * k, -1), ((0, 0), (l, 0), (0, 0)))
+        return jnp.take_along_axis(part, source[..., None], axis=1)
+
+    if deep is not None:  # slots of the padding read the first id, which is text
+        deep = beside_text(deep).reshape(b, s, -1, text.shape[2])
     # A truncated row continues after its last remaining token.
     following = jnp.where(total > s, position.max((1, 2)) + 1, following)
     return Sequence(
@@ -268,8 +273,9 @@ def assemble(
         next_position=following.astype(jnp.int32),
         image=at_slots(image),
         index=at_slots(visual.index),
-        note=note,
+        note=None if visual.note is None else beside_text(visual.note),
         grid=visual.grid,
+        deep=deep,
     )
 
 

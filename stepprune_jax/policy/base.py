@@ -44,6 +44,17 @@ class FeatureStats(NamedTuple):
         dtype = jnp.float32
         return cls(jnp.zeros(width, dtype), jnp.ones(width, dtype), jnp.zeros((), dtype))
 
+    def split(self, width: int) -> tuple["FeatureStats", "FeatureStats"]:
+        """Returns the statistics of the first channels, so many, and those of the others."""
+        first = FeatureStats(self.mean[:width], self.var[:width], self.count)
+        return first, FeatureStats(self.mean[width:], self.var[width:], self.count)
+
+    def continued(self, wider: "FeatureStats") -> "FeatureStats":
+        """Returns the statistics, followed by those of the other channels of `wider`."""
+        _, rest = wider.split(len(self.mean))
+        mean = jnp.concatenate([self.mean, rest.mean])
+        return FeatureStats(mean, jnp.concatenate([self.var, rest.var]), self.count)
+
 
 class Inputs(NamedTuple):
     """What a selector sees, which is never an answer.
@@ -56,6 +67,9 @@ class Inputs(NamedTuple):
             no result.
         text_mask: True at real words, by default all.
         stats: statistics by which features are standardised; None if they are not.
+        deep: deep features of the tokens, which no selector reads; the noise gate opens them as
+            wide as their tokens, so that nothing of a token evades it. None if there are none.
+        deep_stats: their statistics.
     """
 
     image: Float[AnyArray, "b n d"]
@@ -63,6 +77,13 @@ class Inputs(NamedTuple):
     image_mask: Bool[AnyArray, "b n"] | None = None
     text_mask: Bool[AnyArray, "b l"] | None = None
     stats: FeatureStats | None = None
+    deep: Float[AnyArray, "b n D"] | None = None
+    deep_stats: FeatureStats | None = None
+
+    @property
+    def whole(self) -> Float[AnyArray, "b n w"]:
+        """The tokens with their deep features behind them: what the language model reads."""
+        return self.image if self.deep is None else jnp.concatenate([self.image, self.deep], axis=2)
 
     @property
     def real(self) -> Bool[Array, "b n"]:

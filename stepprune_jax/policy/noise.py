@@ -81,12 +81,21 @@ def gate_tokens(
     key: Array,
     inputs: Inputs,
     alpha: Float[Array, "b n"],
-) -> Float[Array, "b n d"]:
-    """Gates, denoises and restores the image tokens, Eqs. (13) and (14); zero in the padding."""
+) -> Float[Array, "b n w"]:
+    """Gates, denoises and restores the image tokens, Eqs. (13) and (14); zero in the padding.
+
+    Deep features behind them, if there are any, are gated by the same gate and not denoised.
+    """
     image, real = jnp.asarray(inputs.image), inputs.real[..., None]
     x = jnp.where(real, standardise(image, inputs.stats), 0)
     clean = restore(denoise(params, config, noise_gate(key, x, alpha)), inputs.stats)
-    return jnp.where(real, clean, 0).astype(image.dtype)
+    tokens = jnp.where(real, clean, 0).astype(image.dtype)
+    if inputs.deep is None:
+        return tokens
+    x = jnp.where(real, standardise(jnp.asarray(inputs.deep), inputs.deep_stats), 0)
+    noisy = restore(noise_gate(jax.random.fold_in(key, 1), x, alpha), inputs.deep_stats)
+    deep = jnp.where(real, noisy, 0).astype(image.dtype)
+    return jnp.concatenate([tokens, deep], axis=2)
 
 
 @implicit_promotion()

@@ -48,6 +48,8 @@ class View(NamedTuple):
         seed: [r] uint32 checksum of image and question, the seed of its random draws.
         count: [r] int32 tokens to keep, where the budget is exact.
         taps: intermediates of the tower, in the order of `Pruner.taps`.
+        deep: [r, n, D] deep features of each token, which travel with it and are not compared; None
+            for a model without them.
     """
 
     tokens: Float[Array, "r n d"]
@@ -59,6 +61,14 @@ class View(NamedTuple):
     seed: UInt32[Array, "r"]
     count: Int[Array, "r"]
     taps: tuple[Array, ...] = ()
+    deep: Float[Array, "r n D"] | None = None
+
+    @property
+    def whole(self) -> Float[Array, "r n w"]:
+        """The tokens with their deep features behind them: what is kept, added or averaged."""
+        if self.deep is None:
+            return self.tokens
+        return jnp.concatenate([self.tokens, self.deep], axis=2)
 
     def keys(self, seed: int) -> Key[Array, "r"]:
         """Returns a PRNG key for each row, of `seed` and of what the row shows."""
@@ -73,7 +83,7 @@ class Kept(NamedTuple):
         index: [r, k] int32 index of each among the image's n; -1 for merged and added tokens, and
             in the padding.
         place: [r, k] int32 index of the image token whose position ids it has.
-        tokens: [r, k, d] the tokens, of the same kind as those of the `View`; zero in the padding.
+        tokens: [r, k, w] the tokens, of the same kind as `View.whole`; zero in the padding.
         valid: [r, k] True = token.
         count: [r] int32 their number.
         order: [r, t] int32 the indices in order of choice, -1 in the padding; None for a method
@@ -83,7 +93,7 @@ class Kept(NamedTuple):
 
     index: Int[Array, "r k"]
     place: Int[Array, "r k"]
-    tokens: Float[Array, "r k d"]
+    tokens: Float[Array, "r k w"]
     valid: Bool[Array, "r k"]
     count: Int[Array, "r"]
     order: Int[Array, "r t"] | None = None
@@ -288,8 +298,8 @@ class Pruner:
         count = jnp.full(r, n, jnp.int32) if valid is None else valid.sum(1, dtype=jnp.int32)
         index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (r, n))
         if valid is None and capacity == n:
-            return Kept(index, index, view.tokens, jnp.ones((r, n), bool), count)
-        return take(view.tokens, index, count, capacity)
+            return Kept(index, index, view.whole, jnp.ones((r, n), bool), count)
+        return take(view.whole, index, count, capacity)
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
         """Returns the layers of the language model before which it drops tokens.
@@ -379,7 +389,7 @@ class Ranker(Pruner, abc.ABC):
     def keep(self, view: View, capacity: int) -> Kept:
         """Keeps the first `view.count` tokens of the order, in raster order."""
         ranking = self.rank(view, capacity)
-        return take_first(view.tokens, ranking.order, view.count, capacity)
+        return take_first(view.whole, ranking.order, view.count, capacity)
 
 
 class LayerPruner(Pruner, abc.ABC):

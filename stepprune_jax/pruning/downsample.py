@@ -42,7 +42,7 @@ class Downsample(Pruner):
         """Returns the means of the cells in raster order."""
         n, slot, count = view.tokens.shape[1], jnp.arange(capacity)[None], view.count[:, None]
         height, width = view.grid[:, :1], view.grid[:, 1:]
-        tokens = view.tokens.astype(jnp.float32)
+        tokens = view.whole.astype(jnp.float32)
         if view.valid is not None:
             tokens = jnp.where(view.valid[..., None], tokens, 0)
         line, lines, number, held = deal_lines(view.grid, view.count, slot)

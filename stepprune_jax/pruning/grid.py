@@ -25,7 +25,7 @@ class Grid(Pruner):
     def keep(self, view: View, capacity: int) -> Kept:
         """Keeps `view.count` tokens of each row."""
         order = grid_indices(view.grid, view.count, capacity)
-        return take(view.tokens, order, view.count, capacity)
+        return take(view.whole, order, view.count, capacity)
 
 
 def grid_indices(

@@ -71,7 +71,7 @@ class HiPrune(Pruner):
         chosen = with_neighbours(rank < anchors[:, None], view.grid[:, 1], real.sum(1))
         # Attention is at most 1, so what has been chosen comes first.
         order = by_score(deep + 2 * chosen, real)
-        return take(view.tokens, order, view.count, capacity)
+        return take(view.whole, order, view.count, capacity)
 
 
 def with_neighbours(

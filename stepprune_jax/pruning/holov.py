@@ -89,7 +89,7 @@ class HoloV(Pruner):
         index = index.at[jnp.arange(r)[:, None], order].set(jnp.arange(n), mode="drop")
         is_token, valid = slots < found[:, None], slots < view.count[:, None]
         at = jnp.where(is_token, index, 0)
-        kept = jnp.take_along_axis(view.tokens, at[..., None], axis=1)
+        kept = jnp.take_along_axis(view.whole, at[..., None], axis=1)
         return Kept(
             index=index,
             place=jnp.where(is_token, at, jnp.where(valid, n - 1, 0)),
@@ -104,7 +104,7 @@ class HoloV(Pruner):
         real = jnp.ones(received.shape, bool) if view.valid is None else view.valid
         kept = keep_in_crops(view.tokens, received, real, view.count, self.alpha)
         order = jnp.argsort(~kept, axis=1, stable=True).astype(jnp.int32)
-        return take(view.tokens, order, view.count, capacity)
+        return take(view.whole, order, view.count, capacity)
 
 
 def keep_in_crops(

@@ -76,7 +76,7 @@ class PruMerge(Pruner):
             return jnp.take_along_axis(x, order.reshape(r, n, *[1] * (x.ndim - 2)), axis=1)
 
         tokens = merge(
-            in_order(view.tokens.astype(jnp.float32)),
+            in_order(view.whole.astype(jnp.float32)),
             in_order(keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, -1)),
             in_order(attention),
             count,

@@ -313,15 +313,20 @@ def recycle(
     keep = keep_best(score, sequence.image, count)
     most_candidates, most = num_clusters(s)
 
-    def of_image(hidden, score, dropped):
+    hidden, deep, whole = sequence.hidden, sequence.deep, None
+    if deep is not None:
+        whole = jnp.concatenate([hidden, deep.reshape(b, s, -1)], axis=2)
+
+    def of_image(hidden, whole, score, dropped):
         candidates, clusters = num_clusters(dropped.sum())
         order = jnp.argsort(jnp.where(dropped, -score, _FAR), stable=True)[:most_candidates]
-        tokens, centre = cluster_and_merge(hidden[order], candidates, clusters, most, noise)
+        merged = None if whole is None else whole[order]
+        tokens, centre = cluster_and_merge(hidden[order], candidates, clusters, most, noise, merged)
         return tokens, order[centre], jnp.arange(most) < clusters
 
     is_of = sequence.image[:, None] == jnp.arange(j)[:, None]
-    of_row = jax.vmap(of_image, (None, None, 0))
-    tokens, centre, real = jax.vmap(of_row)(sequence.hidden, score, is_of & ~keep[:, None])
+    of_row = jax.vmap(of_image, (None, None, None, 0))
+    tokens, centre, real = jax.vmap(of_row)(hidden, whole, score, is_of & ~keep[:, None])
     tokens, centre, real = (x.reshape(b, j * most, *x.shape[3:]) for x in (tokens, centre, real))
 
     slots = jnp.arange(s)
@@ -337,8 +342,12 @@ def recycle(
 
     image = jnp.broadcast_to(jnp.repeat(jnp.arange(j), most), (b, j * most))
     position = jnp.take_along_axis(sequence.position, centre[:, None], axis=2)
+    if deep is not None:
+        merged = tokens[..., hidden.shape[2] :]
+        deep = put(deep, merged.reshape(b, j * most, *deep.shape[2:]))
     left = sequence._replace(
-        hidden=put(sequence.hidden, tokens),
+        hidden=put(hidden, tokens[..., : hidden.shape[2]]),
+        deep=deep,
         position=put(sequence.position, position, 2),
         image=put(sequence.image, image),
         index=put(sequence.index, jnp.full((b, j * most), -1)),
@@ -353,8 +362,11 @@ def cluster_and_merge(
     clusters: Int[Array, ""] | int,
     most: int,
     noise: float = 0.0,
-) -> tuple[Float[Array, "most e"], Int[Array, "most"]]:
+    whole: Float[Array, "m w"] | None = None,
+) -> tuple[Float[Array, "most w"], Int[Array, "most"]]:
     """Clusters tokens by density peaks and nearest neighbours (DPC-KNN), and averages clusters.
+
+    Tokens are compared by `x`, and averaged as a `whole` if that is given.
 
     A token's density is exp(-mean squared distance to its `clusters` nearest tokens, including
     itself), plus noise; its distance is that to the nearest denser token, or the largest of all if
@@ -365,6 +377,7 @@ def cluster_and_merge(
     sum over each cluster divided by its size plus 1e-6, and the centre's index.
     """
     x, m = x.astype(jnp.float32), x.shape[0]
+    whole = x if whole is None else whole.astype(jnp.float32)
     real, wanted = jnp.arange(m) < count, jnp.arange(most) < clusters
     distance = jnp.sqrt(jnp.sum(jnp.square(x[:, None] - x), axis=-1) / x.shape[1])
     nearest = -jax.lax.top_k(jnp.where(real, -distance, -_FAR), most)[0]
@@ -378,7 +391,7 @@ def cluster_and_merge(
     cluster = jnp.argmin(to_centre, axis=0)
     cluster = cluster.at[jnp.where(wanted, centre, m)].set(jnp.arange(most), mode="drop")
     member = jax.nn.one_hot(cluster, most) * real[:, None]
-    total = jnp.einsum("mc,me->ce", member, jnp.where(real[:, None], x, 0), precision=_EXACT)
+    total = jnp.einsum("mc,me->ce", member, jnp.where(real[:, None], whole, 0), precision=_EXACT)
     return total / (member.sum(0)[:, None] + 1e-6), centre
 
 

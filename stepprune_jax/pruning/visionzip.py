@@ -97,7 +97,7 @@ class VisionZip(Pruner):
             score = score.at[:, 0].set(jnp.finfo(jnp.float32).max)
             keys = keys.astype(jnp.float32).mean(1)
         else:
-            (score, keys), tokens = view.taps, view.tokens
+            (score, keys), tokens = view.taps, view.whole
         real = jnp.ones(score.shape, bool) if tile or view.valid is None else view.valid
         if tile:
             part = jnp.pad(tile[0], ((0, 0), (1, 0)))

@@ -83,7 +83,7 @@ def policy_gradient_loss(
     draw, cost = method.draw_sets(inputs, limits, keys, progress)
 
     def sets(picks):
-        return gather(picks, inputs.image, capacity)
+        return gather(picks, inputs.whole, capacity)
 
     kept = jax.vmap(sets, out_axes=1)(draw.picks)
     loss = answer_loss_fn(kept).T

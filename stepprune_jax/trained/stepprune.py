@@ -184,4 +184,4 @@ class StepPrune(Policy):
         """Chooses the tokens of a view."""
         limits = Limits(budget=view.count if self.budget.is_exact else None)
         picks = self.choose(self.inputs(view), limits, view.keys(self.seed))
-        return from_picks(view.tokens, picks, capacity)
+        return from_picks(view.whole, picks, capacity)

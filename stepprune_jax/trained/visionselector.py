@@ -137,7 +137,7 @@ class VisionSelector(Policy):
         count = jnp.maximum(1, jnp.floor(config.budget * jnp.sum(real, axis=1))).astype(jnp.int32)
         logits = soft_logits(found, real, count)
         gates = jnp.where(real, jax.nn.sigmoid(logits), 0)
-        image = jnp.asarray(inputs.image)
+        image = jnp.asarray(inputs.whole)
         lm_loss = lm_loss_fn((gates[..., None] * image).astype(image.dtype)).astype(jnp.float32)
         rank = jnp.argsort(by_score(found, real), axis=1)
         sign = jnp.where(rank < count[:, None], 1.0, -1.0)

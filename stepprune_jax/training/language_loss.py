@@ -80,7 +80,7 @@ def lm_loss(
     params: Params,
     backbone: Backbone,
     options: ForwardOptions,
-    tokens: Float[Array, "b n d"],
+    tokens: Float[Array, "b n w"],
     targets: Targets,
 ) -> Float[Array, ""]:
     """Computes the language-modelling loss of visual tokens at full length and original positions.

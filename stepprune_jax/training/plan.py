@@ -115,7 +115,7 @@ def trace_update(
     mesh = setup.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY))
     state = jax.eval_shape(lambda key: step.init_state(key, setup), key)
-    stats = jax.eval_shape(lambda: FeatureStats.start(setup.backbone.config.feature_width))
+    stats = jax.eval_shape(lambda: FeatureStats.start(setup.backbone.config.token_width))
     state, stats, key = _placed((state, stats, key), mesh, ((r".*", P()),))
     batch = _placed(abstract_batch(setup, rows, bucket), mesh, BATCH_RULES)
     number = jax.ShapeDtypeStruct((), jnp.int32)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from stepprune_jax.models import decoder
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
+from stepprune_jax.models.sequence import split_deep
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
@@ -104,7 +105,7 @@ def init_state(key: Array, setup: Setup) -> State:
     return State(params, moments, setup.method.init_state(), none, none)
 
 
-def encode_rows(params: Params, setup: Setup, pixels: Pixels) -> Float[Array, "b n d"]:
+def encode_rows(params: Params, setup: Setup, pixels: Pixels) -> Float[Array, "b n w"]:
     """Computes features of images, in passes of at most `forward.rows` rows."""
 
     def encode(pixels):
@@ -121,9 +122,11 @@ def selector_inputs(params: Params, setup: Setup, batch: TrainingBatch) -> Input
     mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
     image_mask = None
     if setup.backbone.config.sizes_vary:
-        tokens = setup.backbone.num_tokens(batch.targets.grid)
-        image_mask = jnp.arange(features.shape[1]) < tokens[:, None]
-    return constrain_rows(setup.forward.mesh, Inputs(features, text, image_mask, mask))
+        count = setup.backbone.num_tokens(batch.targets.grid)
+        image_mask = jnp.arange(features.shape[1]) < count[:, None]
+    tokens, deep = split_deep(setup.backbone.config, features)
+    inputs = Inputs(tokens, text, image_mask, mask, deep=deep)
+    return constrain_rows(setup.forward.mesh, inputs)
 
 
 def _norm_at_stop(method: Selector, grads: Weights) -> Float[Array, ""]:
@@ -168,7 +171,8 @@ def learn(
 ) -> tuple[State, dict[str, Array]]:
     """Performs the selector's part of an update: everything but the frozen model.
 
-    `loss_fn` is that of `Selector.loss` or of `policy_gradient_loss`.
+    `loss_fn` is that of `Selector.loss` or of `policy_gradient_loss`; the statistics are those of
+    the tokens with their deep features.
     """
     share = step / setup.steps
     opening = setup.text_gate_anneal
@@ -177,6 +181,9 @@ def learn(
 
     def loss(trained):
         draw_key, seen = jax.random.fold_in(key, step), inputs._replace(stats=stats)
+        if inputs.deep is not None:
+            own, deep = stats.split(inputs.image.shape[2])
+            seen = inputs._replace(stats=own, deep_stats=deep)
         method, sampled = setup.method.replace(params=trained), setup.policy_gradient
         if sampled.samples:
             value, aux = policy_gradient_loss(method, sampled, draw_key, seen, loss_fn, progress)

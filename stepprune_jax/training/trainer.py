@@ -26,7 +26,7 @@ class Trainer:
     Attributes:
         done: updates done.
         state: weights, moments and counters.
-        stats: statistics of the tower's features.
+        stats: statistics of the tower's features, deep ones behind those of the tokens.
         stream: the remaining batches; to be closed.
     """
 
@@ -37,19 +37,21 @@ class Trainer:
         init_key, key = (jax.random.fold_in(seed, use) for use in range(2))
         with jax_defaults():
             state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
-        stats = FeatureStats.start(setup.backbone.config.feature_width)
+        stats = FeatureStats.start(setup.backbone.config.token_width)
         fresh = state, stats, jax.random.key_data(key)
         self.done = 0
         self.state, self.stats, self._key_data = replicate_like(model.params, fresh)
 
     def init(self, start: Policy | None = None) -> None:
         """Begins a run, with the weights and statistics of `start` if there is one."""
-        if start is None:
+        deep = self._setup.backbone.config.deep_layers > 0
+        if start is None or deep:
             self._gather_stats()
-        else:
+        if start is not None:
             begun = start.params, start.stats
-            params, self.stats = replicate_like(self._model.params, begun)
+            params, stats = replicate_like(self._model.params, begun)
             self.state = self.state._replace(params=params)
+            self.stats = stats.continued(self.stats) if deep else stats
         self.stream = self._batches.stream(self._run.steps)
 
     def restore(self, checkpoints: Checkpoints) -> None:
@@ -85,7 +87,10 @@ class Trainer:
 
     def policy(self) -> Policy:
         """Returns the policy as it is now."""
-        return self._setup.method.replace(params=self.state.params, stats=self.stats)
+        stats, config = self.stats, self._setup.backbone.config
+        if config.deep_layers:  # no policy reads what is behind a token
+            stats, _ = stats.split(config.feature_width)
+        return self._setup.method.replace(params=self.state.params, stats=stats)
 
     def _gather_stats(self) -> None:
         """Computes feature statistics over the images of the first steps."""
