@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,12 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.images import Bytes, read_processor
 from stepprune_jax.models.qwen2_5_vl import images, tower, weights
-from stepprune_jax.models.qwen2_5_vl.config import QwenConfig
+from stepprune_jax.models.qwen2_5_vl.config import PatchModelConfig, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches, QwenImageSettings
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule, renamed
 from stepprune_jax.user_input import naming, require
 
-_SYSTEM = "You are a helpful assistant."
 _ROLES = ("user", "assistant")
 _START, _END = "<|im_start|>", "<|im_end|>"
 _IMAGE = f"<|vision_start|>{IMAGE_MARK}<|vision_end|>"
@@ -37,40 +37,27 @@ _PLACEHOLDERS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen2_5_VL(Backbone):  # noqa: N801
-    """Qwen2.5-VL's instruction-tuned models."""
+class QwenBackbone(Backbone):
+    """What Qwen's models share: images of any size, prompts, position ids of three axes.
 
-    config: QwenConfig
-    name = "qwen2_5_vl"
-    SUPPORTED = "Qwen2.5-VL (model_type 'qwen2_5_vl')"
-    CONTEXT_LIMIT = 32768  # the longest row of training
-    SHARDING_RULES = weights.SHARDING_RULES
-    VISION_PREFIX = weights.VISION
+    Attributes:
+        PROCESSOR: class of the processor in `transformers`.
+        SYSTEM: what the system says by the template; None for nothing.
+    """
 
-    @classmethod
-    def matches(cls, raw: Json) -> bool:
-        return raw.get("model_type") == "qwen2_5_vl"
-
-    @classmethod
-    def read(cls, raw: Json, vision: Json | None) -> Backbone:
-        return cls(QwenConfig.from_hf(raw))
-
-    @classmethod
-    def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
-        return renamed(name, weights.PREFIXES)
+    config: PatchModelConfig
+    PROCESSOR: ClassVar[str]
+    SYSTEM: ClassVar[str | None] = None
 
     def is_harmless(self, name: str) -> bool:
         return self.config.text.tie_embeddings and name == weights.HEAD + ".weight"
-
-    def weight_rules(self) -> tuple[WeightRule, ...]:
-        return weights.rules(self.config.vision)
 
     @classmethod
     def image_settings(cls, folder: str | Path) -> QwenImageSettings:
         return images.settings_from_hf(*read_processor(folder))
 
     def hf_processor(self, settings: QwenImageSettings) -> dict[str, Json]:
-        return {"preprocessor_config.json": images.to_hf(self.config, settings)}
+        return {"preprocessor_config.json": images.to_hf(self.config, settings, self.PROCESSOR)}
 
     def bound_images(
         self,
@@ -116,16 +103,56 @@ class Qwen2_5_VL(Backbone):  # noqa: N801
     def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
         # A closed last turn ends with its end token, without a newline after it.
         turns = list(turns) + [None] * (len(turns) % 2)
-        system = _SYSTEM if system is None else system
+        system = cls.SYSTEM if system is None else system
         for message in (system, *turns):
             for token, reason in _PLACEHOLDERS.items():
                 require(token not in (message or ""), f"the prompt has {token}, {reason}")
-        text = f"{_START}system\n{system}{_END}"
+        said = [] if system is None else [f"{_START}system\n{system}{_END}"]
         for number, message in enumerate(turns):
             end = _END if message or number + 1 < len(turns) else ""
             message = (message or "").replace(IMAGE_MARK, _IMAGE)
-            text += f"\n{_START}{_ROLES[number % 2]}\n{message}{end}"
-        return text
+            said.append(f"{_START}{_ROLES[number % 2]}\n{message}{end}")
+        return "\n".join(said)
+
+    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
+        return features  # merged tokens already have the language model's width
+
+    def image_positions(
+        self, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
+    ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
+        # 0 in time, the row, and the column; text after the image is shifted by the longer side.
+        columns = jnp.maximum(grid[..., 1:], 1)
+        offset = jnp.stack([jnp.zeros_like(place), place // columns, place % columns], axis=-2)
+        return offset, grid.max(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen2_5_VL(QwenBackbone):  # noqa: N801
+    """Qwen2.5-VL's instruction-tuned models."""
+
+    config: QwenConfig
+    name = "qwen2_5_vl"
+    SUPPORTED = "Qwen2.5-VL (model_type 'qwen2_5_vl')"
+    CONTEXT_LIMIT = 32768  # the longest row of training
+    PROCESSOR = "Qwen2_5_VLProcessor"
+    SYSTEM = "You are a helpful assistant."
+    SHARDING_RULES = weights.SHARDING_RULES
+    VISION_PREFIX = weights.VISION
+
+    @classmethod
+    def matches(cls, raw: Json) -> bool:
+        return raw.get("model_type") == "qwen2_5_vl"
+
+    @classmethod
+    def read(cls, raw: Json, vision: Json | None) -> Backbone:
+        return cls(QwenConfig.from_hf(raw))
+
+    @classmethod
+    def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
+        return renamed(name, weights.PREFIXES)
+
+    def weight_rules(self) -> tuple[WeightRule, ...]:
+        return weights.rules(self.config.vision)
 
     def init_params(self, key: Array) -> Params:
         vision, language = jax.random.split(key)
@@ -142,17 +169,6 @@ class Qwen2_5_VL(Backbone):  # noqa: N801
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
         return tower.encode(params, self.config.vision, pixels, taps, execution)
-
-    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
-        return features  # merged tokens already have the language model's width
-
-    def image_positions(
-        self, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
-    ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
-        # 0 in time, the row, and the column; text after the image is shifted by the longer side.
-        columns = jnp.maximum(grid[..., 1:], 1)
-        offset = jnp.stack([jnp.zeros_like(place), place // columns, place % columns], axis=-2)
-        return offset, grid.max(-1)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
         # With the attention of whole windows; the merger counts as the projector.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.models.config import (
@@ -33,7 +34,9 @@ MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 16384 * 28 * 28
 MOST_PIXELS = 2 * 89_478_485
 
 
-def _integers(field: str, default: tuple[int, ...]) -> FieldRule:
+def integers(field: str, default: tuple[int, ...]) -> FieldRule:
+    """Several integers from 0, as a tuple."""
+
     def read(value: object) -> tuple[int, ...] | None:
         if not isinstance(value, list | tuple):
             return None
@@ -43,7 +46,7 @@ def _integers(field: str, default: tuple[int, ...]) -> FieldRule:
     return FieldRule(field, default, read, "a list of integers from 0")
 
 
-_TOWER = {
+PATCH_TOWER = {
     "hidden_size": size("hidden_size", 3584),
     "intermediate_size": size("intermediate_size", 3420),
     "num_layers": size("depth", 32, MOST_LAYERS),
@@ -51,9 +54,12 @@ _TOWER = {
     "patch_size": size("patch_size", 14, LONGEST_SIDE),
     "temporal_patch_size": size("temporal_patch_size", 2),
     "merge_size": size("spatial_merge_size", 2),
-    "window_size": size("window_size", 112),
-    "full_blocks": _integers("fullatt_block_indexes", (7, 15, 23, 31)),
     "out_size": size("out_hidden_size", 3584),
+}
+_TOWER = {
+    **PATCH_TOWER,
+    "window_size": size("window_size", 112),
+    "full_blocks": integers("fullatt_block_indexes", (7, 15, 23, 31)),
 }
 _TOWER_ONLY = {
     "kind": one_of("model_type", "qwen2_5_vl_vision", "qwen2_5_vl"),
@@ -76,9 +82,9 @@ _TEXT_ONLY = {
     "sliding": one_of("use_sliding_window", False),
 }
 _TIED = {"tied": switch("tie_word_embeddings", False)}
-_SECTIONS = {"sections": _integers("mrope_section", (16, 24, 24))}
+_SECTIONS = {"sections": integers("mrope_section", (16, 24, 24))}
 _PARTS = {"kind": one_of("model_type", None, "qwen2_5_vl"), "vision": part("vision_config")}
-_IDS = {
+IDS = {
     "image_token_id": token("image_token_id", 151655),
     "eos_token_ids": tokens("eos_token_id", (151645,)),
     "pad_token_id": token("pad_token_id"),
@@ -86,12 +92,11 @@ _IDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenVisionConfig:
-    """Shape of the tower; sizes of patches and windows are sides in pixels.
+class PatchTowerConfig:
+    """Shape of a tower for images of any size; the size of a patch is its side in pixels.
 
-    Blocks attend within windows, those of `full_blocks` to the whole image. `merge_size` patches on
-    each side of a square become a token of width `out_size`. An image is repeated as
-    `temporal_patch_size` frames of a patch.
+    `merge_size` patches on each side of a square become a token of width `out_size`. An image is
+    repeated as `temporal_patch_size` frames of a patch.
     """
 
     hidden_size: int
@@ -101,25 +106,14 @@ class QwenVisionConfig:
     patch_size: int = 14
     temporal_patch_size: int = 2
     merge_size: int = 2
-    window_size: int = 112
-    full_blocks: tuple[int, ...] = (7, 15, 23, 31)
     out_size: int = 3584
 
     def __post_init__(self):
-        d, heads, window, factor = self.hidden_size, self.num_heads, self.window_size, self.factor
-        blocks, layers = self.full_blocks, self.num_layers
+        d, heads = self.hidden_size, self.num_heads
         with naming("vision_config"):
             # A head's channels are rotated in pairs by row and by column.
             require(
                 d % (4 * heads) == 0, f"hidden_size {d} is not a multiple of 4 x num_heads {heads}"
-            )
-            require(
-                window >= factor,
-                f"window_size {window} is smaller than a merged patch of {factor} pixels",
-            )
-            require(
-                all(block < layers for block in blocks),
-                f"fullatt_block_indexes {list(blocks)} are outside a tower of {layers} blocks",
             )
 
     @property
@@ -131,6 +125,31 @@ class QwenVisionConfig:
     def unit(self) -> int:
         """Patches in a merged patch."""
         return self.merge_size**2
+
+
+@dataclasses.dataclass(frozen=True)
+class QwenVisionConfig(PatchTowerConfig):
+    """Shape of the tower; `window_size` is the side of a window in pixels.
+
+    Blocks attend within windows, those of `full_blocks` to the whole image.
+    """
+
+    window_size: int = 112
+    full_blocks: tuple[int, ...] = (7, 15, 23, 31)
+
+    def __post_init__(self):
+        super().__post_init__()
+        window, factor = self.window_size, self.factor
+        blocks, layers = self.full_blocks, self.num_layers
+        with naming("vision_config"):
+            require(
+                window >= factor,
+                f"window_size {window} is smaller than a merged patch of {factor} pixels",
+            )
+            require(
+                all(block < layers for block in blocks),
+                f"fullatt_block_indexes {list(blocks)} are outside a tower of {layers} blocks",
+            )
 
     @property
     def window(self) -> int:
@@ -145,8 +164,8 @@ class QwenVisionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenConfig(ModelConfig):
-    """A tower with a merger, and a language model.
+class PatchModelConfig(ModelConfig):
+    """A tower for images of any size with a merger, and a language model.
 
     Attributes:
         vision: the tower.
@@ -156,7 +175,7 @@ class QwenConfig(ModelConfig):
         max_pixels: largest area of a resized image.
     """
 
-    vision: QwenVisionConfig
+    vision: PatchTowerConfig
     image_token_id: int = 151655
     eos_token_ids: tuple[int, ...] = (151645, 151643)
     min_pixels: int = MIN_PIXELS
@@ -191,17 +210,6 @@ class QwenConfig(ModelConfig):
         return self.vision.out_size
 
     @property
-    def global_blocks(self) -> tuple[int, ...]:
-        """The blocks that do not attend within windows."""
-        return self.vision.full_blocks
-
-    @property
-    def received_block(self) -> int | None:
-        """The last block, if it attends to the whole image."""
-        last = self.vision.num_layers - 1
-        return last if last in self.vision.full_blocks else None
-
-    @property
     def image_bounds(self) -> dict[str, int]:
         """The smallest area, below which images are enlarged."""
         return {"min_pixels": self.min_pixels}
@@ -225,6 +233,24 @@ class QwenConfig(ModelConfig):
         enlarged = least + 1 + math.sqrt(least) * (MAX_ASPECT + 1) / math.sqrt(MAX_ASPECT)
         return int(max(most, math.sqrt(MAX_ASPECT * most), enlarged))
 
+
+@dataclasses.dataclass(frozen=True)
+class QwenConfig(PatchModelConfig):
+    """Qwen2.5-VL: a tower with windows and a merger, and a language model."""
+
+    vision: QwenVisionConfig
+
+    @property
+    def global_blocks(self) -> tuple[int, ...]:
+        """The blocks that do not attend within windows."""
+        return self.vision.full_blocks
+
+    @property
+    def received_block(self) -> int | None:
+        """The last block, if it attends to the whole image."""
+        last = self.vision.num_layers - 1
+        return last if last in self.vision.full_blocks else None
+
     @classmethod
     def from_hf(cls, raw: Json) -> "QwenConfig":
         """Builds the config from a parsed `config.json`.
@@ -240,11 +266,13 @@ class QwenConfig(ModelConfig):
         vision = read_fields(raw, where, _PARTS)["vision"]
         text = read_fields(raw, where, {"text": part("text_config", raw)})["text"]
         given = {name: value for name, value in raw.items() if value is not None}
-        tied = [read_fields(fields, where, _TIED)["tied"] for fields in (raw, text)]
+        read_fields(text, "text_config", _TEXT_ONLY)
+        language = {"rope_theta": 1e6, **text}
+        more = {"tie_embeddings": is_tied(raw, text), "qkv_bias": True}
         return cls(
             vision=QwenVisionConfig.from_hf(vision),
-            text=_text_config(text, any(tied)),
-            **read_fields({**text, **given}, where, _IDS),
+            text=read_text(language, _TEXT, _SECTIONS, **more),
+            **read_fields({**text, **given}, where, IDS),
         )
 
     def to_hf(self, dtype: str) -> Json:
@@ -257,7 +285,7 @@ class QwenConfig(ModelConfig):
             "architectures": ["Qwen2_5_VLForConditionalGeneration"],
             "model_type": "qwen2_5_vl",
             "dtype": dtype,
-            **written(self, _IDS),
+            **written(self, IDS),
             "bos_token_id": self.bos_token_id,
             "tie_word_embeddings": self.text.tie_embeddings,
             "hidden_act": "silu",
@@ -273,14 +301,23 @@ class QwenConfig(ModelConfig):
         }
 
 
-def _text_config(raw: Json, tied: bool) -> LlamaConfig:
+def is_tied(raw: Json, text: Json) -> bool:
+    """Returns whether a `config.json` or its `text_config` ties the head to the embeddings."""
+    return any(read_fields(fields, "config.json", _TIED)["tied"] for fields in (raw, text))
+
+
+def read_text(
+    raw: Json, rules: dict[str, FieldRule], rope_rules: dict[str, FieldRule], **more: Any
+) -> LlamaConfig:
+    """Builds the language model's config by `read_language`, and by rules for its rotary angles.
+
+    The first of these is that of `mrope_section`.
+    """
     where = "text_config"
-    read_fields(raw, where, _TEXT_ONLY)
     field = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     rope = read_fields(raw, where, {"rope": part(field, {})})["rope"]
-    sections = read_fields(rope, where, _SECTIONS)["sections"]
+    sections = read_fields(rope, where, rope_rules)["sections"]
     # Older files describe the three position ids as a kind of scaling; newer ones do not.
     kind = rope.get("rope_type", rope.get("type", "mrope"))
     rope = rope | {"rope_type": "default" if kind == "mrope" else kind}
-    raw = {"rope_theta": 1e6, **raw, field: rope}
-    return read_language(raw, _TEXT, rope_sections=sections, tie_embeddings=tied, qkv_bias=True)
+    return read_language({**raw, field: rope}, rules, rope_sections=sections, **more)

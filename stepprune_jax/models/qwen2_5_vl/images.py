@@ -1,4 +1,4 @@
-"""Images to the patches that Qwen2.5-VL's tower takes, each image at its own size.
+"""Images to the patches that the towers of Qwen's models take, each image at its own size.
 
 An image is resized so that its sides are multiples of a merged patch and its area is within bounds,
 scaled, normalised and cut into patches. Every number equals that of the Pillow image processor of
@@ -23,7 +23,11 @@ from stepprune_jax.models.images import (
     byte_table,
     check_aspect,
 )
-from stepprune_jax.models.qwen2_5_vl.config import MOST_PIXELS, QwenConfig, QwenVisionConfig
+from stepprune_jax.models.qwen2_5_vl.config import (
+    MOST_PIXELS,
+    PatchModelConfig,
+    PatchTowerConfig,
+)
 from stepprune_jax.user_input import require
 
 _KIND = "Qwen2VLImageProcessor"
@@ -43,7 +47,7 @@ BLOCK_TOKENS = 16
 
 
 class QwenImageSettings(NamedTuple):
-    """Settings of the image processor, except the bounds of resizing, which are in `QwenConfig`."""
+    """Settings of the image processor, without bounds: `PatchModelConfig` has them."""
 
     rescale: float = 1 / 255
     mean: tuple[float, ...] = CLIP_MEAN
@@ -68,7 +72,7 @@ def settings_from_hf(raw: Json, where: str) -> QwenImageSettings:
     return QwenImageSettings(**read_fields(raw, where, NORMALISATION))
 
 
-def processor_bounds(vision: QwenVisionConfig, raw: Json, where: str) -> tuple[int, int]:
+def processor_bounds(vision: PatchTowerConfig, raw: Json, where: str) -> tuple[int, int]:
     """Reads the bounds of an image's area from an image processor dict, and checks its patches."""
     sides = ("patch_size", "temporal_patch_size", "merge_size")
     read_fields(raw, where, {side: one_of(side, getattr(vision, side)) for side in sides})
@@ -88,11 +92,11 @@ def processor_bounds(vision: QwenVisionConfig, raw: Json, where: str) -> tuple[i
     return bounds["min_pixels"], bounds["max_pixels"]
 
 
-def to_hf(config: QwenConfig, settings: QwenImageSettings) -> Json:
-    """Describes the image processor, in the field names of old and new versions."""
+def to_hf(config: PatchModelConfig, settings: QwenImageSettings, kind: str) -> Json:
+    """Describes the image processor of a kind, in the field names of old and new versions."""
     return {
         "image_processor_type": _KIND,
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": kind,
         "do_convert_rgb": True,
         "do_resize": True,
         "min_pixels": config.min_pixels,
@@ -110,7 +114,7 @@ def to_hf(config: QwenConfig, settings: QwenImageSettings) -> Json:
     }
 
 
-def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
+def target_size(config: PatchModelConfig, height: int, width: int) -> tuple[int, int]:
     """Returns the (height, width) to which an image is resized, unless it is too narrow.
 
     Each side is rounded to the nearest multiple of a merged patch, halves to even. If the area is
@@ -130,13 +134,13 @@ def target_size(config: QwenConfig, height: int, width: int) -> tuple[int, int]:
     return rounded[0], rounded[1]
 
 
-def resize(config: QwenConfig, settings: QwenImageSettings, image: Image.Image) -> Bytes:
+def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.Image) -> Bytes:
     """Returns the bytes of an RGB image at its target size."""
     height, width = target_size(config, image.height, image.width)
     return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
 
 
-def to_patches(vision: QwenVisionConfig, settings: QwenImageSettings, image: Bytes) -> Patches:
+def to_patches(vision: PatchTowerConfig, settings: QwenImageSettings, image: Bytes) -> Patches:
     """Normalises a resized image and cuts it into padded patches, without the axis of images."""
     table = byte_table(settings.rescale, settings.mean, settings.std)
     p, k = vision.patch_size, vision.merge_size

@@ -36,7 +36,7 @@ from stepprune_jax.models.layers import (
     activate,
     wide_product,
 )
-from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
+from stepprune_jax.models.qwen2_5_vl.config import PatchTowerConfig, QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
 from stepprune_jax.models.stack import (
@@ -103,7 +103,7 @@ def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
     return Layout(raster, slot, jnp.where(real, window, -1), place, size)
 
 
-def rotary_frequencies(config: QwenVisionConfig) -> np.ndarray:
+def rotary_frequencies(config: PatchTowerConfig) -> np.ndarray:
     """Returns the angles [c / 4] of one step to the next row; columns have the same."""
     return inverse_powers(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
 
@@ -242,16 +242,17 @@ def init_vision(key: Array, config: QwenVisionConfig) -> Params:
     }
 
 
-def _embed(
-    params: Params, config: QwenVisionConfig, values: Float[Array, "i m v"]
+def embed_patches(
+    params: Params, config: PatchTowerConfig, values: Float[Array, "i m v"]
 ) -> Float[Array, "i m d"]:
-    """Projects patches, whose frames all equal the image."""
-    kernel = params["patch_embedding"]["kernel"]
+    """Projects patches, whose frames all equal the image; adds a bias if there is one."""
+    kernel, bias = params["patch_embedding"]["kernel"], params["patch_embedding"].get("bias")
     p, frames = config.patch_size, config.temporal_patch_size
     # The kernel runs over (frame, row, column, channel), the values over (channel, row, column).
     kernel = kernel.reshape(frames, p, p, 3, -1).transpose(0, 3, 1, 2, 4)
     values = values.astype(kernel.dtype)
-    parts = (wide_product(values, frame.reshape(3 * p * p, -1)) for frame in kernel)
+    parts = [wide_product(values, frame.reshape(3 * p * p, -1)) for frame in kernel]
+    parts += [] if bias is None else [bias]
     return functools.reduce(operator.add, parts).astype(kernel.dtype)
 
 
@@ -292,7 +293,7 @@ def encode(
         return output.hidden, output
 
     merged = jnp.reshape(cast(Array, pixels.values), (i, m // unit, unit * values))
-    hidden = _embed(vision, config, _taken(merged, layout.raster).reshape(i, m, values))
+    hidden = embed_patches(vision, config, _taken(merged, layout.raster).reshape(i, m, values))
     watched = [at for kind, at in named.values() if kind != "hidden"]
     hidden, outputs, states = run_stack(
         vision["layers"],
