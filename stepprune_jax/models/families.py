@@ -5,11 +5,12 @@ from stepprune_jax.models.config import Json
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.llava_next import LlavaNext
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
+from stepprune_jax.models.qwen3_vl import Qwen3_VL
 from stepprune_jax.user_input import UserError
 
 # The first that matches reads a folder.
 FAMILIES: dict[str, type[Backbone]] = {
-    family.name: family for family in (LlavaNext, Llava, Qwen2_5_VL)
+    family.name: family for family in (LlavaNext, Llava, Qwen2_5_VL, Qwen3_VL)
 }
 
 
@@ -29,5 +30,6 @@ def find_family(raw: Json, where: str) -> type[Backbone]:
     supported = "; ".join(family.SUPPORTED for family in FAMILIES.values())
     raise UserError(
         f"{where}: unsupported architecture: model_type {raw.get('model_type')!r}, "
-        f"architectures {raw.get('architectures')!r}; supported: {supported}"
+        f"architectures {raw.get('architectures')!r}; supported: {supported}; "
+        "docs/architecture.md says how a family is added to stepprune_jax/models"
     )

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL with random weights, as a checkpoint folder or its parts."""
+"""A tiny Qwen2.5-VL and a tiny Qwen3-VL with random weights, as checkpoint folders or parts."""
 
 from pathlib import Path
 
@@ -8,6 +8,8 @@ from jax.typing import DTypeLike
 from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
+from stepprune_jax.models.qwen3_vl import Qwen3_VL, Qwen3Config
+from stepprune_jax.models.qwen3_vl.config import Qwen3VisionConfig
 from stepprune_jax.testing import random_tensors, write_folder
 
 _TOKENS = (
@@ -41,16 +43,39 @@ def qwen_tokenizer() -> Tokenizer:
 
 def tiny_qwen_config(tokenizer: Tokenizer, **changes: object) -> Json:
     """Its ``config.json`` as published files have it, with the ids of `qwen_tokenizer`."""
-    ids = {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in _TOKENS}
+    ids = _ids(tokenizer)
     language = LlamaConfig(
         len(tokenizer), 48, 96, 3, 4, 2, 12, 1e6, 1e-6, max_positions=512, rope_sections=(2, 2, 2)
     )
     vision = QwenVisionConfig(32, 52, 3, 2, 4, window_size=16, full_blocks=(0, 2), out_size=48)
-    ends = (ids["im_end"], ids["endoftext"])
-    raw = QwenConfig(vision, language, ids["image_pad"], eos_token_ids=ends).to_hf("float32")
+    raw = QwenConfig(vision, language, ids["image_pad"], eos_token_ids=_ends(ids)).to_hf("float32")
+    return _published(raw, ids) | changes
+
+
+def tiny_qwen3_config(tokenizer: Tokenizer, **changes: object) -> Json:
+    """That of a Qwen3-VL; two of its three blocks have deep features, for layers 0 and 1."""
+    ids = _ids(tokenizer)
+    language = LlamaConfig(
+        len(tokenizer), 48, 96, 3, 4, 2, 16, 1e6, 1e-6, max_positions=512, rope_sections=(4, 2, 2)
+    )
+    vision = Qwen3VisionConfig(32, 52, 3, 2, 4, out_size=48, positions=25, deep_blocks=(0, 1))
+    raw = Qwen3Config(vision, language, ids["image_pad"], eos_token_ids=_ends(ids)).to_hf("float32")
+    return _published(raw, ids) | changes
+
+
+def _ids(tokenizer: Tokenizer) -> dict[str, int]:
+    return {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in _TOKENS}
+
+
+def _ends(ids: dict[str, int]) -> tuple[int, ...]:
+    return ids["im_end"], ids["endoftext"]
+
+
+def _published(raw: Json, ids: dict[str, int]) -> Json:
+    """Adds what published files have, and `to_hf` does not write."""
     del raw["dtype"]
     marks = {f"{name}_token_id": ids[name] for name in ("vision_start", "vision_end")}
-    return {**raw, **marks, "video_token_id": ids["video_pad"], **changes}
+    return {**raw, **marks, "video_token_id": ids["video_pad"]}
 
 
 def tiny_qwen(
@@ -65,13 +90,38 @@ def tiny_qwen(
     """Writes the folder; a token is 64 pixels of a resized image, of which there are bounds."""
     tokenizer = qwen_tokenizer()
     raw = tiny_qwen_config(tokenizer, **changes)
-    processor = {
+    processor = {"min_pixels": min_pixels, "max_pixels": max_pixels} | _processor(raw)
+    tensors = random_tensors(Qwen2_5_VL.read(raw, None), dtype, seed)
+    return write_folder(folder, raw, processor, tensors, tokenizer)
+
+
+def tiny_qwen3(
+    folder: str | Path,
+    *,
+    min_pixels: int = 256,
+    max_pixels: int = 2304,
+    dtype: DTypeLike = np.float32,
+    seed: int = 0,
+    **changes: object,
+) -> Path:
+    """Writes the folder of a Qwen3-VL, with the processor's fields of its published files."""
+    tokenizer = qwen_tokenizer()
+    raw = tiny_qwen3_config(tokenizer, **changes)
+    processor = _processor(raw) | {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    tensors = random_tensors(Qwen3_VL.read(raw, None), dtype, seed)
+    return write_folder(folder, raw, processor, tensors, tokenizer)
+
+
+def _processor(raw: Json) -> Json:
+    return {
         "image_processor_type": "Qwen2VLImageProcessor",
-        "min_pixels": min_pixels,
-        "max_pixels": max_pixels,
         "patch_size": raw["vision_config"]["patch_size"],
         "temporal_patch_size": 2,
         "merge_size": 2,
     }
-    tensors = random_tensors(Qwen2_5_VL.read(raw, None), dtype, seed)
-    return write_folder(folder, raw, processor, tensors, tokenizer)

@@ -1,0 +1,6 @@
+"""Qwen3-VL: images of any size, a tower with a table of positions, deep features (DeepStack)."""
+
+from stepprune_jax.models.qwen3_vl.backbone import Qwen3_VL
+from stepprune_jax.models.qwen3_vl.config import Qwen3Config
+
+__all__ = ["Qwen3Config", "Qwen3_VL"]

@@ -1,0 +1,77 @@
+"""Qwen3-VL (https://arxiv.org/abs/2511.21631): tower, mergers, language model.
+
+Images, prompts and position ids are those of Qwen2.5-VL, with larger patches and without a system's
+words.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float
+
+from stepprune_jax.models import decoder
+from stepprune_jax.models.attention import Tap
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.config import Json
+from stepprune_jax.models.qwen2_5_vl.backbone import QwenBackbone
+from stepprune_jax.models.qwen2_5_vl.images import Patches
+from stepprune_jax.models.qwen3_vl import tower, weights
+from stepprune_jax.models.qwen3_vl.config import Qwen3Config
+from stepprune_jax.models.stack import Execution, Params
+from stepprune_jax.models.weights import WeightRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3_VL(QwenBackbone):  # noqa: N801
+    """Qwen3-VL's dense instruction-tuned models."""
+
+    config: Qwen3Config
+    name = "qwen3_vl"
+    SUPPORTED = "Qwen3-VL without experts (model_type 'qwen3_vl')"
+    CONTEXT_LIMIT = 262144  # the longest row of training
+    PROCESSOR = "Qwen3VLProcessor"
+    SHARDING_RULES = weights.SHARDING_RULES
+    VISION_PREFIX = weights.VISION
+
+    @classmethod
+    def matches(cls, raw: Json) -> bool:
+        return raw.get("model_type") in ("qwen3_vl", "qwen3_vl_moe")
+
+    @classmethod
+    def read(cls, raw: Json, vision: Json | None) -> Backbone:
+        return cls(Qwen3Config.from_hf(raw))
+
+    @classmethod
+    def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
+        return name
+
+    def weight_rules(self) -> tuple[WeightRule, ...]:
+        return weights.rules(self.config.vision)
+
+    def init_params(self, key: Array) -> Params:
+        vision, language = jax.random.split(key)
+        return {
+            **tower.init_vision(vision, self.config.vision),
+            "language": decoder.init_language(language, self.config.text),
+        }
+
+    def encode_image(
+        self,
+        params: Params,
+        pixels: Patches,
+        taps: Sequence[Tap] = (),
+        execution: Execution = Execution(),
+    ) -> tuple[Float[Array, "i n w"], dict[str, Array]]:
+        return tower.encode(params, self.config.vision, pixels, taps, execution)
+
+    def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
+        # The mergers count as the projector.
+        vision = self.config.vision
+        d, n = vision.hidden_size, grid[0] * grid[1]
+        m, wide = n * vision.unit, vision.unit * d
+        products = m * (4 * d * d + 2 * d * vision.intermediate_size) * vision.num_layers
+        attention = 2 * m * m * d * vision.num_layers
+        embedding = m * vision.temporal_patch_size * 3 * vision.patch_size**2 * d
+        mergers = (1 + self.config.deep_layers) * n * wide * (wide + vision.out_size)
+        return {"tower": 2 * (embedding + products + attention), "projector": 2 * mergers}
