@@ -20,7 +20,9 @@ def _read(*names: str) -> dict[str, JsonObject]:
 
 
 MODELS = _read("llava-7b", "llava-13b", "mid")
-QWEN_MODELS = _read("qwen-mid", "qwen2.5-vl-7b", "qwen2.5-vl-3b")
+QWEN_MODELS = _read(
+    "qwen-mid", "qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-8b", "qwen3-vl-4b", "qwen3-vl-2b"
+)
 TILED_MODELS = _read("llava-next-7b")
 KNOWN = MODELS | QWEN_MODELS | TILED_MODELS
 

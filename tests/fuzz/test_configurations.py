@@ -11,7 +11,7 @@ from hostile import VALUES, cases, changed, damaged, one_line
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_llava_next import tiny_next_config
-from tiny_qwen import qwen_tokenizer, tiny_qwen_config
+from tiny_qwen import qwen_tokenizer, tiny_qwen3_config, tiny_qwen_config
 
 from stepprune_jax import configurations
 from stepprune_jax.checkpoints import safetensors
@@ -38,6 +38,7 @@ MODELS = {
     "original": (ORIGINAL, CLIP_PROCESSOR),
     "next": (tiny_next_config(), CLIP_PROCESSOR | {"size": 24, "crop_size": 24}),
     "qwen": (tiny_qwen_config(qwen_tokenizer()), QWEN_PROCESSOR),
+    "qwen3": (tiny_qwen3_config(qwen_tokenizer()), QWEN_PROCESSOR),
 }
 
 

@@ -102,10 +102,15 @@ def test_all_large_weights_are_divided(name):
 # As the index files of the published models have it: half of their `total_size`, in bytes.
 @pytest.mark.parametrize(
     "name, weights",
-    [("3b", 3_754_622_976), ("7b", 8_292_166_656)],
+    [
+        ("qwen2.5-vl-3b", 3_754_622_976),
+        ("qwen2.5-vl-7b", 8_292_166_656),
+        ("qwen3-vl-2b", 2_127_532_032),
+        ("qwen3-vl-8b", 8_767_123_696),
+    ],
 )
 def test_a_qwen_has_as_many_weights_as_the_published_one(name, weights):
-    params = vlm.abstract_params(find_backbone(f"qwen2.5-vl-{name}"))
+    params = vlm.abstract_params(find_backbone(name))
     assert sum(leaf.size for _, leaf in leaves(params)) == weights
 
 

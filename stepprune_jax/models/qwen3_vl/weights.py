@@ -3,22 +3,35 @@
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax.models.qwen2_5_vl.weights import HEAD
-from stepprune_jax.models.qwen2_5_vl.weights import SHARDING_RULES as QWEN_RULES
 from stepprune_jax.models.qwen3_vl.config import Qwen3VisionConfig
 from stepprune_jax.models.weights import WeightRule, language_rules, linear
 
 VISION = "model.visual."
 _LANGUAGE = "model.language_model."
 
+# As those of Qwen2.5-VL, with two layers in a block's MLP and stacked mergers of deep features.
 SHARDING_RULES = (
+    (r"vision/layers/attention/qkv/kernel", P(None, "fsdp", None)),
+    (r"vision/layers/attention/qkv/bias", P()),
+    (r"layers/(attention/(query|key|value)|mlp/(gate|up))/kernel", P(None, "fsdp", "tensor")),
+    (r"layers/mlp/up/bias", P(None, "tensor")),
+    # Joined matrices, by `weights.join`; not where heads are split.
+    (r"layers/(attention/query_key_value|mlp/gate_up)/kernel", P(None, "fsdp", None)),
+    (r"layers/(attention/out|mlp/down)/kernel", P(None, "tensor", "fsdp")),
+    (r"layers/(attention/out|mlp/down)/bias", P()),
+    (r"layers/(norm[12]|attention/(query|key)_norm)/scale", P()),
     (r"deep_mergers/up/kernel", P(None, "fsdp", "tensor")),
     (r"deep_mergers/up/bias", P(None, "tensor")),
     (r"deep_mergers/down/kernel", P(None, "tensor", "fsdp")),
-    (r"deep_mergers/down/bias", P()),
-    *QWEN_RULES,
-    (r"layers/attention/(query|key)_norm/scale", P()),
-    (r"(layers/norm[12]|(deep_)?mergers?/norm)/(scale|bias)", P()),
-    (r"vision/(patch_embedding/bias|positions)", P()),
+    (r"merger/up/kernel", P("fsdp", "tensor")),
+    (r"merger/up/bias", P("tensor")),
+    (r"merger/down/kernel", P("tensor", "fsdp")),
+    (r"(merger|deep_mergers)/down/bias", P()),
+    (r"language/embed/embedding", P("tensor", "fsdp")),
+    (r"language/head/kernel", P("fsdp", "tensor")),
+    (r"(language|merger|deep_mergers)/norm/scale", P()),
+    (r"(layers/norm[12]|merger/norm|deep_mergers/norm)/bias", P()),
+    (r"vision/(patch_embedding/(kernel|bias)|positions)", P()),
 )
 
 
