@@ -92,10 +92,15 @@ def gate_tokens(
     tokens = jnp.where(real, clean, 0).astype(image.dtype)
     if inputs.deep is None:
         return tokens
-    x = jnp.where(real, standardise(jnp.asarray(inputs.deep), inputs.deep_stats), 0)
-    noisy = restore(noise_gate(jax.random.fold_in(key, 1), x, alpha), inputs.deep_stats)
-    deep = jnp.where(real, noisy, 0).astype(image.dtype)
-    return jnp.concatenate([tokens, deep], axis=2)
+
+    # They are several times as wide as the tokens: a backward pass draws their noise again.
+    @jax.checkpoint
+    def gated(deep: Float[Array, "b n D"], alpha: Float[Array, "b n"]) -> Float[Array, "b n D"]:
+        x = jnp.where(real, standardise(deep, inputs.deep_stats), 0)
+        noisy = restore(noise_gate(jax.random.fold_in(key, 1), x, alpha), inputs.deep_stats)
+        return jnp.where(real, noisy, 0).astype(image.dtype)
+
+    return jnp.concatenate([tokens, gated(jnp.asarray(inputs.deep), alpha)], axis=2)
 
 
 @implicit_promotion()

@@ -148,7 +148,10 @@ class Programs:
 
     @functools.cached_property
     def _stats(self) -> PyTree:
-        return self._place(jax.eval_shape(lambda: FeatureStats.start(self._model.feature_width)))
+        return self._stats_of(self._model.feature_width)
+
+    def _stats_of(self, width: int) -> PyTree:
+        return self._place(jax.eval_shape(lambda: FeatureStats.start(width)))
 
     @property
     def _kept(self) -> int:
@@ -164,11 +167,11 @@ class Programs:
         return self._by_rows(self._backbone.max_pixels(rows))
 
     def _features(self, rows: int) -> PyTree:
-        return _shape((rows, self._tokens, self._model.feature_width), self._dtype)
+        return _shape((rows, self._tokens, self._model.token_width), self._dtype)
 
     def _kept_tokens(self, rows: int, count: int) -> Kept:
         index = _shape((rows, count))
-        tokens = _shape((*index.shape, self._model.feature_width), self._dtype)
+        tokens = _shape((*index.shape, self._model.token_width), self._dtype)
         return self._by_rows(Kept(index, index, tokens, _shape(index.shape, bool), _shape((rows,))))
 
     def _pairs(self, rows: int) -> Pairs:
@@ -191,9 +194,12 @@ class Programs:
         return plan.trace_update(self._setup, self._dtype, self._rows, self._bucket)
 
     def _statistics(self) -> jax.stages.Traced:
-        tokens = self._by_rows(_shape((self._rows,)))
+        tokens, stats = (
+            self._by_rows(_shape((self._rows,))),
+            self._stats_of(self._model.token_width),
+        )
         return step.gather_stats.trace(
-            self._trained_through, self._stats, self._pixels(self._rows), tokens, setup=self._setup
+            self._trained_through, stats, self._pixels(self._rows), tokens, setup=self._setup
         )
 
     def _validation(self) -> jax.stages.Traced:
