@@ -88,10 +88,10 @@ def load_vlm(
     """Loads a checkpoint with everything needed to generate answers.
 
     LLaVA-1.5 and LLaVA-NeXT are read both in the Hugging Face layout and in the original one (with
-    its separate CLIP folder), Qwen2.5-VL with the names of its published files, and all with those
-    of newer `transformers`; all from safetensors files, or from pickles that hold tensors alone,
-    without running any code they name. Configuration, tokenizer and every tensor's name and shape
-    are checked before the first weight is read.
+    its separate CLIP folder), Qwen2.5-VL and Qwen3-VL with the names of their published files, and
+    all with those of newer `transformers`; all from safetensors files, or from pickles that hold
+    tensors alone, without running any code they name. Configuration, tokenizer and every tensor's
+    name and shape are checked before the first weight is read.
 
     Args:
         folder_or_hub_id: a folder, a Hugging Face hub id, or the name of a shipped model: "shapes"

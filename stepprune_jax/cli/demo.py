@@ -3,7 +3,7 @@
     stepprune-demo
 
 serves http://127.0.0.1:7860 with the small LLaVA of the shapes world and its shipped policies.
-`--model` takes any LLaVA, LLaVA-NeXT or Qwen2.5-VL; `--policy` adds other policies.
+`--model` takes any LLaVA, LLaVA-NeXT, Qwen2.5-VL or Qwen3-VL; `--policy` adds other policies.
 """
 
 from collections.abc import Sequence

@@ -102,7 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tokens",
         type=integer_from(1),
         default=576,
-        help="visual tokens of an image, for Qwen2.5-VL",
+        help="visual tokens of an image, for Qwen2.5-VL and Qwen3-VL",
     )
     parser.add_argument("--json", help="file for the results")
     parser.add_argument("--dry_run", action="store_true", help="count operations, run nothing")

@@ -123,8 +123,7 @@ def _decoded(root: Path, paths: Iterable[Path]) -> Checked:
         found = list(pool.map(size_or_fault, paths))
     faults = [line for line in found if isinstance(line, str)]
     notes = [
-        f"{path} has {size[0]} x {size[1]} pixels: Qwen2.5-VL takes sides of at most {MAX_ASPECT} "
-        "to 1"
+        f"{path} has {size[0]} x {size[1]} pixels: Qwen takes sides of at most {MAX_ASPECT} to 1"
         for path, size in zip(paths, found, strict=True)
         if not isinstance(size, str) and max(size) > MAX_ASPECT * min(size)
     ]

@@ -15,7 +15,7 @@ _STRIP_ROWS = 256
 # Longest side of an image in pixels. Time grows with its square: padded to a square and resized, a
 # single column of 32,767 pixels takes 5 seconds, one of twice as many 22.
 LONGEST_SIDE = 32_767
-# Largest ratio of the longer side to the shorter one that Qwen2.5-VL takes.
+# Largest ratio of the longer side to the shorter one that Qwen's models take.
 MAX_ASPECT = 200
 # What undoes the orientations of EXIF.
 _TURNS = {

@@ -8,7 +8,7 @@ import pytest
 from benchmark_folders import write_benchmarks
 from PIL import Image
 from small_world import changed, one_width, small_run
-from tiny_qwen import tiny_qwen
+from tiny_qwen import tiny_qwen3
 
 from stepprune_jax import PolicyConfig
 from stepprune_jax.checkpoints.policy import save_policy
@@ -37,7 +37,7 @@ def world(tmp_path_factory):
     )
     save_policy(policy, base / "run" / "policy.safetensors")
     run = small_run(
-        tiny_qwen(base / "model"),
+        tiny_qwen3(base / "model"),
         base / "data",
         benchmarks="pope",
         data=str(root),

@@ -39,5 +39,5 @@ def test_the_check_of_a_data_folder_lists_the_file_but_no_fault(tmp_path, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
         "images: 2 images decoded, 1 not for all runs",
-        f"  {image} has 2010 x 10 pixels: Qwen2.5-VL takes sides of at most 200 to 1",
+        f"  {image} has 2010 x 10 pixels: Qwen takes sides of at most 200 to 1",
     ]

@@ -110,19 +110,17 @@ class TowerAttention(nn.Module):
         return BlockOutput(mixed, query, key, value)
 
 
-class TwoLayers(nn.Module):
-    """A linear layer, an activation and a linear layer."""
+class TowerMlp(nn.Module):
+    """A linear layer, GELU and a linear layer, of which none is gated."""
 
-    width: int
-    out: int
-    activation: str
+    config: Qwen3VisionConfig
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*b d"]) -> Float[Array, "*b o"]:
-        """Applies the layers."""
-        return Dense(self.out, name="down")(
-            activate(self.activation, Dense(self.width, name="up")(x))
-        )
+    def __call__(self, x: Float[Array, "i m d"]) -> Float[Array, "i m d"]:
+        """Applies the MLP."""
+        config = self.config
+        x = activate("gelu_tanh", Dense(config.intermediate_size, name="up")(x))
+        return Dense(config.hidden_size, name="down")(x)
 
 
 class TowerBlock(nn.Module):
@@ -140,7 +138,7 @@ class TowerBlock(nn.Module):
             LayerNorm(_EPS, name="norm1")(hidden), context, attention
         )
         hidden = hidden + mixed.hidden
-        mlp = TwoLayers(config.intermediate_size, config.hidden_size, "gelu_tanh", name="mlp")
+        mlp = TowerMlp(config, name="mlp")
         return mixed._replace(hidden=hidden + mlp(LayerNorm(_EPS, name="norm2")(hidden)))
 
 
