@@ -3,6 +3,7 @@ import socket
 import pytest
 from servers import serving
 from small_world import stepprune
+from tiny_qwen import tiny_qwen3
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
@@ -64,6 +65,12 @@ def test_int8_weights_are_loaded_as_such(prepared, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         prepared("--weights", "int4")
     assert "argument --weights: invalid choice: 'int4' (choose from" in capsys.readouterr().err
+
+
+def test_an_engine_is_refused_for_a_model_with_deep_features(tmp_path):
+    where = ("--model", str(tiny_qwen3(tmp_path)), "--engine", "http://127.0.0.1:9")
+    with pytest.raises(ValueError, match="--engine: the qwen3_vl model adds deep features"):
+        serve.prepare(where)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

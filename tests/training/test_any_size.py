@@ -3,22 +3,25 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_qwen import tiny_qwen
+from quick import quick_or_slow
+from tiny_qwen import tiny_qwen, tiny_qwen3
 from tiny_run import load_config, make_run, metrics, open_tiny, write_data
 from visual import noise
 
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
+from stepprune_jax.cli.export import latest_policy, same_policy
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import train
-from stepprune_jax.training.batches import Batches, Loading
-from stepprune_jax.training.plan import dry_run
+from stepprune_jax.training.batches import Batches, Bucket, Loading
+from stepprune_jax.training.plan import dry_run, trace_update
 from stepprune_jax.training.settings import make_setup
-from stepprune_jax.training.step import encode_rows
+from stepprune_jax.training.step import encode_rows, init_state
 
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
 TOKENS = (35, 22, 6, 32, 9, 25)
@@ -27,11 +30,14 @@ TOKENS = (35, 22, 6, 32, 9, 25)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A tiny Qwen2.5-VL, and six images of different sizes."""
-    folder = tmp_path_factory.mktemp("world")
+    return write_world(tmp_path_factory.mktemp("world"), tiny_qwen)
+
+
+def write_world(folder, write_model):
     data = write_data(folder / "data")
     for number, size in enumerate(SIZES):
         noise(number, size).save(data / "images" / f"{number}.png")
-    return tiny_qwen(folder / "model"), data
+    return write_model(folder / "model"), data
 
 
 def small_run(world, **changes):
@@ -50,6 +56,34 @@ def test_a_policy_is_trained(world, tmp_path):
     assert policy.config.feature_width == policy.config.text_width == 48
     # Statistics are those of all tokens of the six images, and of nothing else.
     assert float(policy.stats.count) == sum(TOKENS)
+
+
+@pytest.mark.slow
+def test_a_policy_of_tokens_with_deep_features_is_trained(tmp_path):
+    """Its file knows nothing of them, and a run can begin with it."""
+    world, first = write_world(tmp_path / "world", tiny_qwen3), tmp_path / "first"
+    train(small_run(world), first)
+    policy = load_policy(first / "policy.safetensors")
+    assert policy.stats.mean.shape == (48,) and float(policy.stats.count) == sum(TOKENS)
+    step, latest, _ = latest_policy(first)
+    assert step == 2 and same_policy(latest, policy)
+    train(small_run(world, start=str(first / "policy.safetensors")), tmp_path / "second")
+    lines = metrics(tmp_path / "second")
+    assert all(np.isfinite(line["loss"]) and line["skipped"] == 0 for line in lines)
+    again = load_policy(tmp_path / "second" / "policy.safetensors")
+    np.testing.assert_array_equal(again.stats.mean, policy.stats.mean)
+
+
+@pytest.mark.parametrize("samples", quick_or_slow([0, 2], [0]))
+def test_updates_are_traced_through_deep_features(tmp_path, samples):
+    run = small_run((tiny_qwen3(tmp_path), tmp_path), **{"policy_gradient.samples": samples})
+    setup = make_setup(run, inspect_folder(tmp_path).backbone)
+    traced = trace_update(setup, jnp.float32, 12, Bucket(64, 32, 4))
+    (state, scalars), weights = traced.out_info, traced.in_avals[0][0]
+    assert scalars["loss"].shape == () and weights["deep_mergers"]["up"]["kernel"].shape[0] == 2
+    assert jax.tree.structure(state) == jax.tree.structure(
+        jax.eval_shape(lambda key: init_state(key, setup), jax.random.key(0))
+    )
 
 
 def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
