@@ -35,6 +35,7 @@ from stepprune_jax.models.weights import join, separate
 from stepprune_jax.policy import FeatureStats, Inputs, PolicyConfig, Progress
 from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.pruners import PRUNERS, build_pruner, weighted
+from stepprune_jax.pruning import LayerPruner
 from stepprune_jax.pruning.sparsevlm import recycle
 from stepprune_jax.trained import AutoSelectConfig
 from stepprune_jax.trained.visionselector import VisionSelectorConfig
@@ -294,8 +295,7 @@ def test_joined_and_unrolled_weights_give_the_same_logits(pair, seen, tower):
 # Those that need no published weights; their taps, and what they cannot do here.
 NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
 NAMES = [x for x in PRUNERS if x not in {*NEED_CLASS_TOKEN, *weighted()}]
-INSIDE = ("fastv", "pyramiddrop", "sparsevlm", "sparsevlm_v2", "topv", "dart")
-BEFORE = [name for name in NAMES if name not in INSIDE]
+BEFORE = [name for name in NAMES if not issubclass(PRUNERS[name], LayerPruner)]
 
 
 SMALL = {"feature_width": E, "text_width": E, "width": 16, "num_heads": 2, "mlp_ratio": 2}
@@ -347,7 +347,9 @@ def test_recycled_tokens_average_their_deep_features():
 
 
 OPTIONS = {name: {"layer": 1} for name in ("fastv", "topv", "dart")}
-OPTIONS |= {name: {"average": False} for name in ("pyramiddrop", "sparsevlm", "sparsevlm_v2")}
+OPTIONS |= {
+    name: {"average": False} for name in ("clse", "pyramiddrop", "sparsevlm", "sparsevlm_v2")
+}
 
 
 @pytest.mark.parametrize("name", quick_or_slow([*NAMES, *CONFIGS], ["visionzip"]))
