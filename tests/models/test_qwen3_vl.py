@@ -54,11 +54,15 @@ class Pair(NamedTuple):
     model: VLM
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder = tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+def make_pair(folder, **changes):
+    folder = tiny_qwen3(folder, **changes)
     model = random_reference(transformers.Qwen3VLForConditionalGeneration, folder)
     return Pair(model, folder, load_vlm(folder, dtype=jnp.float32, progress=False))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return make_pair(tmp_path_factory.mktemp("qwen3"))
 
 
 def image(number):
@@ -290,6 +294,37 @@ def test_joined_and_unrolled_weights_give_the_same_logits(pair, seen, tower):
     assert_close(logits(unstack(joined)), logits(params))
     abstract = vlm.abstract_params(pair.model.backbone)
     jax.tree.map(np.testing.assert_array_equal, separate(joined, abstract), params)
+
+
+@pytest.mark.slow
+def test_published_widths_equal_the_reference(tmp_path):
+    """One block of the tower, and one layer of the 2B, with the published table and sections."""
+    tower = {"depth": 1, "deepstack_visual_indexes": [0], "hidden_size": 1024, "num_heads": 16}
+    tower |= {"intermediate_size": 4096, "out_hidden_size": 2048, "patch_size": 16}
+    raw = tiny_qwen3_config(qwen_tokenizer())
+    text = raw["text_config"] | {"hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128}
+    text |= {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 1}
+    text |= {"rope_theta": 5e6, "rope_scaling": {"rope_type": "default"}}
+    pair = make_pair(
+        tmp_path,
+        vision_config=tower,
+        text_config=text | {"tie_word_embeddings": True},
+        tie_word_embeddings=True,
+        min_pixels=64 * 32 * 32,
+        max_pixels=80 * 32 * 32,
+    )
+    assert pair.model.config.vision.side == 48
+    assert pair.model.config.text.rope_sections == (24, 20, 20)
+    shown, traces = noise(0, (300, 260)), []
+    generate(pair.model, ["red"], [shown], options=RunOptions(1), trace=traces.append)
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(pair.folder)([shown], return_tensors="pt")
+    count = int(theirs["image_grid_thw"].prod()) // 4
+    text = "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * count
+    text += "<|vision_end|>red<|im_end|>\n<|im_start|>assistant\n"
+    ids = torch.tensor([pair.model.tokenizer(text).input_ids])
+    kind = (ids == pair.model.config.image_token_id).int()
+    logits = pair.torch(input_ids=ids, mm_token_type_ids=kind, **theirs).logits[0, -1]
+    assert_close(trace_arrays(traces[0])["logits"], logits)
 
 
 # Those that need no published weights; their taps, and what they cannot do here.
