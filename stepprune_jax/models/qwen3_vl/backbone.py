@@ -66,7 +66,7 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
         return tower.encode(params, self.config.vision, pixels, taps, execution)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
-        # The mergers count as the projector.
+        # With the mergers, which read all tokens: nothing is left for a projector of the kept ones.
         vision = self.config.vision
         d, n = vision.hidden_size, grid[0] * grid[1]
         m, wide = n * vision.unit, vision.unit * d
@@ -74,4 +74,4 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
         attention = 2 * m * m * d * vision.num_layers
         embedding = m * vision.temporal_patch_size * 3 * vision.patch_size**2 * d
         mergers = (1 + self.config.deep_layers) * n * wide * (wide + vision.out_size)
-        return {"tower": 2 * (embedding + products + attention), "projector": 2 * mergers}
+        return {"tower": 2 * (embedding + products + attention + mergers), "projector": 0}
