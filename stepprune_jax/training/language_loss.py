@@ -157,7 +157,8 @@ def row_scores(
         positions,
         capacity=targets.ids.shape[1] - 1 + k,
     )
-    sequence = sequence._replace(hidden=constrain_rows(options.mesh, sequence.hidden))
+    hidden, deep = constrain_rows(options.mesh, (sequence.hidden, sequence.deep))
+    sequence = sequence._replace(hidden=hidden, deep=deep)
     span = (0, backbone.config.text.num_layers)
     language = params["language"]
     stage = decoder.run_layers(
