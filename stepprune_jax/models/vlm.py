@@ -259,11 +259,12 @@ def assemble(
         return jnp.where(filled, jnp.take_along_axis(part, source, axis=1), -1)
 
     def beside_text(part: Array) -> Array:
-        part = jnp.pad(part.reshape(b, j * k, -1), ((0, 0), (l, 0), (0, 0)))
+        part = part.reshape(b, j * k, part.shape[-1])
+        part = jnp.pad(part, ((0, 0), (l, 0), (0, 0)))
         return jnp.take_along_axis(part, source[..., None], axis=1)
 
-    if deep is not None:  # slots of the padding read the first id, which is text
-        deep = beside_text(deep).reshape(b, s, -1, text.shape[2])
+    if deep is not None:  # slots of the padding read the first id, behind which are zeros
+        deep = beside_text(deep).reshape(b, s, backbone.config.deep_layers, text.shape[2])
     # A truncated row continues after its last remaining token.
     following = jnp.where(total > s, position.max((1, 2)) + 1, following)
     return Sequence(

@@ -230,6 +230,19 @@ def test_answers_positions_and_logits_equal_the_reference(pair, seen):
         assert list(answer.token_ids) == made[0, inputs["input_ids"].shape[1] :].tolist(), prompt
 
 
+def test_a_batch_without_images_has_no_deep_features(pair):
+    """It has no place for an image, either."""
+    none = jnp.zeros((1, 0, 1), jnp.int32)
+    visual = vlm.Visual(
+        jnp.zeros((1, 0, 1, 3 * E)), none > 0, none, none, jnp.zeros((1, 0, 2), jnp.int32)
+    )
+    place = jax.jit(vlm.assemble, static_argnames="backbone")
+    ids = jnp.array([[1, 4, 5]])
+    found = place(pair.model.params, pair.model.backbone, ids, jnp.array([3]), visual)
+    assert found.hidden.shape == (1, 3, E) and found.deep.shape == (1, 3, 2, E)
+    assert not found.deep.any()
+
+
 def layers_of_reference(pair, seen, kept, before=0):
     """Logits at the end of "Is it red?", about image 0 of which some tokens remain.
 
