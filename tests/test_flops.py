@@ -95,7 +95,7 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     counted = compiler_count(
         lambda p, x: backbone.project(p, backbone.encode_image(p, x)[0]),
         params,
-        jax.ShapeDtypeStruct((1, 3, 112, 112), jnp.float32),
+        jax.ShapeDtypeStruct((1, 3, 112, 112), jnp.uint8),
     )
     one = vision_flops(backbone, [config.grid])
     assert counted == pytest.approx(one["total"], rel=0.04)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt8
 
 from experiments.pretrain.settings import ShapeSettings
 from experiments.pretrain.structure import init_tower, standardising_projector
@@ -60,11 +60,12 @@ def init_params(key: Array, backbone: Llava) -> Params:
 
 
 def states(
-    params: Params, backbone: Llava, pixels: Float[Array, "i 3 H W"]
+    params: Params, backbone: Llava, pixels: UInt8[Array, "i 3 H W"]
 ) -> tuple[Float[Array, "i n d"], Float[Array, "i d"]]:
     """Returns what LLaVA reads of the patches, and the class token."""
     config = backbone.config
-    hidden, _ = tower.encode(params["vision"], config.vision, pixels, config.feature_layer)
+    values = backbone.normalise(pixels)
+    hidden, _ = tower.encode(params["vision"], config.vision, values, config.feature_layer)
     return hidden[:, 1:], hidden[:, 0]
 
 

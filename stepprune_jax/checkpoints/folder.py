@@ -1,5 +1,6 @@
 """Checkpoint folders apart from their weights: architecture, configuration and tokenizer."""
 
+import contextlib
 import importlib.util
 import logging
 from pathlib import Path
@@ -21,6 +22,7 @@ from stepprune_jax.models.config import (
     switch,
 )
 from stepprune_jax.models.families import find_family
+from stepprune_jax.models.images import read_normalisation
 from stepprune_jax.user_input import UserError, local_path, naming, warn_once
 
 # Files fetched from the hub first: they reveal a wrong repository before its weights are fetched.
@@ -105,6 +107,8 @@ def inspect_folder(
     ):
         backbone = family.read(raw | stops, raw_tower)
     backbone = backbone.bound_images(tower or folder, min_pixels, max_pixels)
+    with contextlib.suppress(FileNotFoundError):  # it is missed where images are read
+        backbone = backbone.replace(normalisation=read_normalisation(tower or folder))
     return ModelFolder(folder, backbone, tower, origins, penalty)
 
 

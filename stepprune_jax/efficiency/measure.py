@@ -51,7 +51,7 @@ def draw_batch(backbone: Backbone, size: int, text: int) -> BenchInputs:
     config, random = backbone.config, np.random.default_rng(0)
     pixels = backbone.squared(
         jax.tree.map(
-            lambda leaf: random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype),
+            lambda leaf: random.integers(0, 256, leaf.shape).astype(leaf.dtype),
             backbone.max_pixels(size),
         )
     )

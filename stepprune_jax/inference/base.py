@@ -74,8 +74,10 @@ def read_images(backbone: Backbone, parts: Sequence[Pixels]) -> Images:
     pixels = join_images(parts)
     grid = np.asarray(backbone.grids(pixels), np.int32)
     sizes = np.asarray(backbone.num_tokens(grid), np.int32)
-    # An image is checked before it is padded to the others, so that these change nothing.
-    checks = [zlib.crc32(b"".join(map(bytes, jax.tree.leaves(part)))) for part in parts]
+    # An image is checked before it is padded to the others, so that these change nothing; as the
+    # tower sees it, not as bytes, because the draws of all published rows follow from that.
+    seen = (jax.tree.leaves(backbone.normalise(part)) for part in parts)
+    checks = [zlib.crc32(b"".join(map(bytes, leaves))) for leaves in seen]
     return Images(grid, sizes, np.array(checks, np.uint32), pixels)
 
 

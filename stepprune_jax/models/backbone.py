@@ -24,7 +24,7 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK, marks_in_front
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
-from stepprune_jax.models.images import Pixels, Resized, stack_images
+from stepprune_jax.models.images import Pixels, Resized, normalise, stack_images
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule, WeightTarget, targets
 from stepprune_jax.user_input import naming
@@ -38,8 +38,9 @@ class Backbone(abc.ABC):
 
     `raw` is a parsed ``config.json``. `settings` (of the image processor) and `Pixels` have types
     that only the family reads; pixels are an array, or a tuple of arrays, with a leading axis of
-    images. Canonical names are the weight names of the family's published files, to which other
-    dialects are translated.
+    images. They are bytes, a quarter of floats on the way to a device, and `encode_image`
+    normalises them. Canonical names are the weight names of the family's published files, to which
+    other dialects are translated.
 
     Attributes:
         config: the model's shape.
@@ -171,9 +172,9 @@ class Backbone(abc.ABC):
             ValueError: an image that the model cannot take.
         """
 
-    @abc.abstractmethod
-    def finish(self, settings: Processor, image: Resized) -> Pixels:
-        """Normalises a resized image; without the axis of images."""
+    def cut(self, image: Resized) -> Pixels:
+        """Returns a resized image as the family's pixels, without the axis of images."""
+        return image
 
     def preprocess(self, settings: Processor, images: Sequence[Image.Image]) -> Pixels:
         """Converts RGB images, whose sizes may differ, to pixels.
@@ -185,7 +186,11 @@ class Backbone(abc.ABC):
             ValueError: an image that the model cannot take.
         """
         resized = (self.resize(settings, image) for image in images)
-        return stack_images([self.finish(settings, image) for image in resized])
+        return stack_images([self.cut(image) for image in resized])
+
+    def normalise(self, pixels: Pixels) -> Pixels:
+        """Returns pixels as the tower sees them, float32, on the host or in a program."""
+        return normalise(self.config.normalisation, pixels, -3)
 
     def squared(self, pixels: Pixels) -> Pixels:
         """Returns pixels of the shapes of `max_pixels` as those of square images."""
@@ -204,20 +209,20 @@ class Backbone(abc.ABC):
     def pixel_cache(self, settings: Processor, limit_bytes: int) -> Callable[[Path], Pixels]:
         """Returns a function from an image file to its pixels, without the axis of images.
 
-        It returns the same as `preprocess`, and may be called by several threads. The bytes of
-        resized images, a quarter of the memory of their pixels, are cached: of the images used
-        last, as many as fit into `limit_bytes` if all are of the largest size. A file that is
-        missing raises a FileNotFoundError, one that the model cannot take a ValueError.
+        It returns the same as `preprocess`, and may be called by several threads. The pixels of the
+        images used last are cached, of as many as fit into `limit_bytes` if all are of the largest
+        size. A file that is missing raises a FileNotFoundError, one that the model cannot take a
+        ValueError.
         """
         largest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(1)))
 
-        @functools.lru_cache(4 * limit_bytes // largest)
-        def read(path: Path) -> Resized:
+        @functools.lru_cache(limit_bytes // largest)
+        def read(path: Path) -> Pixels:
             with naming(str(path)):  # images are read while training continues
-                # Not a view of what was cropped.
-                return jax.tree.map(np.ascontiguousarray, self.resize(settings, open_image(path)))
+                image = self.cut(self.resize(settings, open_image(path)))
+                return jax.tree.map(np.ascontiguousarray, image)  # not a view of what was cropped
 
-        return lambda path: self.finish(settings, read(path))
+        return read
 
     @abc.abstractmethod
     def max_pixels(self, count: int) -> Pixels:

@@ -110,6 +110,14 @@ def written(config: object, rules: Mapping[str, FieldRule]) -> Json:
     return {rule.field: getattr(config, name) for name, rule in rules.items()}
 
 
+class Normalisation(NamedTuple):
+    """How bytes become what a tower sees, (byte * rescale - mean) / std; by default CLIP's."""
+
+    rescale: float = 1 / 255
+    mean: tuple[float, ...] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, ...] = (0.26862954, 0.26130258, 0.27577711)
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
     """Stretching of the rotary frequencies beyond the pretrained length, by `factor`.
@@ -284,6 +292,7 @@ class ModelConfig(abc.ABC):
         bos_token_id: begin-of-sequence id, or None.
         eos_token_ids: ids that end an answer.
         pad_token_id: padding id, or None.
+        normalisation: how the bytes of images are normalised, by the image processor's file.
     """
 
     vision: Any
@@ -292,6 +301,7 @@ class ModelConfig(abc.ABC):
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    normalisation: Normalisation = Normalisation()
 
     @abc.abstractmethod
     def to_hf(self, dtype: str) -> Json:

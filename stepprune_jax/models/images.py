@@ -1,4 +1,4 @@
-"""Image code shared by model families: processor files, pixels of bytes, batches of mixed sizes."""
+"""Image code shared by model families: processor files, normalisation, batches of mixed sizes."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,22 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import Float, PyTree, UInt8
+from jaxtyping import Array, Float, PyTree, UInt8
 
 from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import FieldRule, Json, number, one_of, part, read_fields
+from stepprune_jax.models.config import (
+    FieldRule,
+    Json,
+    Normalisation,
+    number,
+    one_of,
+    part,
+    read_fields,
+    written,
+)
 from stepprune_jax.settings import is_number
 from stepprune_jax.user_input import require, warn_once
-
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 PROCESSOR_FILE = "processor_config.json"
 _ENTRY = part("image_processor")._replace(optional=True)
@@ -60,22 +66,40 @@ def channels(field: str, default: tuple[float, ...], above: float = -math.inf) -
     return FieldRule(field, default, read, "three finite numbers" + " above 0" * (above == 0))
 
 
-# How bytes become pixels; the filter is a number of Pillow's.
-NORMALISATION = {
-    "rescale": number("rescale_factor", 1 / 255),
-    "mean": channels("image_mean", CLIP_MEAN),
-    "std": channels("image_std", CLIP_STD, 0.0),
-    "resample": one_of("resample", 3, 0, 1, 2, 4, 5),
+RESAMPLE = {"resample": one_of("resample", 3, 0, 1, 2, 4, 5)}  # the number of a Pillow filter
+_NORMALISATION = {
+    "rescale": number("rescale_factor", Normalisation().rescale),
+    "mean": channels("image_mean", Normalisation().mean),
+    "std": channels("image_std", Normalisation().std, 0.0),
 }
 
 
-def byte_table(
-    rescale: float, mean: Sequence[float], std: Sequence[float]
-) -> Float[np.ndarray, "3 256"]:
-    """Returns the pixel of each byte in each channel."""
-    # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
-    scaled = (np.arange(256).astype(np.float64) * rescale).astype(np.float32)
-    return (scaled - np.asarray(mean, np.float32)[:, None]) / np.asarray(std, np.float32)[:, None]
+def read_normalisation(folder: str | Path) -> Normalisation:
+    """Reads how the image processor of a folder normalises bytes.
+
+    Raises:
+        FileNotFoundError: the folder has no image processor file.
+        ValueError: a field does not fit.
+    """
+    return Normalisation(**read_fields(*read_processor(folder), _NORMALISATION))
+
+
+def describe_normalisation(normalisation: Normalisation) -> Json:
+    """Returns the fields of an image processor that rescales and normalises."""
+    return {"do_rescale": True, "do_normalize": True, **written(normalisation, _NORMALISATION)}
+
+
+def normalise(
+    normalisation: Normalisation, values: UInt8[Array | np.ndarray, "*b"], axis: int
+) -> Float[Array | np.ndarray, "*b"]:
+    """Normalises bytes to float32, on the host or in a program; `axis` < 0 is that of channels."""
+    # Scaled in float64 and normalised in float32: the reference's order, to the last bit. Programs
+    # look the result up, as XLA multiplies by a constant's reciprocal where the host divides.
+    rescale, mean, std = (np.asarray(x)[..., None] for x in normalisation)
+    scaled = (np.arange(256) * rescale).astype(np.float32)
+    table = (scaled - mean.astype(np.float32)) / std.astype(np.float32)
+    channel = 256 * np.arange(3, dtype=np.int32).reshape(3, *[1] * (-1 - axis))
+    return values.__array_namespace__().take(table.ravel(), values + channel, mode="clip")
 
 
 def check_aspect(width: int, height: int) -> None:

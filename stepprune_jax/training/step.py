@@ -63,7 +63,7 @@ class TrainingBatch(NamedTuple):
     """Rows of conversations with one image each.
 
     Attributes:
-        pixels: normalised images, after the family's preprocessing.
+        pixels: images, after the family's preprocessing.
         text: the human words alone, right-padded.
         text_length: length of each row of text.
         targets: the conversations with their supervised tokens.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from visual import noise, preprocess_clip, visual_of
+from visual import noise, preprocess_clip, random_bytes, visual_of
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import VLM, load_vlm
@@ -66,10 +66,11 @@ def test_an_original_model_has_the_logits_of_the_reference_and_gains_an_image_to
     token = saved.config.image_token_id
     assert token == saved.tokenizer.convert_tokens_to_ids("<image>")
     assert saved.config.text.vocab_size == model.config.text.vocab_size + 1
-    pixels = np.random.default_rng(0).standard_normal((1, 3, 24, 24), np.float32)
+    pixels = random_bytes(0, 1, 3, 24, 24)
+    seen = torch.tensor(model.backbone.normalise(pixels))
     with torch.no_grad():
         logits = _reference(tmp_path / "saved")(
-            input_ids=torch.tensor([_ids(*[token] * 9)]), pixel_values=torch.tensor(pixels)
+            input_ids=torch.tensor([_ids(*[token] * 9)]), pixel_values=seen
         ).logits.numpy()
     ours = _logits(model, pixels)[:, : logits.shape[1]]  # without the room for an answer
     np.testing.assert_allclose(ours, logits[..., :-1], atol=1e-5)
@@ -144,7 +145,8 @@ def test_a_model_given_smaller_images_is_saved_as_it_was_trained(
     image = noise(0, (40, 50))
     pixels = model.backbone.preprocess(model.image_settings, [image])
     small = model.image_settings._replace(resize_to=16, crop_to=16)
-    np.testing.assert_array_equal(pixels[0], preprocess_clip(image, small))
+    shown = model.backbone.normalise(pixels)
+    np.testing.assert_array_equal(shown[0], preprocess_clip(image, small))
     save_vlm(model, tmp_path / "saved")
     again = load_vlm(tmp_path / "saved", dtype=jnp.float32, progress=False)
     assert again.config == llava_model.config

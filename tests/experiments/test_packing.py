@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from visual import random_bytes
 
 from experiments.pretrain.conversations import Sample
 from experiments.pretrain.images import Images
@@ -78,7 +79,7 @@ def seen_at(visual, index):
 def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(encoder, model):
     params, backbone = model
     packed = jax.tree.map(jnp.asarray, pack(encoder, SAMPLES))
-    pixels = jax.random.normal(jax.random.key(2), (3, 3, 24, 24))
+    pixels = random_bytes(2, 3, 3, 24, 24)
     trained = {name: params[name] for name in ("projector", "language")}
     # Three classes, of which the first has no word.
     token = np.array([-1, *encoder.tokenizer.convert_tokens_to_ids(["red", "blue"])])
@@ -150,7 +151,7 @@ def test_a_taste_is_one_factor_for_each_class_of_an_image():
 def test_an_image_of_mostly_empty_patches_is_shown_by_those_that_show_something(model):
     params, config = model
     n, side = config.max_image_tokens, config.vision.image_size
-    pixels = jax.random.normal(jax.random.key(0), (3, 3, side, side))
+    pixels = random_bytes(0, 3, 3, side, side)
     share = np.full((3, n), np.nan, np.float32)
     share[0, [1, 5]], share[2, [0, 3, 8]] = 0.2, 0.9
     words = [

@@ -17,6 +17,7 @@ from stepprune_jax import configurations
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
+from stepprune_jax.models.config import Normalisation
 from stepprune_jax.models.llava.images import LlavaImageSettings, to_hf
 from stepprune_jax.policy import PolicyConfig, init_policy
 from stepprune_jax.testing import tiny_hf_config
@@ -27,7 +28,7 @@ from stepprune_jax.workdir.checkpoints import claim
 
 LLAVA = tiny_hf_config()
 ORIGINAL = LLAVA | {"mm_vision_tower": "vision", "mm_projector_type": "mlp2x_gelu"}
-CLIP_PROCESSOR = to_hf(LlavaImageSettings())
+CLIP_PROCESSOR = to_hf(LlavaImageSettings(), Normalisation())
 QWEN_PROCESSOR = {
     **{"image_processor_type": "Qwen2VLImageProcessor", "do_resize": True, "do_rescale": True},
     **{"min_pixels": 64, "max_pixels": 4096, "patch_size": 4, "temporal_patch_size": 2},
@@ -61,8 +62,8 @@ def test_folders_of_models(tmp_path_factory, name, data):
         assert np.isfinite(numbers).all() and (numbers > 0).all()
         assert config.text.num_layers <= 1024 and config.max_image_tokens >= 1
         found = backbone.image_settings(folder)
+        assert all(math.isfinite(x) and x > 0 for x in config.normalisation.std)
         if isinstance(found, LlavaImageSettings):
-            assert all(math.isfinite(x) and x > 0 for x in found.std)
             assert found.crop_to <= found.resize_to <= 8192
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from hf_reference import TEXT, as_torch, assert_close, make_llava, normal
+from visual import random_bytes
 
 from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.attention import Tap
@@ -171,9 +172,10 @@ def test_published_widths_equal_the_reference(tmp_path):
     text = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
     text |= {"num_hidden_layers": 1, "num_key_value_heads": 32}
     made = make_llava(tmp_path, vision, text, vision_feature_layer=-1)
-    pixels = normal(4, 2, 3, 336, 336)
-    features, _ = Llava(made.config).encode_image(made.params, pixels)
-    theirs = made.torch.model.vision_tower(as_torch(pixels), output_hidden_states=True)
+    pixels, backbone = jnp.asarray(random_bytes(4, 2, 3, 336, 336)), Llava(made.config)
+    features, _ = backbone.encode_image(made.params, pixels)
+    shown = as_torch(backbone.normalise(pixels))
+    theirs = made.torch.model.vision_tower(shown, output_hidden_states=True)
     assert_close(features, theirs.hidden_states[-1][:, 1:])
     config, params = language_of(made)
     ids, _, valid = inputs()

@@ -1,6 +1,7 @@
 import io
 import json
 
+import jax
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
@@ -14,6 +15,8 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.data import images as data_images
 from stepprune_jax.data.images import open_image
+from stepprune_jax.models.config import Normalisation
+from stepprune_jax.models.images import normalise, read_normalisation
 from stepprune_jax.models.llava import Llava, images
 from stepprune_jax.models.llava.images import LlavaImageSettings
 
@@ -38,13 +41,16 @@ def _picture(width, height, seed=0):
     ],
 )
 @pytest.mark.parametrize("pad", [True, False])
-def test_pixels_equal_those_of_the_reference_bit_for_bit(size, fields, pad):
+def test_pixels_equal_those_of_the_reference_bit_for_bit(size, fields, pad, tmp_path):
     image = _picture(*size)
     theirs = LlavaImageProcessorPil(do_pad=pad, **fields)(image, return_tensors="np")
     settings = images.settings_from_hf(fields | {"do_pad": pad})
-    np.testing.assert_array_equal(preprocess_clip(image, settings), theirs["pixel_values"][0])
-    assert images.settings_from_hf(images.to_hf(settings)) == settings
-    nulls = dict.fromkeys(images.to_hf(settings)) | fields  # each null is a default
+    _write(tmp_path, preprocessor=fields)
+    seen = read_normalisation(tmp_path)
+    np.testing.assert_array_equal(preprocess_clip(image, settings, seen), theirs["pixel_values"][0])
+    written = images.to_hf(settings, seen)
+    assert images.settings_from_hf(written) == settings
+    nulls = dict.fromkeys(written) | fields  # each null is a default
     assert images.settings_from_hf(nulls) == settings._replace(pad=True)
 
 
@@ -64,7 +70,33 @@ def test_strips_of_a_large_square_give_the_same_bytes(size, monkeypatch):
 
 
 def test_a_mean_that_is_no_byte_pads_with_the_nearest():
-    assert LlavaImageSettings(mean=(-0.1, 2.0, 1e8)).fill == (0, 255, 255)
+    assert images.padding_color(Normalisation(mean=(-0.1, 2.0, 1e8))) == (0, 255, 255)
+
+
+@pytest.mark.parametrize(
+    "normalisation",
+    [
+        Normalisation(),
+        Normalisation(1 / 127.5, (1.0,) * 3, (1.0,) * 3),
+        Normalisation(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+        Normalisation(0.003, (0.5, 0.0, -0.1), (0.5, 0.3, 7.0)),
+    ],
+)
+def test_a_program_normalises_every_byte_as_the_reference(normalisation):
+    values = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16))
+    rescale, mean, std = normalisation
+    theirs = LlavaImageProcessorPil(
+        do_resize=False,
+        do_center_crop=False,
+        do_pad=False,
+        rescale_factor=rescale,
+        image_mean=mean,
+        image_std=std,
+    )(values, input_data_format="channels_first")["pixel_values"][0]
+    program = jax.jit(normalise, static_argnums=(0, 2))
+    for ours in (program(normalisation, values, -3), normalise(normalisation, values, -3)):
+        assert ours.dtype == np.float32
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_every_mode_becomes_rgb():

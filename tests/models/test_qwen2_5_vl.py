@@ -102,18 +102,20 @@ def seen(pair):
 
 def test_patches_and_grids_equal_the_reference_bit_by_bit(pair, seen):
     theirs, ours, _ = seen
-    grid = theirs["image_grid_thw"].numpy()
+    backbone, grid = pair.model.backbone, theirs["image_grid_thw"].numpy()
     np.testing.assert_array_equal(ours.grid, grid[:, 1:] // 2)
     assert ours.values.shape == (4, 4 * 48, 48)  # the largest has 35 tokens
     parts = np.split(theirs["pixel_values"].numpy(), np.cumsum(grid.prod(1))[:-1])
-    for patches, expected in zip(ours.values, parts, strict=True):
+    values = backbone.normalise(ours).values
+    np.testing.assert_array_equal(jax.jit(backbone.normalise)(ours).values, values)
+    for patches, expected in zip(values, parts, strict=True):
         frames = expected.reshape(len(expected), 3, 2, 16)
         for frame in range(2):
             np.testing.assert_array_equal(
                 patches[: len(expected)].reshape(-1, 3, 16), frames[:, :, frame]
             )
         assert not patches[len(expected) :].any()
-    cache = pair.model.backbone.pixel_cache(pair.model.image_settings, 1 << 20)
+    cache = backbone.pixel_cache(pair.model.image_settings, 1 << 20)
     path = pair.folder / "small.png"
     image(2).save(path)
     for patches in (cache(path), cache(path)):  # decoded, and from the kept bytes

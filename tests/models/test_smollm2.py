@@ -140,10 +140,11 @@ def test_bfloat16_is_as_near_to_float32_as_in_transformers(pair, folder):
     def logits(models, prompt, images, dtype):
         """Ours and theirs [s, v] at every token of a prompt."""
         asked, given = request(pair.ours, prompt, images), {}
-        ids, pixels = np.array(asked.ids[0]), np.zeros((1, 3, SIDE, SIDE), np.float32)
+        ids, pixels = np.array(asked.ids[0]), np.zeros((1, 3, SIDE, SIDE), np.uint8)
         if images:
             pixels = asked.images.pixels
-            given = {"pixel_values": torch.tensor(pixels, dtype=dtype)}
+            seen = models.ours.backbone.normalise(pixels)
+            given = {"pixel_values": torch.tensor(seen, dtype=dtype)}
         expanded = np.repeat(
             np.where(ids == IMAGE_TOKEN, token, ids), np.where(ids == IMAGE_TOKEN, 144, 1)
         )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import prompts
-from hf_reference import normal
+from visual import random_bytes
 
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
@@ -38,7 +38,7 @@ def answer(params, config, pixels, sequence):
 def test_unstacked_layers_give_what_stacked_ones_do_with_taps_cuts_and_caches(llava):
     _, config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
-    listed, pixels = unstack(params), normal(1, 2, 3, 28, 28)
+    listed, pixels = unstack(params), random_bytes(1, 2, 3, 28, 28)
     stacked = answer(params, config, pixels, sequence)
     assert int(stacked[2].cuts[0].length.sum()) < int(sequence.length.sum())
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
@@ -59,7 +59,10 @@ def test_joined_matrices_give_what_separate_ones_do(llava):
     assert attention["query_key_value"]["bias"].shape == (4, 2 * text.num_heads * c)
     assert {*joined["language"]["layers"]["mlp"]} == {"gate_up", "down"}
     jax.tree.map(np.testing.assert_array_equal, separate(joined, params), params)
-    sequence, pixels = prompts.assemble(params, config, *prompts.batch()), normal(1, 2, 3, 28, 28)
+    sequence, pixels = (
+        prompts.assemble(params, config, *prompts.batch()),
+        random_bytes(1, 2, 3, 28, 28),
+    )
     expected = answer(params, config, pixels, sequence)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(close, answer(joined, config, pixels, sequence), expected)

@@ -78,7 +78,7 @@ class Toy(Backbone):
 
     @classmethod
     def image_settings(cls, folder):
-        return read_processor(folder)[0]["scale"]
+        return read_processor(folder)[0]
 
     @classmethod
     def conversation(cls, turns, system=None):
@@ -103,7 +103,7 @@ class Toy(Backbone):
         return own | {"language": decoder.init_language(key, self.config.text)}
 
     def hf_processor(self, settings):
-        return {"preprocessor_config.json": {"scale": settings}}
+        return {"preprocessor_config.json": settings}
 
     def bound_images(self, folder, min_pixels=None, max_pixels=None):
         return self
@@ -112,12 +112,9 @@ class Toy(Backbone):
         side = self.config.vision.side
         return np.asarray(image.resize((side, side))).transpose(2, 0, 1)
 
-    def finish(self, settings, image):
-        return np.float32(settings) * image
-
     def max_pixels(self, count):
         side = self.config.vision.side
-        return jax.ShapeDtypeStruct((count, 3, side, side), np.float32)
+        return jax.ShapeDtypeStruct((count, 3, side, side), np.uint8)
 
     def grids(self, pixels):
         side = self.config.vision.side // self.config.vision.patch
@@ -125,7 +122,11 @@ class Toy(Backbone):
 
     def encode_image(self, params, pixels, taps=(), execution=None):
         side, patch = self.config.vision.side // self.config.vision.patch, self.config.vision.patch
-        parts = pixels.reshape(-1, 3, side, patch, side, patch).transpose(0, 2, 4, 1, 3, 5)
+        parts = (
+            self.normalise(pixels)
+            .reshape(-1, 3, side, patch, side, patch)
+            .transpose(0, 2, 4, 1, 3, 5)
+        )
         return parts.reshape(len(pixels), side**2, -1) @ params["tower"]["kernel"], {}
 
     def project(self, params, features):
@@ -146,7 +147,7 @@ def folder(tmp_path, monkeypatch):
     text = LlamaConfig(len(tokenizer), 48, 96, 2, 4, 2, 12, 1e4, 1e-5, max_positions=256)
     toy = Toy(ToyConfig(Tower(), text, len(tokenizer) - 1, None, (2,)))
     raw, tensors = toy.config.to_hf("float32"), testing.random_tensors(toy)
-    return testing.write_folder(tmp_path / "toy", raw, {"scale": 1 / 255}, tensors, tokenizer)
+    return testing.write_folder(tmp_path / "toy", raw, {}, tensors, tokenizer)
 
 
 def test_a_family_of_a_few_lines_loads_prunes_answers_saves_and_trains(folder, tmp_path):

@@ -6,11 +6,11 @@ import numpy as np
 import prompts
 import pytest
 import torch
-from hf_reference import IMAGE_ID, as_torch, assert_close, normal
+from hf_reference import IMAGE_ID, as_torch, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_decoder import loop_assemble
-from visual import visual_of
+from visual import random_bytes, visual_of
 
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava
@@ -25,12 +25,13 @@ decode_step = jax.jit(vlm.decode_step, static_argnums=1)
 def test_llava_with_several_images_equals_the_reference(llava):
     model, config, params = llava
     n, backbone = config.max_image_tokens, Llava(config)
-    pixels = normal(1, 3, 3, 28, 28)
+    pixels = random_bytes(1, 3, 3, 28, 28)
+    shown = as_torch(backbone.normalise(pixels))
     rows = [[1, S, 4, S, 5, 6], [1, 8, 9, 3, S, 7]]
     images = [[0, 1], [2]]
     features, _ = jax.jit(backbone.encode_image)(params, pixels)
     tokens = backbone.project(params, features)
-    assert_close(tokens, torch.stack(model.get_image_features(as_torch(pixels)).pooler_output))
+    assert_close(tokens, torch.stack(model.get_image_features(shown).pooler_output))
     tokens = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
     lengths, visual = jnp.array([6, 6]), visual_of(config, tokens)
     sequence = prompts.assemble(params, config, jnp.array(rows), lengths, visual)
@@ -38,7 +39,7 @@ def test_llava_with_several_images_equals_the_reference(llava):
     for row, (ids, chosen) in enumerate(zip(rows, images, strict=True)):
         expanded = [x for t in ids for x in ([IMAGE_ID] * n if t == S else [t])]
         assert sequence.length[row] == len(expanded) == sequence.next_position[row]
-        theirs = model(torch.tensor([expanded]), pixel_values=as_torch(pixels[np.array(chosen)]))
+        theirs = model(torch.tensor([expanded]), pixel_values=shown[chosen])
         assert_close(ours[row, : len(expanded)], theirs.logits[0], what=f"row {row}")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from visual import visual_of
+from visual import random_bytes, visual_of
 
 from stepprune_jax.efficiency.model_shapes import KNOWN, MODELS, find_backbone
 from stepprune_jax.models import vlm
@@ -167,7 +167,7 @@ def test_a_sharded_model_computes_what_one_device_does():
         lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32),
         vlm.abstract_params(backbone, jnp.float32),
     )
-    pixels = draw.normal(0, 1, (4, 3, 28, 28)).astype(np.float32)
+    pixels = random_bytes(0, 4, 3, 28, 28)
     index = jnp.broadcast_to(jnp.array([0, 3, 9]), (4, 1, 3))
     valid = jnp.arange(3) < jnp.arange(4)[:, None, None]
     ids = jnp.array([[1, vlm.IMAGE_TOKEN, 5, 6]] * 4)

@@ -98,7 +98,7 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
     ids = torch.tensor([ids])
     pixels = {}
     if images:
-        pixels["pixel_values"] = torch.tensor(asked.images.pixels)
+        pixels["pixel_values"] = torch.tensor(ours.backbone.normalise(asked.images.pixels))
     found = theirs.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -32,7 +32,8 @@ def prompted(pair, prompt, images, visual_fn, projected_fn=lambda tokens, tower,
     table, parts, spans, length, shown = core.get_input_embeddings(), [], [], 0, 0
     for token in asked.ids[0]:
         if token == IMAGE_TOKEN:
-            pixels = torch.tensor(asked.images.pixels[asked.image_of[0][shown]][None])
+            seen = pair.ours.backbone.normalise(asked.images.pixels)
+            pixels = torch.tensor(seen[asked.image_of[0][shown]][None])
             tokens = visual_fn(core.vision_tower, pixels)
             projected = core.multi_modal_projector(tokens[None])[0]
             parts.append(projected_fn(projected, core.vision_tower, pixels))

@@ -5,12 +5,19 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from stepprune_jax.models import vlm
-from stepprune_jax.models.llava.images import LlavaImageSettings, normalise, resize
+from stepprune_jax.models.config import Normalisation
+from stepprune_jax.models.images import normalise
+from stepprune_jax.models.llava.images import LlavaImageSettings, resize
 
 
 def noise(seed, size=(24, 24)):
     """An image of random pixels, of so many rows and columns."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8))
+    return Image.fromarray(random_bytes(seed, *size, 3))
+
+
+def random_bytes(seed, *shape):
+    """Pixels as an image processor returns them."""
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
 def as_a_phone_stores(image):
@@ -20,9 +27,13 @@ def as_a_phone_stores(image):
     return stored
 
 
-def preprocess_clip(image, settings=LlavaImageSettings()):  # noqa: B008  it is frozen
+def preprocess_clip(
+    image,
+    settings=LlavaImageSettings(),  # noqa: B008  it is frozen
+    normalisation=Normalisation(),  # noqa: B008
+):
     """The pixels [3, height, width] that CLIP sees of an RGB image."""
-    return normalise(resize(image, settings), settings)
+    return normalise(normalisation, resize(image, settings, normalisation), -3)
 
 
 def visual_of(config, tokens, index=None, valid=None):

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from visual import preprocess_clip
 
 from stepprune_jax import testing
 from stepprune_jax.data.corpus import Corpus, Lengths, TrainingRow
 from stepprune_jax.data.images import open_image
+from stepprune_jax.models.config import Normalisation
 from stepprune_jax.models.llava import Llava, LlavaConfig
-from stepprune_jax.models.llava.images import LlavaImageSettings
+from stepprune_jax.models.llava.images import LlavaImageSettings, resize
 from stepprune_jax.training.batches import Batches, Bucket, Loading, Preprocessing, plan_buckets
 from stepprune_jax.user_input import UserError
 
@@ -182,7 +182,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
     cache = cache_of(settings, 24, 1 << 20)
     for number, size in enumerate([(24, 24), (50, 31), (9, 70)]):
         path = save_image(tmp_path / f"{number}.png", *size, seed=number)
-        expected = preprocess_clip(open_image(path), settings)
+        expected = resize(open_image(path), settings, Normalisation())
         np.testing.assert_array_equal(cache(path), expected)
         path.unlink()
         np.testing.assert_array_equal(cache(path), expected)  # not read again
@@ -191,7 +191,7 @@ def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
 def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
     settings = LlavaImageSettings()._replace(resize_to=8, crop_to=8)
     paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
-    cache = cache_of(settings, 8, 2 * 3 * 8 * 8)
+    cache = cache_of(settings, 8, 2 * 3 * 8 * 8)  # of two images
     for number in (0, 1, 0, 2):
         cache(paths[number])
     for path in paths:

@@ -10,23 +10,24 @@ import numpy as np
 import pytest
 from tiny_run import make_run, metrics, write_data, write_questions
 
-from stepprune_jax.training import run, step, train, trainer
+from stepprune_jax.training import run, step, train
 from stepprune_jax.training.failures import memory_advice
 from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.lock import LOCK_FILE, locked
 
 
 def test_a_run_without_a_finite_gradient_stops_and_names_the_samples(world, tmp_path, monkeypatch):
-    place = trainer.place_rows
+    update = step.update
 
-    def spoil(mesh, rows, *size):
+    def spoil(params, *given, **options):
         """From the third batch on."""
-        rows = place(mesh, rows, *size)
-        spoil.calls += size != ()
-        return rows._replace(pixels=rows.pixels + np.nan) if spoil.calls > 2 else rows
+        spoil.calls += 1
+        if spoil.calls > 2:
+            params = jax.tree.map(lambda leaf: leaf * np.nan, params)
+        return update(params, *given, **options)
 
     spoil.calls = 0
-    monkeypatch.setattr(trainer, "place_rows", spoil)
+    monkeypatch.setattr(step, "update", spoil)
     with pytest.raises(ValueError, match="not finite in 3 updates in a row, up to step 5"):
         train(make_run(*world, max_skipped=3), tmp_path)
     assert [row["skipped_in_row"] for row in metrics(tmp_path)][:5] == [0, 0, 1, 2, 3]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_MARK
@@ -19,7 +19,7 @@ from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import FieldRule, Json, Tokenizer, read_fields
-from stepprune_jax.models.images import Bytes, read_processor
+from stepprune_jax.models.images import Bytes, normalise, read_processor
 from stepprune_jax.models.layers import Dense, activate
 from stepprune_jax.models.llava import images, tower, weights
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -136,7 +136,8 @@ class Llava(Backbone):
 
     def describe(self, settings: LlavaImageSettings) -> Json:
         """Describes the image processor."""
-        return images.to_hf(images.padded(settings, self.config.pad_images))
+        settings = images.padded(settings, self.config.pad_images)
+        return images.to_hf(settings, self.config.normalisation)
 
     def bound_images(
         self,
@@ -172,18 +173,14 @@ class Llava(Backbone):
                 f"{side} x {side}: crop_size of the processor's file is wrong"
             )
         settings = images.padded(settings, self.config.pad_images)
-        return images.resize(image, settings._replace(resize_to=size, crop_to=crop))
-
-    def finish(
-        self, settings: LlavaImageSettings, image: Bytes
-    ) -> Float[np.ndarray, "3 height width"]:
-        return images.normalise(image, settings)
+        settings = settings._replace(resize_to=size, crop_to=crop)
+        return images.resize(image, settings, self.config.normalisation)
 
     def max_pixels(self, count: int) -> jax.ShapeDtypeStruct:
         side = self.config.vision.image_size
-        return jax.ShapeDtypeStruct((count, 3, side, side), np.float32)
+        return jax.ShapeDtypeStruct((count, 3, side, side), np.uint8)
 
-    def grids(self, pixels: Float[np.ndarray, "i 3 H W"]) -> Int[np.ndarray, "i 2"]:
+    def grids(self, pixels: UInt8[np.ndarray, "i 3 H W"]) -> Int[np.ndarray, "i 2"]:
         return np.tile(np.array(self.config.grid, np.int32), (len(pixels), 1))
 
     @classmethod
@@ -214,13 +211,15 @@ class Llava(Backbone):
     def encode_image(
         self,
         params: Params,
-        pixels: Float[Array, "i 3 H W"],
+        pixels: UInt8[Array, "i 3 H W"],
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
         # Taps keep the tower's own tokens, the class token first; see `tower.encode`.
         vision, layer = self.config.vision, self.config.feature_layer
-        features, tapped = tower.encode(params["vision"], vision, pixels, layer, taps, execution)
+        # Not by the method, since the images of LLaVA-NeXT are tiles by now.
+        values = jnp.asarray(normalise(self.config.normalisation, pixels, -3))
+        features, tapped = tower.encode(params["vision"], vision, values, layer, taps, execution)
         return features[:, 1:], tapped
 
     def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:

@@ -1,6 +1,6 @@
-"""Images to CLIP pixels: usually pad to a square, Pillow bicubic, crop, normalise.
+"""Images to CLIP pixels: usually pad to a square, Pillow bicubic, crop.
 
-Every number equals that of the Pillow image processor of ``transformers``, bit for bit.
+Every number, normalised, is that of the Pillow image processor of ``transformers``, bit for bit.
 Pillow's own resampling is the reference; torchvision's differs by up to one grey level.
 """
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 from PIL import Image
 
 from stepprune_jax.data.images import pad_to_square
@@ -17,18 +16,17 @@ from stepprune_jax.models.config import (
     LONGEST_SIDE,
     FieldRule,
     Json,
+    Normalisation,
     one_of,
     read_fields,
     switch,
 )
 from stepprune_jax.models.images import (
-    CLIP_MEAN,
-    CLIP_STD,
-    NORMALISATION,
     PROCESSOR_FILE,
+    RESAMPLE,
     Bytes,
-    byte_table,
     check_aspect,
+    describe_normalisation,
 )
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import require, warn_once
@@ -40,23 +38,19 @@ class LlavaImageSettings(NamedTuple):
     Images are padded to squares first, as LLaVA-1.5 was trained, although the published processor
     files omit it; unless a file says that they are not. An image that is not padded is resized by
     its shorter side, or, with `stretch`, to a square. `resize_to` and `crop_to` are sides in
-    pixels; mean and standard deviation are in rescaled units; `resample` is the number of a Pillow
-    filter.
+    pixels; `resample` is the number of a Pillow filter.
     """
 
     pad: bool = True
     stretch: bool = False
     resize_to: int = 336
     crop_to: int = 336
-    rescale: float = 1 / 255
-    mean: tuple[float, ...] = CLIP_MEAN
-    std: tuple[float, ...] = CLIP_STD
     resample: int = 3
 
-    @property
-    def fill(self) -> tuple[int, ...]:
-        """Colour of the padding: the mean truncated to bytes, (122, 116, 104) for CLIP."""
-        return tuple(int(min(max(value, 0), 1) * 255) for value in self.mean)
+
+def padding_color(normalisation: Normalisation) -> tuple[int, ...]:
+    """Returns the colour of the padding: the mean truncated to bytes, (122, 116, 104) for CLIP."""
+    return tuple(int(min(max(value, 0), 1) * 255) for value in normalisation.mean)
 
 
 def _side(field: str) -> FieldRule:
@@ -74,7 +68,7 @@ def _side(field: str) -> FieldRule:
 
 
 _SETTINGS = {
-    **NORMALISATION,
+    **RESAMPLE,
     "resize_to": _side("size"),
     "crop_to": _side("crop_size"),
     "pad": switch("do_pad", True),
@@ -126,7 +120,7 @@ def name_other_placeholders(folder: str | Path, patch_size: int) -> None:
             warn_once(f"{path}: {name} is {raw[name]!r}, which is not followed: {value!r} is")
 
 
-def to_hf(settings: LlavaImageSettings) -> Json:
+def to_hf(settings: LlavaImageSettings, normalisation: Normalisation) -> Json:
     """Describes the image processor."""
     sides = ("height", "width") if settings.stretch else ("shortest_edge",)
     return {
@@ -138,19 +132,16 @@ def to_hf(settings: LlavaImageSettings) -> Json:
         "resample": settings.resample,
         "do_center_crop": True,
         "crop_size": {"height": settings.crop_to, "width": settings.crop_to},
-        "do_rescale": True,
-        "rescale_factor": settings.rescale,
-        "do_normalize": True,
-        "image_mean": list(settings.mean),
-        "image_std": list(settings.std),
+        **describe_normalisation(normalisation),
     }
 
 
-def resize(image: Image.Image, settings: LlavaImageSettings) -> Bytes:
+def resize(image: Image.Image, settings: LlavaImageSettings, normalisation: Normalisation) -> Bytes:
     """Pads an RGB image to a square, if it is to be, resizes it and crops its centre."""
     side, crop = settings.resize_to, settings.crop_to
     if settings.pad:
-        whole = pad_to_square(image, settings.fill, side, settings.resample)
+        color = padding_color(normalisation)
+        whole = pad_to_square(image, color, side, settings.resample)
     else:
         if not settings.stretch:
             check_aspect(image.width, image.height)
@@ -159,9 +150,3 @@ def resize(image: Image.Image, settings: LlavaImageSettings) -> Bytes:
         whole = image.resize((width, height), settings.resample)
     left, top = ((x - crop) // 2 for x in whole.size)
     return np.asarray(whole.crop((left, top, left + crop, top + crop))).transpose(2, 0, 1)
-
-
-def normalise(image: Bytes, settings: LlavaImageSettings) -> Float[np.ndarray, "3 height width"]:
-    """Scales and normalises a resized image."""
-    table = byte_table(settings.rescale, settings.mean, settings.std)
-    return np.stack([row[channel] for row, channel in zip(table, image, strict=True)])

@@ -76,7 +76,7 @@ class LlavaNext(Llava):
         return images.settings_from_hf(*read_processor(folder))
 
     def describe(self, settings: LlavaImageSettings) -> Json:
-        return images.to_hf(settings, self.config.sizes)
+        return images.to_hf(settings, self.config.normalisation, self.config.sizes)
 
     def bound_images(
         self,
@@ -102,13 +102,16 @@ class LlavaNext(Llava):
     def resize(self, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
         return images.resize(self.config, settings, image)
 
-    def finish(self, settings: LlavaImageSettings, image: BothSizes) -> Tiles:
-        return images.to_tiles(settings, image)
+    def cut(self, image: BothSizes) -> Tiles:
+        return images.to_tiles(image)
+
+    def normalise(self, pixels: Tiles) -> Tiles:
+        return pixels._replace(values=super().normalise(pixels.values))
 
     def max_pixels(self, count: int) -> Tiles:
         side, tiles = self.config.vision.image_size, self.config.max_tiles
         pair = jax.ShapeDtypeStruct((count, 2), np.int32)
-        values = jax.ShapeDtypeStruct((count, tiles, 3, side, side), np.float32)
+        values = jax.ShapeDtypeStruct((count, tiles, 3, side, side), np.uint8)
         return Tiles(values, pair, pair)
 
     def grids(self, pixels: Tiles) -> Int[np.ndarray, "i 2"]:

@@ -1,7 +1,7 @@
 """Images to tiles: the whole image resized to a tile, then the tiles of a larger one, row by row.
 
-The larger one is resized to fit one of the model's sizes and padded with black. Every number equals
-that of the Pillow image processor of ``transformers``, bit for bit.
+The larger one is resized to fit one of the model's sizes and padded with black. Every number,
+normalised, equals that of the Pillow image processor of ``transformers``, bit for bit.
 """
 
 import math
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, UInt8
 from PIL import Image
 
-from stepprune_jax.models.config import Json
+from stepprune_jax.models.config import Json, Normalisation
 from stepprune_jax.models.images import Bytes, check_aspect
 from stepprune_jax.models.llava import images
 from stepprune_jax.models.llava.images import LlavaImageSettings
@@ -23,12 +23,12 @@ _KIND = "LlavaNextImageProcessor"
 
 
 class Tiles(NamedTuple):
-    """Images as tiles, padded to one number of tiles with zeros.
+    """Images as tiles of bytes, padded to one number of tiles with zeros.
 
     The grid counts the patches of the tiles without those that hold padding alone, the plan tiles.
     """
 
-    values: Float[Array | np.ndarray, "*i t 3 s s"] | jax.ShapeDtypeStruct
+    values: UInt8[Array | np.ndarray, "*i t 3 s s"] | jax.ShapeDtypeStruct
     grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
     plan: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
 
@@ -54,11 +54,11 @@ def settings_from_hf(raw: Json, where: str) -> LlavaImageSettings:
     return settings
 
 
-def to_hf(settings: LlavaImageSettings, sizes: Sizes) -> Json:
+def to_hf(settings: LlavaImageSettings, normalisation: Normalisation, sizes: Sizes) -> Json:
     """Describes the image processor; `do_pad` is about batches there."""
     pinpoints = [list(size) for size in sizes]
     own = {"image_processor_type": _KIND, "image_grid_pinpoints": pinpoints, "do_pad": True}
-    return images.to_hf(settings) | own
+    return images.to_hf(settings, normalisation) | own
 
 
 def best_size(height: int, width: int, sizes: Sizes) -> tuple[int, int]:
@@ -103,11 +103,10 @@ def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.I
     return BothSizes(whole, padded, grid)
 
 
-def to_tiles(settings: LlavaImageSettings, image: BothSizes) -> Tiles:
-    """Normalises a resized image and cuts it into tiles, without the axis of images."""
+def to_tiles(image: BothSizes) -> Tiles:
+    """Cuts a resized image into tiles, without the axis of images."""
     side = image.whole.shape[1]
     rows, columns = (length // side for length in image.padded.shape[1:])
-    whole, padded = (images.normalise(part, settings) for part in (image.whole, image.padded))
-    tiles = padded.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-    values = np.concatenate([whole[None], tiles.reshape(-1, 3, side, side)])
+    tiles = image.padded.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+    values = np.concatenate([image.whole[None], tiles.reshape(-1, 3, side, side)])
     return Tiles(values, image.grid, np.array([rows, columns], np.int32))

@@ -78,14 +78,17 @@ class QwenBackbone(Backbone):
     def resize(self, settings: QwenImageSettings, image: Image.Image) -> Bytes:
         return images.resize(self.config, settings, image)
 
-    def finish(self, settings: QwenImageSettings, image: Bytes) -> Patches:
-        return images.to_patches(self.config.vision, settings, image)
+    def cut(self, image: Bytes) -> Patches:
+        return images.to_patches(self.config.vision, image)
+
+    def normalise(self, pixels: Patches) -> Patches:
+        return images.normalise_patches(self.config, pixels)
 
     def max_pixels(self, count: int) -> Patches:
         vision = self.config.vision
         patches = images.padded_tokens(self.config.max_image_tokens) * vision.unit
         return Patches(
-            jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.float32),
+            jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.uint8),
             jax.ShapeDtypeStruct((count, 2), np.int32),
         )
 
@@ -168,6 +171,7 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
+        pixels = self.normalise(pixels)
         return tower.encode(params, self.config.vision, pixels, taps, execution)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:

@@ -1,27 +1,26 @@
 """Images to the patches that the towers of Qwen's models take, each image at its own size.
 
 An image is resized so that its sides are multiples of a merged patch and its area is within bounds,
-scaled, normalised and cut into patches. Every number equals that of the Pillow image processor of
+and cut into patches. Every number, normalised, equals that of the Pillow image processor of
 ``transformers``, bit for bit. That processor repeats an image as the second frame of its patches;
 here patches have one frame, which the tower reads twice.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
 from stepprune_jax.models.config import Json, one_of, part, read_fields, size
 from stepprune_jax.models.images import (
-    CLIP_MEAN,
-    CLIP_STD,
-    NORMALISATION,
+    RESAMPLE,
     Bytes,
-    byte_table,
     check_aspect,
+    describe_normalisation,
+    normalise,
 )
 from stepprune_jax.models.qwen2_5_vl.config import (
     MOST_PIXELS,
@@ -47,29 +46,26 @@ BLOCK_TOKENS = 16
 
 
 class QwenImageSettings(NamedTuple):
-    """Settings of the image processor, without bounds: `PatchModelConfig` has them."""
+    """Settings of the image processor, without those in `PatchModelConfig`."""
 
-    rescale: float = 1 / 255
-    mean: tuple[float, ...] = CLIP_MEAN
-    std: tuple[float, ...] = CLIP_STD
     resample: int = 3
 
 
 class Patches(NamedTuple):
     """Images as patches, padded to one length with zeros.
 
-    Values are grouped by merged patch in raster order and run over channel, row and column; the
-    grid counts merged patches.
+    Values are bytes until they are normalised, which leaves the padding; they are grouped by merged
+    patch in raster order and run over channel, row and column. The grid counts merged patches.
     """
 
-    values: Float[Array | np.ndarray, "*i m v"] | jax.ShapeDtypeStruct
+    values: UInt8[Array | np.ndarray, "*i m v"] | Float[Array, "*i m v"] | jax.ShapeDtypeStruct
     grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
 
 
 def settings_from_hf(raw: Json, where: str) -> QwenImageSettings:
     """Translates a Hugging Face image processor dict of the file `where`."""
     read_fields(raw, where, _ONLY)
-    return QwenImageSettings(**read_fields(raw, where, NORMALISATION))
+    return QwenImageSettings(**read_fields(raw, where, RESAMPLE))
 
 
 def processor_bounds(vision: PatchTowerConfig, raw: Json, where: str) -> tuple[int, int]:
@@ -103,11 +99,7 @@ def to_hf(config: PatchModelConfig, settings: QwenImageSettings, kind: str) -> J
         "max_pixels": config.max_pixels,
         "size": {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
         "resample": settings.resample,
-        "do_rescale": True,
-        "rescale_factor": settings.rescale,
-        "do_normalize": True,
-        "image_mean": list(settings.mean),
-        "image_std": list(settings.std),
+        **describe_normalisation(config.normalisation),
         "patch_size": config.vision.patch_size,
         "temporal_patch_size": config.vision.temporal_patch_size,
         "merge_size": config.vision.merge_size,
@@ -140,17 +132,25 @@ def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.I
     return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
 
 
-def to_patches(vision: PatchTowerConfig, settings: QwenImageSettings, image: Bytes) -> Patches:
-    """Normalises a resized image and cuts it into padded patches, without the axis of images."""
-    table = byte_table(settings.rescale, settings.mean, settings.std)
+def to_patches(vision: PatchTowerConfig, image: Bytes) -> Patches:
+    """Cuts a resized image into padded patches, without the axis of images."""
     p, k = vision.patch_size, vision.merge_size
     rows, columns = (side // vision.factor for side in image.shape[1:])
     parts = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
-    patches = np.zeros((padded_tokens(rows * columns) * vision.unit, 3 * p * p), np.float32)
+    patches = np.zeros((padded_tokens(rows * columns) * vision.unit, 3 * p * p), np.uint8)
     filled = patches[: rows * columns * vision.unit].reshape(parts.shape)
-    for channel in range(3):
-        filled[..., channel, :, :] = table[channel][parts[..., channel, :, :]]
+    filled[:] = parts
     return Patches(patches, np.array([rows, columns], np.int32))
+
+
+def normalise_patches(config: PatchModelConfig, pixels: Patches) -> Patches:
+    """Normalises images, except their padding."""
+    values, grid = (cast(Array, part) for part in pixels)
+    *before, m, v = values.shape
+    parts = normalise(config.normalisation, values.reshape(*before, m, 3, v // 3), -2)
+    real = np.arange(m) < config.vision.unit * grid.prod(-1)[..., None]
+    where = parts.__array_namespace__().where
+    return Patches(where(real[..., None], parts.reshape(values.shape), 0), grid)
 
 
 def padded_tokens(count: int) -> int:

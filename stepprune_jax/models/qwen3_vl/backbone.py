@@ -63,6 +63,7 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n w"], dict[str, Array]]:
+        pixels = self.normalise(pixels)
         return tower.encode(params, self.config.vision, pixels, taps, execution)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:

@@ -56,7 +56,7 @@ def copies(name, program, answers=True, weights="full"):
     function, inputs = {
         "tower": (
             lambda params, pixels: Llava(config).encode_image(params, pixels)[0],
-            (jax.ShapeDtypeStruct((1, 3, side, side), jnp.float32),),
+            (jax.ShapeDtypeStruct((1, 3, side, side), jnp.uint8),),
         ),
         "prefill": (lambda params, row: vlm.prefill(params, config, row, 3), (sequence,)),
         "decode": (
