@@ -93,13 +93,26 @@ def normalise(
     normalisation: Normalisation, values: UInt8[Array | np.ndarray, "*b"], axis: int
 ) -> Float[Array | np.ndarray, "*b"]:
     """Normalises bytes to float32, on the host or in a program; `axis` < 0 is that of channels."""
-    # Scaled in float64 and normalised in float32: the reference's order, to the last bit. Programs
-    # look the result up, as XLA multiplies by a constant's reciprocal where the host divides.
+    # Scaled in float64 and normalised in float32: the reference's order, to the last bit.
     rescale, mean, std = (np.asarray(x)[..., None] for x in normalisation)
     scaled = (np.arange(256) * rescale).astype(np.float32)
     table = (scaled - mean.astype(np.float32)) / std.astype(np.float32)
-    channel = 256 * np.arange(3, dtype=np.int32).reshape(3, *[1] * (-1 - axis))
-    return values.__array_namespace__().take(table.ravel(), values + channel, mode="clip")
+    by_channel = (3, *[1] * (-1 - axis))
+
+    def look_up(values: Array | np.ndarray) -> Array | np.ndarray:
+        channel = 256 * np.arange(3, dtype=np.int32).reshape(by_channel)
+        return values.__array_namespace__().take(table.ravel(), values + channel, mode="clip")
+
+    def compute(values: Array) -> Array:
+        slope, offset = (rescale / std).reshape(-1), (mean / std).reshape(-1)
+        slope, offset = (x.astype(np.float32).reshape(by_channel) for x in (slope, offset))
+        return values.astype(np.float32) * slope - offset
+
+    if isinstance(values, np.ndarray):
+        return look_up(values)
+    # XLA multiplies by a constant's reciprocal where the host divides, so programs of CPUs have the
+    # table, too. Accelerators, which gather slowly, are some last bits away from it.
+    return jax.lax.platform_dependent(values, cpu=look_up, default=compute)
 
 
 def check_aspect(width: int, height: int) -> None:

@@ -2,6 +2,7 @@ import io
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
@@ -82,7 +83,7 @@ def test_a_mean_that_is_no_byte_pads_with_the_nearest():
         Normalisation(0.003, (0.5, 0.0, -0.1), (0.5, 0.3, 7.0)),
     ],
 )
-def test_a_program_normalises_every_byte_as_the_reference(normalisation):
+def test_a_program_normalises_every_byte_as_the_reference(normalisation, monkeypatch):
     values = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (3, 16, 16))
     rescale, mean, std = normalisation
     theirs = LlavaImageProcessorPil(
@@ -97,6 +98,11 @@ def test_a_program_normalises_every_byte_as_the_reference(normalisation):
     for ours in (program(normalisation, values, -3), normalise(normalisation, values, -3)):
         assert ours.dtype == np.float32
         np.testing.assert_array_equal(ours, theirs)
+    elsewhere = lambda values, cpu, default: default(values)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
+    computed = normalise(normalisation, jnp.asarray(values), -3)
+    assert computed.dtype == np.float32
+    np.testing.assert_allclose(computed, theirs, atol=1e-6, rtol=1e-6)
 
 
 def test_every_mode_becomes_rgb():
