@@ -9,6 +9,10 @@ computed within a turn; compilation is excluded. A measurement starts with pixel
 ends when the first token is known. Each row is printed and written as it ends; one that fails, as
 for lack of memory, is left out, costs no other, and makes the exit status 1.
 
+"kernels" are those to the first token, on GPUs; "memory" is that of the largest program besides the
+weights. `--first_answer` also times the first answer of two fresh processes, the second of which
+finds the programs that the first has compiled.
+
 Random weights stop anywhere. For a learned stop to keep the requested mean, the price of a token
 grows steeply with their number, and the bias is calibrated on the images of the batch, as on
 validation questions after training. This measures the cost of deciding, not how much the counts of
@@ -17,9 +21,14 @@ different images vary.
 
 import argparse
 import json
+import os
+import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -56,12 +65,25 @@ _HEADER = [
     "the rest, ms",
     "to the first token, ms",
     "ms a token",
+    "kernels",
+    "memory, MB",
     "cache, MB a row",
     "times unpruned",
     "compile, s",
 ]
 
 _NAME = "stepprune-efficiency"
+_OF_A_PROCESS = (
+    "model",
+    "tokens",
+    "dtype",
+    "weights",
+    "policy_dtype",
+    "decoder_layers",
+    "text",
+    "new_tokens",
+    "attention",
+)
 
 # Parts of an answer whose medians are shown: "rest" is the time to the first token but for the
 # first two, the language model's prefill and what the host does.
@@ -82,6 +104,8 @@ def _cells(row: dict[str, Any]) -> list[object]:
         rest,
         _spread(whole),
         decode,
+        "-" if row["kernels"] is None else row["kernels"],
+        row["working_bytes"] / 1e6,
         row["cache_bytes"] / 1e6,
         _spread(row["speed_up"]) if row["speed_up"] else "-",
         row["compile_s"],
@@ -124,6 +148,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--attention", choices=ATTENTIONS, default=Execution().attention)
     parser.add_argument("--rounds", type=integer_from(1), default=5, help="turns of every row")
+    text = "also time the last row in two fresh processes, before and after programs are kept"
+    parser.add_argument("--first_answer", action="store_true", help=text)
     flags = parser.parse_args(arguments)
     if not (flags.json or flags.dry_run):
         parser.error("the following arguments are required: --json, or --dry_run")
@@ -132,7 +158,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, 1 if a row is left out."""
-    flags = parse(arguments)
+    flags, begun = parse(arguments), time.perf_counter()
     backbone = find_backbone(flags.model)
     if backbone.config.sizes_vary and not backbone.config.is_tiled:
         backbone = with_square_images(backbone, flags.tokens)
@@ -155,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = VLM(prepare_to_answer(random_weights(weights)), backbone)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
+    jax.block_until_ready(model.params)
     options = RunOptions(flags.new_tokens + 1, execution=execution)
     bench = Bench(model, options, flags.rounds)
     result = {
@@ -175,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         },
         "weights_bytes": held,
+        "start_s": time.perf_counter() - begun,
         "execution": str(execution),
         "environment": environment(),
         "batches": {},
@@ -201,8 +229,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result["peak_bytes"] = peak_memory()
             out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(flush=True)
+    if flags.first_answer:
+        result["first_answer"] = found = _first_answers(flags, names[-1])
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for kind, seconds in found.items():
+            print(f"first token of a process, {kind}: {_said(seconds)}")
     print(f"wrote {out}")
     return int(bool(result["left_out"]))
+
+
+def _said(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{part} {value:.3g} s" for part, value in seconds.items())
+
+
+def _first_answers(flags: argparse.Namespace, row: str) -> dict[str, dict[str, float]]:
+    """Answers in two fresh processes with one folder of compiled programs, which is empty first.
+
+    Returns the seconds of both: before the model is ready, to the first token after that, and of
+    compiling for the whole answer.
+    """
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_ENABLE_COMPILATION_CACHE": "true"}
+        own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        path = Path(folder, "result.json")
+        given = {name: getattr(flags, name) for name in _OF_A_PROCESS}
+        command = [sys.executable, "-m", "stepprune_jax.efficiency", "--json", str(path)]
+        for name, value in (given | {"rows": row, "batch": flags.batch[0], "rounds": 1}).items():
+            command += [f"--{name}", str(value)]
+        for kind in ("no programs kept", "programs of an earlier process"):
+            subprocess.run(command, env=os.environ | own, check=True, stdout=subprocess.DEVNULL)
+            result = json.loads(path.read_text(encoding="utf-8"))
+            ((measured,),) = result["batches"].values()
+            found[kind] = {
+                "model ready after": result["start_s"],
+                "first token after further": measured["first_s"],
+                "compiling for the whole answer": measured["compile_s"],
+            }
+    return found
 
 
 def command() -> NoReturn:

@@ -13,13 +13,14 @@ from jaxtyping import Int
 from stepprune_jax import policy
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.efficiency.kernels import count_kernels
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_images
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.parallel.placement import fetch, watch_programs
 from stepprune_jax.pruning import Budget, Pruner
 
 
@@ -95,6 +96,7 @@ def measure(
         own.append(_answer(bench, row, batch))
         if base is not None:
             beside.append(own[-1] if is_base else _answer(bench, base, batch))
+    cost = _cost_of_programs(bench, row, batch)
     again = statistics.median(turn.whole + turn.decode for turn in own)
     kept, steps = first.kept, bench.options.max_tokens - 1
     return {
@@ -110,6 +112,8 @@ def measure(
         },
         "tflops": count_tflops(bench.model.backbone, row, batch, kept.mean()),
         "cache_bytes": first.cache // len(kept),
+        **cost,
+        "first_s": first.whole,
         "compile_s": max(0.0, first.whole + first.decode - again),
         "speed_up": beside and _spread(a.whole / b.whole for a, b in zip(beside, own, strict=True)),
     }
@@ -154,6 +158,30 @@ def _answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
     jax.block_until_ready(state.token)
     decode = time.perf_counter() - middle
     return _Turn(tower, selector, middle - begin, decode, begun.kept, nbytes)
+
+
+def _cost_of_programs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[str, int | None]:
+    """Returns kernels to the first token and bytes besides the weights, from compiled programs.
+
+    The bytes are those of the largest program: inputs, results and temporaries. Kernels are counted
+    on GPUs alone.
+    """
+    model, options, sampling = bench.model, bench.options, greedy(())
+    with watch_programs() as to_first:
+        ready = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
+        begun = pipeline.begin(model, ready, sampling)
+    with watch_programs() as further:
+        jax.block_until_ready(pipeline.finish(model, begun.state, sampling, options).token)
+    compiled = [(ran, ran.traced.lower().compile()) for ran in (*to_first, *further)]
+    most = 0
+    for ran, program in compiled:
+        sizes = program.memory_analysis()
+        made = sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
+        most = max(most, ran.inputs + made)
+    kernels = None
+    if jax.default_backend() == "gpu":
+        kernels = sum(count_kernels(program.as_text()) for _, program in compiled[: len(to_first)])
+    return {"kernels": kernels, "working_bytes": most}
 
 
 def _spread(values: Iterable[float]) -> list[float]:

@@ -1,11 +1,12 @@
 """Placement of arrays, and compilation of programs, for given weights."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,33 @@ T = TypeVar("T")  # a tree of arrays
 MOST_PROGRAMS = 96
 _on_cpu: list[Any] = []
 _forgotten: collections.Counter[Any] = collections.Counter()
+
+
+# What `watch_programs` collects, if anything.
+_watched: list[list["Ran"]] = []
+
+
+class Ran(NamedTuple):
+    """A program that was run.
+
+    Attributes:
+        traced: the program; compiling it again takes no time while jax holds it.
+        inputs: bytes of its arguments besides the weights.
+    """
+
+    traced: Any
+    inputs: int
+
+
+@contextlib.contextmanager
+def watch_programs() -> Iterator[list[Ran]]:
+    """Collects the programs of `jit_for_weights` that are run meanwhile."""
+    found: list[Ran] = []
+    _watched.append(found)
+    try:
+        yield found
+    finally:
+        _watched.remove(found)
 
 
 def _make_room() -> None:
@@ -85,6 +113,9 @@ def jit_for_weights(
     def call(params, *args, **kwargs):
         program, params = chosen(params)
         with jax_defaults():
+            for found in _watched:
+                inputs = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves((args, kwargs)))
+                found.append(Ran(program.trace(params, *args, **kwargs), inputs))
             result = program(params, *args, **kwargs)
         if program is programs["cpu"]:
             _make_room()

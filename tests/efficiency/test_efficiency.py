@@ -33,26 +33,36 @@ def made(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "result.json"
     flags = ["--model", model, "--json", str(out), "--rows", "stepprune@mean:4", "all"]
     flags += ["--text", str(TEXT), "--new_tokens", "2", "--rounds", "1", "--decoder_layers", "1"]
-    flags += ["--batch", "2"]
+    flags += ["--batch", "2", "--first_answer"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert efficiency.main(flags) == 0
-    return json.loads(out.read_text())["batches"]["2"], said.getvalue()
+    result = json.loads(out.read_text())
+    return result["batches"]["2"], said.getvalue(), result["first_answer"]
 
 
 @pytest.mark.slow
 def test_rows_are_measured_in_turns(made):
-    (whole, own), said = made
+    (whole, own), said, _ = made
     assert [row["row"] for row in (whole, own)] == ["all", "stepprune@mean:4"]
     assert whole["kept"] == [N, N, N] and own["kept"][0] == pytest.approx(4, abs=0.5)
     for row in (whole, own):
         assert all(least <= median <= most for median, least, most in row["ms"].values())
-        assert row["cache_bytes"] > 0
+        assert row["cache_bytes"] > 0 and row["working_bytes"] > row["cache_bytes"]
+        assert row["kernels"] is None  # no CPU counts them
     # One turn: the ratio is that of its two times.
     ratio = own["ms"]["whole_baseline"][0] / own["ms"]["whole"][0]
     assert own["speed_up"] == pytest.approx([ratio] * 3) and whole["speed_up"] == [1, 1, 1]
     line = next(line for line in said.splitlines() if line.startswith("| stepprune@mean:4"))
     assert f"| {ratio:.3g} (" in line
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_programs_of_the_first(made):
+    _, said, (first, second) = (*made[:2], made[2].values())
+    compiling = "compiling for the whole answer"
+    assert 0 < second[compiling] < first[compiling]
+    assert said.count("first token of a process, ") == 2
 
 
 @pytest.mark.slow
@@ -98,7 +108,7 @@ def test_a_row_that_fails_costs_no_other(model, tmp_path, monkeypatch, capsys):
     assert "grid@8 is left out: TypeError: a bug\n" in said.err and "in failing\n" in said.err
     one = said.out[said.out.index("batch 1") :].splitlines()
     assert [line.split(" | ")[0] for line in one[2:6]] == ["| row", "| ---", "| all", "| cls@4"]
-    assert one[5].split(" | ")[7] != "-" == said.out.splitlines()[4].split(" | ")[7]
+    assert one[5].split(" | ")[11] != "-" == said.out.splitlines()[4].split(" | ")[11]
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def test_every_section_yields_figures_or_says_why_not(tmp_path, monkeypatch):
         "products": "| 704 x 96 x 48, ",
         "sampled": "| batch 4 |",
         "gated": "| batch 4 |",
+        "int8": "| stepprune@4 |",
         "batch8": "| visionzip@4 |",
     }.items():
         assert found[name].startswith("done in ") and row in found[name], found[name]

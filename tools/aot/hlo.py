@@ -7,27 +7,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from stepprune_jax.efficiency.kernels import FREE, computations_of, kernels_of, opcode
 from stepprune_jax.user_input import UserError
 
-# Instructions that launch nothing on the device: names, shapes, and ends of asynchronous ones.
-_FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "add-dependency",
-    "optimization-barrier",
-    "partition-id",
-    "replica-id",
-    "get-dimension-size",
-    "while",
-}
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([^\s(]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?\S+ = (.*)$")
-_CALLED = re.compile(r"to_apply=%?([^\s,]+)")
-_BRANCHES = re.compile(r"(?:branch_computations=\{([^}]+)\}|(?:true|false)_computation=([^\s,]+))")
 # Computations called by a fusion or a reduction are part of it; calls are not.
 _FUSED = re.compile(
     r"\b(?:fusion|reduce|reduce-window|scatter|sort|map)\(.*(?:calls|to_apply)=%?([^\s,]+)"
@@ -63,14 +45,14 @@ def loops(text: str) -> tuple[Loop, ...]:
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise UserError("expected the text of a compiled program, with is_scheduled=true")
-    computations = _computations(text)
+    computations = computations_of(text)
     counted = []
     for lines in computations.values():
         for line in lines:
-            if _opcode(line) == "while":
+            if opcode(line) == "while":
                 parts = (re.search(rf"{part}=%?([^\s,]+)", line) for part in ("condition", "body"))
                 name = _NAME.search(line)
-                kernels = sum(_kernels(part.group(1), computations) for part in parts)
+                kernels = sum(kernels_of(part.group(1), computations) for part in parts)
                 counted.append(Loop(name.group(1) if name else "", kernels))
     return tuple(sorted(counted, key=lambda loop: -loop.kernels))
 
@@ -109,7 +91,7 @@ def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, 
     memory are not copies.
     """
     shapes = [sides for k, n in weights for sides in ((k, n), (n, k))]
-    computations = _computations(text)
+    computations = computations_of(text)
     fused = {
         part for line in itertools.chain(*computations.values()) for part in _FUSED.findall(line)
     }
@@ -126,45 +108,8 @@ def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, 
 
 def _written(line: str) -> list[tuple[str, str]]:
     """Returns types and sizes of the arrays that an instruction writes to device memory."""
-    opcode = _opcode(line)
-    if opcode in _FREE or opcode in _CONTROL or opcode.endswith(_ASYNCHRONOUS):
+    code = opcode(line)
+    if code in FREE or code in _CONTROL or code.endswith(_ASYNCHRONOUS):
         return []
-    arrays = _ARRAY.findall(line.partition(f" {opcode}(")[0])
+    arrays = _ARRAY.findall(line.partition(f" {code}(")[0])
     return [(kind, sizes) for kind, sizes, layout in arrays if "S(" not in layout]
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-    """Returns instructions by computation, each without its name."""
-    computations, lines = {}, []
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            lines = computations.setdefault(header.group(1), [])
-        elif instruction := _INSTRUCTION.match(line):
-            lines.append(instruction.group(1))
-    return computations
-
-
-def _opcode(line: str) -> str:
-    """Returns the opcode, after the type of the result, which may be a tuple of types."""
-    depth = 0
-    for i, character in enumerate(line):
-        depth += (character in "([{") - (character in ")]}")
-        if character == " " and not depth:
-            return line[i + 1 :].partition("(")[0]
-    return ""
-
-
-def _kernels(name: str, computations: dict[str, list[str]]) -> int:
-    """Counts launches of one pass through a computation, with a conditional's longest branch."""
-    count = 0
-    for line in computations[name]:
-        opcode = _opcode(line)
-        if opcode == "call":
-            count += _kernels(_CALLED.search(line).group(1), computations)
-        elif opcode == "conditional":
-            listed = ",".join(filter(None, itertools.chain(*_BRANCHES.findall(line))))
-            names = re.findall(r"[^%,\s]+", listed)
-            count += max(_kernels(branch, computations) for branch in names)
-        elif opcode not in _FREE and not opcode.endswith(("-done", "-update")):
-            count += 1
-    return count

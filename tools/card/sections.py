@@ -80,6 +80,7 @@ def sections(out: Path, scratch: Path, small: bool) -> list[Section]:
         Section("tests", 75, ("-m", "pytest", *tests, "-v", "-o", "addopts="), needs_gpu=True),
         own("sampled", 110, "updates", "--config", f"configs/{sampled}", *changes),
         own("gated", 90, "updates", "--config", f"configs/{gated}", *changes),
+        efficiency("int8", 110, ("all", step), "--weights", "int8"),
         efficiency("batch8", 120, ("all", step, vision), batch=8),
     ]
     # A limit is for a card: small shapes are for a laptop.

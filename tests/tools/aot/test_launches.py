@@ -6,6 +6,7 @@ import pytest
 from aot_targets import made
 
 from stepprune_jax import configurations, testing
+from stepprune_jax.efficiency.kernels import count_kernels
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.models import stack
 from stepprune_jax.parallel.sharding import build_mesh
@@ -34,9 +35,13 @@ def test_thunks_are_counted_by_who_starts_them():
 def compiled(to, traced, name, folder):
     """What a compiled program starts."""
     dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    to._replace(options=to.options | dump).compile(traced.trace(name).lower())
+    program = to._replace(options=to.options | dump).compile(traced.trace(name).lower())
     (file,) = folder.glob("*thunk_sequence_after_thunk_passes.txt")
-    return launches(file.read_text(encoding="utf-8"))
+    found = launches(file.read_text(encoding="utf-8"))
+    kernels = count_kernels(program.as_text())
+    loops = file.read_text(encoding="utf-8").count("kWhile")
+    assert kernels > found.kernels if loops else kernels == found.kernels
+    return found
 
 
 @pytest.fixture(scope="module")
