@@ -27,14 +27,20 @@ _PARTS = re.compile(r"(?:condition|body)=%?([^\s,]+)")
 _ENTRY = re.compile(r"^ENTRY %?([^\s(]+) \(", re.MULTILINE)
 
 
-def count_kernels(text: str) -> int:
+def count_kernels(text: str, trips: int = 1) -> int:
     """Counts the kernels and copies that one run of a program launches on a GPU.
 
-    A loop counts as often as the compiler knows that it runs, and once where it does not know. A
-    product in a library may be two kernels.
+    A product in a library may be two kernels.
+
+    Args:
+        text: of the compiled program.
+        trips: iterations of a loop of which the compiler does not know how often it runs.
+
+    Returns:
+        The number.
     """
     entry = _ENTRY.search(text)
-    return kernels_of(entry.group(1), computations_of(text), loops=True) if entry else 0
+    return kernels_of(entry.group(1), computations_of(text), trips) if entry else 0
 
 
 def computations_of(text: str) -> dict[str, list[str]]:
@@ -58,24 +64,24 @@ def opcode(line: str) -> str:
     return ""
 
 
-def kernels_of(name: str, computations: dict[str, list[str]], loops: bool = False) -> int:
+def kernels_of(name: str, computations: dict[str, list[str]], trips: int = 0) -> int:
     """Counts launches of one pass through a computation, with a conditional's longest branch.
 
-    Those of inner loops are counted on request.
+    Inner loops are left out, unless `trips` says how often those of unknown length run.
     """
     count = 0
     for line in computations[name]:
         kind = opcode(line)
         if kind == "call":
-            count += kernels_of(_CALLED.search(line).group(1), computations, loops)
+            count += kernels_of(_CALLED.search(line).group(1), computations, trips)
         elif kind == "conditional":
             listed = ",".join(filter(None, itertools.chain(*_BRANCHES.findall(line))))
             names = re.findall(r"[^%,\s]+", listed)
-            count += max(kernels_of(branch, computations, loops) for branch in names)
-        elif kind == "while" and loops:
-            trips = _TRIPS.search(line)
-            once = sum(kernels_of(part, computations, loops) for part in _PARTS.findall(line))
-            count += once * (int(trips.group(1)) if trips else 1)
+            count += max(kernels_of(branch, computations, trips) for branch in names)
+        elif kind == "while" and trips:
+            known = _TRIPS.search(line)
+            once = sum(kernels_of(part, computations, trips) for part in _PARTS.findall(line))
+            count += once * (int(known.group(1)) if known else trips)
         elif kind not in FREE and not kind.endswith(("-done", "-update")):
             count += 1
     return count

@@ -21,7 +21,9 @@ from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.parallel.placement import fetch, watch_programs
+from stepprune_jax.policy.selection import BLOCK
 from stepprune_jax.pruning import Budget, Pruner
+from stepprune_jax.trained import StepPrune
 
 
 class BenchRow(NamedTuple):
@@ -180,7 +182,10 @@ def _cost_of_programs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[s
         most = max(most, ran.inputs + made)
     kernels = None
     if jax.default_backend() == "gpu":
-        kernels = sum(count_kernels(program.as_text()) for _, program in compiled[: len(to_first)])
+        # StepPrune's loop ends with the row that keeps most.
+        trips = -(-int(begun.kept.max()) // BLOCK) if isinstance(row.pruner, StepPrune) else 1
+        before = (program for _, program in compiled[: len(to_first)])
+        kernels = sum(count_kernels(program.as_text(), trips) for program in before)
     return {"kernels": kernels, "working_bytes": most}
 
 

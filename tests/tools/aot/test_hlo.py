@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from stepprune_jax.efficiency.kernels import count_kernels
 from tools.aot.hlo import Loop, backends, copied_weights, loops
 
 PROGRAM = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
@@ -122,3 +123,38 @@ def test_products_are_counted_by_who_computes_them():
     lines = [f"  %f.{n} = f32[4]{{0}} fusion(%p), kind=kCustom, calls=%g, {triton}" for n in (1, 2)]
     found = backends("\n".join([PROGRAM, *lines]))
     assert found == {"__cublas$gemm": 1, "__triton_nested_gemm_fusion": 2}
+
+
+KNOWN = 'backend_config={"known_trip_count":{"n":"3"}}'
+LOOPED = f"""HloModule m, is_scheduled=true
+
+%fused (p: f32[8]) -> f32[8] {{
+  ROOT %add = f32[8]{{0}} add(f32[8]{{0}} %p, f32[8]{{0}} %p)
+}}
+
+%inner (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %a = f32[8]{{0}} fusion(f32[8]{{0}} %x), kind=kLoop, calls=%fused
+  ROOT %r = (s32[], f32[8]{{0}}) tuple(s32[] %i, f32[8]{{0}} %a)
+}}
+
+%go (t: (s32[], f32[8])) -> pred[] {{
+  ROOT %c = pred[] fusion(s32[] %i), kind=kLoop, calls=%fused
+}}
+
+%outer (t: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %b = f32[8]{{0}} fusion(f32[8]{{0}} %x), kind=kLoop, calls=%fused
+  ROOT %w = (s32[], f32[8]{{0}}) while(%t), condition=%go, body=%inner, {KNOWN}
+}}
+
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %e = f32[8]{{0}} fusion(f32[8]{{0}} %p), kind=kLoop, calls=%fused
+  %w = (s32[], f32[8]{{0}}) while((s32[], f32[8]{{0}}) %t), condition=%go, body=%outer
+  ROOT %g = f32[8]{{0}} get-tuple-element((s32[], f32[8]{{0}}) %w), index=1
+}}
+"""
+
+
+def test_loops_count_as_often_as_they_run():
+    # The inner loop has two kernels and runs three times; around it stand one kernel and a test.
+    assert [count_kernels(LOOPED, trips) for trips in (1, 4)] == [1 + 8, 1 + 4 * 8]
+    assert count_kernels("HloModule") == 0
