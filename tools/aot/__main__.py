@@ -6,7 +6,8 @@
     python -m tools.aot --target h200 --config shapes --set batch_size=64 --program update
 
 Without flags a selection of targets, configurations and programs is compiled; with flags, all their
-combinations. The exit status is 1 if a program failed to compile. With `--results FILE` every
+combinations. Kernels "in all" are those of one run in which each loop of unknown length runs once,
+and twice; StepPrune's takes 16 tokens at a time. The exit status is 1 if a program failed to compile. With `--results FILE` every
 result is saved at once: the same command resumes after an interruption, and recompiles only what
 has changed.
 """
@@ -27,6 +28,7 @@ import jax
 
 from stepprune_jax import configurations
 from stepprune_jax.cli.command_line import Parser, exit_with
+from stepprune_jax.efficiency.kernels import count_kernels
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh
@@ -43,7 +45,7 @@ COLUMNS = (
     "dtype",
     "program",
     "GiB a device",
-    "kernels in loops",
+    "kernels in loops; in all",
     "CPU seconds",
     "result",
 )
@@ -134,7 +136,9 @@ def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[l
             return ["-", "-", seconds, "does not fit"], True
         return ["-", "-", seconds, "FAILED: " + said[:300].replace("|", "/")], False
     seconds, size = time.process_time() - begin, usage(compiled).total
-    kernels = " ".join(str(loop.kernels) for loop in loops(compiled.as_text())) or "-"
+    text = compiled.as_text()
+    kernels = " ".join(str(loop.kernels) for loop in loops(text)) or "-"
+    kernels += f"; {count_kernels(text)}, {count_kernels(text, 2)}"
     result = "ok" if size <= device_memory else "does not fit"
     return [f"{size / 2**30:.3f}", kernels, f"{seconds:.1f}", result], True
 
