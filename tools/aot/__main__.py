@@ -6,10 +6,10 @@
     python -m tools.aot --target h200 --config shapes --set batch_size=64 --program update
 
 Without flags a selection of targets, configurations and programs is compiled; with flags, all their
-combinations. Kernels "in all" are those of one run in which each loop of unknown length runs once,
-and twice; StepPrune's takes 16 tokens at a time. The exit status is 1 if a program failed to compile. With `--results FILE` every
+combinations. The exit status is 1 if a program failed to compile. With `--results FILE` every
 result is saved at once: the same command resumes after an interruption, and recompiles only what
-has changed.
+has changed. Kernels "in all" are those of a run in which each loop of unknown length runs once, and
+twice; StepPrune's takes 16 tokens at a time.
 """
 
 import argparse

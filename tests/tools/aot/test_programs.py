@@ -105,7 +105,10 @@ def test_a_line_for_each_program_and_what_configurations_share_is_compiled_once(
     assert len(card.given) == 3 and lines[2][-2:] == ["0", f"ok (as {command.SHAPES}, float32)"]
     # The stop of the literal reading is another.
     assert lines[0][-1] == lines[1][-1] == lines[3][-1] == "ok"
-    assert lines[0][6] == lines[2][6] == "-" and int(lines[1][6].split()[0]) > 10  # its loop
+    in_loops, _, in_all = lines[1][6].partition("; ")
+    assert lines[0][6] == lines[2][6] and lines[0][6].startswith("-; ")
+    once, twice = map(int, in_all.split(", "))
+    assert twice - once > int(in_loops.split()[0]) > 10  # StepPrune's loop, and the one in it
 
 
 def test_results_are_kept_for_the_next_run(card, capsys, tmp_path):
