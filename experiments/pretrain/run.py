@@ -156,7 +156,7 @@ class _Pretrainer(NamedTuple):
         if self.mentions is not None and MENTION_HEADS not in params:
             heads = init_mention_heads(self.mentions, self.backbone.config.text.hidden_size)
             params = params | {MENTION_HEADS: heads}
-        parts = {small_of(self.backbone).CONNECTOR, "language"}
+        parts = {*small_of(self.backbone).CONNECTOR, "language"}
         parts |= {"vision"} if run.language.train_tower else set()
         parts |= params.keys() & {MENTION_HEADS}
         trained = {name: params[name] for name in params if name in parts}
@@ -232,7 +232,8 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbon
     old = load_vlm(run.init, dtype=np.float32, use="training") if run.init else None
     small = SMALL[run.model.family]
     if old is not None:
-        run.expect("init", small_of(old.backbone) is small, f"a folder of {run.model.family!r}")
+        expected = f"a folder of {' or '.join(map(repr, small.FROM))}"
+        run.expect("init", old.backbone.name in small.FROM, expected)
         texts += [word for word in old.tokenizer.get_vocab() if word.isalnum()]
     tokenizer = build_tokenizer(texts, small.TEMPLATE)
     key, backbone = jax.random.key(run.seed), small.make_backbone(run.model, tokenizer)
@@ -243,8 +244,9 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbon
     new = backbone.config
     text = dataclasses.replace(old.config.text, vocab_size=new.text.vocab_size)
     ids = {"image_token_id": new.image_token_id, "pad_token_id": new.pad_token_id}
-    backbone = old.backbone.replace(text=text, **ids, eos_token_ids=new.eos_token_ids)
-    return old.params | {"language": language}, backbone, tokenizer
+    backbone, params = small.adopt(old.backbone, old.params | {"language": language}, run.model)
+    backbone = backbone.replace(text=text, **ids, eos_token_ids=new.eos_token_ids)
+    return params, backbone, tokenizer
 
 
 def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:

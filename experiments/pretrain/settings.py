@@ -27,9 +27,10 @@ class ShapeSettings(Settings, path="config.model"):
     """The shape of the model.
 
     Attributes:
-        family: "llava" or "qwen2_5_vl".
-        image_size: height and width of its images in pixels, of the largest where they differ; a
-            multiple of `token_size`.
+        family: "llava", "llava_next" or "qwen2_5_vl".
+        image_size: height and width of its images in pixels, of the largest where they differ, and
+            of LLaVA-NeXT's tiles; a multiple of `token_size`.
+        tiles: tiles along an edge; LLaVA-NeXT's alone.
         least_size: of the smallest images. This and the fields that say so are Qwen2.5-VL's alone.
         patch_size: height and width of a patch.
         vision_width: width of the tower.
@@ -37,7 +38,7 @@ class ShapeSettings(Settings, path="config.model"):
         vision_layers: its blocks.
         vision_heads: its heads.
         feature_layer: block whose output is read, counted from 1, or from the end as a negative;
-            LLaVA's alone.
+            no Qwen2.5-VL's.
         window_size: height and width in pixels of what most blocks attend within; Qwen2.5-VL's.
         full_blocks: blocks that attend to the whole image, the last among them; Qwen2.5-VL's.
         text_width: width of the language model.
@@ -49,8 +50,9 @@ class ShapeSettings(Settings, path="config.model"):
         rope_sections: pairs of a head's channels for time, row and column; Qwen2.5-VL's.
     """
 
-    family: str = choice("llava", ("llava", "qwen2_5_vl"))
+    family: str = choice("llava", ("llava", "llava_next", "qwen2_5_vl"))
     image_size: int = count(96)
+    tiles: int | None = count(None)
     least_size: int | None = count(None)
     patch_size: int = count(8)
     vision_width: int = count(128)
@@ -71,11 +73,11 @@ class ShapeSettings(Settings, path="config.model"):
     def __post_init__(self):
         super().__post_init__()
         own = {"llava": ("feature_layer",), "qwen2_5_vl": _OF_QWEN}
-        for family, names in own.items():
-            for name in names:
-                given, mine = getattr(self, name) is not None, family == self.family
-                expected = f"{'a value' if mine else 'none'} where family is {self.family!r}"
-                self.expect(name, given == mine, expected)
+        own["llava_next"] = (*own["llava"], "tiles")
+        for name in dict.fromkeys(name for names in own.values() for name in names):
+            given, mine = getattr(self, name) is not None, name in own[self.family]
+            expected = f"{'a value' if mine else 'none'} where family is {self.family!r}"
+            self.expect(name, given == mine, expected)
         for part, divisor, why in (
             ("vision", 4, "their width holds a code of four channels a frequency"),
             ("text", 2, "rotary positions turn pairs of channels"),
@@ -88,7 +90,7 @@ class ShapeSettings(Settings, path="config.model"):
         token, layers = self.token_size, self.vision_layers
         size = "model.patch_size" if token == self.patch_size else f"{token}, a token's pixels"
         self.expect("image_size", self.image_size % token == 0, f"a multiple of {size}")
-        if self.family == "llava":
+        if self.family != "qwen2_5_vl":
             # One that follows a block: images are thinned by that block's attention.
             expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
             self.expect("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
@@ -122,7 +124,7 @@ class ShapeSettings(Settings, path="config.model"):
     @property
     def token_size(self) -> int:
         """Height and width in pixels of what becomes a visual token."""
-        return self.patch_size * (1 if self.family == "llava" else 2)
+        return self.patch_size * (2 if self.family == "qwen2_5_vl" else 1)
 
     @property
     def least_grid(self) -> int:
@@ -232,6 +234,8 @@ class Pretraining(Settings):
         expected = f"a multiple of micro_batch ({self.micro_batch})"
         for stage in (self.tower, self.language, self.noise):
             stage.expect("batch_size", stage.batch_size % self.micro_batch == 0, expected)
+        starts = bool(self.init) or self.model.family != "llava_next"
+        self.expect("init", starts, "the folder of a small LLaVA, which a LLaVA-NeXT starts from")
         n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
         self.language.expect("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
         if self.language.thinned_share or self.noise.thinned_share:

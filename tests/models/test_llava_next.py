@@ -183,7 +183,7 @@ def test_answers_equal_the_reference(pair):
         assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
 
 
-REFUSED = ("grid", "downsample", "topv", "clse", "prumerge", "prumerge_plus", "holov", "hiprune")
+REFUSED = ("grid", "downsample", "topv", "clse", "prumerge", "prumerge_plus", "holov")
 # Those that need no published weights.
 ACCEPTED = [x for x in PRUNERS if x not in (*REFUSED, "glimpseprune", "visionselector")]
 QUICK = ("cls", "visionzip", "fastv", "stepprune")

@@ -50,6 +50,51 @@ def test_neighbours_beyond_a_border_worked_by_hand():
         assert kept.index[0, :count].tolist() == sorted([*chosen, *rest])
 
 
+def in_tiles(plan, side):
+    """Tile, row and column in it of each token of 2 x 2 tiles and the like; -1 for row ends."""
+    down, across = plan
+    whole = [(0, *divmod(i, side)) for i in range(side * side)]
+    for row in range(down * side):
+        tiles = [
+            (1 + row // side * across + c // side, row % side, c % side)
+            for c in range(across * side)
+        ]
+        whole += [*tiles, (-1, -1, -1)]
+    return whole
+
+
+def plain_in_tiles(shallow, deep, places, share, alpha):
+    """The same in each tile, without neighbours beyond its border."""
+    kept = []
+    for tile in range(max(tile for tile, _, _ in places) + 1):
+        mine = [i for i, place in enumerate(places) if place[0] == tile]
+        anchors = sorted(mine, key=lambda i: (-shallow[i], i))[: round(share * alpha / 5)]
+        chosen = {
+            i
+            for i in mine
+            for a in anchors
+            if sum(abs(x - y) for x, y in zip(places[i], places[a], strict=True)) <= 1
+        }
+        rest = sorted(set(mine) - chosen, key=lambda i: (-deep[i], i))
+        kept += [*chosen, *rest[: share - len(chosen)]]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("plan", [(2, 2), (1, 3)])
+def test_each_tile_has_its_own_anchors_and_an_equal_share(plan):
+    random, side, share = np.random.default_rng(1), 4, 9
+    places = in_tiles(plan, side)
+    n, tiles = len(places), 1 + plan[0] * plan[1]
+    tile = np.array([[place[0] for place in places]], np.int32)
+    shallow, deep = random.random((2, 1, n), np.float32) / n
+    grid = np.array([plan], np.int32) * side
+    count, tokens = share * tiles, random.standard_normal((1, n, 4), np.float32)
+    shown = view(tokens, shallow, deep, tile, count=count, grid=grid)
+    kept = select(HiPrune(alpha=0.9), shown, count)
+    expected = plain_in_tiles(shallow[0], deep[0], places, share, 0.9)
+    assert kept.index[0, :count].tolist() == expected
+
+
 def test_the_blocks_are_the_authors():
     """Of 24 blocks the ninth, and the one whose output is projected."""
     config = llava()
