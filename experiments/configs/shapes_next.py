@@ -25,7 +25,7 @@ def get_config(reading: str = "") -> Run:
             "policy.max_steps": None,  # half of an image's tokens
             # The shares of 640, 320 and 160 of LLaVA-NeXT's 2,880 tokens, and half of the last.
             "eval.budgets": (160, 80, 40, 20),
-            "eval.methods": "all,random,fastv,visionzip",
+            "eval.methods": "all,random,cls,visionzip,hiprune,fastv,autoselect,stepprune",
             "eval.rows": {},
         }
     )

@@ -359,7 +359,8 @@ def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice:
             (
                 image.astype(np.int32),
                 grid,
-                sizes if (sizes < n).any() else None,
+                # In tiles some tokens carry nothing, and pruners mask them.
+                sizes if model.config.is_tiled or (sizes < n).any() else None,
                 words[prompt],
                 num_words[prompt],
                 prompts.number[prompt],

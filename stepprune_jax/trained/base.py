@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import Draw, FeatureStats, Inputs, Limits, Picks, PolicyConfig, Progress
@@ -197,6 +197,14 @@ class Weighted(Pruner):
         require(not wrong, "the policy does not fit the model: " + "; ".join(wrong))
 
 
+def carrying(tokens: Float[Array, "b n d"], real: Bool[Array, "b n"]) -> Bool[Array, "b n"]:
+    """Returns which real tokens carry something, and so are chosen from.
+
+    A vector of zeros, which ends a row of tiles of LLaVA-NeXT, does not.
+    """
+    return real & jnp.any(tokens != 0, axis=-1)
+
+
 class Selector(Weighted, Ranker):
     """A method whose order of tokens is learned, and can be trained here.
 
@@ -321,13 +329,19 @@ class Selector(Weighted, Ranker):
         """Returns the steps in which its decoder chooses `count` tokens; None without a decoder."""
         return None
 
-    def inputs(self, view: View) -> Inputs:
-        """Returns what the method sees of a view."""
-        return Inputs(view.tokens, view.text, view.valid, view.text_valid, self.stats)
+    def inputs(self, view: View, most: ArrayLike = 0) -> Inputs:
+        """Returns what the method sees of a view to choose `most` tokens."""
+        real = view.valid
+        if real is not None:
+            some = carrying(view.tokens, real)
+            # Where there are too few, all are alike, so that a budget of all tokens keeps all.
+            enough = jnp.sum(some, axis=1) >= most
+            real = jnp.where(enough[:, None], some, real)
+        return Inputs(view.tokens, view.text, real, view.text_valid, self.stats)
 
     def rank(self, view: View, steps: int) -> Ranking:
         """Orders the tokens of a view."""
-        return self.order(self.inputs(view), steps, view.keys(self.seed))
+        return self.order(self.inputs(view, steps), steps, view.keys(self.seed))
 
     def as_arrays(self, inputs: Inputs, limits: Limits) -> Limits:
         """Returns limits whose counts are arrays, so that all of them share a program.

@@ -182,6 +182,8 @@ class StepPrune(Policy):
 
     def keep(self, view: View, capacity: int) -> Kept:
         """Chooses the tokens of a view."""
-        limits = Limits(budget=view.count if self.budget.is_exact else None)
-        picks = self.choose(self.inputs(view), limits, view.keys(self.seed))
+        exact = self.budget.is_exact
+        inputs = self.inputs(view, view.count if exact else 0)
+        limits = Limits(budget=view.count if exact else None)
+        picks = self.choose(inputs, limits, view.keys(self.seed))
         return from_picks(view.whole, picks, capacity)

@@ -18,7 +18,7 @@ from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
 from stepprune_jax.trained import PolicyGradientSettings, Selector, policy_gradient_loss
-from stepprune_jax.trained.base import Weights
+from stepprune_jax.trained.base import Weights, carrying
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
     Targets,
@@ -123,7 +123,7 @@ def selector_inputs(params: Params, setup: Setup, batch: TrainingBatch) -> Input
     image_mask = None
     if setup.backbone.config.sizes_vary:
         count = setup.backbone.num_tokens(batch.targets.grid)
-        image_mask = jnp.arange(features.shape[1]) < count[:, None]
+        image_mask = carrying(features, jnp.arange(features.shape[1]) < count[:, None])
     tokens, deep = split_deep(setup.backbone.config, features)
     inputs = Inputs(tokens, text, image_mask, mask, deep=deep)
     return constrain_rows(setup.forward.mesh, inputs)
@@ -219,7 +219,8 @@ def _gather_stats(
 ) -> FeatureStats:
     """Extends feature statistics by a batch of images, each with `tokens` real tokens."""
     features = encode_rows(params, setup, pixels)
-    return update_stats(stats, features, jnp.arange(features.shape[1]) < tokens[:, None])
+    real = carrying(features, jnp.arange(features.shape[1]) < tokens[:, None])
+    return update_stats(stats, features, real)
 
 
 update = jit_for_weights(_update, ("setup",), ("state",))

@@ -218,6 +218,16 @@ def test_a_budget_of_all_tokens_is_the_model(pair):
     assert [x.token_ids for x in found] == [x.token_ids for x in expected]
 
 
+@pytest.mark.parametrize("name", ["stepprune", "autoselect"])
+def test_policies_choose_no_ends_of_rows(pair, name):
+    """They carry nothing; only a budget of more than all patches keeps them."""
+    ends = {9 + 7 * line + 6 for line in range(6)}
+    own = [POLICIES[name]()] if name == "stepprune" else []
+    for chosen in (pruner(name, 24), *own):
+        (found,) = answers(pair.model, [("red", (4,))], chosen)
+        assert found.kept and not ends & set(found.kept_indices[0])
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_pruners_that_need_one_grid_are_refused(pair, name):
     config = pair.model.config
