@@ -8,7 +8,7 @@ from experiments.studies.tiles import InOrder, origins
 
 def test_the_parts_of_an_image_worked_by_hand():
     """A whole image of four tokens, then rows of two patches and an end."""
-    kept = [np.array([0, 3, 4]), np.array([6, 5, 9])]
+    kept = [np.array([0, 3, 4]), np.array([6, 5, 8])]
     found = origins(kept, 4, 2)
     assert [*found] == ["whole image", "tiles", "row ends"]
     np.testing.assert_allclose([*found.values()], [100 / 3, 50, 100 / 6])
