@@ -63,9 +63,10 @@ def read_data(
     """Reads labels, and checks them against the model and the stages."""
     pixels = backbone.pixel_cache(settings, 4 << 30)
     groups, patches = _measure(backbone, samples, pixels)
-    labels, words = _read_labels(folder / PATCHES_FILE, len(samples), patches)
-    one_grid = not (labels and backbone.config.is_tiled)
-    require(one_grid, f"{folder / PATCHES_FILE}: labels of one grid, and the model sees tiles")
+    file = folder / PATCHES_FILE
+    unread = backbone.config.is_tiled and file.is_file()
+    require(not unread, f"{file}: labels of one grid, and the model sees tiles")
+    labels, words = _read_labels(file, len(samples), patches)
     tower = bool(labels) and run.tower.steps > 0
     trains = tower or run.language.train_tower or bool(run.init)
     expected = f"True: nothing else trains the tower, without steps or {folder / PATCHES_FILE}"

@@ -150,8 +150,8 @@ def _views(params: Params) -> Params:
     return unstack(jax.tree.map(np.asarray, params))
 
 
-def _devices_of(params: Params) -> tuple[str, int]:
-    """Returns the platform of the weights' devices, and their number."""
+def _devices_of(params: Params | Array) -> tuple[str, int]:
+    """Returns the platform of the devices of weights, or of a key, and their number."""
     devices = _sharding_of(params).device_set
     return next(iter(devices)).platform, len(devices)
 
