@@ -103,7 +103,7 @@ class _Pretrainer(NamedTuple):
         with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
             done = 0
             if checkpoints.latest is not None:
-                done, state, _ = checkpoints.restore(state)
+                done, state, _ = checkpoints.restore(lambda _, like=state: like)
             if done == stage.steps:
                 return state
             distributed.say(f"{name}: step {done} of {stage.steps}")

@@ -11,8 +11,10 @@ last ones. All take their best tokens, in training and after it, which is better
 """
 
 import argparse
+import functools
 import itertools
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +24,7 @@ import optax
 
 import stepprune_jax as sp
 from stepprune_jax.cli.command_line import Parser, exit_with
+from stepprune_jax.pruners import selector_of
 from stepprune_jax.trained import AutoSelectConfig, PolicyGradientSettings
 
 HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32
@@ -35,6 +38,20 @@ class Batch(NamedTuple):
     text: jax.Array
     answer: jax.Array
     needed: jax.Array
+
+
+class Task(NamedTuple):
+    """What a policy is trained for, in front of a frozen reader.
+
+    Attributes:
+        frozen: arrays of the reader.
+        draw: (frozen, key, rows) -> a batch.
+        losses: (frozen, tokens, batch, valid) -> each row's cross-entropy.
+    """
+
+    frozen: Any
+    draw: Callable[..., Any]
+    losses: Callable[..., jax.Array]
 
 
 def directions(seed: int, count: int) -> jax.Array:
@@ -77,13 +94,26 @@ def losses(frozen: dict[str, jax.Array], tokens, batch: Batch, valid: Any = True
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.answer)
 
 
-def train(config: Any, seed: int, n: int, hops: int, updates: int, sampled: float) -> dict:
-    """Trains a policy; returns the shares of questions whose records are kept."""
-    frozen, first = world(), round(updates * (1 - sampled))
-    stats = sp.FeatureStats.start(WIDTH)
-    stats = sp.update_stats(stats, draw(frozen, jax.random.key(99), 256, n, hops).image)
-    policy = sp.Policy.init(jax.random.key(seed), config, stats)
+def train(
+    task: Task, config: Any, seed: int, updates: int, sampled: float | str
+) -> tuple[sp.Policy, dict[str, Any]]:
+    """Trains a policy; returns it, and the share of updates on sets, with what they gain."""
+    frozen, about = task.frozen, {}
+    stats = sp.FeatureStats.start(config.feature_width)
+    stats = sp.update_stats(stats, task.draw(frozen, jax.random.key(99), 256).image)
+    policy = type(selector_of(config)).init(jax.random.key(seed), config, stats)
     settings = PolicyGradientSettings(samples=8, longest=0.25, stops=0.5)
+
+    def of_sets(frozen, batch):
+        one = jax.vmap(lambda s: task.losses(frozen, s.tokens, batch, s.valid), 1, 1)
+        return lambda kept: one(kept)
+
+    if sampled == "auto":
+        batch = task.draw(frozen, jax.random.key(seed + 2000), 512)
+        given = jax.random.key(seed + 3000), batch.image, batch.text, of_sets(frozen, batch)
+        signal = policy.try_sets(*given, settings)
+        sampled, about = 1.0 if signal.suffices else 0.5, signal._asdict() | {"gain": signal.gain}
+    about, first = {"sampled": sampled} | about, round(updates * (1 - float(sampled)))
 
     def stage(policy, first, last, sampling):
         count = last - first
@@ -92,16 +122,11 @@ def train(config: Any, seed: int, n: int, hops: int, updates: int, sampled: floa
 
         def loss(params, frozen, key, share):
             data_key, draw_key = jax.random.split(key)
-            batch, now = draw(frozen, data_key, ROWS, n, hops), policy.replace(params=params)
-
-            def of_sets(kept):
-                one = jax.vmap(lambda s: losses(frozen, s.tokens, batch, s.valid), 1, 1)
-                return one(kept)
-
+            batch, now = task.draw(frozen, data_key, ROWS), policy.replace(params=params)
             if sampling:
-                given = (draw_key, batch.image, batch.text, of_sets, settings)
+                given = (draw_key, batch.image, batch.text, of_sets(frozen, batch), settings)
                 return now.policy_gradient_loss(*given)
-            gated = lambda tokens: losses(frozen, tokens, batch).mean()  # noqa: E731
+            gated = lambda tokens: task.losses(frozen, tokens, batch).mean()  # noqa: E731
             given = (draw_key, batch.image, batch.text, gated)
             return now.train_loss(*given, progress=sp.Progress(share))
 
@@ -120,10 +145,20 @@ def train(config: Any, seed: int, n: int, hops: int, updates: int, sampled: floa
     for begin, end, sampling in ((0, first, False), (first, updates, True)):
         if begin < end:
             policy = stage(policy, begin, end, sampling)
-    test = draw(frozen, jax.random.key(98), 1024, n, hops)
+    return policy, about
+
+
+def found(task: Task, policy: sp.Policy) -> dict[str, float]:
+    """Returns the share of questions of which all needed records are kept, and the first one."""
+    test = task.draw(task.frozen, jax.random.key(98), 1024)
     kept = np.asarray(policy.prune(test.image, test.text, budget=2).index)
     there = (np.asarray(test.needed)[:, :, None] == kept[:, None]).any(-1)
     return {"all": float(there.all(1).mean()), "first": float(there[:, 0].mean())}
+
+
+def share(text: str) -> float | str:
+    """Reads the flag `--sampled`."""
+    return text if text == "auto" else float(text)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -133,7 +168,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--hops", type=int, nargs="+", default=[1], choices=(1, 2))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--updates", type=int, default=1000)
-    parser.add_argument("--sampled", type=float, default=0.0, help="share of the updates")
+    help = "share of the updates, or auto"
+    parser.add_argument("--sampled", type=share, default=0.0, help=help)
+    parser.add_argument("--rows", nargs="+", help="methods; all by default")
     flags = parser.parse_args(argv)
     shape = {"feature_width": WIDTH, "text_width": HALF, "num_heads": 4, "draw": 0.0}
     rows = {
@@ -144,11 +181,12 @@ def main(argv: list[str] | None = None) -> None:
         "autoselect": AutoSelectConfig(**shape),
     }
     for n, hops in itertools.product(flags.tokens, flags.hops):
-        for name, seed in itertools.product(rows, flags.seeds):
-            found = train(rows[name], seed, n, hops, flags.updates, flags.sampled)
+        task = Task(world(), functools.partial(draw, n=n, hops=hops), losses)
+        for name, seed in itertools.product(flags.rows or rows, flags.seeds):
+            policy, how = train(task, rows[name], seed, flags.updates, flags.sampled)
             about = {"tokens": n, "hops": hops, "updates": flags.updates, "seed": seed}
-            about |= {"sampled": flags.sampled}
-            print(json.dumps({"method": name} | about | found), flush=True)
+            line = {"method": name} | about | how | found(task, policy)
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

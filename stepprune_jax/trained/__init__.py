@@ -4,7 +4,14 @@ from stepprune_jax.trained.autoselect import AutoSelect, AutoSelectConfig
 from stepprune_jax.trained.base import Aux, Selector, SelectorConfig, Weighted
 from stepprune_jax.trained.glimpseprune import GlimpsePrune, GlimpsePruneConfig
 from stepprune_jax.trained.policy import Policy
-from stepprune_jax.trained.policy_gradient import PolicyGradientSettings, policy_gradient_loss
+from stepprune_jax.trained.policy_gradient import (
+    PolicyGradientSettings,
+    SetRewards,
+    SetSignal,
+    policy_gradient_loss,
+    read_signal,
+    set_rewards,
+)
 from stepprune_jax.trained.stepprune import StepPrune
 from stepprune_jax.trained.visionselector import VisionSelector, VisionSelectorConfig
 
@@ -18,9 +25,13 @@ __all__ = [
     "PolicyGradientSettings",
     "Selector",
     "SelectorConfig",
+    "SetRewards",
+    "SetSignal",
     "StepPrune",
     "VisionSelector",
     "VisionSelectorConfig",
     "Weighted",
     "policy_gradient_loss",
+    "read_signal",
+    "set_rewards",
 ]

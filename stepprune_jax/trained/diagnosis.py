@@ -17,6 +17,7 @@ from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.trained.base import Selector
+from stepprune_jax.trained.policy_gradient import LEAST_GAIN
 from stepprune_jax.user_input import UserError
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
@@ -64,8 +65,12 @@ def describe(
     entropy: float = math.nan,
     agreement: float = math.nan,
     accuracy: Mapping[str, float] | None = None,
+    recipe: str = "",
 ) -> Diagnosis:
-    """Puts in words what the losses of the same questions with different tokens say."""
+    """Puts in words what the losses of the same questions with different tokens say.
+
+    With the `recipe` of the training, "gate" or "sets", also whether the other would be better.
+    """
     gain = float(np.mean(loss[NONE] - loss[ALL]))
 
     def lower(case: str, other: str) -> bool:
@@ -83,7 +88,13 @@ def describe(
     else:
         short = lower(ALL, OWN)
         kept = float(np.mean(loss[NONE] - loss[OWN])) / gain
-        if short and not lower(OWN, RANDOM):
+        by_chance = _gain(loss)
+        if short and recipe == "sets" and not lower(OWN, RANDOM):
+            findings.append(
+                "no better than random tokens, from which its sampled sets began: train longer, or "
+                'begin with the gate, as the recipe "auto" does where sets gain too little'
+            )
+        elif short and not lower(OWN, RANDOM):
             findings.append(
                 "no better than random tokens: train longer, or with a higher learning rate; check "
                 "that questions reach the policy and that features are standardised"
@@ -98,6 +109,11 @@ def describe(
                 f"far from all tokens: {100 * kept:.0f} % of what they gain over none; keep more, "
                 "or train longer"
             )
+        if short and recipe == "gate" and by_chance >= LEAST_GAIN:
+            findings.append(
+                f"trained through the gate, though random tokens gain {100 * by_chance:.0f} % of "
+                'what all do: sampled sets would teach it; go on with the recipe "sets" or "auto"'
+            )
         if short and entropy < _SATURATED:
             findings.append(
                 "saturated: its choices are decided, and wrong; raise the temperature or "
@@ -108,6 +124,15 @@ def describe(
                 "what is kept is not what training opens: train on, and compare `draw=1.0` with 0.0"
             )
     return Diagnosis(budget, dict(loss), dict(accuracy or {}), entropy, agreement, tuple(findings))
+
+
+def _gain(loss: Mapping[str, Float[np.ndarray, "b"]]) -> float:
+    """Returns what random tokens gain in probability, as a share of what all do; 0 if by chance."""
+    none, anyhow, every = (np.exp(-loss[case]) for case in (NONE, RANDOM, ALL))
+    apart, room = anyhow - none, float(np.mean(every - none))
+    error = float(np.std(apart)) / math.sqrt(len(apart))
+    clear = room > 0 and float(np.mean(apart)) > _ERRORS * error
+    return float(np.mean(apart)) / room if clear else 0.0
 
 
 def cases(
@@ -151,6 +176,7 @@ def measure(
     loss_fn: Callable[[Pruned], Any],
     budget: int,
     key: Array,
+    recipe: str = "",
 ) -> Diagnosis:
     """Computes the losses of all cases, and describes them; see `Policy.diagnose`."""
     (b, n), real = inputs.image.shape[:2], inputs.real
@@ -180,4 +206,4 @@ def measure(
     scores, entropy = _opened(method, inputs, budget)
     widest = first_picks(jnp.argsort(-scores, axis=1, stable=True), own.count, n)
     shared = jnp.sum(widest.selected & own.selected, axis=1) / jnp.maximum(own.count, 1)
-    return describe(budget, loss, float(entropy), float(jnp.mean(shared)), accuracy)
+    return describe(budget, loss, float(entropy), float(jnp.mean(shared)), accuracy, recipe)

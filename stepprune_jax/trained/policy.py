@@ -23,7 +23,13 @@ from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.trained.base import Aux, Selector
 from stepprune_jax.trained.calibration import calibrate
 from stepprune_jax.trained.diagnosis import Diagnosis, measure, run_choose
-from stepprune_jax.trained.policy_gradient import PolicyGradientSettings, policy_gradient_loss
+from stepprune_jax.trained.policy_gradient import (
+    PolicyGradientSettings,
+    SetSignal,
+    policy_gradient_loss,
+    read_signal,
+    set_rewards,
+)
 from stepprune_jax.user_input import local_path, require
 
 AnyPolicy = TypeVar("AnyPolicy", bound="Policy")
@@ -237,9 +243,34 @@ class Policy(Selector):
             ValueError: a method that draws no sets.
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
-        settings = settings or PolicyGradientSettings(samples=8)
-        require(settings.samples > 0, "settings.samples is 0, expected an integer from 2")
+        settings = _drawing(settings)
         return policy_gradient_loss(self, settings, key, inputs, answer_loss_fn, Progress())
+
+    def try_sets(
+        self,
+        key: Array,
+        image: Float[AnyArray, "b n d"],
+        text: Float[AnyArray, "b l e"] | None,
+        answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
+        settings: PolicyGradientSettings | None = None,
+        *,
+        image_mask: Bool[AnyArray, "b n"] | None = None,
+        text_mask: Bool[AnyArray, "b l"] | None = None,
+    ) -> SetSignal:
+        """Tells whether sampled sets would teach this policy, or have to wait for the gate.
+
+        Of drawn weights, the sets are random ones. The arguments are those of
+        `policy_gradient_loss`, on a few hundred training questions; `answer_loss_fn` is also called
+        with one set of all tokens, [b, 1, n].
+
+        Returns:
+            What sets gain; `suffices` decides, and `print` shows it.
+
+        Raises:
+            ValueError: as `policy_gradient_loss`.
+        """
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        return read_signal([set_rewards(self, _drawing(settings), key, inputs, answer_loss_fn)])
 
     def diagnose(
         self,
@@ -251,6 +282,7 @@ class Policy(Selector):
         image_mask: Bool[AnyArray, "b n"] | None = None,
         text_mask: Bool[AnyArray, "b l"] | None = None,
         key: Array | None = None,
+        recipe: str = "",
     ) -> list[Diagnosis]:
         """Diagnoses learning: compares the loss under its tokens with four baselines.
 
@@ -269,6 +301,8 @@ class Policy(Selector):
             image_mask: True at real image tokens.
             text_mask: True at real words.
             key: PRNG key of the random tokens; consumed.
+            recipe: how it was trained, "gate" or "sets", to find out whether the other would be
+                better.
 
         Returns:
             A `Diagnosis` for each budget; `print` shows it.
@@ -279,7 +313,7 @@ class Policy(Selector):
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         key = jax.random.key(0) if key is None else key
         return [
-            measure(self, inputs, loss_fn, budget, jax.random.fold_in(key, i))
+            measure(self, inputs, loss_fn, budget, jax.random.fold_in(key, i), recipe)
             for i, budget in enumerate(budgets)
         ]
 
@@ -327,6 +361,13 @@ class Policy(Selector):
             counts = [self.budget.exact_count(size) if size else 0 for size in range(n + 1)]
             budget = jnp.array(counts, jnp.int32)[jnp.sum(inputs.real, axis=1)]
         return Limits(budget, **{name: options.pop(name, None) for name in names})
+
+
+def _drawing(settings: PolicyGradientSettings | None) -> PolicyGradientSettings:
+    """Returns settings with sets to draw, by default 8."""
+    settings = settings or PolicyGradientSettings(samples=8)
+    require(settings.samples > 0, "settings.samples is 0, expected an integer from 2")
+    return settings
 
 
 @jax.jit

@@ -6,18 +6,27 @@ backward pass through the language model are involved.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.models.sequence import POSITIONS
-from stepprune_jax.policy import Inputs, Limits, Progress, Pruned, gather, leave_one_out
+from stepprune_jax.policy import Draw, Inputs, Limits, Progress, Pruned, gather, leave_one_out
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.settings import Settings, choice, setting, share
 from stepprune_jax.trained.base import Aux, Selector
+
+# Share of what all tokens gain that sets have to gain by themselves, so that sets alone teach a
+# policy: between 10 % where they do and 3 % where they do not (the records of
+# experiments/RESULTS.md). It has to be exceeded by a standard error: a run that begins with sets in
+# vain learns nothing, and one that begins with the gate in vain little less.
+LEAST_GAIN = 0.06
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,71 @@ class PolicyGradientSettings(Settings, path="config.policy_gradient"):
     longest: float = setting(0.11, "a share in (0, 1]", lambda value: 0 < value <= 1)
     stops: float = share(0.25)
     positions: str = choice("original", POSITIONS)
+
+
+class SetRewards(NamedTuple):
+    """Rewards of each question from a few tokens and from all, before the price of any token.
+
+    Attributes:
+        sets: mean reward of the sets drawn for it.
+        luck: mean reward of the sets of another question's image, which luck and the question alone
+            make right.
+        all: reward of all tokens.
+    """
+
+    sets: Float[Array, "b"]
+    luck: Float[Array, "b"]
+    all: Float[Array, "b"]
+
+
+class SetSignal(NamedTuple):
+    """Whether drawn sets teach a policy; `str` says so in words.
+
+    The spread of rewards among the sets of a question is no measure of that: with few possible
+    answers, lucky guesses spread them as much as tokens that matter do.
+
+    Attributes:
+        sets: mean reward of drawn sets.
+        luck: that of another image's sets.
+        all: that of all tokens.
+        error: standard error of `sets` - `luck`.
+        questions: how many questions these are means of.
+    """
+
+    sets: float
+    luck: float
+    all: float
+    error: float
+    questions: int
+
+    @property
+    def gain(self) -> float:
+        """What sets gain over another image's, as a share of what all tokens gain."""
+        room = self.all - self.luck
+        return (self.sets - self.luck) / room if room > 0 else 0.0
+
+    @property
+    def suffices(self) -> bool:
+        """Whether sets are worth drawing from the start."""
+        return self.gain >= LEAST_GAIN + self.error / max(self.all - self.luck, 1e-6)
+
+    def __str__(self) -> str:
+        room, clear = max(self.all - self.luck, 1e-6), "clearly" if self.suffices else "not clearly"
+        return (
+            f"a few of its tokens gain {100 * self.gain:.1f} +- {100 * self.error / room:.1f} % of "
+            f"what all tokens gain, {clear} more than the {100 * LEAST_GAIN:.0f} % that sets need to "
+            f"teach a policy alone (mean probability of an answer: {self.sets:.3f} with them, "
+            f"{self.luck:.3f} with another image's, {self.all:.3f} with all; {self.questions} "
+            "questions)"
+        )
+
+
+def read_signal(rewards: Iterable[SetRewards]) -> SetSignal:
+    """Averages the rewards of batches of questions, on the host."""
+    parts = [np.concatenate([np.asarray(x) for x in part]) for part in zip(*rewards, strict=True)]
+    questions, apart = len(parts[0]), parts[0] - parts[1]
+    error = float(apart.std()) / questions**0.5
+    return SetSignal(*(float(part.mean()) for part in parts), error, questions)
 
 
 @implicit_promotion()
@@ -64,6 +138,58 @@ def policy_gradient_loss(
     Returns:
         As `Selector.loss`.
     """
+    draw, kept, cost, own = _draw(method, settings, key, inputs, progress)
+    loss = answer_loss_fn(kept).T
+    reward = jnp.exp(-loss)
+    # The cost of an exact count is that of the row's other draws, and changes no advantage.
+    advantage = leave_one_out(reward - cost)
+    value = -jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
+    count = draw.picks.count.astype(jnp.float32)
+    counted = own | ~jnp.any(own)  # rows that end by the stop, where there are any
+    scalars = {
+        "lm_loss": jnp.mean(loss),
+        "reward": jnp.mean(reward),
+        "reward_std": jnp.mean(jnp.std(reward, axis=0)),
+        "k_mean": jnp.mean(count, where=counted),
+        "entropy": jnp.mean(draw.entropy),
+    }
+    return value, Aux(scalars, progress.state)
+
+
+@implicit_promotion()
+def set_rewards(
+    method: Selector,
+    settings: PolicyGradientSettings,
+    key: Array,
+    inputs: Inputs,
+    answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
+) -> SetRewards:
+    """Computes what the sets of a policy as it is are worth, all of exact counts.
+
+    With drawn weights the sets are random ones. Arguments are those of `policy_gradient_loss`, but
+    `answer_loss_fn` is also called with one set of all tokens, [b, 1, n].
+    """
+    counted = dataclasses.replace(settings, stops=0.0)
+    _, kept, _, _ = _draw(method, counted, key, inputs, Progress())
+    (b, n), size = inputs.image.shape[:2], jnp.sum(inputs.real, axis=1)
+    every = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
+    whole = gather(first_picks(every, size, n), inputs.image, n)
+    luck = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), kept)
+
+    def reward(kept):
+        return jnp.mean(jnp.exp(-answer_loss_fn(kept)), axis=1)
+
+    return SetRewards(reward(kept), reward(luck), reward(jax.tree.map(lambda x: x[:, None], whole)))
+
+
+def _draw(
+    method: Selector,
+    settings: PolicyGradientSettings,
+    key: Array,
+    inputs: Inputs,
+    progress: Progress,
+) -> tuple[Draw, Pruned, Float[Array, "g b"], Bool[Array, "b"]]:
+    """Draws sets: the draws, their tokens [b, g, ...], their costs, and the rows that may stop."""
     draw_key, budget_key, own_key = jax.random.split(key, 3)
     (b, n), g = inputs.image.shape[:2], settings.samples
     size = jnp.sum(inputs.real, axis=1)
@@ -85,19 +211,4 @@ def policy_gradient_loss(
     def sets(picks):
         return gather(picks, inputs.whole, capacity)
 
-    kept = jax.vmap(sets, out_axes=1)(draw.picks)
-    loss = answer_loss_fn(kept).T
-    reward = jnp.exp(-loss)
-    # The cost of an exact count is that of the row's other draws, and changes no advantage.
-    advantage = leave_one_out(reward - cost)
-    value = -jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
-    count = draw.picks.count.astype(jnp.float32)
-    counted = own | ~jnp.any(own)  # rows that end by the stop, where there are any
-    scalars = {
-        "lm_loss": jnp.mean(loss),
-        "reward": jnp.mean(reward),
-        "reward_std": jnp.mean(jnp.std(reward, axis=0)),
-        "k_mean": jnp.mean(count, where=counted),
-        "entropy": jnp.mean(draw.entropy),
-    }
-    return value, Aux(scalars, progress.state)
+    return draw, jax.vmap(sets, out_axes=1)(draw.picks), cost, own

@@ -5,7 +5,12 @@ from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.run import train
-from stepprune_jax.training.settings import AcceleratorSettings, Run, ValidationSettings
+from stepprune_jax.training.settings import (
+    AcceleratorSettings,
+    Run,
+    ValidationSettings,
+    sampled_sets,
+)
 
 __all__ = [
     "AcceleratorSettings",
@@ -15,5 +20,6 @@ __all__ = [
     "OptimizerSettings",
     "Run",
     "ValidationSettings",
+    "sampled_sets",
     "train",
 ]

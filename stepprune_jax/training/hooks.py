@@ -8,7 +8,7 @@ import jax
 
 from stepprune_jax.parallel import distributed
 from stepprune_jax.trained import Policy
-from stepprune_jax.training.settings import Run
+from stepprune_jax.training.settings import AUTO, GATE, Run
 from stepprune_jax.training.validation import Validation
 from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.metrics import MetricsLog, open_boards
@@ -43,8 +43,10 @@ class Hooks:
             jax.profiler.start_trace(str(self._folder))
             self._profiled = step
 
-    def after(self, step: int, scalars: dict[str, jax.Array], policy: Callable[[], Policy]):
-        """Called when update `step` has been dispatched."""
+    def after(
+        self, step: int, scalars: dict[str, jax.Array], policy: Callable[[], Policy], phase: str
+    ):
+        """Called when update `step`, of a phase of that name, has been dispatched."""
         if self._profiled and step == self._window[1]:
             jax.block_until_ready(scalars)
             distributed.say(f"Profile of updates {self._profiled} to {step}: {self._folder}")
@@ -55,10 +57,12 @@ class Hooks:
                 self._log.start_clock(step)
         end = step == self._run.steps
         if self._log is not None and (step % self._run.log_every == 0 or end):
-            self._log.write(step, scalars)
+            self._log.write(step, scalars, phase)
         if self._validation is not None and (step % self._run.validation.every == 0 or end):
             entropy = float(scalars.get("entropy", math.nan))
-            row = self._validation(step, policy(), entropy)  # all processes take part
+            # "auto" has looked whether sets are to be drawn at once.
+            recipe = "" if (self._run.recipe, phase) == (AUTO, GATE) else phase
+            row = self._validation(step, policy(), entropy, recipe)  # all processes take part
             if self._log is not None:
                 self._log.write_validation(row)
 

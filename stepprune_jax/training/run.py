@@ -1,6 +1,7 @@
 """The training loop, from the settings of a run to the file of a trained selector."""
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -11,10 +12,10 @@ from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import (
     POLICY_FILE,
-    config_metadata,
     load_policy,
     save_policy,
 )
+from stepprune_jax.data.json_files import JsonObject, write_json
 from stepprune_jax.data.source import training_source
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.parallel import distributed
@@ -24,7 +25,16 @@ from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
 from stepprune_jax.training.hooks import Hooks
 from stepprune_jax.training.questions import read_calibration_questions, read_questions
-from stepprune_jax.training.settings import Run, make_mesh, make_setup
+from stepprune_jax.training.settings import (
+    AUTO,
+    GATE,
+    SETS,
+    Phase,
+    Run,
+    make_mesh,
+    make_setup,
+    split,
+)
 from stepprune_jax.training.step import Setup
 from stepprune_jax.training.trainer import Trainer
 from stepprune_jax.training.validation import Validation
@@ -34,6 +44,10 @@ from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import METRICS, VALIDATION, check_boards
 
 _LOG = logging.getLogger(__name__)
+
+_STOPPED = "Stopped before the first update"
+# What run.json says of the recipe "auto": with which phase the run began.
+_BEGIN = "begin"
 
 
 def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) -> None:
@@ -63,7 +77,8 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     mesh = make_mesh(run)
     check_boards(run.tensorboard, run.wandb)
     source = run.model.inspect()
-    setup = make_setup(run, source.backbone, mesh)
+    phases = split(run)
+    setup = [make_setup(phase.run, source.backbone, mesh) for phase in phases][0]
     with ExitStack() as stack:
         # Claim the folder, when everything but images and weights has been checked.
         stack.enter_context(locked(workdir))
@@ -72,12 +87,15 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         unanswered = read_calibration_questions(run)
         model_hash, data_hash = model_identity(source), file_identity(data.file)
         about = distributed.main_first(lambda: claim(workdir, run, model_hash, data_hash))
-        about |= {"selector": config_metadata(setup.method.config)}
         interrupt = stack.enter_context(Interrupt())
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, run.keep_checkpoints)))
         if _has_policy(workdir) and checkpoints.latest == run.steps:
             distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
             return
+        if checkpoints.latest is not None and run.recipe == AUTO:
+            # A run from before there were recipes decided nothing, and goes on as what it was.
+            run = run if _BEGIN in about else run.replace({"recipe": None})
+            phases = split(run, about.get(_BEGIN, GATE))
 
         # Build what the loop needs.
         start = _read_start(run, setup) if checkpoints.latest is None else None
@@ -92,12 +110,20 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
             validation = Validation(run, model, questions, workdir)
         if _stopped(interrupt):
             return
-        trainer = Trainer(run, model, setup, batches)
+        trainer = Trainer(run, model, phases, batches)
         if checkpoints.latest is None:
             trainer.init(start)
         else:
             trainer.restore(checkpoints)
         stack.callback(trainer.stream.close)
+        if checkpoints.latest is None and run.recipe == AUTO:
+            decided = _decide(run, trainer, lambda: distributed.any_process(interrupt.requested))
+            if decided is None:
+                distributed.say(_STOPPED)
+                return
+            about |= decided
+            if distributed.is_main():  # before any checkpoint, with which the folder is the run's
+                write_json(workdir / RUN_FILE, about)
         guard = Guard(workdir / NONFINITE_FILE, batches, run.max_skipped)
         if trainer.done == run.steps:  # the run may have stopped at its end
             guard.add(trainer.done, trainer.state.skipped_in_row, last=True)
@@ -111,7 +137,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
             last |= guard.add(trainer.done, scalars["skipped_in_row"], last)
             unwritten = None
             try:  # before the state is saved: a resumed run continues after what it has logged
-                hooks.after(trainer.done, scalars, trainer.policy)
+                hooks.after(trainer.done, scalars, trainer.policy, trainer.phase.name)
             except OSError as error:  # as Ctrl-C has ended the log's reader, too: save first
                 unwritten = error
             last |= distributed.any_process(interrupt.requested)
@@ -136,6 +162,31 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         if distributed.is_main():
             path = save_policy(policy, workdir / POLICY_FILE, {"model": model_hash})
             _LOG.info("Done: %s", path)
+
+
+def _decide(run: Run, trainer: Trainer, stop: Callable[[], bool]) -> JsonObject | None:
+    """Chooses the phases of a run of the recipe "auto", and says why; None if asked to stop.
+
+    Returns:
+        What is to be remembered: the first phase, and what sets gain, unless none can be drawn.
+    """
+    if not trainer.policy().draws_sets:
+        distributed.say(f"Recipe: the gate, because {run.method} draws no sets of tokens")
+        return {_BEGIN: GATE}
+    signal = trainer.try_sets(split(run, SETS)[0], stop)
+    if signal is None:
+        return None
+    begin = SETS if signal.suffices else GATE
+    phases = split(run, begin)
+    trainer.follow(phases)
+    distributed.say(f"Recipe: {_in_words(phases)}, because {signal}")
+    return {_BEGIN: begin, "signal": signal._asdict()}
+
+
+def _in_words(phases: Sequence[Phase]) -> str:
+    """Describes phases: "the gate for 250 updates, then sampled sets"."""
+    *before, last = phases
+    return "".join(f"{phase} for {phase.run.steps} updates, then " for phase in before) + str(last)
 
 
 def _has_policy(workdir: Path) -> bool:
@@ -163,7 +214,7 @@ def _stopped(interrupt: Interrupt) -> bool:
     """Returns whether to stop before the first update, when there is nothing to save."""
     stopped = distributed.any_process(interrupt.requested)
     if stopped:
-        distributed.say("Stopped before the first update")
+        distributed.say(_STOPPED)
     return stopped
 
 

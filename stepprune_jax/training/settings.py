@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -21,6 +22,12 @@ from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.training.step import Setup
 from stepprune_jax.user_input import UserError, naming
+
+# How a policy is trained, and what "auto" chooses between.
+GATE, SETS, AUTO = "gate", "sets", "auto"
+RECIPES = (GATE, SETS, AUTO)
+# Share of the updates through the gate, where "auto" begins with it.
+GATE_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +82,10 @@ class Run(EvaluationRun):
 
     Attributes:
         method: method to train, of `PRUNERS`.
+        recipe: "gate", through the noise gate; "sets", on sampled sets; "auto", which looks at what
+            sets gain before training, and begins with sets or with the gate. None for the gate, or
+            sets if `policy_gradient.samples` is set. The other fields are those of the gate, from
+            which those of sets follow, unless `policy_gradient.samples` is set.
         steps: updates of the whole run.
         batch_size: rows of an update, over all devices.
         text_gate_anneal: share of the steps over which the text gate opens; 0 for an open gate. A
@@ -102,6 +113,9 @@ class Run(EvaluationRun):
         f"one of {', '.join(trainable())}",
         lambda value: value in trainable(),  # at the time of the check, as methods may be added
     )
+    recipe: str | None = setting(
+        None, f"one of {', '.join(RECIPES)}", lambda value: value in RECIPES
+    )
     steps: int = count(500)
     batch_size: int = count(32)
     text_gate_anneal: float = share(0.0)
@@ -121,8 +135,13 @@ class Run(EvaluationRun):
 
     def __post_init__(self):
         super().__post_init__()
-        expected = f"an integer from 0, below config.steps ({self.steps})"
-        self.optimizer.expect("warmup", self.optimizer.warmup < self.steps, expected)
+        auto, sampled = self.recipe == AUTO, self.policy_gradient.samples
+        expected = f"{SETS}, or config.policy_gradient.samples 0: it is {sampled}"
+        self.expect("recipe", self.recipe in (None, SETS) or not sampled, expected)
+        most = round(GATE_SHARE * self.steps) if auto else self.steps
+        whole = f"config.steps ({self.steps})"
+        expected = f"an integer from 0, below {'half of ' if auto else ''}{whole}"
+        self.optimizer.expect("warmup", self.optimizer.warmup < most, expected)
 
     def free_fields(self) -> tuple[str, ...]:
         """Adds the group of the method that is not trained to the free fields."""
@@ -130,9 +149,78 @@ class Run(EvaluationRun):
         return (*super().free_fields(), *groups - {trainable()[self.method].settings})
 
     def changes(self, old: Mapping[str, object]) -> list[str]:
-        """Ignores `policy.gate`, which older runs name, if it is the only gate that is left."""
+        """Compares with a run that may be older.
+
+        `policy.gate` is ignored if it is the only gate that is left. A run from before there were
+        recipes goes on as what it was, and so has any.
+        """
         kept = {name: old[name] for name in old if (name, old[name]) != ("policy.gate", "vp")}
-        return super().changes(kept)
+        return super().changes({"recipe": self.recipe} | kept)
+
+
+class Phase(NamedTuple):
+    """A part of a run that has settings of its own.
+
+    Attributes:
+        name: "gate" or "sets".
+        first: updates of the run before it.
+        run: its settings, for `make_setup`; `steps` is the number of its updates.
+    """
+
+    name: str
+    first: int
+    run: Run
+
+    def __str__(self) -> str:
+        """Its name in words."""
+        return {GATE: "the gate", SETS: "sampled sets"}[self.name]
+
+
+def split(run: Run, begin: str = GATE) -> tuple[Phase, ...]:
+    """Returns the phases of a run, one after the other.
+
+    Args:
+        run: settings of the run.
+        begin: what a run of the recipe "auto" begins with.
+
+    Raises:
+        ValueError: a recipe with sets, of a method that draws none.
+    """
+    draws, sampled = trainable()[run.method].draws_sets, run.policy_gradient.samples
+    expected = f"{GATE} or {AUTO}, as {run.method} draws no sets"
+    run.expect("recipe", draws or run.recipe != SETS, expected)
+    recipe = run.recipe or (SETS if sampled else GATE)
+    if recipe == AUTO and begin == GATE and draws:
+        first = round(GATE_SHARE * run.steps)
+        parts = (GATE, 0, first), (SETS, first, run.steps)
+    else:
+        parts = ((begin if recipe == AUTO else recipe, 0, run.steps),)
+    phases = []
+    for name, first, last in parts:
+        own = sampled_sets(run) if name == SETS and not sampled else run
+        phases.append(Phase(name, first, own.replace({"recipe": None, "steps": last - first})))
+    return tuple(phases)
+
+
+def sampled_sets(run: Run) -> Run:
+    """Returns the settings for training on sampled sets that follow from those of the gate.
+
+    A token's price is four times that of the gate, as what it gains is measured in probability
+    here, and in nats there.
+    """
+    lr = 1e-3 * 64 / run.policy.policy_width  # half the rates served twice the width, one run each
+    return run.replace(
+        {
+            "recipe": None,
+            "text_gate_anneal": 0.0,
+            "policy.draw": 1.0,  # inference draws as training does
+            "policy.length_weight": 4 * run.policy.length_weight,
+            "policy_gradient.samples": 8,
+            "optimizer.lr": lr,
+            "optimizer.final_lr": lr / 10,
+            "optimizer.muon_lr": 0.0,
+        }
+    )
 
 
 def make_mesh(run: Run, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
@@ -167,7 +255,8 @@ def read_method(run: Run, model: ModelConfig) -> Policy:
 
 
 def make_setup(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> Setup:
-    """Builds the static part of the update."""
+    """Builds the static part of the update, of a run in phases that of the first."""
+    run = split(run)[0].run
     run.model.execution.check_backend()
     method = read_method(run, backbone.config)
     if mesh is not None:

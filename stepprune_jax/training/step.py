@@ -16,8 +16,14 @@ from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.sequence import split_deep
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
-from stepprune_jax.policy import FeatureStats, Inputs, Progress, update_stats
-from stepprune_jax.trained import PolicyGradientSettings, Selector, policy_gradient_loss
+from stepprune_jax.policy import FeatureStats, Inputs, Progress, Pruned, update_stats
+from stepprune_jax.trained import (
+    PolicyGradientSettings,
+    Selector,
+    SetRewards,
+    policy_gradient_loss,
+    set_rewards,
+)
 from stepprune_jax.trained.base import Weights, carrying
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
@@ -41,9 +47,9 @@ class Setup:
     Attributes:
         backbone: the frozen model.
         method: the method that is trained, without weights.
-        steps: updates of the whole run.
+        steps: updates of the phase.
         optimizer: settings of the optimiser.
-        text_gate_anneal: share of all steps over which g_txt rises from 0 to 1; 0 for a constant 1.
+        text_gate_anneal: share of the steps over which g_txt rises from 0 to 1; 0 for a constant 1.
         forward: how the frozen model is run.
         policy_gradient: settings of the objective of sampled sets.
         weights: how the frozen model's matrices are kept, see `models.int8`.
@@ -146,18 +152,26 @@ def _update(
     setup: Setup,
 ) -> tuple[State, dict[str, Array]]:
     """Performs update number `step`, from 0; returns the new state, and scalars of the old one."""
-    inputs, sampled = selector_inputs(params, setup, batch), setup.policy_gradient
+    inputs = selector_inputs(params, setup, batch)
 
     def gated_loss(tokens):
         return lm_loss(params, setup.backbone, setup.forward, tokens, batch.targets)
 
-    def set_losses(kept):
-        return answer_losses(
-            params, setup.backbone, setup.forward, kept, batch.targets, sampled.positions
-        )
-
-    loss = set_losses if sampled.samples else gated_loss
+    sampled = setup.policy_gradient.samples
+    loss = _set_losses(params, setup, batch) if sampled else gated_loss
     return learn(state, stats, inputs, loss, key, step, setup)
+
+
+def _set_losses(
+    params: Params, setup: Setup, batch: TrainingBatch
+) -> Callable[[Pruned], Float[Array, "b g"]]:
+    """Returns the function from sets of kept tokens to the mean loss of each answer."""
+
+    def losses(kept):
+        positions = setup.policy_gradient.positions
+        return answer_losses(params, setup.backbone, setup.forward, kept, batch.targets, positions)
+
+    return losses
 
 
 def learn(
@@ -223,5 +237,21 @@ def _gather_stats(
     return update_stats(stats, features, real)
 
 
+def _try_sets(
+    params: Params,
+    trained: Weights,
+    stats: FeatureStats,
+    batch: TrainingBatch,
+    key: Array,
+    setup: Setup,
+) -> SetRewards:
+    """Computes what sets of the policy as it is are worth on a batch; `key` is consumed."""
+    inputs = selector_inputs(params, setup, batch)._replace(stats=stats)
+    method, losses = setup.method.replace(params=trained), _set_losses(params, setup, batch)
+    rewards = set_rewards(method, setup.policy_gradient, key, inputs, losses)
+    return constrain_whole(setup.forward.mesh, rewards)
+
+
 update = jit_for_weights(_update, ("setup",), ("state",))
 gather_stats = jit_for_weights(_gather_stats, ("setup",))
+try_sets = jit_for_weights(_try_sets, ("setup",))

@@ -83,10 +83,12 @@ class Validation:
         grid = self._encoded.images.grid[self._encoded.prompts.image_of[:, 0]]
         return stack_targets(rows, grid, longest, max(len(row.target) for row in rows))
 
-    def __call__(self, step: int, policy: Policy, entropy: float) -> dict[str, float | int]:
+    def __call__(
+        self, step: int, policy: Policy, entropy: float, recipe: str = ""
+    ) -> dict[str, float | int]:
         """Answers the questions from the policy's kept tokens, and draws a few.
 
-        A finding may need the `entropy` of the policy's choices in training.
+        A finding may need the `entropy` of the policy's choices in training, and the recipe.
         """
         begin = time.perf_counter()
         answers = self.answer(policy)
@@ -95,7 +97,8 @@ class Validation:
         found = self._compare(policy, answers)
         read = policy.config.text_width  # else another question changes nothing
         losses = {case: loss for case, (loss, _) in found.items() if read or case != OTHER}
-        for finding in describe(round(float(count.mean())), losses, entropy).findings:
+        diagnosis = describe(round(float(count.mean())), losses, entropy, recipe=recipe)
+        for finding in diagnosis.findings:
             distributed.say(f"validation at step {step}: {finding}")
         if self._settings.overlays and distributed.is_main():
             self._draw(self._folder / f"step_{step:08d}.png", answers, right)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
         data: `file_identity` of the training file.
 
     Returns:
-        The description of the run, as in run.json.
+        The description of the run, as in run.json, with whatever else the file says.
 
     Raises:
         ValueError: the folder belongs to a run with another configuration, model or training file
@@ -151,7 +151,7 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
             f"{workdir} is the folder of another run; give another --workdir, or resume with the "
             "original settings. These differ:\n  " + "\n  ".join(changes)
         )
-    return run
+    return old | run
 
 
 class Checkpoints:
@@ -212,11 +212,12 @@ class Checkpoints:
             (folder,) = self._folder.glob(f"{self._writing}.*")
             (folder / _HASHES).write_text(json.dumps(_contents(folder, self._writing), indent=1))
 
-    def restore(self, like: PyTree) -> Restored:
+    def restore(self, like: Callable[[int], PyTree]) -> Restored:
         """Restores the latest readable state; moves later ones to workdir/damaged.
 
         Args:
-            like: arrays of the shapes, dtypes and shardings to restore to.
+            like: maps a number of updates to arrays of the shapes, dtypes and shardings to restore
+                to.
 
         Returns:
             The state and its number of updates.
@@ -226,7 +227,7 @@ class Checkpoints:
         """
         self._manager.wait_until_finished()
         step, problems = _newest(self._manager)
-        restored = _read(self._manager, step, like)
+        restored = _read(self._manager, step, like(step))
         if problems and distributed.is_main():
             self._damaged.mkdir(exist_ok=True)
             for number, problem in problems.items():

@@ -78,14 +78,17 @@ class MetricsLog:
         """Starts measuring speed, once programs are compiled."""
         self._begin, self._first = time.perf_counter(), step
 
-    def write(self, step: int, scalars: Mapping[str, jax.Array | float]):
-        """Fetches the scalars of an update from the device and writes them."""
+    def write(self, step: int, scalars: Mapping[str, jax.Array | float], phase: str = ""):
+        """Fetches the scalars of an update from the device and writes them.
+
+        The line on standard output names the `phase` of the run, where there are any.
+        """
         row = {"step": step} | {k: float(v) for k, v in jax.device_get(scalars).items()}
         seconds, done = time.perf_counter() - self._begin, step - self._first
         rate = done * self._batch_size / seconds if done else 0.0
         row["images_per_s"] = round(rate, 2)
         row |= {name: int(row[name]) for name in ("skipped", "skipped_in_row") if name in row}
-        line = self._append(METRICS, row)
+        line = self._append(METRICS, row, phase=phase)
         if done:
             left = int(seconds / done * (self._steps - step))
             line += f"  {left // 60}:{left % 60:02d} left"
@@ -97,7 +100,9 @@ class MetricsLog:
         line = self._append(VALIDATION, row, "validation/")
         _LOG.info("%s  (%d questions)", line, row["questions"])
 
-    def _append(self, name: str, row: dict[str, float | int], prefix: str = "") -> str:
+    def _append(
+        self, name: str, row: dict[str, float | int], prefix: str = "", phase: str = ""
+    ) -> str:
         """Appends a row to a file and the boards; returns it as a line for display."""
         # JSON has no NaN; None marks a number that was not finite.
         row = {k: v if math.isfinite(v) else None for k, v in row.items()}
@@ -108,6 +113,7 @@ class MetricsLog:
         for board in self._boards:
             board.add(shown, row["step"])
         parts = [f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"]
+        parts += [phase] if phase else []
         for text, digits in _SHOWN:
             if digits.keys() <= row.keys():
                 values = ((row[name], count) for name, count in digits.items())

@@ -103,8 +103,8 @@ def at_line(monkeypatch, number, act):
     """Calls `act` once, after so many lines were written from now on."""
     write, lines = MetricsLog.write, []
 
-    def spy(log, step, scalars):
-        write(log, step, scalars)
+    def spy(log, step, *written):
+        write(log, step, *written)
         lines.append(step)
         if len(lines) == number:
             act()
