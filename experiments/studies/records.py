@@ -131,15 +131,16 @@ def train(
             return now.train_loss(*given, progress=sp.Progress(share))
 
         @jax.jit
-        def update(params, moments, frozen, number):
-            key = jax.random.fold_in(jax.random.key(seed + 1000), number)
+        def update(params, moments, frozen, keys, number):
+            key = jax.random.fold_in(keys, number)
             grads, _ = jax.grad(loss, has_aux=True)(params, frozen, key, (number - first) / count)
             step, moments = optimiser.update(grads, moments, params)
             return optax.apply_updates(params, step), moments
 
         params, moments = policy.params, optimiser.init(policy.params)
+        keys = jax.random.key(seed + 1000)
         for number in range(first, last):
-            params, moments = update(params, moments, frozen, number)
+            params, moments = update(params, moments, frozen, keys, number)
         return policy.replace(params=params)
 
     for begin, end, sampling in ((0, first, False), (first, updates, True)):

@@ -91,13 +91,19 @@ class SetSignal(NamedTuple):
     @property
     def suffices(self) -> bool:
         """Whether sets are worth drawing from the start."""
-        return self.gain >= LEAST_GAIN + self.error / max(self.all - self.luck, 1e-6)
+        return self.gain - self._doubt >= LEAST_GAIN
+
+    @property
+    def _doubt(self) -> float:
+        """The standard error of the gain, of which what all tokens gain has next to none."""
+        room = self.all - self.luck
+        return self.error / room if room > 0 else 0.0
 
     def __str__(self) -> str:
-        room, clear = max(self.all - self.luck, 1e-6), "clearly" if self.suffices else "not clearly"
+        clear = "clearly" if self.suffices else "not clearly"
         return (
-            f"a few of its tokens gain {100 * self.gain:.1f} +- {100 * self.error / room:.1f} % of "
-            f"what all tokens gain, {clear} more than the {100 * LEAST_GAIN:.0f} % that sets need to "
+            f"a few of its tokens gain {100 * self.gain:.1f} +- {100 * self._doubt:.1f} % of what "
+            f"all tokens gain, {clear} more than the {100 * LEAST_GAIN:.0f} % that sets need to "
             f"teach a policy alone (mean probability of an answer: {self.sets:.3f} with them, "
             f"{self.luck:.3f} with another image's, {self.all:.3f} with all; {self.questions} "
             "questions)"
@@ -106,10 +112,12 @@ class SetSignal(NamedTuple):
 
 def read_signal(rewards: Iterable[SetRewards]) -> SetSignal:
     """Averages the rewards of batches of questions, on the host."""
-    parts = [np.concatenate([np.asarray(x) for x in part]) for part in zip(*rewards, strict=True)]
-    questions, apart = len(parts[0]), parts[0] - parts[1]
-    error = float(apart.std()) / questions**0.5
-    return SetSignal(*(float(part.mean()) for part in parts), error, questions)
+    sets, luck, every = (
+        np.concatenate([np.asarray(x) for x in part]) for part in zip(*rewards, strict=True)
+    )
+    means = float(sets.mean()), float(luck.mean()), float(every.mean())
+    error = float((sets - luck).std()) / len(sets) ** 0.5
+    return SetSignal(*means, error, len(sets))
 
 
 @implicit_promotion()

@@ -29,7 +29,16 @@ from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_limits
 from stepprune_jax.training.failures import memory_advice, remedies
 from stepprune_jax.training.language_loss import Targets
-from stepprune_jax.training.settings import AcceleratorSettings, Run, make_mesh, make_setup
+from stepprune_jax.training.settings import (
+    AUTO,
+    SETS,
+    AcceleratorSettings,
+    Phase,
+    Run,
+    make_mesh,
+    make_setup,
+    split,
+)
 from stepprune_jax.user_input import UserError, local_path
 
 # Number of batches, evenly spaced over the run, whose widths represent those of all.
@@ -178,6 +187,9 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
     processor are read. Nothing is written but the token counts, which the run then reuses. Where
     the training file or the folder of its images is absent, all rows are as long as
     `config.accelerator.ids`, which a line says.
+
+    Returns:
+        The cost of the run; of one in phases the most memory, and the mean operations of an update.
     """
     run = dataclasses.replace(run, accelerator=_planned_for(run, target))
     problem = missing(target) if target else None
@@ -192,7 +204,8 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
     if compiler and mesh is None:  # a mesh determines the device
         mesh = build_mesh("single", devices)
     source = run.model.inspect()
-    setup = make_setup(run, source.backbone, mesh)
+    phases = split(run)
+    setups = [make_setup(phase.run, source.backbone, mesh) for phase in phases]
     try:
         data = training_source(run.data, local_path(workdir).resolve())
     except FileNotFoundError as error:
@@ -201,15 +214,19 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
             "for memory the longest that config.data.context_limit allows",
             flush=True,
         )
-        sampled = assume_widths(run, setup)
+        sampled = assume_widths(run, setups[0])
     else:
         batches = open_batches(run, data, file_identity(data.file), source)
-        sampled = sample_widths(batches, setup.steps)
+        sampled = sample_widths(batches, run.steps)
+    dtype, plans = jnp.dtype(run.model.dtype), []
     with memory_advice(run, devices):
-        plan = make_plan(sampled, setup, jnp.dtype(run.model.dtype), run.batch_size, compiler)
-    for line in _report(plan, run, setup, devices):
+        for setup in setups:
+            plans.append(make_plan(sampled, setup, dtype, run.batch_size, compiler))
+    for line in _report(plans, phases, run, setups[0], devices):
         print(line, flush=True)
-    return plan
+    widest = max(plans, key=lambda plan: plan.memory.total)
+    costs = [plan.flops * phase.run.steps for plan, phase in zip(plans, phases, strict=True)]
+    return widest._replace(flops=sum(costs) / run.steps)
 
 
 def _devices(run: Run, target: str | None) -> list[jax.Device]:
@@ -226,11 +243,15 @@ def _devices(run: Run, target: str | None) -> list[jax.Device]:
 
 
 def _report(
-    plan: RunCost, run: Run, setup: step.Setup, devices: Sequence[jax.Device]
+    plans: Sequence[RunCost],
+    phases: Sequence[Phase],
+    run: Run,
+    setup: step.Setup,
+    devices: Sequence[jax.Device],
 ) -> Iterator[str]:
-    """Yields the plan line by line."""
+    """Yields the plans of a run's phases line by line; `setup` is of any of them."""
     name, utilisation = run.accelerator.name, run.accelerator.utilisation
-    device, mesh = ACCELERATORS[name], setup.forward.mesh
+    device, mesh, plan = ACCELERATORS[name], setup.forward.mesh, plans[0]
     parts = row_count(mesh)
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()) if mesh else "single"
     backend = devices[0].platform
@@ -241,6 +262,30 @@ def _report(
         f"batch       {run.batch_size} rows per update, {run.batch_size // parts} on each "
         f"device; the frozen model takes {rows // parts} of them at a time"
     )
+    hours = {}
+    for plan, phase in zip(plans, phases, strict=True):
+        if run.recipe == AUTO:
+            yield f"phase       {phase}"
+        yield from _of_phase(plan, run, devices)
+        hours[phase.name] = plan.hours(1, device, utilisation)
+        yield (
+            f"time        {phase.run.steps * hours[phase.name]:.3g} hours for {phase.run.steps} "
+            f"updates on {plan.devices} {name}, if they reach {utilisation:.0%} of "
+            f"{device.flops / 1e12:.0f} TFLOP/s in bfloat16 (assumed: "
+            "config.accelerator.utilisation)"
+        )
+    if len(phases) > 1:
+        both = sum(phase.run.steps * hours[phase.name] for phase in phases)
+        yield (
+            f"auto        {both:.3g} hours if it begins with the gate, "
+            f"{run.steps * hours[SETS]:.3g} if all {run.steps} updates are on sampled sets"
+        )
+
+
+def _of_phase(plan: RunCost, run: Run, devices: Sequence[jax.Device]) -> Iterator[str]:
+    """Yields memory and operations of a phase."""
+    backend, name = devices[0].platform, run.accelerator.name
+    device = ACCELERATORS[name]
     use, gib = plan.memory, 2**30
     others = use.arguments - plan.weights + use.outputs
     yield (
@@ -260,8 +305,3 @@ def _report(
         f"{bucket.ids} ids {count / total:.0%}" for bucket, count in sorted(plan.widths.items())
     )
     yield f"operations  {plan.flops:.3g} FLOPs per update on all devices, the mean over {shares}"
-    yield (
-        f"time        {plan.hours(run.steps, device, utilisation):.3g} hours for {run.steps} "
-        f"updates on {plan.devices} {name}, if they reach {utilisation:.0%} of "
-        f"{device.flops / 1e12:.0f} TFLOP/s in bfloat16 (assumed: config.accelerator.utilisation)"
-    )

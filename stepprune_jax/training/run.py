@@ -38,7 +38,7 @@ from stepprune_jax.training.settings import (
 from stepprune_jax.training.step import Setup
 from stepprune_jax.training.trainer import Trainer
 from stepprune_jax.training.validation import Validation
-from stepprune_jax.user_input import UserError, local_path
+from stepprune_jax.user_input import UserError, local_path, require
 from stepprune_jax.workdir.checkpoints import RUN_FILE, Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import METRICS, VALIDATION, check_boards
@@ -78,7 +78,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     check_boards(run.tensorboard, run.wandb)
     source = run.model.inspect()
     phases = split(run)
-    setup = [make_setup(phase.run, source.backbone, mesh) for phase in phases][0]
+    setup, *_ = (make_setup(phase.run, source.backbone, mesh) for phase in phases)
     with ExitStack() as stack:
         # Claim the folder, when everything but images and weights has been checked.
         stack.enter_context(locked(workdir))
@@ -94,8 +94,11 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
             return
         if checkpoints.latest is not None and run.recipe == AUTO:
             # A run from before there were recipes decided nothing, and goes on as what it was.
-            run = run if _BEGIN in about else run.replace({"recipe": None})
-            phases = split(run, about.get(_BEGIN, GATE))
+            begin = about.get(_BEGIN)
+            known = f"{workdir / RUN_FILE}: {_BEGIN!r} is {begin!r}, expected {GATE} or {SETS}"
+            require(begin in (None, GATE, SETS), known)
+            run = run if begin else run.replace({"recipe": None})
+            phases = split(run, begin or GATE)
 
         # Build what the loop needs.
         start = _read_start(run, setup) if checkpoints.latest is None else None

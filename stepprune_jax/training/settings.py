@@ -152,10 +152,12 @@ class Run(EvaluationRun):
         """Compares with a run that may be older.
 
         `policy.gate` is ignored if it is the only gate that is left. A run from before there were
-        recipes goes on as what it was, and so has any.
+        recipes goes on as what it was, also under "auto".
         """
         kept = {name: old[name] for name in old if (name, old[name]) != ("policy.gate", "vp")}
-        return super().changes({"recipe": self.recipe} | kept)
+        was = SETS if old.get("policy_gradient.samples") else GATE
+        same = {"recipe": self.recipe} if self.recipe in (None, AUTO, was) else {}
+        return super().changes(same | kept)
 
 
 class Phase(NamedTuple):

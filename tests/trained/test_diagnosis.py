@@ -15,11 +15,11 @@ B, N = 64, 9
 LOSSES = {ALL: 0.1, NONE: 3.1, RANDOM: 2.5, OWN: 0.4, OTHER: 2.0}
 
 
-def words(entropy=1.0, agreement=0.9, **changes):
+def words(entropy=1.0, agreement=0.9, recipe="", **changes):
     noise = np.random.default_rng(0).normal(size=B) * 0.01
     values = LOSSES | {globals()[name]: value for name, value in changes.items()}
     losses = {name: value + noise for name, value in values.items()}
-    return describe(4, losses, entropy, agreement).findings
+    return describe(4, losses, entropy, agreement, recipe=recipe).findings
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,14 @@ def words(entropy=1.0, agreement=0.9, **changes):
         # A sixth of what all tokens gain, whatever random ones and another question's do.
         ({"NONE": 3.0, "RANDOM": 2.7, "OWN": 2.5, "OTHER": 2.7}, ("far from all tokens: 17 %",)),
         ({"RANDOM": 0.3, "entropy": 0.0}, ("no better than random", "saturated")),
+        # The recipe: vain sets, and sets that were not drawn though they would teach.
+        ({"RANDOM": 0.45, "recipe": "sets"}, ("from which its sampled sets began",)),
+        ({"recipe": "sets"}, ()),
+        ({"RANDOM": 3.0, "recipe": "gate"}, ()),
+        ({"RANDOM": 1.5, "recipe": "gate"}, ("though random tokens gain 21 %",)),
+        ({"RANDOM": 1.5}, ()),
+        # With all tokens' answers there is nothing to mend.
+        ({"RANDOM": 1.5, "OWN": 0.1, "recipe": "gate"}, ()),
     ],
 )
 def test_what_is_wrong_is_said_in_words(case, said):

@@ -25,7 +25,7 @@ from stepprune_jax.training.settings import make_setup
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 
 
-@pytest.mark.parametrize(("reading", "price"), [("", 0.15), ("literal", 0.01)])
+@pytest.mark.parametrize(("reading", "price"), [("gate", 0.15), ("literal", 0.01)])
 def test_the_papers_run_has_the_papers_values(reading, price):
     run = load_config(f"llava7b:{reading}")
     setup = make_setup(run, Llava(SEVEN_B), build_mesh(run.mesh, jax.devices()[:2]))
@@ -57,7 +57,7 @@ def scale_run(model, data, **changes):
         "data.train_file": str(data / "train.json"),
         "data.image_folder": str(data / "images"),
     }
-    return load_config("llava7b").replace(places | changes)
+    return load_config("llava7b:gate").replace(places | changes)
 
 
 @pytest.mark.slow
