@@ -6,11 +6,8 @@ from stepprune_jax.trained.glimpseprune import GlimpsePrune, GlimpsePruneConfig
 from stepprune_jax.trained.policy import Policy
 from stepprune_jax.trained.policy_gradient import (
     PolicyGradientSettings,
-    SetRewards,
     SetSignal,
     policy_gradient_loss,
-    read_signal,
-    set_rewards,
 )
 from stepprune_jax.trained.stepprune import StepPrune
 from stepprune_jax.trained.visionselector import VisionSelector, VisionSelectorConfig
@@ -25,13 +22,10 @@ __all__ = [
     "PolicyGradientSettings",
     "Selector",
     "SelectorConfig",
-    "SetRewards",
     "SetSignal",
     "StepPrune",
     "VisionSelector",
     "VisionSelectorConfig",
     "Weighted",
     "policy_gradient_loss",
-    "read_signal",
-    "set_rewards",
 ]

@@ -17,14 +17,9 @@ from stepprune_jax.models.sequence import split_deep
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, Pruned, update_stats
-from stepprune_jax.trained import (
-    PolicyGradientSettings,
-    Selector,
-    SetRewards,
-    policy_gradient_loss,
-    set_rewards,
-)
+from stepprune_jax.trained import PolicyGradientSettings, Selector, policy_gradient_loss
 from stepprune_jax.trained.base import Weights, carrying
+from stepprune_jax.trained.policy_gradient import SetRewards, set_rewards
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
     Targets,

@@ -15,7 +15,8 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.host import THREEFRY, jax_defaults
-from stepprune_jax.trained import Policy, SetSignal, read_signal
+from stepprune_jax.trained import Policy, SetSignal
+from stepprune_jax.trained.policy_gradient import read_signal
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches
 from stepprune_jax.training.settings import Phase, Run, make_setup
