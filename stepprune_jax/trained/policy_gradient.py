@@ -178,7 +178,7 @@ def set_rewards(
     `answer_loss_fn` is also called with one set of all tokens, [b, 1, n].
     """
     counted = dataclasses.replace(settings, stops=0.0)
-    _, kept, _, _ = _draw(method, counted, key, inputs, Progress())
+    _, kept, _, _ = _draw_at_once(method, counted, key, inputs, Progress())
     (b, n), size = inputs.image.shape[:2], jnp.sum(inputs.real, axis=1)
     every = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
     whole = gather(first_picks(every, size, n), inputs.image, n)
@@ -220,3 +220,7 @@ def _draw(
         return gather(picks, inputs.whole, capacity)
 
     return draw, jax.vmap(sets, out_axes=1)(draw.picks), cost, own
+
+
+# One program, where the caller has none around it.
+_draw_at_once = jax.jit(_draw, static_argnums=1)

@@ -1,5 +1,6 @@
 """A selector in training: what an interrupted run resumes from, and the updates that change it."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -81,6 +82,7 @@ class Trainer:
     def try_sets(self, phase: Phase, stop: Callable[[], bool]) -> SetSignal | None:
         """Tries the sets of a phase on the first training questions; None if asked to stop."""
         setup, rewards = make_setup(phase.run, self._model.backbone, self._setup.forward.mesh), []
+        setup = dataclasses.replace(setup, steps=1)  # one program for runs of any length
         key = jax.random.fold_in(jax.random.key(self._run.seed, impl=THREEFRY), 2)
         size = self._run.batch_size
         for number in range(min(-(-_QUESTIONS // size), self._run.steps)):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny_run import at_line, load_config, make_run, metrics
 
+from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.policy import FeatureStats, PolicyConfig
 from stepprune_jax.trained import (
     PolicyGradientSettings,
@@ -19,8 +20,8 @@ from stepprune_jax.trained import (
     StepPrune,
     policy_gradient,
 )
+from stepprune_jax.training import plan, sampled_sets, train
 from stepprune_jax.training import run as run_module
-from stepprune_jax.training import sampled_sets, train
 from stepprune_jax.training.plan import dry_run
 from stepprune_jax.training.settings import split
 
@@ -59,15 +60,15 @@ def test_a_run_whose_sets_carry_a_signal_is_that_of_sampled_sets(
     world, tmp_path, monkeypatch, capsys
 ):
     decide(monkeypatch, "sets")
-    train(auto(world), tmp_path / "auto")
+    train(auto(world, steps=3), tmp_path / "auto")
     said = capsys.readouterr().out
     assert "Recipe: sampled sets, because a few of its tokens gain" in said
-    train(sampled_sets(make_run(*world, **SETS)), tmp_path / "sets")
+    train(sampled_sets(make_run(*world, steps=3, **SETS)), tmp_path / "sets")
     assert metrics(tmp_path / "auto") == metrics(tmp_path / "sets")
     one, other = (tmp_path / name / "policy.safetensors" for name in ("auto", "sets"))
     assert one.read_bytes() == other.read_bytes()
     told = json.loads((tmp_path / "auto" / "run.json").read_text())
-    assert told["begin"] == "sets" and told["signal"]["questions"] == 6 * 8
+    assert told["begin"] == "sets" and told["signal"]["questions"] == 3 * 8
 
 
 def test_a_run_whose_sets_carry_none_begins_with_the_gate(world, both, capsys):
@@ -80,54 +81,37 @@ def test_a_run_whose_sets_carry_none_begins_with_the_gate(world, both, capsys):
     assert begin(both) == "gate"
 
 
-@pytest.mark.parametrize("line", [2, 3, 4])
-def test_it_resumes_in_either_phase_and_at_the_switch(
-    world, both, tmp_path, monkeypatch, capsys, line
-):
+def test_it_resumes_wherever_it_is_stopped(world, both, tmp_path, monkeypatch, capsys):
+    """While it looks, in the first phase, at the switch, and in the second phase."""
     decide(monkeypatch, "gate")
-    at_line(monkeypatch, line, stop)
-    train(auto(world), tmp_path)
-    assert f"Stopped after step {line} of 6" in capsys.readouterr().out
-    decide(monkeypatch, "sets")  # what was decided is not decided again
-    train(auto(world), tmp_path)
-    said = capsys.readouterr().out
-    assert "Recipe:" not in said and (line == 4) != ("Update 4: sampled sets" in said)
-    assert "step 6/6  sets" in said or not said.count("step 6/6")
-    assert metrics(tmp_path) == metrics(both)
-    one, other = (folder / "policy.safetensors" for folder in (tmp_path, both))
-    assert one.read_bytes() == other.read_bytes()
-
-
-def test_a_damaged_checkpoint_gives_way_to_one_of_the_phase_before(
-    world, both, tmp_path, monkeypatch, capsys
-):
-    decide(monkeypatch, "gate")
-    at_line(monkeypatch, 4, stop)
-    train(auto(world), tmp_path)
-    for path in (tmp_path / "checkpoints" / "4").glob("arrays/**/d/*"):
-        path.write_bytes(path.read_bytes()[:-9])
-    train(auto(world), tmp_path)
-    assert "Resuming after step 2" in capsys.readouterr().out
-    assert metrics(tmp_path) == metrics(both)
-
-
-def test_a_run_that_is_stopped_while_it_looks_looks_again(
-    world, both, tmp_path, monkeypatch, capsys
-):
-    decide(monkeypatch, "gate")
-    begun = run_module._decide
+    decisions = run_module._decide
 
     def looking(*arguments):
         stop()
-        return begun(*arguments)
+        return decisions(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_decide", looking)
         train(auto(world), tmp_path)
     assert "Stopped before the first update" in capsys.readouterr().out
     assert "begin" not in json.loads((tmp_path / "run.json").read_text())
+    for done, lines in ((2, 2), (3, 1), (4, 1)):
+        at_line(monkeypatch, lines, stop)
+        train(auto(world), tmp_path)
+        said = capsys.readouterr().out
+        assert f"Stopped after step {done} of 6" in said
+        assert ("Recipe: the gate for 3 updates, then sampled sets, because" in said) == (done == 2)
+        assert ("Update 4: sampled sets from here on" in said) == (done == 4)
+        decide(monkeypatch, "sets")  # what was decided is not decided again
+    # The last checkpoint is damaged, and the one before is of the other phase.
+    for path in (tmp_path / "checkpoints" / "4").glob("arrays/**/d/*"):
+        path.write_bytes(path.read_bytes()[:-9])
     train(auto(world), tmp_path)
+    said = capsys.readouterr().out
+    assert "Resuming after step 3" in said and "step 6/6  sets  loss" in said
     assert metrics(tmp_path) == metrics(both)
+    one, other = (folder / "policy.safetensors" for folder in (tmp_path, both))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_run_from_before_there_were_recipes_goes_on_as_it_began(
@@ -181,13 +165,16 @@ def test_configurations_name_their_recipes():
     assert alone.run == load_config("sampled:shapes")
 
 
-def test_a_dry_run_counts_both_phases(world, tmp_path, capsys):
+def test_a_dry_run_counts_both_phases(world, tmp_path, monkeypatch, capsys):
+    sizes = iter([1 << 30, 3 << 30])  # instead of compiling
+    monkeypatch.setattr(plan, "planned_memory", lambda *_: Usage(0, 0, 0, next(sizes)))
     found = dry_run(auto(world), tmp_path)
     said = capsys.readouterr().out
     assert "phase       the gate" in said and "phase       sampled sets" in said
     assert said.count("hours for 3 updates") == 2 and "if all 6 updates are on sampled" in said
     flops = [float(line.split()[1]) for line in said.splitlines() if line.startswith("operations")]
     assert flops[0] != flops[1] and found.flops == pytest.approx(sum(flops) / 2, rel=0.01)
+    assert found.memory.total == 3 << 30
 
 
 N, D, SIZE = 16, 8, 256
