@@ -7,7 +7,8 @@ question names a key. With one hop the answer is the value of its record, with t
 record behind its link, so that both are needed. A frozen reader follows the links without error if
 it sees all. Printed is the share of questions whose records are all among two kept tokens, after
 training through the gate, or, with `--sampled`, with a share of the updates on sampled sets, the
-last ones. All take their best tokens, in training and after it, which is better here.
+last ones; "auto" chooses the share, 1 or .3, as the recipe of `train.py` does. All take their best
+tokens, in training and after it, which is better here.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import stepprune_jax as sp
 from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.pruners import selector_of
 from stepprune_jax.trained import AutoSelectConfig, PolicyGradientSettings
+from stepprune_jax.training.settings import GATE_SHARE
 
 HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32
 WIDTH = 3 * HALF
@@ -112,7 +114,8 @@ def train(
         batch = task.draw(frozen, jax.random.key(seed + 2000), 512)
         given = jax.random.key(seed + 3000), batch.image, batch.text, of_sets(frozen, batch)
         signal = policy.try_sets(*given, settings)
-        sampled, about = 1.0 if signal.suffices else 0.5, signal._asdict() | {"gain": signal.gain}
+        sampled = 1.0 if signal.suffices else round(1 - GATE_SHARE, 2)
+        about = signal._asdict() | {"gain": signal.gain}
     about, first = {"sampled": sampled} | about, round(updates * (1 - float(sampled)))
 
     def stage(policy, first, last, sampling):

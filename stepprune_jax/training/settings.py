@@ -26,8 +26,9 @@ from stepprune_jax.user_input import UserError, naming
 # How a policy is trained, and what "auto" chooses between.
 GATE, SETS, AUTO = "gate", "sets", "auto"
 RECIPES = (GATE, SETS, AUTO)
-# Share of the updates through the gate, where "auto" begins with it.
-GATE_SHARE = 0.5
+# Share of the updates through the gate, where "auto" begins with it. Of two records in a bag of 32,
+# a policy finds both in 89 % with .7 and 57 % with .5 (experiments/RESULTS.md).
+GATE_SHARE = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,9 +139,12 @@ class Run(EvaluationRun):
         auto, sampled = self.recipe == AUTO, self.policy_gradient.samples
         expected = f"{SETS}, or config.policy_gradient.samples 0: it is {sampled}"
         self.expect("recipe", self.recipe in (None, SETS) or not sampled, expected)
-        most = round(GATE_SHARE * self.steps) if auto else self.steps
-        whole = f"config.steps ({self.steps})"
-        expected = f"an integer from 0, below {'half of ' if auto else ''}{whole}"
+        shorter = self.steps - round(GATE_SHARE * self.steps)
+        most = shorter if auto else self.steps
+        whose = (
+            f"the shorter phase of config.steps ({shorter})" if auto else f"config.steps ({most})"
+        )
+        expected = f"an integer from 0, below {whose}"
         self.optimizer.expect("warmup", self.optimizer.warmup < most, expected)
 
     def free_fields(self) -> tuple[str, ...]:
