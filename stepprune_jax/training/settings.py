@@ -139,12 +139,9 @@ class Run(EvaluationRun):
         auto, sampled = self.recipe == AUTO, self.policy_gradient.samples
         expected = f"{SETS}, or config.policy_gradient.samples 0: it is {sampled}"
         self.expect("recipe", self.recipe in (None, SETS) or not sampled, expected)
-        shorter = self.steps - round(GATE_SHARE * self.steps)
-        most = shorter if auto else self.steps
-        whose = (
-            f"the shorter phase of config.steps ({shorter})" if auto else f"config.steps ({most})"
-        )
-        expected = f"an integer from 0, below {whose}"
+        most = self.steps - round(GATE_SHARE * self.steps) if auto else self.steps
+        shorter = "the shorter phase of " if auto else ""
+        expected = f"an integer from 0, below {shorter}config.steps ({most})"
         self.optimizer.expect("warmup", self.optimizer.warmup < most, expected)
 
     def free_fields(self) -> tuple[str, ...]:
