@@ -111,11 +111,19 @@ def train(
         return lambda kept: one(kept)
 
     if sampled == "auto":
-        batch = task.draw(frozen, jax.random.key(seed + 2000), 512)
-        given = jax.random.key(seed + 3000), batch.image, batch.text, of_sets(frozen, batch)
-        signal = policy.try_sets(*given, settings)
+        batch, seen = task.draw(frozen, jax.random.key(seed + 2000), 512), []
+
+        def noted(kept):
+            seen.append(of_sets(frozen, batch)(kept))
+            return seen[-1]
+
+        signal = policy.try_sets(
+            jax.random.key(seed + 3000), batch.image, batch.text, noted, settings
+        )
         sampled = 1.0 if signal.suffices else round(1 - GATE_SHARE, 2)
-        about = signal._asdict() | {"gain": signal.gain}
+        # Among the sets of a question, of its own image and of another's.
+        spreads = [float(jnp.exp(-loss).std(axis=1).mean()) for loss in seen[:2]]
+        about = signal._asdict() | {"gain": signal.gain, "spreads": spreads}
     about, first = {"sampled": sampled} | about, round(updates * (1 - float(sampled)))
 
     def stage(policy, first, last, sampling):

@@ -102,11 +102,11 @@ class SetSignal(NamedTuple):
     def __str__(self) -> str:
         clear = "clearly" if self.suffices else "not clearly"
         return (
-            f"a few of its tokens gain {100 * self.gain:.1f} +- {100 * self._doubt:.1f} % of what "
-            f"all tokens gain, {clear} more than the {100 * LEAST_GAIN:.0f} % that sets need to "
-            f"teach a policy alone (mean probability of an answer: {self.sets:.3f} with them, "
-            f"{self.luck:.3f} with another image's, {self.all:.3f} with all; {self.questions} "
-            "questions)"
+            f"a few tokens gain {100 * self.gain:.1f} +- {100 * self._doubt:.1f} % of what all "
+            f"tokens gain, {clear} more than the {100 * LEAST_GAIN:.0f} % from which sets alone "
+            f"teach a policy (mean probability of an answer: {self.sets:.3f} with a few, "
+            f"{self.luck:.3f} with those of another image, {self.all:.3f} with all; "
+            f"{self.questions} questions)"
         )
 
 

@@ -46,8 +46,9 @@ def small_run(world, **changes):
 
 
 @pytest.mark.slow
-def test_a_policy_is_trained(world, tmp_path):
-    train(small_run(world), tmp_path)
+@pytest.mark.parametrize("recipe", ["gate", "auto"])
+def test_a_policy_is_trained(world, tmp_path, recipe):
+    train(small_run(world, recipe=recipe, **{"optimizer.warmup": 0}), tmp_path)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2]
     assert all(np.isfinite(line["loss"]) and line["skipped"] == 0 for line in lines)

@@ -62,7 +62,7 @@ def test_a_run_whose_sets_carry_a_signal_is_that_of_sampled_sets(
     decide(monkeypatch, "sets")
     train(auto(world, steps=2), tmp_path / "auto")
     said = capsys.readouterr().out
-    assert "Recipe: sampled sets, because a few of its tokens gain" in said
+    assert "Recipe: sampled sets, because a few tokens gain" in said
     train(sampled_sets(make_run(*world, steps=2, **SETS)), tmp_path / "sets")
     assert metrics(tmp_path / "auto") == metrics(tmp_path / "sets")
     one, other = (tmp_path / name / "policy.safetensors" for name in ("auto", "sets"))
@@ -219,3 +219,14 @@ def test_what_sets_gain_has_to_be_clear():
     assert not signal._replace(sets=0.51).suffices
     blind = signal._replace(all=0.4)
     assert blind.gain == 0 and not blind.suffices and "0.0 +- 0.0 %" in str(blind)
+
+
+@pytest.mark.slow
+def test_several_devices_decide_and_train_as_one_does(world, tmp_path, monkeypatch):
+    decide(monkeypatch, "gate")
+    for name, mesh in (("one", "single"), ("many", "data=4,fsdp=2")):
+        train(auto(world, steps=2, mesh=mesh), tmp_path / name)
+    one, many = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "many"))
+    assert many["signal"] == pytest.approx(one["signal"], rel=1e-4)
+    for rows in zip(metrics(tmp_path / "one"), metrics(tmp_path / "many"), strict=True):
+        assert rows[1] == pytest.approx(rows[0], rel=1e-4, abs=1e-6)
