@@ -30,7 +30,7 @@ from stepprune_jax.trained.policy_gradient import (
     read_signal,
     set_rewards,
 )
-from stepprune_jax.user_input import local_path, require
+from stepprune_jax.user_input import expect, local_path, require
 
 AnyPolicy = TypeVar("AnyPolicy", bound="Policy")
 
@@ -308,8 +308,9 @@ class Policy(Selector):
             A `Diagnosis` for each budget; `print` shows it.
 
         Raises:
-            ValueError: as `prune`, or losses that are not one for each row.
+            ValueError: as `prune`, losses that are not one for each row, or an unknown recipe.
         """
+        expect("recipe", recipe, recipe in ("", "gate", "sets"), "gate or sets, or nothing")
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         key = jax.random.key(0) if key is None else key
         return [

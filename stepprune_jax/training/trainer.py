@@ -90,8 +90,9 @@ class Trainer:
                 return None
             batch = place_rows(setup.forward.mesh, self._batches[number], size)
             given = self.state.params, self.stats, batch, jax.random.fold_in(key, number)
-            rewards.append(step.try_sets(self._model.params, *given, setup=setup))
-        return read_signal(jax.device_get(rewards))
+            found = step.try_sets(self._model.params, *given, setup=setup)
+            rewards.append(jax.device_get(found))  # at once: batches that wait take memory
+        return read_signal(rewards)
 
     def follow(self, phases: Sequence[Phase]) -> None:
         """Changes the phases before the first update."""

@@ -119,3 +119,5 @@ def test_a_policy_that_sees_no_question_has_none_of_another(reader):
         policy.diagnose(lambda pruned: jnp.mean(pruned.tokens), reader[0], None, [1])
     with pytest.raises(ValueError, match="budget is 10, expected"):
         policy.diagnose(needs_the_marked, reader[0], None, [N + 1])
+    with pytest.raises(ValueError, match="recipe is 'x', expected gate or sets"):
+        policy.diagnose(needs_the_marked, reader[0], None, [1], recipe="x")
