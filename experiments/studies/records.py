@@ -123,7 +123,7 @@ def train(
         sampled = 1.0 if signal.suffices else round(1 - GATE_SHARE, 2)
         # Among the sets of a question, of its own image and of another's.
         spreads = [float(jnp.exp(-loss).std(axis=1).mean()) for loss in seen[:2]]
-        about = signal._asdict() | {"gain": signal.gain, "spreads": spreads}
+        about = {"signal": signal._asdict() | {"gain": signal.gain, "spreads": spreads}}
     about, first = {"sampled": sampled} | about, round(updates * (1 - float(sampled)))
 
     def stage(policy, first, last, sampling):
