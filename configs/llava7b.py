@@ -10,9 +10,9 @@ whose values `configs/llava7b.py:literal` has to the letter. `:causal`, `:last`,
 All of these are one epoch through the gate, as in the paper: 67 hours on two A6000 by the dry run.
 `:gate` is that with our defaults. No run of this configuration has been made.
 
-Without an argument, the recipe is "auto": 28,800 questions, on sampled sets if a few random tokens
+Without an argument, the recipe is "auto": 25,600 questions, on sampled sets if a few random tokens
 sometimes suffice for an answer, in which case these are better than the gate at all budgets in the
-small world; else through the gate for the first 1,260 updates. `:short` is those alone: the gate
+small world; else through the gate for the first 1,280 updates. `:short` is those alone: the gate
 with the rate x updates x width that teaches a policy in the small world with AdamW, 2.1 hours.
 `configs/sampled.py:llava7b` is sampled sets whatever a few tokens suffice for, 4.4 hours.
 """
@@ -46,7 +46,7 @@ def get_config(argument: str = "") -> training.Run:
     return training.Run(
         recipe=None if names else "auto",
         # Silent: one epoch of the 625,000 samples with an image, or 20,000 of them.
-        steps=1800 if not names else 1250 if short else 39000,
+        steps=1600 if not names else 1250 if short else 39000,
         batch_size=16,  # Sec. 4.1, "effective global batch size"
         text_gate_anneal=1.0 if literal else 0.0,  # Sec. 3.2 and 4.1 anneal it
         mesh="data",  # Sec. 4.1: two devices, each with the whole model

@@ -7,7 +7,7 @@ question names a key. With one hop the answer is the value of its record, with t
 record behind its link, so that both are needed. A frozen reader follows the links without error if
 it sees all. Printed is the share of questions whose records are all among two kept tokens, after
 training through the gate, or, with `--sampled`, with a share of the updates on sampled sets, the
-last ones; "auto" chooses the share, 1 or .3, as the recipe of `train.py` does. All take their best
+last ones; "auto" chooses the share, 1 or .2, as the recipe of `train.py` does. All take their best
 tokens, in training and after it, which is better here.
 """
 

@@ -130,7 +130,7 @@ def test_a_dry_run_plans_for_images_of_the_largest_size(world, tmp_path, capsys)
     found = dry_run(run, tmp_path)
     assert found.devices == 2 and found.flops > 0
     printed = capsys.readouterr().out
-    assert "rtx-a6000" in printed and "hours for 1260 updates" in printed
+    assert "rtx-a6000" in printed and "hours for 1280 updates" in printed
 
 
 def test_the_papers_second_model_has_the_papers_values():

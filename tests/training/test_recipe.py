@@ -159,7 +159,7 @@ def test_configurations_name_their_recipes():
     gate, sets = split(given["llava7b"])
     assert gate.run.optimizer == load_config("llava7b:short").optimizer
     sampled = load_config("sampled:llava7b")
-    assert (gate.run.steps, sets.run) == (1260, sampled.replace({"steps": 540}))
+    assert (gate.run.steps, sets.run) == (1280, sampled.replace({"steps": 320}))
     assert split(sampled) == split(sampled.replace({"recipe": "sets"}))
     (alone,) = split(load_config("shapes").replace({"recipe": "sets", "steps": 1600}))
     assert alone.run == load_config("sampled:shapes")
