@@ -29,7 +29,7 @@ SETS = {"policy_gradient.longest": 0.5, "optimizer.warmup": 0}
 
 
 def auto(world, **changes):
-    return make_run(*world, recipe="auto", **SETS | changes)
+    return make_run(*world, recipe="auto", **SETS | {"steps": 15} | changes)
 
 
 def decide(monkeypatch, begin):
@@ -48,7 +48,7 @@ def begin(workdir):
 
 @pytest.fixture(scope="module")
 def both(world, tmp_path_factory):
-    """An uninterrupted run of four updates through the gate, and two on sets."""
+    """An uninterrupted run of twelve updates through the gate, and three on sets."""
     workdir = tmp_path_factory.mktemp("both")
     with pytest.MonkeyPatch.context() as patch:
         decide(patch, "gate")
@@ -60,19 +60,19 @@ def test_a_run_whose_sets_carry_a_signal_is_that_of_sampled_sets(
     world, tmp_path, monkeypatch, capsys
 ):
     decide(monkeypatch, "sets")
-    train(auto(world, steps=2), tmp_path / "auto")
+    train(auto(world, steps=3), tmp_path / "auto")
     said = capsys.readouterr().out
     assert "Recipe: sampled sets, because a few tokens gain" in said
-    train(sampled_sets(make_run(*world, steps=2, **SETS)), tmp_path / "sets")
+    train(sampled_sets(make_run(*world, steps=3, **SETS)), tmp_path / "sets")
     assert metrics(tmp_path / "auto") == metrics(tmp_path / "sets")
     one, other = (tmp_path / name / "policy.safetensors" for name in ("auto", "sets"))
     assert one.read_bytes() == other.read_bytes()
     told = json.loads((tmp_path / "auto" / "run.json").read_text())
-    assert told["begin"] == "sets" and told["signal"]["questions"] == 2 * 8
+    assert told["begin"] == "sets" and told["signal"]["questions"] == 3 * 8
 
 
 def test_a_run_whose_sets_carry_none_begins_with_the_gate(world, both, capsys):
-    gated, sampled = metrics(both)[:4], metrics(both)[4:]
+    gated, sampled = metrics(both)[:12], metrics(both)[12:]
     assert all("iou" in row and "reward" not in row for row in gated)
     assert all("reward" in row and "iou" not in row for row in sampled)
     # Each phase begins with the rate of its recipe alone; that of sets is of a width of 8.
@@ -95,20 +95,22 @@ def test_it_resumes_wherever_it_is_stopped(world, both, tmp_path, monkeypatch, c
         train(auto(world), tmp_path)
     assert "Stopped before the first update" in capsys.readouterr().out
     assert "begin" not in json.loads((tmp_path / "run.json").read_text())
-    for done, lines in ((2, 2), (4, 2), (5, 1)):
+    for done, lines in ((2, 2), (12, 10), (13, 1)):
         at_line(monkeypatch, lines, stop)
         train(auto(world), tmp_path)
         said = capsys.readouterr().out
-        assert f"Stopped after step {done} of 6" in said
-        assert ("Recipe: the gate for 4 updates, then sampled sets, because" in said) == (done == 2)
-        assert ("Update 5: sampled sets from here on" in said) == (done == 5)
+        assert f"Stopped after step {done} of 15" in said
+        assert ("Recipe: the gate for 12 updates, then sampled sets, because" in said) == (
+            done == 2
+        )
+        assert ("Update 13: sampled sets from here on" in said) == (done == 13)
         decide(monkeypatch, "sets")  # what was decided is not decided again
     # The last checkpoint is damaged, and the one before is of the other phase.
-    for path in (tmp_path / "checkpoints" / "5").glob("arrays/**/d/*"):
+    for path in (tmp_path / "checkpoints" / "13").glob("arrays/**/d/*"):
         path.write_bytes(path.read_bytes()[:-9])
     train(auto(world), tmp_path)
     said = capsys.readouterr().out
-    assert "Resuming after step 4" in said and "step 6/6  sets  loss" in said
+    assert "Resuming after step 12" in said and "step 15/15  sets  loss" in said
     assert metrics(tmp_path) == metrics(both)
     one, other = (folder / "policy.safetensors" for folder in (tmp_path, both))
     assert one.read_bytes() == other.read_bytes()
@@ -118,23 +120,23 @@ def test_a_run_from_before_there_were_recipes_goes_on_as_it_began(
     world, both, tmp_path, monkeypatch
 ):
     at_line(monkeypatch, 2, stop)
-    train(make_run(*world, steps=4, **SETS), tmp_path)
+    train(make_run(*world, steps=12, **SETS), tmp_path)
     about = json.loads((tmp_path / "run.json").read_text())
     del about["config"]["recipe"]
     (tmp_path / "run.json").write_text(json.dumps(about))
-    train(auto(world, steps=4), tmp_path)
-    assert metrics(tmp_path) == metrics(both)[:4]  # all of it through the gate
+    train(auto(world, steps=12), tmp_path)
+    assert metrics(tmp_path) == metrics(both)[:12]  # all of it through the gate
 
 
 def test_a_method_that_draws_no_sets_is_trained_through_the_gate(
     world, both, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(StepPrune, "draws_sets", False)
-    run = auto(world, steps=4)
+    run = auto(world, steps=12)
     train(run, tmp_path)
     said = capsys.readouterr().out
     assert "Recipe: the gate, because stepprune draws no sets of tokens" in said
-    assert metrics(tmp_path) == metrics(both)[:4] and begin(tmp_path) == "gate"
+    assert metrics(tmp_path) == metrics(both)[:12] and begin(tmp_path) == "gate"
     with pytest.raises(
         ValueError, match=r"config\.recipe is 'sets', expected gate or auto, as ste"
     ):
@@ -148,8 +150,8 @@ def test_the_recipe_is_refused_where_it_cannot_be_followed(world):
         make_run(*world, recipe="x")
     with pytest.raises(ValueError, match=r"config\.recipe is 'auto', expected sets, or .* it is 2"):
         auto(world, **{"policy_gradient.samples": 2})
-    with pytest.raises(ValueError, match=r"warmup is 2, .* shorter phase of config\.steps \(2\)"):
-        auto(world, **{"optimizer.warmup": 2})
+    with pytest.raises(ValueError, match=r"warmup is 3, .* shorter phase of config\.steps \(3\)"):
+        auto(world, **{"optimizer.warmup": 3})
 
 
 def test_configurations_name_their_recipes():
@@ -172,13 +174,13 @@ def test_a_dry_run_counts_both_phases(world, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "phase       the gate" in said and "phase       sampled sets" in said
     assert (
-        "hours for 4 updates" in said
-        and "hours for 2 updates" in said
-        and "if all 6 updates are on sampled" in said
+        "hours for 12 updates" in said
+        and "hours for 3 updates" in said
+        and "if all 15 updates are on sampled" in said
     )
     flops = [float(line.split()[1]) for line in said.splitlines() if line.startswith("operations")]
     assert flops[0] != flops[1] and found.flops == pytest.approx(
-        (2 * flops[0] + flops[1]) / 3, rel=0.01
+        (4 * flops[0] + flops[1]) / 5, rel=0.01
     )
     assert found.memory.total == 3 << 30
 
@@ -225,7 +227,7 @@ def test_what_sets_gain_has_to_be_clear():
 def test_several_devices_decide_and_train_as_one_does(world, tmp_path, monkeypatch):
     decide(monkeypatch, "gate")
     for name, mesh in (("one", "single"), ("many", "data=4,fsdp=2")):
-        train(auto(world, steps=2, mesh=mesh), tmp_path / name)
+        train(auto(world, steps=5, mesh=mesh), tmp_path / name)
     one, many = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("one", "many"))
     assert many["signal"] == pytest.approx(one["signal"], rel=1e-4)
     for rows in zip(metrics(tmp_path / "one"), metrics(tmp_path / "many"), strict=True):
