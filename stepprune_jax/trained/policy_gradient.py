@@ -23,7 +23,7 @@ from stepprune_jax.settings import Settings, choice, setting, share
 from stepprune_jax.trained.base import Aux, Selector
 
 # Share of what all tokens gain that sets have to gain by themselves, so that sets alone teach a
-# policy: between 10 % where they do and 3 % where they do not (the records of
+# policy: between 8 % where they do and 4 % where they do not (the records of
 # experiments/RESULTS.md). It has to be exceeded by a standard error: a run that begins with sets in
 # vain learns nothing, and one that begins with the gate in vain little less.
 LEAST_GAIN = 0.06
@@ -181,7 +181,7 @@ def set_rewards(
     _, kept, _, _ = _draw_at_once(method, counted, key, inputs, Progress())
     (b, n), size = inputs.image.shape[:2], jnp.sum(inputs.real, axis=1)
     every = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
-    whole = gather(first_picks(every, size, n), inputs.image, n)
+    whole = gather(first_picks(every, size, n), inputs.whole, n)
     luck = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), kept)
 
     def reward(kept):

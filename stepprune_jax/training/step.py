@@ -130,6 +130,14 @@ def selector_inputs(params: Params, setup: Setup, batch: TrainingBatch) -> Input
     return constrain_rows(setup.forward.mesh, inputs)
 
 
+def _standardised(inputs: Inputs, stats: FeatureStats) -> Inputs:
+    """Adds the statistics of the tokens with their deep features, where there are any."""
+    if inputs.deep is None:
+        return inputs._replace(stats=stats)
+    own, deep = stats.split(inputs.image.shape[2])
+    return inputs._replace(stats=own, deep_stats=deep)
+
+
 def _norm_at_stop(method: Selector, grads: Weights) -> Float[Array, ""]:
     """Returns the norm of the gradient of the stop's own weights."""
     own = mark_stop(method, grads)
@@ -189,10 +197,7 @@ def learn(
     progress = Progress(share, text_gate, state.method)
 
     def loss(trained):
-        draw_key, seen = jax.random.fold_in(key, step), inputs._replace(stats=stats)
-        if inputs.deep is not None:
-            own, deep = stats.split(inputs.image.shape[2])
-            seen = inputs._replace(stats=own, deep_stats=deep)
+        draw_key, seen = jax.random.fold_in(key, step), _standardised(inputs, stats)
         method, sampled = setup.method.replace(params=trained), setup.policy_gradient
         if sampled.samples:
             value, aux = policy_gradient_loss(method, sampled, draw_key, seen, loss_fn, progress)
@@ -241,7 +246,7 @@ def _try_sets(
     setup: Setup,
 ) -> SetRewards:
     """Computes what sets of the policy as it is are worth on a batch; `key` is consumed."""
-    inputs = selector_inputs(params, setup, batch)._replace(stats=stats)
+    inputs = _standardised(selector_inputs(params, setup, batch), stats)
     method, losses = setup.method.replace(params=trained), _set_losses(params, setup, batch)
     rewards = set_rewards(method, setup.policy_gradient, key, inputs, losses)
     return constrain_whole(setup.forward.mesh, rewards)
