@@ -179,8 +179,8 @@ def set_rewards(
     """
     counted = dataclasses.replace(settings, stops=0.0)
     _, kept, _, _ = _draw_at_once(method, counted, key, inputs, Progress())
-    (b, n), size = inputs.image.shape[:2], jnp.sum(inputs.real, axis=1)
-    every = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
+    n, size = inputs.image.shape[1], jnp.sum(inputs.real, axis=1)
+    every = jnp.argsort(~inputs.real, axis=1, stable=True)  # padding last
     whole = gather(first_picks(every, size, n), inputs.whole, n)
     luck = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), kept)
 
