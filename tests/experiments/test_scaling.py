@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.studies.scaling import ScaledGate
 from stepprune_jax import load_policy
@@ -11,6 +12,7 @@ from stepprune_jax.trained import StepPrune
 CONFIG = PolicyConfig(feature_width=4, text_width=0, num_heads=2)
 
 
+@pytest.mark.slow
 def test_tokens_are_scaled_by_their_gate_in_training():
     key, image = jax.random.key(0), jax.random.normal(jax.random.key(1), (2, 6, 4))
     mask = jnp.arange(6) < jnp.array([[6], [4]])

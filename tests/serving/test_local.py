@@ -18,11 +18,12 @@ from stepprune_jax.serving.metrics import Metrics
 PLAIN = stepprune(draw=0.0)  # a row then has the same answer wherever it stands in a batch
 
 
-@pytest.fixture(scope="module")
-def client(llava_model):
+@pytest.fixture(scope="module", params=[5.0])
+def client(llava_model, request):
+    """A server that waits for a batch, unless it is full, for so many seconds."""
     metrics = Metrics()
     reader = Reader(llava_model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
-    local = Local(llava_model, metrics, batch_size=4, batch_seconds=5.0)
+    local = Local(llava_model, metrics, batch_size=4, batch_seconds=request.param)
     front = Front(reader, local, metrics, 64)
     with serving(front.app()) as address, opened(address) as client:
         yield client
@@ -51,6 +52,7 @@ def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
         assert choice.finish_reason == ("stop" if stopped else "length")
 
 
+@pytest.mark.parametrize("client", [0.5], indirect=True)
 def test_a_stop_ends_an_answer_alone_and_in_a_batch(client, llava_model):
     asked = [("red dog?", [noise(1)], 8), ("two", [], 8)]
     whole = [ask(client, *one).choices[0] for one in asked]
@@ -67,6 +69,7 @@ def test_a_stop_ends_an_answer_alone_and_in_a_batch(client, llava_model):
     assert chunks[-1].finish_reason == "stop" and len(chunks) == len(found[0].token_ids)
 
 
+@pytest.mark.parametrize("client", [0.0], indirect=True)
 def test_a_method_that_cuts_inside_and_a_seed(client):
     how = {"pruner": "sparsevlm", "budget": 3, "temperature": 1.5}
     images = [noise(1)]

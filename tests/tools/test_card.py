@@ -17,6 +17,7 @@ figures.add(Path(sys.argv[1]), "one", ms=[1.23456, 1.0, 2.0])
 """
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_or_hangs_costs_no_other(tmp_path, monkeypatch, capsys):
     def made(out, scratch, small):
         ends = {"crash": "raise ValueError('broken')", "hang": "time.sleep(600)", "good": ""}

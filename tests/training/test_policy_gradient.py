@@ -26,6 +26,7 @@ def first(world, llava_model, tmp_path_factory):
 SAMPLED = {"policy_gradient.samples": 3, "policy_gradient.longest": 0.5}
 
 
+@pytest.mark.slow
 def test_a_second_stage_begins_with_a_policy_and_improves_it(world, first, tmp_path):
     run = make_run(*world, start=str(first), **SAMPLED)
     train(run, tmp_path)
