@@ -236,7 +236,7 @@ def by_tables(
     block = pointer_steps * group
     rows = -(-episode.steps // block) * block
     context = episode.context
-    tables = tabulate(params, config, context, episode.slots, episode.query)
+    tables = tabulate(params, config, context, episode.slots, episode.query, episode.steps)
     hazard = margins and config.stop == "hazard"
     competes = margins and not hazard  # the stop, with the best token that is left
     past = empty_history(config, episode.slots, rows) if hazard else ()

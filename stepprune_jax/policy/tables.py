@@ -13,6 +13,9 @@ if x, W_o and b_o are centred over the width: l = (z P) / sigma(z) + c. So x_i P
 pairs, too, and W_o P one matrix, and a step is a masked softmax, three products with a vector, and
 an argmax. With more layers only the first history is a table, and the pointer has the folded keys.
 
+Where an episode has far fewer steps than slots, which are many, the two tables over pairs of slots
+would cost more than they save: a step then computes the row that it reads.
+
 The logits equal those of `pointer_step` up to rounding. In both, equal slots have equal logits as
 far as the device's matrix products give equal columns for equal inputs.
 """
@@ -48,12 +51,13 @@ class Tables(NamedTuple):
     query, `residual` adds the output bias of the first history and `out` is its projection; `score`
     and `value` are its attention logits and contributions; `key` and `offset` fold the pointer's
     norm and projection; `row_logit` and `mixed_logit` are key times residual and key times out.
-    Tables read row by row are at least float32; those that each step reads as a whole have the
-    compute dtype.
+    Instead of `score` and `row_logit` there may be `ask` and `answer`, the first history's queries
+    and keys. Tables read row by row are at least float32; those that each step reads as a whole,
+    and these two, have the compute dtype.
     """
 
     query: Float[Array, "b q d"]
-    score: Float[Array, "b q h s"]
+    score: Float[Array, "b q h s"] | None
     value: Float[Array, "b h c s"]
     residual: Float[Array, "b q d"]
     out: Float[Array, "d e"]
@@ -61,6 +65,8 @@ class Tables(NamedTuple):
     offset: Float[Array, "b m"]
     row_logit: Float[Array, "b q m"] | None
     mixed_logit: Float[Array, "b m e"] | None
+    ask: Float[Array, "b q h c"] | None = None
+    answer: Float[Array, "b h c s"] | None = None
 
 
 class Walk(NamedTuple):
@@ -84,10 +90,12 @@ def tabulate(
     context: PointerContext,
     memory: Float[Array, "b m d"],
     start: Float[Array, "b d"],
+    steps: int,
 ) -> Tables:
-    """Computes the tables of an episode from its slots and its first query.
+    """Computes the tables of an episode of `steps` steps from its slots and its first query.
 
-    m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer.
+    m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer; without the square where
+    steps are few.
     """
     weights, dtype, wide = params["decoder"], memory.dtype, layers.score_dtype(memory.dtype)
     pointer, direct = weights["pointer"], config.decoder_layers == 1
@@ -98,7 +106,12 @@ def tabulate(
         layers.split_heads(layers.dense(history["attention"][name], y), config.num_heads)
         for name in ("query", "key", "value")
     )
-    score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide)
+    slots = memory.shape[1]
+    pairs = slots <= layers.MANY_QUERIES or 4 * steps > slots
+    score = None
+    if pairs:
+        score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide)
+        score = score / math.sqrt(q.shape[-1])
     projection = history["attention"]["out"]
     out = projection["kernel"].astype(dtype).astype(wide)
     residual = x.astype(wide) + projection["bias"].astype(dtype).astype(wide)
@@ -111,11 +124,11 @@ def tabulate(
     offset = _exactly("bmd,d->bm", unscaled, pointer["norm"]["bias"].astype(wide))
     row_logit = mixed_logit = None
     if direct:
-        row_logit = _exactly("bqd,bmd->bqm", residual, key)
+        row_logit = _exactly("bqd,bmd->bqm", residual, key) if pairs else None
         mixed_logit = _exactly("bmd,ed->bme", key, out).astype(dtype)
     return Tables(
         query=x,
-        score=score / math.sqrt(q.shape[-1]),
+        score=score,
         value=v.swapaxes(-1, -2),
         residual=residual,
         out=out.T.astype(dtype),
@@ -123,6 +136,8 @@ def tabulate(
         offset=offset,
         row_logit=row_logit,
         mixed_logit=mixed_logit,
+        ask=None if pairs else q.swapaxes(1, 2),
+        answer=None if pairs else k.swapaxes(-1, -2),
     )
 
 
@@ -146,7 +161,14 @@ def take_rows(table: Float[Array, "b q *x"], at: Int[Array, "b g"]) -> Float[Arr
 
 def _mix(tables: Tables, at: Int[Array, "b g"], seen: Bool[Array, "b g q"]):
     """Computes the first layer's history before its output projection, [b, g, e]."""
-    score = jnp.where(seen[:, :, None], take_rows(tables.score, at), layers.MASKED)
+    if tables.score is None:
+        assert tables.ask is not None and tables.answer is not None  # either is there
+        ask, wide = take_rows(tables.ask, at), layers.score_dtype(tables.ask.dtype)
+        score = jnp.einsum("bghc,bhcs->bghs", ask, tables.answer, preferred_element_type=wide)
+        score = score / math.sqrt(ask.shape[-1])
+    else:
+        score = take_rows(tables.score, at)
+    score = jnp.where(seen[:, :, None], score, layers.MASKED)
     weights = jax.nn.softmax(score, axis=-1).astype(tables.value.dtype)
     mixed = jnp.einsum("bghs,bhcs->bghc", weights, tables.value)
     return mixed.reshape(*at.shape, -1)
@@ -162,13 +184,14 @@ def walk_logits(
     wide = layers.score_dtype(tables.query.dtype)
     if config.decoder_layers == 1:
         at, cache = walk.at[:, -1:], ()
-        assert tables.residual is not None and tables.row_logit is not None  # of one layer
         mixed = _mix(tables, at, walk.seen[:, None])[:, 0]
-        z = take_rows(tables.residual, at)[:, 0]
-        z = z + jnp.einsum("be,de->bd", mixed, tables.out, preferred_element_type=wide)
-        pointed = take_rows(tables.row_logit, at)[:, 0] + _exactly(
-            "be,bme->bm", mixed, tables.mixed_logit, preferred_element_type=wide
-        )
+        own = take_rows(tables.residual, at)[:, 0]
+        z = own + jnp.einsum("be,de->bd", mixed, tables.out, preferred_element_type=wide)
+        if tables.row_logit is None:
+            pointed = _exactly("bd,bmd->bm", own, tables.key, preferred_element_type=wide)
+        else:
+            pointed = take_rows(tables.row_logit, at)[:, 0]
+        pointed += _exactly("be,bme->bm", mixed, tables.mixed_logit, preferred_element_type=wide)
         scale = jax.lax.rsqrt(jnp.mean(z**2, axis=-1, keepdims=True) + layers.NORM_EPSILON)
         return pointed * scale + tables.offset, cache
     weights, at, dtype = params["decoder"], walk.at, tables.query.dtype

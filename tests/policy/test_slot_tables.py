@@ -131,6 +131,36 @@ def test_large_tables_are_not_made(monkeypatch):
     np.testing.assert_array_equal(steps.action, tables.action)
 
 
+@pytest.mark.parametrize("layers_of_decoder", [1, 2])
+def test_few_steps_among_many_slots_need_no_table_of_pairs(layers_of_decoder, monkeypatch):
+    config = cases.small_config(
+        dtype="float32", text_width=0, decoder_layers=layers_of_decoder, stop="hazard"
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(jnp.float32, cases.random_weights(rng, config))
+    slots = jnp.float32(rng.normal(size=(B, N + 1, 8)))
+    made, tabulate = [], selection.tabulate
+
+    def watched(*given):
+        made.append(tabulate(*given))
+        return made[-1]
+
+    monkeypatch.setattr(selection, "tabulate", watched)
+
+    def run(steps):
+        return cases.pick(params, config, slots, max_steps=steps)
+
+    few = (N + 1) // 4
+    expected = [run(steps).action for steps in (few, few + 1)]
+    assert all(tables.score is not None for tables in made)
+    monkeypatch.setattr(layers, "MANY_QUERIES", N)
+    found = [run(steps).action for steps in (few, few + 1)]
+    assert [tables.score is None for tables in made[2:]] == [True, False]
+    assert [tables.row_logit is None for tables in made[2:]] == [True, layers_of_decoder > 1]
+    for own, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
 @pytest.mark.parametrize("by_query", [True, False])
 def test_attention_is_the_same_a_few_queries_at_a_time(by_query, monkeypatch):
     rng = np.random.default_rng(0)
