@@ -184,6 +184,7 @@ class StepPrune(Policy):
         """Chooses the tokens of a view."""
         exact = self.budget.is_exact
         inputs = self.inputs(view, view.count if exact else 0)
-        limits = Limits(budget=view.count if exact else None)
+        steps = min(self.config.steps(view.tokens.shape[1]), capacity)  # none is kept past these
+        limits = Limits(max_steps=steps, budget=view.count) if exact else Limits()
         picks = self.choose(inputs, limits, view.keys(self.seed))
         return from_picks(view.whole, picks, capacity)
