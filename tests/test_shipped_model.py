@@ -62,8 +62,10 @@ def qwen():
 def test_the_shipped_policy_stops_by_itself_and_loses_little(asked):
     own, kept = asked(policy="shapes")  # experiments/RESULTS.md has other questions
     whole, everything = asked("all")
+    quarter, _ = asked("random", 36)
     random, few = asked("random", 16)
     assert (everything == 144).all() and (few == 16).all()
+    assert 0.8 * whole < quarter < whole
     assert 12 < kept.mean() < 26 and kept.std() > 4
     # The standard error of so few answers is 1.9 %.
     assert whole > 0.92 and own > 0.95 * whole and own > random + 0.08

@@ -73,17 +73,8 @@ _HEADER = [
 ]
 
 _NAME = "stepprune-efficiency"
-_OF_A_PROCESS = (
-    "model",
-    "tokens",
-    "dtype",
-    "weights",
-    "policy_dtype",
-    "decoder_layers",
-    "text",
-    "new_tokens",
-    "attention",
-)
+# Flags that are kept with the results.
+_SETTINGS = ("dtype", "weights", "policy_dtype", "decoder_layers", "text", "new_tokens", "rounds")
 
 # Parts of an answer whose medians are shown: "rest" is the time to the first token but for the
 # first two, the language model's prefill and what the host does.
@@ -158,7 +149,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status, 1 if a row is left out."""
-    flags, begun = parse(arguments), time.perf_counter()
+    flags = parse(arguments)
     backbone = find_backbone(flags.model)
     if backbone.config.sizes_vary and not backbone.config.is_tiled:
         backbone = with_square_images(backbone, flags.tokens)
@@ -177,7 +168,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(["row", *(f"{part}, TFLOPs" for part in parts), "all"], cells))
         print(f"weights in {flags.dtype}, {flags.weights}: {held / 2**30:.2f} GiB")
         return 0
-    out = file_to_write("--json", flags.json)
+    out, left_out = file_to_write("--json", flags.json), {}
+    first = {}
+    if flags.first_answer:  # before this process holds memory of the device
+        try:
+            first = _first_answers(flags, names[-1])
+        except subprocess.CalledProcessError as error:
+            left_out["first answer"] = str(error)
+    begun = time.perf_counter()
     model = VLM(prepare_to_answer(random_weights(weights)), backbone)
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
@@ -189,24 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "layers": config.text.num_layers,
         "width": config.text.hidden_size,
         "tokens": config.max_image_tokens,
-        **{
-            name: getattr(flags, name)
-            for name in (
-                "dtype",
-                "weights",
-                "policy_dtype",
-                "decoder_layers",
-                "text",
-                "new_tokens",
-                "rounds",
-            )
-        },
+        **{name: getattr(flags, name) for name in _SETTINGS},
         "weights_bytes": held,
         "start_s": time.perf_counter() - begun,
         "execution": str(execution),
         "environment": environment(),
         "batches": {},
-        "left_out": {},
+        "first_answer": first,
+        "left_out": left_out,
     }
     for size in flags.batch:
         batch, measured, base = measure.draw_batch(backbone, size, flags.text), [], None
@@ -218,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception as error:
                 reason = f"{type(error).__name__}: " + str(error).partition("\n")[0]
                 tqdm.write(f"{row.name} is left out: {reason}", file=sys.stderr)
-                result["left_out"][f"{row.name}, batch {size}"] = reason
+                left_out[f"{row.name}, batch {size}"] = reason
                 if not isinstance(error, jax.errors.JaxRuntimeError):  # no fault of the device
                     traceback.print_exc()
             else:
@@ -229,13 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result["peak_bytes"] = peak_memory()
             out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(flush=True)
-    if flags.first_answer:
-        result["first_answer"] = found = _first_answers(flags, names[-1])
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        for kind, seconds in found.items():
-            print(f"first token of a process, {kind}: {_said(seconds)}")
+    for kind, seconds in first.items():
+        print(f"first token of a process, {kind}: {_said(seconds)}")
     print(f"wrote {out}")
-    return int(bool(result["left_out"]))
+    return int(bool(left_out))
 
 
 def _said(seconds: dict[str, float]) -> str:
@@ -253,7 +238,9 @@ def _first_answers(flags: argparse.Namespace, row: str) -> dict[str, dict[str, f
         own = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_ENABLE_COMPILATION_CACHE": "true"}
         own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         path = Path(folder, "result.json")
-        given = {name: getattr(flags, name) for name in _OF_A_PROCESS}
+        given = {
+            name: getattr(flags, name) for name in ("model", "tokens", "attention", *_SETTINGS)
+        }
         command = [sys.executable, "-m", "stepprune_jax.efficiency", "--json", str(path)]
         for name, value in (given | {"rows": row, "batch": flags.batch[0], "rounds": 1}).items():
             command += [f"--{name}", str(value)]

@@ -241,7 +241,7 @@ def notes(table: BenchmarkTable) -> list[str]:
 
 
 def _gains_no_time(table: BenchmarkTable) -> bool:
-    """Returns whether rows of fewer operations than all tokens take longer, the median of them."""
+    """Returns whether most rows that save operations take longer than all tokens."""
     if table.whole is None:
         return False
     (time, work), longer = (table.whole.mean(field) for field in ("ms", "gflops")), []

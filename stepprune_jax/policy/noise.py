@@ -85,15 +85,11 @@ def gate_tokens(
     """Gates, denoises and restores the image tokens, Eqs. (13) and (14); zero in the padding.
 
     Deep features behind them, if there are any, are gated by the same gate and not denoised.
-
-    A token of zeros carries nothing that a gate could hide, and stays as it is: it ends a row of
-    tiles of LLaVA-NeXT, which as noise would be a patch that shows something.
     """
     image, real = jnp.asarray(inputs.image), inputs.real[..., None]
     x = jnp.where(real, standardise(image, inputs.stats), 0)
     clean = restore(denoise(params, config, noise_gate(key, x, alpha)), inputs.stats)
-    some = real & jnp.any(image != 0, axis=-1, keepdims=True)
-    tokens = jnp.where(some, clean, 0).astype(image.dtype)
+    tokens = jnp.where(real, clean, 0).astype(image.dtype)
     if inputs.deep is None:
         return tokens
 

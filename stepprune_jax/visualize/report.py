@@ -303,7 +303,10 @@ def _examples(shown: Answered, file: AnswerFile, samples: int) -> tuple[str, str
         out = io.BytesIO()
         rows = [overlays[n : n + _COLUMNS] for n in range(0, len(overlays), _COLUMNS)]
         draw_rows(out, rows)
-        examples = _figure(out.getvalue(), f"Kept tokens of {name}, in the order of choice.")
+        examples = _figure(
+            out.getvalue(),
+            f"Kept tokens of {name}, in the order of choice: {shown.benchmark.title}.",
+        )
     return examples, distribution
 
 

@@ -66,6 +66,7 @@ def test_joined_matrices_give_what_separate_ones_do(llava):
     expected = answer(params, config, pixels, sequence)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(close, answer(joined, config, pixels, sequence), expected)
+    jax.tree.map(close, answer(unstack(joined), config, pixels, sequence), expected)
 
 
 def test_layers_of_32_mib_are_large():

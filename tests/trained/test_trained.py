@@ -10,8 +10,10 @@ import pytest
 
 from stepprune_jax import policy as functions
 from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, PolicyConfig
+from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.pruners import build_pruner, selector_of
 from stepprune_jax.trained import AutoSelect, AutoSelectConfig, StepPrune, autoselect
+from stepprune_jax.trained.base import carrying
 from stepprune_jax.trained.calibration import calibrate, read_calibration
 
 WIDTHS = {"feature_width": 16, "text_width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
@@ -217,3 +219,14 @@ def test_the_temperature_of_draws_is_an_option(config):
     assert found[0] != found[1] == found[2]
     with pytest.raises(ValueError, match=r"draw is -1\.0, expected"):
         build_pruner(budget=3, policy=policy, options={"draw": -1})
+
+
+def test_tokens_that_carry_nothing_are_left_out_by_the_gate():
+    """Vectors of zeros, such as the ends of rows of LLaVA-NeXT's tiles, are no noise."""
+    image = jax.random.normal(jax.random.key(0), (1, 6, 16)).at[0, 2].set(0)
+    stats = FeatureStats(*(jnp.full(16, x) for x in (0.5, 2.0)), jnp.ones(()))
+    inputs = Inputs(image, image_mask=carrying(image, jnp.ones((1, 6), bool)), stats=stats)
+    params = functions.init_policy(jax.random.key(1), CONFIG)
+    gated = gate_tokens(params, CONFIG, jax.random.key(2), inputs, jnp.full((1, 6), 0.3))
+    changed = np.asarray(jnp.any(gated != image, axis=-1))[0]
+    assert changed.tolist() == [True, True, False, True, True, True]

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar
 
 import jax
@@ -43,11 +44,15 @@ class QwenBackbone(Backbone):
     Attributes:
         PROCESSOR: class of the processor in `transformers`.
         SYSTEM: what the system says by the template; None for nothing.
+        TOWER: the family's module with `init_vision` and `encode`.
+        WEIGHTS: the family's module with `rules`.
     """
 
     config: PatchModelConfig
     PROCESSOR: ClassVar[str]
     SYSTEM: ClassVar[str | None] = None
+    TOWER: ClassVar[ModuleType]
+    WEIGHTS: ClassVar[ModuleType]
 
     def is_harmless(self, name: str) -> bool:
         return self.config.text.tie_embeddings and name == weights.HEAD + ".weight"
@@ -117,7 +122,27 @@ class QwenBackbone(Backbone):
             said.append(f"{_START}{_ROLES[number % 2]}\n{message}{end}")
         return "\n".join(said)
 
-    def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
+    def weight_rules(self) -> tuple[WeightRule, ...]:
+        return self.WEIGHTS.rules(self.config.vision)
+
+    def init_params(self, key: Array) -> Params:
+        vision, language = jax.random.split(key)
+        return {
+            **self.TOWER.init_vision(vision, self.config.vision),
+            "language": decoder.init_language(language, self.config.text),
+        }
+
+    def encode_image(
+        self,
+        params: Params,
+        pixels: Patches,
+        taps: Sequence[Tap] = (),
+        execution: Execution = Execution(),
+    ) -> tuple[Float[Array, "i n w"], dict[str, Array]]:
+        pixels = self.normalise(pixels)
+        return self.TOWER.encode(params, self.config.vision, pixels, taps, execution)
+
+    def project(self, params: Params, features: Float[Array, "*b w"]) -> Float[Array, "*b e"]:
         return features  # merged tokens already have the language model's width
 
     def image_positions(
@@ -139,6 +164,7 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
     CONTEXT_LIMIT = 32768  # the longest row of training
     PROCESSOR = "Qwen2_5_VLProcessor"
     SYSTEM = "You are a helpful assistant."
+    TOWER, WEIGHTS = tower, weights
     SHARDING_RULES = weights.SHARDING_RULES
     VISION_PREFIX = weights.VISION
 
@@ -153,26 +179,6 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
     @classmethod
     def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
         return renamed(name, weights.PREFIXES)
-
-    def weight_rules(self) -> tuple[WeightRule, ...]:
-        return weights.rules(self.config.vision)
-
-    def init_params(self, key: Array) -> Params:
-        vision, language = jax.random.split(key)
-        return {
-            **tower.init_vision(vision, self.config.vision),
-            "language": decoder.init_language(language, self.config.text),
-        }
-
-    def encode_image(
-        self,
-        params: Params,
-        pixels: Patches,
-        taps: Sequence[Tap] = (),
-        execution: Execution = Execution(),
-    ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
-        pixels = self.normalise(pixels)
-        return tower.encode(params, self.config.vision, pixels, taps, execution)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
         # With the attention of whole windows; the merger counts as the projector.

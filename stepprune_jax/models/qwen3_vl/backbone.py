@@ -5,21 +5,12 @@ words.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
-import jax
-from jaxtyping import Array, Float
-
-from stepprune_jax.models import decoder
-from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
 from stepprune_jax.models.qwen2_5_vl.backbone import QwenBackbone
-from stepprune_jax.models.qwen2_5_vl.images import Patches
 from stepprune_jax.models.qwen3_vl import tower, weights
 from stepprune_jax.models.qwen3_vl.config import Qwen3Config
-from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.models.weights import WeightRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +22,7 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
     SUPPORTED = "Qwen3-VL without experts (model_type 'qwen3_vl')"
     CONTEXT_LIMIT = 262144  # the longest row of training
     PROCESSOR = "Qwen3VLProcessor"
+    TOWER, WEIGHTS = tower, weights
     SHARDING_RULES = weights.SHARDING_RULES
     VISION_PREFIX = weights.VISION
 
@@ -45,26 +37,6 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
     @classmethod
     def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
         return name
-
-    def weight_rules(self) -> tuple[WeightRule, ...]:
-        return weights.rules(self.config.vision)
-
-    def init_params(self, key: Array) -> Params:
-        vision, language = jax.random.split(key)
-        return {
-            **tower.init_vision(vision, self.config.vision),
-            "language": decoder.init_language(language, self.config.text),
-        }
-
-    def encode_image(
-        self,
-        params: Params,
-        pixels: Patches,
-        taps: Sequence[Tap] = (),
-        execution: Execution = Execution(),
-    ) -> tuple[Float[Array, "i n w"], dict[str, Array]]:
-        pixels = self.normalise(pixels)
-        return tower.encode(params, self.config.vision, pixels, taps, execution)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
         # With the mergers, which read all tokens: nothing is left for a projector of the kept ones.
