@@ -19,7 +19,7 @@ DEMO_CONFIG ?= configs/sampled.py:shapes
 DATA ?= $(RUN)/data
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test test-core test-serving test-published test-slow fuzz lint bench aot docs tutorials env clean
+.PHONY: demo report test test-lab test-core test-serving test-published test-slow fuzz lint bench aot docs tutorials env clean
 
 env: $(VENV)/.installed
 
@@ -52,8 +52,15 @@ report: $(VENV)/.runtime
 
 PYTEST = $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# `make test-lab` tests what a wheel does not contain.
+LAB_TESTS = tests/experiments tests/tools tests/examples
+
 test: env
-	$(PYTEST)
+	$(PYTEST) $(addprefix --ignore=,$(LAB_TESTS))
+
+# Experiments, tools and examples.
+test-lab: env
+	$(PYTEST) $(LAB_TESTS)
 
 # Policies alone, where nothing but jax is installed: the oldest jax that they run on, and the newest.
 CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/trained/test_,autoselect.py diagnosis.py trained.py)

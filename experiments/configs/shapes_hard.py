@@ -3,8 +3,6 @@ r"""StepPrune on the second level of the shapes world, where the order of choice
     python -m experiments.shapes --out data/shapes_hard --level 2
     python train.py --config experiments/configs/shapes_hard.py
     python eval.py --config experiments/configs/shapes_hard.py
-    python -m experiments.studies.sequence --config experiments/configs/shapes_hard.py \
-        --workdir runs/shapes_hard
 
 The frozen model is that of `experiments/configs/pretrain_shapes_hard.py`, about three hours on two
 cores. That of experiments/RESULTS.md is in the history of the repository, for

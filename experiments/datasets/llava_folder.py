@@ -1,14 +1,11 @@
-"""Writes data folders in LLaVA's format: what importers of other data sets share."""
+"""Writes data folders in LLaVA's format."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from stepprune_jax.data.json_files import write_json_lines
-from stepprune_jax.user_input import UserError
 
 
 class Asked(NamedTuple):
@@ -25,17 +22,6 @@ class Asked(NamedTuple):
     answer: str
     category: str
     image: str
-
-
-def validation_images(numbers: Sequence[int], share: float, seed: int) -> set[int]:
-    """Chooses the training images that become the validation split."""
-    count = round(share * len(numbers)) if 0 < share < 1 else 0
-    if not 0 < count < len(numbers):
-        raise UserError(
-            f"validation_share is {share}, expected a share from 0 to 1 that leaves some of the "
-            f"{len(numbers)} training images to each split"
-        )
-    return set(np.random.default_rng(seed).permutation(np.asarray(numbers))[:count].tolist())
 
 
 def write_conversations(out: Path, asked: Sequence[Asked]) -> None:

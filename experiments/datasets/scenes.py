@@ -1,7 +1,7 @@
 """Descriptions of the images of a data folder's questions, in ``SPLIT_scenes.jsonl``.
 
-A line is ``{"question_id", "complexity", "relevant"}``, of which studies read how many patches an
-answer depends on, and which. ``alike`` may list the patches of objects.
+A line is ``{"question_id", "complexity", "relevant"}``, and names the patches that the answer
+depends on.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,10 @@ class Scene(NamedTuple):
         complexity: number of objects.
         relevant: patches that the answer depends on, numbered row by row from 0, in the order in
             which one has to look at them, if there is one.
-        alike: patches of objects, those of look-alikes together; empty if unknown.
     """
 
     complexity: int
     relevant: tuple[int, ...]
-    alike: tuple[tuple[int, ...], ...] = ()
 
 
 def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
@@ -36,15 +34,9 @@ def read_scenes(file: str | Path, questions: Sequence[Question]) -> list[Scene]:
             value, "complexity", where, lambda n: is_count(n, 0), "a whole number from 0"
         )
         relevant = field(value, "relevant", where, _are_patches, "a list of patch numbers")
-        groups = {"alike": [], **value}
-        alike = field(groups, "alike", where, _are_groups, "lists of patch numbers")
-        scenes.append(Scene(complexity, tuple(relevant), tuple(map(tuple, alike))))
+        scenes.append(Scene(complexity, tuple(relevant)))
     return scenes
 
 
 def _are_patches(value: object) -> bool:
     return isinstance(value, list) and all(is_count(number, 0) for number in value)
-
-
-def _are_groups(value: object) -> bool:
-    return isinstance(value, list) and all(map(_are_patches, value))

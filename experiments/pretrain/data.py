@@ -64,11 +64,9 @@ def read_data(
     pixels = backbone.pixel_cache(settings, 4 << 30)
     groups, patches = _measure(backbone, samples, pixels)
     file = folder / PATCHES_FILE
-    unread = backbone.config.is_tiled and file.is_file()
-    require(not unread, f"{file}: labels of one grid, and the model sees tiles")
     labels, words = _read_labels(file, len(samples), patches)
     tower = bool(labels) and run.tower.steps > 0
-    trains = tower or run.language.train_tower or bool(run.init)
+    trains = tower or run.language.train_tower
     expected = f"True: nothing else trains the tower, without steps or {folder / PATCHES_FILE}"
     run.language.expect("train_tower", trains, expected)
     most = int(np.bincount(groups).max())

@@ -1,7 +1,6 @@
 """A small model from scratch, from the settings of a run to a folder in the Hugging Face layout."""
 
 import contextlib
-import dataclasses
 import math
 import os
 import shutil
@@ -36,9 +35,9 @@ from experiments.pretrain.update import (
     start,
     tower_update,
 )
-from experiments.pretrain.vocabulary import build_tokenizer, take_rows
+from experiments.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.checkpoints.identity import file_identity
-from stepprune_jax.checkpoints.load import VLM, load_vlm
+from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.models.backbone import Backbone
@@ -224,29 +223,12 @@ def _wide(label: np.ndarray) -> np.ndarray:
 
 
 def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbone, Any]:
-    """Returns initial weights, backbone and tokenizer: random ones, or those of `run.init`.
-
-    The vocabulary of the latter is extended by words of the data that it lacks.
-    """
-    texts = [turn for sample in samples for turn in sample.turns]
-    old = load_vlm(run.init, dtype=np.float32, use="training") if run.init else None
+    """Returns randomly initialized weights, the backbone, and the tokenizer."""
     small = SMALL[run.model.family]
-    if old is not None:
-        expected = f"a folder of {' or '.join(map(repr, small.FROM))}"
-        run.expect("init", old.backbone.name in small.FROM, expected)
-        texts += [word for word in old.tokenizer.get_vocab() if word.isalnum()]
+    texts = [turn for sample in samples for turn in sample.turns]
     tokenizer = build_tokenizer(texts, small.TEMPLATE)
-    key, backbone = jax.random.key(run.seed), small.make_backbone(run.model, tokenizer)
-    if old is None:
-        return small.init_params(key, backbone), backbone, tokenizer
-    language, lacking = take_rows(key, old.params["language"], old.tokenizer, tokenizer)
-    distributed.say(f"words missing in {run.init}: {', '.join(lacking) or 'none'}")
-    new = backbone.config
-    text = dataclasses.replace(old.config.text, vocab_size=new.text.vocab_size)
-    ids = {"image_token_id": new.image_token_id, "pad_token_id": new.pad_token_id}
-    backbone, params = small.adopt(old.backbone, old.params | {"language": language}, run.model)
-    backbone = backbone.replace(text=text, **ids, eos_token_ids=new.eos_token_ids)
-    return params, backbone, tokenizer
+    backbone = small.make_backbone(run.model, tokenizer)
+    return small.init_params(jax.random.key(run.seed), backbone), backbone, tokenizer
 
 
 def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:
@@ -269,8 +251,7 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
             return None
         # Fetched, as stages may use different devices.
         params = jax.device_get(params)
-        if not run.init:
-            params = _start_language(params, backbone, data)
+        params = _start_language(params, backbone, data)
         for name in ["language"] + ["noise"] * (run.noise.steps > 0):
             params = pretrainer.train_language(name, params)
             if params is None:

@@ -27,10 +27,9 @@ class ShapeSettings(Settings, path="config.model"):
     """The shape of the model.
 
     Attributes:
-        family: "llava", "llava_next" or "qwen2_5_vl".
-        image_size: height and width of its images in pixels, of the largest where they differ, and
-            of LLaVA-NeXT's tiles; a multiple of `token_size`.
-        tiles: tiles along an edge; LLaVA-NeXT's alone.
+        family: "llava" or "qwen2_5_vl".
+        image_size: height and width of its images in pixels, of the largest where they
+            differ; a multiple of `token_size`.
         least_size: of the smallest images. This and the fields that say so are Qwen2.5-VL's alone.
         patch_size: height and width of a patch.
         vision_width: width of the tower.
@@ -50,9 +49,8 @@ class ShapeSettings(Settings, path="config.model"):
         rope_sections: pairs of a head's channels for time, row and column; Qwen2.5-VL's.
     """
 
-    family: str = choice("llava", ("llava", "llava_next", "qwen2_5_vl"))
+    family: str = choice("llava", ("llava", "qwen2_5_vl"))
     image_size: int = count(96)
-    tiles: int | None = count(None)
     least_size: int | None = count(None)
     patch_size: int = count(8)
     vision_width: int = count(128)
@@ -73,7 +71,6 @@ class ShapeSettings(Settings, path="config.model"):
     def __post_init__(self):
         super().__post_init__()
         own = {"llava": ("feature_layer",), "qwen2_5_vl": _OF_QWEN}
-        own["llava_next"] = (*own["llava"], "tiles")
         for name in dict.fromkeys(name for names in own.values() for name in names):
             given, mine = getattr(self, name) is not None, name in own[self.family]
             expected = f"{'a value' if mine else 'none'} where family is {self.family!r}"
@@ -203,7 +200,6 @@ class Pretraining(Settings):
 
     Attributes:
         seed: seed of weights and of the order of samples.
-        init: model folder to start from; empty for random weights.
         micro_batch: images whose gradient is computed at once.
         cpu_devices: CPU devices; 0 leaves their number to jax.
         log_every: updates between lines of metrics.
@@ -217,7 +213,6 @@ class Pretraining(Settings):
     """
 
     seed: int = count(0, least=0)
-    init: str = ""
     micro_batch: int = count(8)
     cpu_devices: int = count(2, least=0, free=True)
     log_every: int = count(20, free=True)
@@ -234,8 +229,6 @@ class Pretraining(Settings):
         expected = f"a multiple of micro_batch ({self.micro_batch})"
         for stage in (self.tower, self.language, self.noise):
             stage.expect("batch_size", stage.batch_size % self.micro_batch == 0, expected)
-        starts = bool(self.init) or self.model.family != "llava_next"
-        self.expect("init", starts, "the folder of a small LLaVA, which a LLaVA-NeXT starts from")
         n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
         self.language.expect("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
         if self.language.thinned_share or self.noise.thinned_share:

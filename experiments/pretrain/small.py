@@ -5,7 +5,6 @@ The stages ask no family; all they need besides `models.backbone` is here. A fam
 * `TEMPLATE`: tokens of its prompts.
 * `TOWER`, `CONNECTOR`: parts of the weights that learn from labels of patches, and those before
   the language model that learn together with it.
-* `FROM`: families whose weights it can start from; `adopt` turns such a model into one of its own.
 * `make_backbone` and `image_settings` of a shape; `init_params`, whose tower looks at neighbouring
   patches from the start.
 * `states`: what heads read labels from: visual tokens, and the class token, if any.
@@ -16,14 +15,13 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from experiments.pretrain import small_llava, small_llava_next, small_qwen
+from experiments.pretrain import small_llava, small_qwen
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 
 SMALL: dict[str, Any] = {
     "llava": small_llava,
-    "llava_next": small_llava_next,
     "qwen2_5_vl": small_qwen,
 }
 

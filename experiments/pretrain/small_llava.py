@@ -10,7 +10,6 @@ from experiments.pretrain.structure import init_tower, standardising_projector
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import vlm
-from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.llava import Llava, LlavaConfig, tower
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.llava.images import LlavaImageSettings
@@ -26,7 +25,6 @@ TEMPLATE = Template(
 )
 TOWER = ("vision",)
 CONNECTOR = ("projector",)
-FROM = ("llava",)
 
 
 def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Llava:
@@ -75,9 +73,3 @@ def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "
     """Folds the standardisation of features into the projector's first layer."""
     features = features[jnp.asarray(real)][None]
     return params | {"projector": standardising_projector(params["projector"], features)}
-
-
-def adopt(backbone: Backbone, params: Params, shape: ShapeSettings) -> tuple[Backbone, Params]:
-    """Returns a model to start from as it is; its own shape counts, not the given one."""
-    del shape
-    return backbone, params

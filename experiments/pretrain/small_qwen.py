@@ -16,7 +16,6 @@ from experiments.pretrain.settings import ShapeSettings
 from experiments.pretrain.structure import AROUND
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.models import vlm
-from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches, QwenImageSettings
@@ -34,7 +33,6 @@ TEMPLATE = Template(
 # The merger reads four patches for a token, so it learns their labels with the rest of the tower.
 TOWER = ("vision", "merger")
 CONNECTOR = ("merger",)
-FROM = ("qwen2_5_vl",)
 
 _SHARPNESS = 10.0  # of a local head: the neighbour meant gets e^4.6 times the weight of the next
 _CONTENT = 0.1  # of what patches show in the score of a local head
@@ -118,9 +116,3 @@ def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "
         "bias": (merger["down"]["bias"] - jnp.mean(known, 0)) * scale,
     }
     return params | {"merger": merger | {"down": down}}
-
-
-def adopt(backbone: Backbone, params: Params, shape: ShapeSettings) -> tuple[Backbone, Params]:
-    """Returns a model to start from as it is; its own shape counts, not the given one."""
-    del shape
-    return backbone, params

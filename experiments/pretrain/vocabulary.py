@@ -4,13 +4,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array
-
-from stepprune_jax.models.stack import Params
-
 
 class Template(NamedTuple):
     """Tokens of a family's prompts.
@@ -70,23 +63,3 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
     tokenizer.add_tokens([tokenizers.AddedToken(template.system, normalized=False)])
     tokenizer.add_tokens(list(template.added), special_tokens=True)
     return tokenizer
-
-
-def take_rows(key: Array, params: Params, old: Any, new: Any) -> tuple[Params, list[str]]:
-    """Converts a language model's embedding and head, if it has one, to another vocabulary."""
-    known, wanted = old.get_vocab(), new.get_vocab()
-    words = sorted(wanted, key=wanted.get)
-    source = np.asarray([known.get(word, -1) for word in words])
-    fresh = source < 0
-
-    def rows(key: Array, table: Array) -> Array:
-        drawn = jnp.std(table) * jax.random.normal(key, (len(words), table.shape[1]), table.dtype)
-        return jnp.where(fresh[:, None], drawn, table[np.maximum(source, 0)])
-
-    embed_key, head_key = jax.random.split(key)
-    table = jnp.asarray(params["embed"]["embedding"])
-    changed = {"embed": {"embedding": rows(embed_key, table)}}
-    if "head" in params:  # not if it is the embedding
-        changed["head"] = {"kernel": rows(head_key, jnp.asarray(params["head"]["kernel"]).T).T}
-    lacking = [word for word, absent in zip(words, fresh, strict=True) if absent]
-    return params | changed, lacking

@@ -14,12 +14,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--test_seed", type=int, help="seed of test scenes; default: --seed")
     for split, scenes in (("train", 3000), ("validation", 150), ("test", 520)):
         parser.add_argument(f"--{split}", type=int, default=scenes, help=f"{split} scenes")
-    parser.add_argument(
-        "--level",
-        type=int,
-        default=1,
-        help="1, 2 for crowds and chains, 3 for small shapes on large images",
-    )
+    parser.add_argument("--level", type=int, default=1, help="1, or 2 for crowds and chains")
     parser.add_argument("--side", type=int, help="side of the images in pixels")
     parser.add_argument("--grid", type=int, help="patches along an edge")
     parser.add_argument(

@@ -117,14 +117,6 @@ def _odd(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
     return Query("odd", text, getattr(shape, key), (_patch(shape, grid),), mentions)
 
 
-def alike(scene: Scene, grid: int) -> list[list[int]]:
-    """Returns the patches of the shapes, those of look-alikes together."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for shape in sorted(scene.shapes, key=_patch):
-        groups.setdefault(shape[:2], []).append(_patch(shape, grid))
-    return list(groups.values())
-
-
 FAMILIES = {
     "distinct": _distinct,
     "odd": _odd,

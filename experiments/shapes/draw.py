@@ -90,9 +90,8 @@ def render(scene: Scene, side: int = SIDE) -> Image.Image:
     for stroke in scene.strokes:
         ends = [tuple(scale * v for v in point) for point in (stroke.start, stroke.end)]
         canvas.line(ends, fill=(stroke.shade,) * 3, width=max(1, round(scale)))
-    radius = DOT_RADIUS / 2 if scene.fine else DOT_RADIUS
     for dot in scene.dots:
-        x, y, r = (scale * value for value in (dot.x, dot.y, radius))
+        x, y, r = (scale * value for value in (dot.x, dot.y, DOT_RADIUS))
         canvas.ellipse((x - r, y - r, x + r, y + r), fill=_tinted(dot.color, random))
     for shape in scene.shapes:
         _fill(canvas, shape, scale, _tinted(shape.color, random))

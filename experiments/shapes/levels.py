@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.shapes import crowds
 from experiments.shapes.questions import FAMILIES, Query
-from experiments.shapes.scene import CROWD_GRID, FINE_GRID, GRID, SIDE, Scene
+from experiments.shapes.scene import CROWD_GRID, GRID, SIDE, Scene
 
 
 class Level(NamedTuple):
@@ -21,7 +21,6 @@ class Level(NamedTuple):
             None.
         weights: frequency of each family.
         slow: the families that a small model learns last.
-        fine: whether its shapes and dots are half as large; images are seen in 2 x 2 tiles.
     """
 
     side: int
@@ -30,14 +29,8 @@ class Level(NamedTuple):
     families: Mapping[str, Callable[[Scene, np.random.Generator, int], Query | None]]
     weights: tuple[float, ...]
     slow: tuple[str, ...]
-    fine: bool = False
 
 
-# Those whose answers are seen in single tiles, or in the whole image.
-_FINE_FAMILIES = (
-    *("color", "shape", "existence", "counting"),
-    *("comparison", "position", "majority", "background"),
-)
 LEVELS = {
     # Families that need many tokens are drawn more often; those learned last are about geometry
     # and number.
@@ -57,15 +50,6 @@ LEVELS = {
         weights=(1.0, 1.0, 0.8, 2.0, 3.0, 4.0, 4.0, 4.0),
         slow=("one step", "two steps", "three steps"),
     ),
-    3: Level(
-        side=2 * SIDE,
-        grid=FINE_GRID,
-        crowd=False,
-        families={name: FAMILIES[name] for name in _FINE_FAMILIES},
-        weights=(1.5, 1.5, 1.2, 1.6, 1.2, 0.6, 1.6, 0.6),
-        slow=("counting",),
-        fine=True,
-    ),
 }
 
 
@@ -78,9 +62,10 @@ def ask(
     level: int = 1,
 ) -> list[Query]:
     """Draws different questions about a scene."""
-    _, _, _, families, weights, slow, _ = LEVELS[level]
+    families, slow = LEVELS[level].families, LEVELS[level].slow
     makers, queries = list(families.values()), {}
-    weights = np.asarray(weights) * [emphasis if name in slow else 1.0 for name in families]
+    factors = [emphasis if name in slow else 1.0 for name in families]
+    weights = np.asarray(LEVELS[level].weights) * factors
     for _ in range(12 * count):
         maker = makers[int(random.choice(len(makers), p=weights / weights.sum()))]
         query = maker(scene, random, grid)

@@ -25,8 +25,6 @@ _CLEAR = 1.0  # distance in pixels of a shape's middle from the edges of its pat
 
 CROWD_GRID = 16  # patches along an edge of a crowd, each with one shape or none
 REACH = 3  # patches to a neighbour in a crowd, at most
-FINE_GRID = 24  # patches along an edge of a fine scene, in 2 x 2 tiles
-_FINE_LARGEST = 4.5  # radius, in units of `SIDE`
 # Where each direction leads: patches down and to the right.
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 
@@ -67,8 +65,6 @@ class Scene(NamedTuple):
         shapes: one to eight, or in a crowd twenty to forty; large ones first.
         dots: None, or a dozen and more in two colours.
         strokes: distractors.
-        fine: whether shapes and dots are half as large as usual, so that an image reduced to `SIDE`
-            pixels hardly shows them.
     """
 
     background: str
@@ -77,7 +73,6 @@ class Scene(NamedTuple):
     shapes: tuple[Shape, ...]
     dots: tuple[Dot, ...]
     strokes: tuple[Stroke, ...]
-    fine: bool = False
 
     @property
     def complexity(self) -> int:
@@ -92,17 +87,16 @@ def cell_of(x: float, y: float, grid: int = GRID) -> int:
 
 
 def _into_patch(at: np.ndarray) -> np.ndarray:
-    """Moves a point to be clearly inside one patch, also of a grid twice as fine."""
+    """Moves a point to be clearly inside one patch of a grid with cells half as wide."""
     cell = CELL / 2
     corner = at // cell * cell
     return corner + np.clip(at - corner, _CLEAR, cell - _CLEAR)
 
 
-def _place_shapes(random: np.random.Generator, fine: bool) -> list[Shape]:
-    """Places one to eight separate shapes; the more, the smaller on average, unless all are."""
+def _place_shapes(random: np.random.Generator) -> list[Shape]:
+    """Places one to eight separate shapes; more shapes are smaller on average."""
     wanted = int(random.integers(1, MOST_SHAPES + 1))
     largest = _LARGEST if wanted <= 3 else (16.0 if wanted <= 5 else 12.0)
-    smallest, largest = (_SMALLEST / 2, _FINE_LARGEST) if fine else (_SMALLEST, largest)
     placed: list[Shape] = []
     for _ in range(wanted):
         if placed and random.random() < 0.35:  # repeated, in kind and colour
@@ -110,7 +104,7 @@ def _place_shapes(random: np.random.Generator, fine: bool) -> list[Shape]:
         else:
             kind, color = str(random.choice(SHAPES)), str(random.choice(list(COLORS)))
         for _ in range(40):
-            radius = float(random.uniform(smallest, largest))
+            radius = float(random.uniform(_SMALLEST, largest))
             x, y = _into_patch(random.uniform(radius + 1, SIDE - radius - 1, 2))
             if all(np.hypot(x - o.x, y - o.y) > radius + o.radius + 2 for o in placed):
                 placed.append(Shape(kind, color, float(x), float(y), radius))
@@ -118,13 +112,12 @@ def _place_shapes(random: np.random.Generator, fine: bool) -> list[Shape]:
     return sorted(placed, key=lambda shape: -shape.radius)
 
 
-def _place_dots(random: np.random.Generator, shapes: list[Shape], fine: bool) -> list[Dot]:
+def _place_dots(random: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
     """Places dots in free patches, in two colours of which one is clearly more frequent."""
-    free, grid = [], FINE_GRID if fine else GRID
-    cell_side = SIDE / grid
-    for cell in range(grid * grid):
-        x, y = (cell % grid + 0.5) * cell_side, (cell // grid + 0.5) * cell_side
-        if all(np.hypot(x - o.x, y - o.y) > 1.1 * o.radius + cell_side / 2 for o in shapes):
+    free = []
+    for cell in range(GRID * GRID):
+        x, y = (cell % GRID + 0.5) * CELL, (cell // GRID + 0.5) * CELL
+        if all(np.hypot(x - o.x, y - o.y) > 1.1 * o.radius + CELL / 2 for o in shapes):
             free.append((x, y))
     most = min(len(free), 90)
     if most < 12:
@@ -135,7 +128,7 @@ def _place_dots(random: np.random.Generator, shapes: list[Shape], fine: bool) ->
     colors = random.choice(list(COLORS), 2, replace=False)
     dots = []
     for number, at in enumerate(random.permutation(len(free))[:total]):
-        x, y = free[at] + random.uniform(-1, 1, 2) * (cell_side / CELL)
+        x, y = free[at] + random.uniform(-1, 1, 2)
         dots.append(Dot(str(colors[int(number >= first)]), float(x), float(y)))
     return dots
 
@@ -185,10 +178,10 @@ def _place_crowd(random: np.random.Generator) -> list[Shape]:
     return sorted(shapes, key=lambda shape: -shape.radius)
 
 
-def draw_scene(random: np.random.Generator, crowd: bool = False, fine: bool = False) -> Scene:
-    """Draws a scene; a crowd is never fine."""
-    shapes = _place_crowd(random) if crowd else _place_shapes(random, fine)
-    dots = _place_dots(random, shapes, fine) if not crowd and random.random() < 0.85 else []
+def draw_scene(random: np.random.Generator, crowd: bool = False) -> Scene:
+    """Draws a scene."""
+    shapes = _place_crowd(random) if crowd else _place_shapes(random)
+    dots = _place_dots(random, shapes) if not crowd and random.random() < 0.85 else []
     strokes = []
     for _ in range(int(random.integers(0, 6))):
         start = random.uniform(0, SIDE, 2)
@@ -202,5 +195,4 @@ def draw_scene(random: np.random.Generator, crowd: bool = False, fine: bool = Fa
         shapes=tuple(shapes),
         dots=tuple(dots),
         strokes=tuple(strokes),
-        fine=fine,
     )

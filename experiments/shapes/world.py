@@ -51,7 +51,7 @@ def scene_at(
 ) -> tuple[Scene, list[Query]]:
     """Returns one scene of the world and its questions, without writing anything."""
     random = np.random.default_rng([seed, _SPLITS[split], number])
-    scene = draw_scene(random, LEVELS[level].crowd, LEVELS[level].fine)
+    scene = draw_scene(random, LEVELS[level].crowd)
     grid = grid or LEVELS[level].grid
     return scene, ask(scene, random, grid=grid, emphasis=emphasis, level=level)
 
@@ -135,15 +135,12 @@ def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
     """Writes a question file with its answers and scenes."""
     asked, scenes = [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, split, count)):
-        more = {}
-        if LEVELS[to.level].crowd:
-            more["alike"] = crowds.alike(scene, to.size(number)[1])
         for query in queries:
             name = f"{split}_{len(asked):06d}"
             asked.append(_asked(query, split, number))
             relevant = list(query.relevant)
             scenes.append(
-                {"question_id": name, "complexity": scene.complexity, "relevant": relevant} | more
+                {"question_id": name, "complexity": scene.complexity, "relevant": relevant}
             )
     write_questions(to.folder, split, asked)
     write_json_lines(to.folder / f"{split}_scenes.jsonl", scenes)
@@ -184,10 +181,9 @@ def write_world(
         sizes: sides of the images in pixels, used in turn, instead of `side`; patches have
             `side / grid` pixels in all of them, and their labels give places relative to the patch.
         emphasis: factor on the frequency of families that are learned last, in training questions.
-        level: 1, 2 for crowds of look-alikes and questions of several steps, or 3 for shapes and
-            dots of half the size on images of twice the side. On level 2, the relevant patches of
-            an answer follow its chain, the scenes of questions list the patches of look-alikes
-            (`alike`), and the labels of patches have `value_next`, `crowds.distances`.
+        level: 1, or 2 for crowds of look-alikes and questions of several steps. On level 2, the
+            relevant patches of an answer follow its chain, and the labels of patches have
+            `value_next`, `crowds.distances`.
 
     Returns:
         The folder.

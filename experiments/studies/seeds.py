@@ -4,10 +4,8 @@ r"""Trains and evaluates every trained row on several seeds; means and standard 
         --seeds 0 1 2 3 4 --rows default literal autoselect --processes 2
 
 Each run is in WORKDIR/ROW-SEED. The same command resumes after an interruption. All trained rows
-are evaluated; `--set eval.methods=all,random` selects the others.
-
-`--rows default default+fast` also trains the default with a trial, a change of `variants.TRIALS`.
-With `--set data.folder=FOLDER`, the questions can be others than those of the published results.
+are evaluated; `--set eval.methods=all,random` selects the untrained rows.
+`--set data.folder=FOLDER` names another data folder.
 """
 
 import argparse
@@ -23,7 +21,6 @@ from typing import Any, NamedTuple
 from experiments.datasets.scenes import read_scenes
 from experiments.report.records import Records, accuracy_table, full_row, read_records
 from experiments.report.statistics import stop_figures
-from experiments.studies.command import study_parser
 from experiments.studies.processes import Job, run_jobs
 from experiments.studies.spread import (
     budget_table,
@@ -32,24 +29,19 @@ from experiments.studies.spread import (
     pack,
     summarise,
 )
-from experiments.studies.variants import (
-    TRIALS,
-    VARIANTS,
-    VariantConfig,
-    variant_configs,
-)
 from stepprune_jax import configurations, training
 from stepprune_jax.benchmarks.answer_files import ANSWERS, digest
 from stepprune_jax.benchmarks.folder import BENCHMARK
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy
-from stepprune_jax.cli.command_line import exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.data.json_files import read_json_object, write_json
 from stepprune_jax.data.source import TRAIN_FILE
 from stepprune_jax.evaluation.calibrate import Biases
 from stepprune_jax.evaluation.cells import markdown_rows
 from stepprune_jax.evaluation.generate_stage import Task, answer_tasks, load_model, read_sample
+from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import (
     EvalSettings,
@@ -63,6 +55,47 @@ from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
 
 RESULTS = "results.json"
+
+
+class Variant(NamedTuple):
+    """A way to train a policy, which is a row of the table.
+
+    Attributes:
+        method: name in tables.
+        argument: argument of the configuration file.
+        changes: changes to the configuration, each "field=value".
+        rate_factor: factor on the learning rates of the configuration.
+    """
+
+    method: str
+    argument: str = ""
+    changes: tuple[str, ...] = ()
+    rate_factor: float = 1.0
+
+
+# By name on the command line. The scorer has the text gate and the learning rates that serve it
+# best (experiments/RESULTS.md).
+VARIANTS = {
+    "default": Variant(DEFAULT),
+    "literal": Variant("StepPrune literal", ":literal"),
+    "autoselect": Variant(
+        "AutoSelect-like",
+        changes=("method=autoselect", "text_gate_anneal=0.1"),
+        rate_factor=0.5,
+    ),
+}
+
+
+def variant_run(config: str, key: str, changes: Sequence[str]) -> training.Run:
+    """Loads the configuration of a variant; `changes` of the command line come last."""
+    variant = VARIANTS[key]
+    path, variant_changes = f"{config}{variant.argument}", [*variant.changes]
+    if variant.rate_factor != 1:
+        optimizer = configurations.load(path, variant_changes).optimizer
+        for name in ("lr", "final_lr", "muon_lr"):
+            rate = variant.rate_factor * getattr(optimizer, name)
+            variant_changes.append(f"optimizer.{name}={rate}")
+    return configurations.load(path, [*variant_changes, *changes])
 
 
 class Run(NamedTuple):
@@ -93,11 +126,13 @@ class Run(NamedTuple):
 
 def main(argv: list[str] | None = None) -> None:
     """Trains missing runs and evaluates."""
-    parser = study_parser(__doc__)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="configuration, a name or a file")
+    change = parser.add_argument("--set", nargs="+", default=[], dest="changes")
+    change.metavar, change.help = "FIELD=VALUE", "fields to change, such as seed=1"
     parser.add_argument("--workdir", required=True, help="folder for runs, data and report")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    rows = parser.add_argument("--rows", nargs="+", default=list(VARIANTS))
-    rows.help = f"some of {', '.join(VARIANTS)}; or trials of them, with +{', +'.join(TRIALS)}"
+    parser.add_argument("--rows", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     at_a_time = "runs trained at a time"
     parser.add_argument("--processes", type=integer_from(1), default=1, help=at_a_time)
     # For child processes: only train, on these processors.
@@ -122,7 +157,10 @@ def run_seeds(
         os.sched_setaffinity(0, cpus)
     workdir = Path(workdir).resolve()
     evaluation = configurations.load(config, changes)
-    planned = variant_configs(config, rows, changes)
+    if not rows or len({*rows}) != len(rows) or not VARIANTS.keys() >= {*rows}:
+        expected = f"distinct ones of {', '.join(VARIANTS)}"
+        raise UserError(f"--rows is {list(rows)}, expected {expected}")
+    planned = {key: variant_run(config, key, changes) for key in rows}
     # Child processes only write to the folders of their own runs.
     with contextlib.nullcontext() if train_only else locked(workdir):
         runs = plan(planned, workdir, seeds, _data(evaluation))
@@ -138,7 +176,7 @@ def run_seeds(
 
 
 def plan(
-    variants: Sequence[VariantConfig], workdir: Path, seeds: Sequence[int], data: Path
+    variants: dict[str, training.Run], workdir: Path, seeds: Sequence[int], data: Path
 ) -> list[Run]:
     """Plans every run, seed by seed, all on the same data."""
     if not seeds or min(seeds) < 0 or len({*seeds}) != len(seeds):
@@ -146,9 +184,9 @@ def plan(
     runs, identity = [], file_identity(data / TRAIN_FILE)
     models: dict[Any, str] = {}
     for seed in seeds:
-        for variant in variants:
-            settings = variant.config.replace({"seed": seed, "data.folder": str(data)})
-            run = Run(variant.key, variant.method, settings, workdir / f"{variant.key}-{seed}")
+        for key, config in variants.items():
+            settings = config.replace({"seed": seed, "data.folder": str(data)})
+            run = Run(key, VARIANTS[key].method, settings, workdir / f"{key}-{seed}")
             place = settings.model.folders
             if place not in models:
                 models[place] = model_identity(inspect_folder(*place))
@@ -260,8 +298,7 @@ def _evaluate_missing(
         print(f"evaluating {run.method}, seed {run.seed}", flush=True)
         path = run.folder / RESULTS
         policy = policies[run.folder]
-        # The learned stop of a trial is evaluated where its variant's is.
-        stops = (run.method,) if VARIANTS[run.key.partition("+")[0]].stop else ()
+        stops = (run.method,) if policy.has_stop else ()
         trained = records(path, mark, run.seed, {run.method: policy}, stops)
         table = _table(trained, untrained, run.seed)
         if policy.has_stop:

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.datasets.scenes import read_scenes
 from experiments.shapes import LEVELS, Scene, Shape, patch_labels, scene_at, write_world
-from experiments.shapes.crowds import alike, distances
+from experiments.shapes.crowds import distances
 from experiments.shapes.scene import COLORS, SHAPES
 from stepprune_jax.data.llava import read_questions
 
@@ -47,10 +47,7 @@ CHAIN = scene_of(
 )
 
 
-def test_look_alikes_and_distances():
-    assert alike(CHAIN, 16) == [[35], [36], [38], [42], [84], [86], [144], [204], [238]]
-    twins = scene_of(at("cross", "red", 1, 1), at("cross", "blue", 0, 3), at("cross", "red", 0, 1))
-    assert alike(twins, 16) == [[1, 17], [3]]
+def test_distances_of_neighbors_in_each_direction():
     label = distances(CHAIN, 16)
     # Left, right, up, down, in thirds of the reach.
     np.testing.assert_allclose(label[36], [1 / 3, 2 / 3, np.nan, 1], atol=1e-3)
@@ -112,8 +109,8 @@ def test_a_world_of_the_second_level_has_labels_of_its_own(tmp_path):
     questions = read_questions(world / "test.jsonl", world / "images")
     facts = read_scenes(world / "test_scenes.jsonl", questions)
     drawn = [scene_at(4, "test", number, level=2) for number in range(2)]
-    expected = [(query.relevant, alike(s, 16)) for s, queries in drawn for query in queries]
-    assert [(f.relevant, [list(g) for g in f.alike]) for f in facts] == expected
+    expected = [query.relevant for _, queries in drawn for query in queries]
+    assert [fact.relevant for fact in facts] == expected
     with np.load(world / "train_patches.npz") as labels:
         assert labels["value_next"].shape == (3, 256, 4) and labels["class_kind"].max() <= 5
         assert labels["words_down"].tolist() == ["up", "down"]

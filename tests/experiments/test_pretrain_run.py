@@ -80,9 +80,6 @@ def test_a_stopped_run_resumes_bit_for_bit(data, tmp_path, monkeypatch, capsys):
         ({"model.vision_heads": 3}, "config.model.vision_width"),
         ({"model.family": "qwen2_5_vl"}, "config.model.feature_layer"),
         ({"language.kept": (4, 10)}, "config.language.kept"),
-        ({"model.tiles": 2}, "config.model.tiles"),
-        ({"model.family": "llava_next"}, "config.model.tiles"),
-        ({"model.family": "llava_next", "model.tiles": 2}, "config.init"),
     ],
 )
 def test_bad_fields_are_named(change, field):
@@ -133,28 +130,3 @@ def test_data_that_do_not_fit_are_refused(data, tmp_path, arrays, samples, chang
     with pytest.raises(ValueError, match=message):
         pretrain(make_run(**change), tmp_path / "run", folder)
     assert not (tmp_path / "run").exists()
-
-
-TILES = {"model.family": "llava_next", "model.tiles": 2, "tower.steps": 0, "noise.steps": 0}
-
-
-@pytest.mark.slow
-def test_a_small_llava_learns_to_read_tiles(data, tmp_path):
-    small = pretrain(make_run(**{"language.steps": 1}), tmp_path / "small", data)
-    run = make_run(init=str(small), **TILES)
-    with pytest.raises(ValueError, match="labels of one grid, and the model sees tiles"):
-        pretrain(run, tmp_path / "no", data)
-    made = pretrain(run, tmp_path / "run", with_labels(data, tmp_path / "d", {}))
-    before, after = (load_vlm(folder, dtype=jnp.float32) for folder in (small, made))
-    assert after.backbone.name == "llava_next" and after.config.sizes == ((48, 48),)
-    assert after.config.max_image_tokens == 9 + 6 * 7
-    jax.tree.map(np.testing.assert_array_equal, before.params["vision"], after.params["vision"])
-    for part in ("projector", "language"):
-        moved = jax.tree.map(
-            lambda a, b: jnp.abs(a - b).max(), before.params[part], after.params[part]
-        )
-        assert max(jax.tree.leaves(moved)) > 0, part
-    assert jnp.abs(after.params["newline"]["embedding"]).max() > 0
-    # It can be taught further.
-    more = make_run(init=str(made), **TILES | {"language.steps": 1})
-    pretrain(more, tmp_path / "more", tmp_path / "d")

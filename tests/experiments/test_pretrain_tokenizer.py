@@ -1,9 +1,7 @@
-import jax
-import numpy as np
 import pytest
 
 from experiments.pretrain.small_llava import TEMPLATE
-from experiments.pretrain.vocabulary import build_tokenizer, take_rows
+from experiments.pretrain.vocabulary import build_tokenizer
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.models.llava import Llava
 
@@ -39,22 +37,3 @@ def test_ids_depend_on_the_words_and_not_on_their_order():
     one, two = build_tokenizer(TEXTS, TEMPLATE), build_tokenizer(TEXTS[::-1], TEMPLATE)
     assert one.get_vocab() == two.get_vocab()
     assert len(build_tokenizer(TEXTS, TEMPLATE, most_words=3)) == 3 + 3 + 2
-
-
-def test_another_vocabulary_keeps_the_rows_of_words_that_both_have():
-    old, new = (build_tokenizer(t, TEMPLATE) for t in (["red blue"], ["blue green", "red blue"]))
-    size = len(old)
-    table = np.arange(4.0 * size, dtype=np.float32).reshape(size, 4)
-    params = {"embed": {"embedding": table}, "head": {"kernel": -table.T}, "norm": "as it was"}
-    found, lacking = take_rows(jax.random.key(0), params, old, new)
-    assert lacking == ["green"] and found["norm"] == "as it was"
-    assert found["embed"]["embedding"].shape == (size + 1, 4)
-    for word, token in new.get_vocab().items():
-        if word != "green":
-            row = table[old.get_vocab()[word]]
-            np.testing.assert_array_equal(found["embed"]["embedding"][token], row)
-            np.testing.assert_array_equal(found["head"]["kernel"][:, token], -row)
-    fresh = found["embed"]["embedding"][new.get_vocab()["green"]]
-    assert np.isfinite(fresh).all() and np.abs(fresh).max() > 0
-    tied, _ = take_rows(jax.random.key(0), {"embed": params["embed"]}, old, new)
-    np.testing.assert_array_equal(tied["embed"]["embedding"], found["embed"]["embedding"])

@@ -13,8 +13,6 @@ LINES = [{"question_id": q, "complexity": 3, "relevant": r} for q, r in ((2, [])
 def test_scenes_are_those_of_the_questions(tmp_path):
     write_json_lines(tmp_path / "s", LINES)
     assert read_scenes(tmp_path / "s", ASKED) == [Scene(3, (4,)), Scene(3, ())]
-    write_json_lines(tmp_path / "s", [line | {"alike": [[4], [1, 2]]} for line in LINES])
-    assert read_scenes(tmp_path / "s", ASKED)[1] == Scene(3, (), ((4,), (1, 2)))
     write_json_lines(tmp_path / "s", LINES[:1])
     with pytest.raises(ValueError, match="s: no scene for question_id 'q1'"):
         read_scenes(tmp_path / "s", ASKED)
@@ -25,7 +23,6 @@ def test_scenes_are_those_of_the_questions(tmp_path):
     [
         ({"relevant": None}, 'line 2: "relevant" is null'),
         ({"complexity": -1}, 'line 2: "complexity" is -1'),
-        ({"alike": [3]}, 'line 2: "alike" is '),
     ],
 )
 def test_bad_lines_are_refused_by_line_and_field(tmp_path, fields, message):

@@ -10,10 +10,7 @@ from small_world import ROOT, one_shot, stepprune, write_split
 
 from experiments.studies import seeds
 from experiments.studies.processes import Job, run_jobs
-from experiments.studies.scaling import ScaledGate
-from experiments.studies.variants import TRIALS, VARIANTS, variant_configs
 from stepprune_jax.checkpoints.policy import save_policy
-from stepprune_jax.pruners import PRUNERS, trainable
 from stepprune_jax.workdir.checkpoints import FOLDER
 
 CONFIG = str(ROOT / "configs" / "shapes.py")
@@ -67,13 +64,9 @@ def test_every_row_is_trained_on_every_seed_and_evaluated_once(changes, trained,
     run()
     lines = [line for line in capsys.readouterr().out.splitlines() if "evaluating" in line]
     assert lines == ["evaluating StepPrune, seed 1"]
-    # The learned stop of a trial, and of an ablation of the stop, is evaluated, too.
-    for row, label in (
-        ("default+slow", "StepPrune, learning rates x 1/2"),
-        ("aligned_stop", "stop as a slot"),
-    ):
-        modes = {(r["method"], r["mode"]) for r in run([row], [0])["rows"]}
-        assert modes >= {(label, "exact"), (label, "adaptive"), (f"{label}, own stop", "adaptive")}
+    modes = {(r["method"], r["mode"]) for r in found["rows"]}
+    assert ("StepPrune, own stop", "adaptive") in modes
+    assert ("AutoSelect-like, own stop", "adaptive") not in modes
     # A run with other settings is not taken for this one.
     with pytest.raises(ValueError, match=r"folder of another run(.|\n)*config.steps: 100 -> 200"):
         run(numbers=[0], more=["steps=200"])
@@ -94,20 +87,18 @@ def test_bad_arguments_are_named(changes, tmp_path, monkeypatch, arguments, mess
         seeds.run_seeds(CONFIG, tmp_path, **given, changes=changes)
 
 
-def test_configurations_of_rows(monkeypatch):
-    monkeypatch.setitem(PRUNERS, ScaledGate.name, ScaledGate)  # not to stay for other tests
-    by_key = {row.key: row.config for row in variant_configs(CONFIG, [*VARIANTS], [])}
-    assert len({str(config) for config in by_key.values()}) == len(VARIANTS)
-    assert by_key["literal"].policy.stop == "softmax"
-    assert by_key["autoselect"].method == "autoselect"
-    assert trainable()[by_key["scale_gate"].method] is ScaledGate
-    assert by_key["causal"].policy.encoder_attention == "causal"
-    for row in ("default", "literal", "autoselect"):
-        tried = variant_configs(CONFIG, [f"{row}+{trial}" for trial in TRIALS], [])
-        assert len({str(c) for c in (by_key[row], *(t.config for t in tried))}) == 1 + len(TRIALS)
-    fast, base = variant_configs(CONFIG, ["literal+fast"], [])[0], by_key["literal"].optimizer
-    assert fast.config.optimizer.lr == 2 * base.lr and fast.config.optimizer.muon_lr == 0
-    assert fast.method == "StepPrune literal, learning rates x 2"
+def test_a_variant_changes_the_configuration():
+    runs = {key: seeds.variant_run(CONFIG, key, []) for key in seeds.VARIANTS}
+    assert runs["literal"].policy.stop == "softmax"
+    assert runs["autoselect"].method == "autoselect"
+    assert seeds.variant_run(CONFIG, "autoselect", ["text_gate_anneal=0.5"]).text_gate_anneal == 0.5
+
+
+@pytest.mark.parametrize("changes", [[], ["optimizer.lr=0.1"]])
+def test_a_variant_scales_the_learning_rates_unless_they_are_changed(changes):
+    base = seeds.configurations.load("llava7b").optimizer
+    scaled = seeds.variant_run("llava7b", "autoselect", changes).optimizer
+    assert (scaled.lr, scaled.muon_lr) == (0.1 if changes else base.lr / 2, 0)
 
 
 def job(folder, name, code):

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.datasets.scenes import Scene
 from experiments.report.records import Records, accuracy_table
-from experiments.report.statistics import paired_difference, spearman, stop_figures
+from experiments.report.statistics import spearman, stop_figures
 
 
 def records(method, mode, budget, count, correct):
@@ -39,15 +39,3 @@ def test_a_stop_that_decides_is_told_from_one_at_its_bounds():
     assert stop_figures(ADAPTIVE, scenes, 1, 9) == {"spearman_relevant": 1.0, "at_bounds": 25.0}
     assert stop_figures(ADAPTIVE, None, 2, 5) == {"spearman_relevant": None, "at_bounds": 75.0}
     assert set(stop_figures(FULL, scenes, 1, 9).values()) == {None}
-
-
-def test_paired_differences_worked_by_hand():
-    first, second = np.array([1, 1, 0, 1], bool), np.array([0, 1, 0, 1], bool)
-    # Differences 100, 0, 0, 0: mean 25, standard deviation 50 over 4 questions.
-    found = paired_difference(first, second, np.arange(4))
-    assert found["difference"] == found["standard_error"] == 25.0
-    # Two images with residual sums 50 and -50: sqrt(5000 * 2) / 4.
-    pairs = paired_difference(first, second, np.array([0, 0, 1, 1]))
-    assert pairs["standard_error_by_image"] == pytest.approx(math.sqrt(5000 * 2) / 4, abs=1e-3)
-    alone = paired_difference(first[:1], second[:1], np.zeros(1, int))
-    assert alone == {"difference": 100.0, "standard_error": None, "standard_error_by_image": None}

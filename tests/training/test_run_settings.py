@@ -7,7 +7,6 @@ import jax
 import pytest
 from tiny_run import ROOT, load_config, make_run, write_data
 
-from experiments.studies.variants import variant_configs
 from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava import Llava, LlavaConfig
@@ -135,17 +134,6 @@ def test_the_command_line_changes_fields():
 def test_bad_changes_are_named(change, message):
     with pytest.raises(ValueError, match=message):
         configurations.load(str(ROOT / "configs" / "shapes.py"), [change])
-
-
-def test_a_variant_shares_the_changes_of_the_command_line():
-    path = str(ROOT / "configs" / "shapes.py")
-    (row,) = variant_configs(path, ["autoselect"], ["text_gate_anneal=0.5"])
-    assert row.config.text_gate_anneal == 0.5 and row.config.method == "autoselect"
-    # A row's learning rates are a share of the configuration's.
-    large = str(ROOT / "configs" / "llava7b.py")
-    for changes, lr in (([], load_config("llava7b").optimizer.lr / 2), (["optimizer.lr=0.1"], 0.1)):
-        optimizer = variant_configs(large, ["autoselect"], changes)[0].config.optimizer
-        assert (optimizer.lr, optimizer.muon_lr) == (lr, 0)
 
 
 @pytest.mark.parametrize(
