@@ -1,9 +1,8 @@
 """Answer files as a run writes them: line by line, resumed after an interruption.
 
-`METHOD.jsonl` is accompanied by `METHOD.json`, its provenance: everything that determines the
-answers. A run of another provenance does not add to the file. If several processes share the
-questions, all but the first write to separate files, `METHOD.part-1.jsonl` and so on, which are
-merged later.
+`METHOD.jsonl` has its provenance in `METHOD.json`: everything that determines the answers. A run
+with another provenance does not add to the file. If several processes share the questions, process
+0 writes to `METHOD.jsonl`, and process n to `METHOD.part-n.jsonl`. The parts are merged later.
 """
 
 import hashlib
@@ -39,10 +38,18 @@ def pruning_rate(count: float | int, num_tokens: int) -> float:
 class Provenance(NamedTuple):
     """Provenance of an answer file: everything that determines its answers.
 
-    `questions` is a digest of the `asked` questions, and `method` the name of the table row. In the
-    mode "exact" every image keeps the budget, in "adaptive" the policy stops by itself and keeps it
-    on average; None is a policy's own stop, N of the `num_tokens` tokens are all of them. `made`
-    holds everything else, JSON values by name.
+    Attributes:
+        benchmark: name of the benchmark.
+        questions: digest of the questions.
+        asked: number of questions.
+        method: name of the table row.
+        mode: "exact" if every image keeps the budget, "adaptive" if the learned stop decides and
+            the budget is a mean.
+        budget: tokens to keep per image; None for the learned stop without a target.
+        num_tokens: visual tokens of an image before pruning.
+        stop_bias: number added to the stop logits; None without a learned stop.
+        model: identity of the model.
+        made: further settings that determine the answers, JSON values by name.
     """
 
     benchmark: str
@@ -58,7 +65,7 @@ class Provenance(NamedTuple):
 
     @property
     def pruning_rate(self) -> float | None:
-        """Pruning rate in percent; None for a policy's own stop, unknown in advance."""
+        """Pruning rate in percent; None for a learned stop, whose count is unknown in advance."""
         return None if self.budget is None else pruning_rate(self.budget, self.num_tokens)
 
     @property
@@ -70,12 +77,12 @@ class Provenance(NamedTuple):
 
 
 def digest(texts: Sequence[str]) -> str:
-    """Fingerprints texts, to tell whether two results are about the same questions."""
+    """Returns a fingerprint of texts, to compare the questions of two results."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
-    """Fingerprints a question list: its ids and messages, not its images."""
+    """Returns a fingerprint of the ids and messages of questions, without their images."""
     return digest([f"{question.question_id} {question.text}" for question in questions])
 
 
@@ -100,16 +107,21 @@ class AnswerFile(NamedTuple):
         return self.path.with_suffix(f".part-{number}.jsonl") if number else self.path
 
     def parts(self) -> list[Path]:
-        """Lists the file and its parts, as far as they exist."""
+        """Lists the existing files of this row: the file itself, then its parts."""
         parts = sorted(self.path.parent.glob(f"{self.path.stem}.part-*.jsonl"))
         return [path for path in (self.path, *parts) if path.is_file()]
 
 
 class AnswerLine(NamedTuple):
-    """An answer, how many tokens were kept, its time if known, and what only some lines have.
+    """A line of an answer file.
 
-    `gflops` are the operations up to the first token of an answer about an image; `order`, `grid`
-    and `visual_tokens` the kept tokens of one that may be drawn, and of how many they are.
+    Attributes:
+        text: the answer.
+        kept: number of visual tokens kept.
+        ms: milliseconds of the answer; None if not measured.
+        fields: optional fields. `gflops`: operations up to the first token. `order`, `grid` and
+            `visual_tokens`: the kept tokens, the grid and the number of tokens of an image whose
+            selection may be drawn.
     """
 
     text: str
@@ -129,21 +141,23 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def check_claim(file: AnswerFile) -> None:
-    """Raises if a file holds answers without a provenance, or of another one than this run's."""
+    """Raises a UserError if a file holds answers with no provenance, or with another one."""
     if not file.parts():
         return
-    there = file.provenance_path.is_file()
-    known, mine = _flat(_read(file.provenance_path)) if there else {}, _flat(file.provenance)
-    changed = [
-        f"{name}: {known.get(name)!r} -> {mine.get(name)!r}"
-        for name in sorted(known.keys() | mine.keys())
-        if known.get(name) != mine.get(name)
+    has_provenance = file.provenance_path.is_file()
+    recorded = _flat(_read(file.provenance_path)) if has_provenance else {}
+    current = _flat(file.provenance)
+    changes = [
+        f"{name}: {recorded.get(name)!r} -> {current.get(name)!r}"
+        for name in sorted(recorded.keys() | current.keys())
+        if recorded.get(name) != current.get(name)
     ]
-    if changed:
-        differ = "; ".join(changed) if there else f"{file.provenance_path.name} is missing"
+    if changes:
+        provenance_name = file.provenance_path.name
+        differ = "; ".join(changes) if has_provenance else f"{provenance_name} is missing"
         raise UserError(
-            f"{file.path} holds answers of another provenance; move it and its .json away, or give "
-            f"another --workdir. {differ}"
+            f"{file.path} holds answers with another provenance; move the file and its .json away, "
+            f"or give another --workdir. {differ}"
         )
 
 
@@ -163,9 +177,9 @@ def _flat(provenance: Provenance) -> JsonObject:
 def _read(path: Path) -> Provenance:
     """Reads a provenance."""
     value = read_json_object(path)
-    good = value.keys() == _FIELDS.keys()
-    good = good and all(type(value[name]) in kinds for name, kinds in _FIELDS.items())
-    if not good or value["num_tokens"] < 1:
+    is_valid = value.keys() == _FIELDS.keys()
+    is_valid = is_valid and all(type(value[name]) in kinds for name, kinds in _FIELDS.items())
+    if not is_valid or value["num_tokens"] < 1:
         raise UserError(f"{path} is not the provenance of an answer file")
     return Provenance(**value)
 
@@ -178,15 +192,15 @@ def read_files(folder: Path) -> list[AnswerFile]:
 
 
 def recover(path: Path) -> list[JsonObject]:
-    """Reads the lines of a file in which a run may have been interrupted, and repairs its end.
+    """Reads the lines of an answer file and removes an incomplete last line.
 
-    A last line without its newline is removed: `append` ends every line.
+    An interrupted run may leave a last line without a newline. `append` ends every line with one.
     """
     data = path.read_bytes() if path.is_file() else b""
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        replace_file(path, whole)
-    lines = read_json_lines(path) if whole.strip() else []
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    if complete_lines != data:
+        replace_file(path, complete_lines)
+    lines = read_json_lines(path) if complete_lines.strip() else []
     for where, value in lines:
         identity(value, "question_id", where)
         for name in ("prompt", "text"):
@@ -195,9 +209,10 @@ def recover(path: Path) -> list[JsonObject]:
 
 
 def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
-    """Lists unanswered questions; merges parts and sorts lines in the order of the questions.
+    """Lists the numbers of unanswered questions.
 
-    Must be called in one process only, while none writes. A question that occurs twice needs two
+    Also merges the parts and sorts the lines in the order of the questions. Only one process may
+    call this function, and no process may write meanwhile. A question that occurs twice needs two
     lines.
     """
     waiting = defaultdict(list)
@@ -237,7 +252,7 @@ def append(path: Path, lines: Iterable[JsonObject]) -> None:
 def answer_object(
     file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
 ) -> JsonObject:
-    """Builds a line with LLaVA's fields in LLaVA's order, then those of an `AnswerLine`."""
+    """Builds a line: LLaVA's fields in LLaVA's order, then the fields of an `AnswerLine`."""
     fields = dict(question.fields)
     head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
     value = {"question_id": question.question_id, **head, "prompt": question.prompt}

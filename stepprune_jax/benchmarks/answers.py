@@ -22,7 +22,7 @@ class GivenAnswer(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The recorded question; a ValueError if the line has none."""
+        """The recorded question; raises a UserError if the line has no prompt."""
         return words(self.fields, "prompt", self.where)
 
 
@@ -40,15 +40,20 @@ def read_answers(file: str | Path, broken: list[str] | None = None) -> list[Give
 
 
 def latest(
-    answers: Iterable[GivenAnswer], known: Iterable[str], warnings: list[str], remedy: str = ""
+    answers: Iterable[GivenAnswer],
+    question_ids: Iterable[str],
+    warnings: list[str],
+    remedy: str = "",
 ) -> dict[str, GivenAnswer]:
-    """Picks the last answer to each question of a benchmark, in the order of the known ids.
+    """Returns the last answer to each question of a benchmark, in the order of `question_ids`.
 
-    Duplicates, unknown ids and missing answers become warnings. It is an error, with a remedy, if
-    no line answers any of the questions.
+    Duplicates, unknown ids and missing answers become warnings.
+
+    Raises:
+        UserError: no line answers any of the questions; the message ends with `remedy`.
     """
-    known = list(dict.fromkeys(known))
-    last, repeated, unknown = dict.fromkeys(known), 0, []
+    question_ids = list(dict.fromkeys(question_ids))
+    last, repeated, unknown = dict.fromkeys(question_ids), 0, []
     for answer in answers:
         if answer.id not in last:
             unknown.append(answer.id)
@@ -57,29 +62,35 @@ def latest(
         last[answer.id] = answer
     kept = {name: answer for name, answer in last.items() if answer is not None}
     if not kept:
-        first = f", such as {known[0]!r}" if known else ""
+        first = f", such as {question_ids[0]!r}" if question_ids else ""
         raise UserError(f"no answer is to a question of this benchmark{first}{remedy}")
     if repeated:
         warnings.append(f"{repeated:,} questions answered repeatedly: the last answer counts")
     if unknown:
         ignored = f"{len(unknown):,} answers to unknown questions ignored"
         warnings.append(f"{ignored}, such as {unknown[0]!r}")
-    missing = [name for name in known if name not in kept]
+    missing = [name for name in question_ids if name not in kept]
     if missing:
         warnings.append(
-            f"{len(missing):,} of {len(known):,} questions have no answer, such as {missing[0]!r}"
+            f"{len(missing):,} of {len(question_ids):,} questions have no answer, such as "
+            f"{missing[0]!r}"
         )
     return kept
 
 
 def require_all(
-    file: str | Path, known: Collection[str], kept: Collection[str], others: int = 0
+    file: str | Path,
+    question_ids: Collection[str],
+    answered_ids: Collection[str],
+    unknown_lines: int = 0,
 ) -> None:
-    """Refuses what an official program refuses: questions without an answer, and other lines."""
-    if len(kept) < len(known) or others:
-        first = next((f", such as {name!r}" for name in known if name not in kept), "")
-        count = f"{len(known) - len(kept):,} of {len(known):,}"
+    """Raises a UserError for unanswered questions or unknown lines, as official programs do."""
+    if len(answered_ids) < len(question_ids) or unknown_lines:
+        missing = (name for name in question_ids if name not in answered_ids)
+        example = next((f", such as {name!r}" for name in missing), "")
+        count = f"{len(question_ids) - len(answered_ids):,} of {len(question_ids):,}"
         raise UserError(
-            f"{file}: {count} questions have no answer{first}, and {others:,} lines answer other "
-            "questions: the official program refuses this; skip them with --missing leave-out"
+            f"{file}: {count} questions have no answer{example}, and {unknown_lines:,} lines "
+            "answer other questions: the official program refuses this; skip them with --missing "
+            "leave-out"
         )

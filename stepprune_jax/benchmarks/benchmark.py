@@ -34,10 +34,10 @@ class Benchmark:
     """One benchmark in LLaVA's folder layout.
 
     Attributes:
-        name: as given on the command line; the key in `BENCHMARKS`.
+        name: name on the command line; the key in `BENCHMARKS`.
         title: its name in papers.
         headline: description of the headline number.
-        column: what tables of this benchmark alone call the headline number.
+        column: name of the headline number in tables of this benchmark.
         decimals: decimals of the headline number in tables.
         question_files: possible paths of LLaVA's question file, relative to the root, the preferred
             one first.
@@ -46,9 +46,9 @@ class Benchmark:
         images: folder that the question file's image paths start from, relative to the root; empty
             if the question file contains the images.
         image_source: where to get the images.
-        calibration: questions that stop biases are computed on, relative to the root; empty to take
-            some of the benchmark's own.
-        keep_order: whether each answer records the kept tokens, not only those of a few samples.
+        calibration: question file for calibrating stop biases, relative to the root; empty to
+            calibrate on some questions of the benchmark.
+        keep_order: whether every answer records its kept tokens; otherwise a few samples do.
         without_ocr: removes the OCR tokens from a question, if the question file has them.
         max_new_tokens: the longest answer, in tokens, that LLaVA's program allows.
         score: `score(root, answers, **options)`.
@@ -129,11 +129,16 @@ class Benchmark:
 
 
 def worth_by_id(
-    known: Mapping[str, T], judge: Callable[[str, T], float | bool]
+    truths: Mapping[str, T], judge: Callable[[str, T], float | bool]
 ) -> Callable[[GivenAnswer], float | None]:
-    """Judges answers by the ids of their questions; see `Benchmark.worth`."""
+    """Returns a function that grades answers by the ids of their questions; see `Benchmark.worth`.
+
+    Args:
+        truths: what `judge` compares the answer to each question with.
+        judge: `judge(text, truth)` grades an answer from 0 to 1.
+    """
     return lambda answer: (
-        float(judge(answer.text, known[answer.id])) if answer.id in known else None
+        float(judge(answer.text, truths[answer.id])) if answer.id in truths else None
     )
 
 

@@ -1,4 +1,4 @@
-"""A data folder in LLaVA's format, such as a user's own: exact match of short answers."""
+"""A data folder in LLaVA's format, for example a user's data: exact match of short answers."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,8 +38,8 @@ def score(root: str | Path, answers: str | Path) -> Score:
         answers: answer file.
 
     Returns:
-        The headline is the accuracy in percent over all questions; one without an answer is
-        wrong. Parts: the accuracy per `category`, the number of `questions` and of those
+        The headline is the accuracy in percent over all questions. An unanswered question is
+        wrong. Parts: the accuracy per `category`, the number of `questions`, and the number
         `answered`.
 
     Raises:
@@ -52,22 +52,24 @@ def score(root: str | Path, answers: str | Path) -> Score:
         kind = words(row, "category", where) if "category" in row else "default"
         require(name in truths, f"{where}: no answer to question {name!r} in {ANSWERS}")
         kinds.setdefault(kind, []).append(name)
-    if others := len(truths.keys() - questions.keys()):
-        warnings.append(f"{others:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
+    if unmatched := len(truths.keys() - questions.keys()):
+        warnings.append(f"{unmatched:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
     kept = latest(read_answers(answers), questions, warnings)
-    right = {name: name in kept and is_right(kept[name].text, truths[name]) for name in questions}
+    is_correct = {
+        name: name in kept and is_right(kept[name].text, truths[name]) for name in questions
+    }
     parts = {
         "category": {
-            kind: mean_percent(right[name] for name in kinds[kind]) for kind in sorted(kinds)
+            kind: mean_percent(is_correct[name] for name in kinds[kind]) for kind in sorted(kinds)
         },
         "questions": len(questions),
         "answered": len(kept),
     }
-    return Score(100 * (sum(right.values()) / len(right)), parts, warnings)
+    return Score(100 * (sum(is_correct.values()) / len(is_correct)), parts, warnings)
 
 
 def _by_id(path: Path) -> dict[str, Record]:
-    """Reads the objects of a file by the id of their question, which none shares."""
+    """Reads the objects of a file by question id; a repeated id is an error."""
     records: dict[str, Record] = {}
     for record in read_json_lines(layout.file(path, _SOURCE)):
         name = identity(record.value, "question_id", record.where)

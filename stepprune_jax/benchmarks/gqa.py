@@ -28,8 +28,13 @@ _NO_STEP = ("exist", "query: name", "choose name")
 class GqaQuestion(NamedTuple):
     """Fields of a question that the official program reads.
 
-    `structural` is "query" for open questions; `steps` are the operations of its program, except
-    those of naming and of existence; answers are distributed within a global `group`, or None.
+    Attributes:
+        answer: the correct answer.
+        structural: structural type; "query" for open questions.
+        semantic: semantic type.
+        steps: number of operations of the question's program, without naming and existence.
+        words: number of words of the question.
+        group: group of questions whose answers are compared by `distribution`; None without one.
     """
 
     answer: str
@@ -41,7 +46,7 @@ class GqaQuestion(NamedTuple):
 
 
 def predicted(text: str) -> str:
-    """Normalises an answer: no full stops at its end, lower case, otherwise unchanged."""
+    """Normalizes an answer: strips full stops at its end and converts to lower case."""
     return text.rstrip(".").lower()
 
 
@@ -75,20 +80,23 @@ def _question(record: JsonObject) -> GqaQuestion:
 def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
     """Measures how much the distribution of answers in each group differs from the correct one.
 
-    For each group, the chi-square statistic of the predicted counts of the right answers against
-    their true counts; the mean over groups, weighted by questions; divided by 100. Answers that
-    are right to no question of the group do not count. Lower is better. The pairs are the global
-    group, the right answer and the prediction of each question that has a group.
+    Computes, for each group, the chi-square statistic of the predicted counts against the counts
+    of the correct answers. Returns the mean over groups, weighted by their numbers of questions,
+    divided by 100. A prediction that is correct for no question of its group does not count. Lower
+    is better.
+
+    Args:
+        pairs: (group, correct answer, prediction) of each question that has a group.
     """
-    right, said = defaultdict(Counter), defaultdict(Counter)
+    true_counts, predicted_counts = defaultdict(Counter), defaultdict(Counter)
     for group, answer, prediction in pairs:
-        right[group][answer] += 1
-        said[group][prediction] += 1
+        true_counts[group][answer] += 1
+        predicted_counts[group][prediction] += 1
     weighted = sum(
-        counts.total() * sum((said[group][a] - n) ** 2 / n for a, n in counts.items())
-        for group, counts in right.items()
+        counts.total() * sum((predicted_counts[group][a] - n) ** 2 / n for a, n in counts.items())
+        for group, counts in true_counts.items()
     )
-    return weighted / sum(counts.total() for counts in right.values()) / 100
+    return weighted / sum(counts.total() for counts in true_counts.values()) / 100
 
 
 def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> Score:
@@ -96,8 +104,8 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 
     The headline is the accuracy in percent. Parts: `binary` and `open` accuracy; accuracy per
     `structural` type, `semantic` type, number of `steps` and of `words`; `distribution`, as there;
-    the number of `questions` scored. If some have no answer, the official program refuses the file;
-    `missing="leave-out"` scores the others.
+    the number of `questions` scored. The official program refuses a file with unanswered questions;
+    `missing="leave-out"` scores the answered questions.
     """
     questions = read_questions(_questions_path(root))
     warnings = layout.size_warnings(
@@ -115,10 +123,10 @@ def _accuracies(scored: list[tuple[GqaQuestion, str]]) -> tuple[float, JsonObjec
     """Computes accuracy over all questions, and over each kind of them."""
     kinds: dict[str, dict[str | int, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for question, prediction in scored:
-        right = prediction == question.answer
-        kinds["kind"]["open" if question.structural == "query" else "binary"].append(right)
+        is_correct = prediction == question.answer
+        kinds["kind"]["open" if question.structural == "query" else "binary"].append(is_correct)
         for kind in ("structural", "semantic", "steps", "words"):
-            kinds[kind][getattr(question, kind)].append(right)
+            kinds[kind][getattr(question, kind)].append(is_correct)
     tables = {
         kind: {str(name): mean_percent(rights) for name, rights in sorted(table.items())}
         for kind, table in kinds.items()
@@ -137,8 +145,8 @@ def _questions_path(root: str | Path) -> Path:
 
 def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer as right or wrong; see `Benchmark.worth`."""
-    known = read_questions(_questions_path(root))
-    return worth_by_id(known, lambda text, question: predicted(text) == question.answer)
+    questions = read_questions(_questions_path(root))
+    return worth_by_id(questions, lambda text, question: predicted(text) == question.answer)
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:

@@ -12,7 +12,7 @@ DATA = "playground/data/eval"
 
 
 def file(path: Path, source: str) -> Path:
-    """Returns a path, or raises an error with the file's source if there is no such file."""
+    """Returns a path; raises a FileNotFoundError that names the source if the file is missing."""
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}: get it from {source}")
     return path
@@ -28,7 +28,7 @@ def records(value: Mapping[str, object], field: str, path: Path) -> list[tuple[s
 
 @contextlib.contextmanager
 def expected(where: str, what: str) -> Iterator[None]:
-    """Reports a record in which the fields that are read inside are absent or of other types."""
+    """Turns a missing field or a wrong type into a UserError that names the record."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:

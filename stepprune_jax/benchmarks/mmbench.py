@@ -28,14 +28,14 @@ ROTATION = 1_000_000
 SERVER = "https://mmbench.opencompass.org.cn"
 SOURCE = "https://download.openmmlab.com/mmclassification/datasets/mmbench/"
 
-# Cells that pandas, which LLaVA uses to read and write the files, treats as empty.
+# LLaVA reads and writes the files with pandas, which treats these cells as empty.
 _EMPTY = frozenset(
     [
         *("", "None", "NULL", "null", "NA", "N/A", "n/a", "#NA", "#N/A", "#N/A N/A", "<NA>"),
         *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
     ]
 )
-# Not part of a submission, which has the prediction as its seventh column.
+# Columns that a submission does not have.
 _LEFT_OUT = frozenset(("hint", "category", "source", "image", "comment", "l2-category"))
 _PREDICTION = 6
 _ASKED = "ABCD"  # options shown by LLaVA's program
@@ -46,10 +46,14 @@ _LAST_WORDS = 4
 
 
 class Edition(NamedTuple):
-    """One language: its possible folders, the dev file, test files, and the size of the dev file.
+    """An edition of the benchmark in one language.
 
-    Only the server scores the test files. The size is that of the published file, in rows and
-    questions, if known.
+    Attributes:
+        name: name on the command line.
+        folders: possible folders, the preferred one first.
+        dev: name of the dev file.
+        test: names of the test files, which only the server scores.
+        size: number of rows and of questions of the published dev file; None if unknown.
     """
 
     name: str
@@ -81,23 +85,23 @@ TsvRow = Mapping[str, str | None]
 def read_rows(path: Path) -> Iterator[TsvRow]:
     """Reads a tab-separated file of MMBench row by row; None where pandas finds an empty cell."""
     limit = csv.field_size_limit(2**31 - 1)  # an image is longer than the usual limit
-    known = set()
+    seen_indices = set()
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             reader = csv.reader(lines, dialect="excel-tab")
             names = next(reader, [])
             if missing := [name for name in ("index", "question", "A", "B") if name not in names]:
                 raise UserError(f"{path}: line 1: expected a column {missing[0]}")
-            for fields in filter(None, reader):  # pandas skips blank lines, too
+            for fields in filter(None, reader):  # pandas also skips blank lines
                 cells = (None if field in _EMPTY else field for field in fields)
                 row = dict(zip(names, cells, strict=False))
                 index = row.get("index") or ""
-                if len(fields) != len(names) or not index.isdecimal() or int(index) in known:
+                if len(fields) != len(names) or not index.isdecimal() or int(index) in seen_indices:
                     raise UserError(
-                        f"{path}: line {reader.line_num}: expected {len(names)} fields, with a "
-                        "number of its own as index: was the file truncated?"
+                        f"{path}: line {reader.line_num}: expected {len(names)} fields and an "
+                        "index that no other line has: was the file truncated?"
                     )
-                known.add(int(index))
+                seen_indices.add(int(index))
                 yield row
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
@@ -108,9 +112,9 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
 def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQuestion]:
     """Reads the questions of a file, rotations included, with the images in its rows.
 
-    An image that is a number is that of the row with this index, as in VLMEvalKit. Each question
-    has its hint, if there is one, and its options up to the first that is empty. The instruction, a
-    request for a letter, is added to the message but not to the recorded prompt.
+    A number in the image column refers to the row with this index, as in VLMEvalKit. A question has
+    its hint, if there is one, and its options up to the first empty option. The instruction asks
+    for a letter; it is added to the message but not to the recorded prompt.
     """
     rows = list(read_rows(path))
     images_of = {str(int(row["index"])): row.get("image") or "" for row in rows}
@@ -156,15 +160,17 @@ def options_of(row: TsvRow) -> dict[str, str]:
 def option_letter(text: str, options: Mapping[str, str]) -> str | None:
     """Finds the chosen option as in VLMEvalKit's "exact matching", without a judge.
 
-    Brackets and marks (not the full-width ones) become blanks. The first that applies:
+    Brackets and punctuation marks (except full-width marks) become blanks. The first rule that
+    applies decides:
 
-    1. one option letter alone occurs as a word, and first among the last four words: that letter;
-    2. none does, but a lone Z: Z;
-    3. "answer is X" in any case with a letter that is an option;
-    4. the text is not longer than twice all options together, and the text of one option alone
-       occurs in it, in any case.
+    1. Exactly one option letter occurs as a word, and it first occurs among the last four words:
+       that letter.
+    2. No option letter occurs as a word, but Z does: Z.
+    3. The text says "answer is X", in any case, and X is an option: X.
+    4. The text is at most twice as long as all options together, and it contains the text of
+       exactly one option, in any case: the letter of that option.
 
-    Otherwise there is none.
+    Otherwise returns None.
     """
     words = text.translate(_BLANKED).split()
     named = [letter for letter in options if letter in words]
@@ -185,37 +191,39 @@ def option_letter(text: str, options: Mapping[str, str]) -> str | None:
 def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) -> Score:
     """Scores answers to the dev split by circular accuracy.
 
-    Rows without an answer are wrong. The headline is the circular accuracy in percent with letters
-    found as `option_letter` does. Parts: the same per `category` and `l2-category`; `letter_only`,
-    where nothing but the bare letter is right; `one_round` and `one_round_letter_only`, which leave
-    the rotations out and are not what is published; the number of `questions` and of `rows`.
+    A row without an answer is wrong. The headline is the circular accuracy in percent, with letters
+    from `option_letter`. Parts: the same per `category` and `l2-category`; `letter_only`, where
+    only an answer that is exactly the letter is correct; `one_round` and `one_round_letter_only`,
+    without the rotations, which are not published; the number of `questions` and of `rows`.
     """
     table, warnings = _read_dev(root, edition), []
     kept = latest(_one_round(answers), table, warnings, f"; {_submit(edition)}")
     rotations = defaultdict(list)
     for name in sorted(table, key=int):
         rotations[int(name) % ROTATION].append(name)
-    said = {name: answer.text for name, answer in kept.items()}
-    matched = {name: _is_right(text, table[name]) for name, text in said.items()}
-    bare = {name: text == table[name]["answer"] for name, text in said.items()}
+    texts = {name: answer.text for name, answer in kept.items()}
+    is_correct = {name: _is_right(text, table[name]) for name, text in texts.items()}
+    is_exact_letter = {name: text == table[name]["answer"] for name, text in texts.items()}
 
-    def all_right(right: Mapping[str, bool]) -> list[bool]:
-        return [all(right.get(name, False) for name in names) for names in rotations.values()]
+    def all_rounds(grades: Mapping[str, bool]) -> list[bool]:
+        return [all(grades.get(name, False) for name in names) for names in rotations.values()]
 
-    def first_right(right: Mapping[str, bool]) -> list[bool]:
-        return [right.get(names[0], False) for names in rotations.values()]
+    def first_round(grades: Mapping[str, bool]) -> list[bool]:
+        return [grades.get(names[0], False) for names in rotations.values()]
 
     parts: JsonObject = {}
     for column in ("category", "l2-category"):
-        kinds = defaultdict(list)
-        for names, right in zip(rotations.values(), all_right(matched), strict=True):
-            kinds[table[names[0]].get(column)].append(right)
-        kinds.pop(None, None)
-        parts[column] = {kind: mean_percent(rights) for kind, rights in sorted(kinds.items())}
+        grades_by_kind = defaultdict(list)
+        for names, grade in zip(rotations.values(), all_rounds(is_correct), strict=True):
+            grades_by_kind[table[names[0]].get(column)].append(grade)
+        grades_by_kind.pop(None, None)
+        parts[column] = {
+            kind: mean_percent(grades) for kind, grades in sorted(grades_by_kind.items())
+        }
     parts |= {
-        "letter_only": mean_percent(all_right(bare)),
-        "one_round": mean_percent(first_right(matched)),
-        "one_round_letter_only": mean_percent(first_right(bare)),
+        "letter_only": mean_percent(all_rounds(is_exact_letter)),
+        "one_round": mean_percent(first_round(is_correct)),
+        "one_round_letter_only": mean_percent(first_round(is_exact_letter)),
         "questions": len(rotations),
         "rows": len(table),
     }
@@ -223,11 +231,11 @@ def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) 
         rows, questions = edition.size
         warnings += layout.size_warnings(f"{edition.dev}, rows", len(table), rows)
         warnings += layout.size_warnings(f"{edition.dev}, questions", len(rotations), questions)
-    return Score(mean_percent(all_right(matched)), parts, warnings)
+    return Score(mean_percent(all_rounds(is_correct)), parts, warnings)
 
 
 def _is_right(text: str, row: TsvRow) -> bool:
-    """Returns whether the chosen option is the right one."""
+    """Returns whether the chosen option is correct."""
     return option_letter(text, options_of(row)) == row["answer"]
 
 
@@ -256,7 +264,7 @@ def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
 
 
 def _one_round(answers: str | Path) -> list[GivenAnswer]:
-    """Reads answers and rejects those of LLaVA's rotations, whose letters differ in meaning."""
+    """Reads answers; rejects answers to LLaVA's rotations, whose letters mean other options."""
     rows = read_answers(answers)
     for row in rows:
         if row.fields.get("round_id", 0) != 0:
@@ -269,7 +277,7 @@ def _one_round(answers: str | Path) -> list[GivenAnswer]:
 
 
 def _find(root: str | Path, edition: Edition, *names: str) -> list[Path]:
-    """Finds those of the named files that exist, each in the preferred folder; at least one."""
+    """Returns the existing files among `names`; raises a FileNotFoundError if there are none."""
     paths = []
     for name in names:
         places = (Path(root) / folder / name for folder in edition.folders)
@@ -286,14 +294,14 @@ def convert(
 ) -> list[str]:
     """Writes the sheet for the server.
 
-    The existing dev or test file that contains most of the answered rows is filled in: every row of
-    it, with the last of several answers, and an empty cell if there is none. The prediction is the
-    seventh column; hint, category, l2-category, source, image and comment are left out.
+    Fills in the dev or test file that contains the largest number of answered rows. Every row gets
+    its last answer, or an empty cell without an answer. The prediction is the seventh column. The
+    columns hint, category, l2-category, source, image and comment are left out.
     """
     rows, warnings = _one_round(answers), []
-    asked = {row.id for row in rows}
+    answered_ids = {row.id for row in rows}
     tables = map(_rows_by_index, _find(root, edition, edition.dev, *edition.test))
-    table = max(tables, key=lambda table: len(asked & table.keys()))
+    table = max(tables, key=lambda table: len(answered_ids & table.keys()))
     kept = latest(rows, table, warnings)
     columns = [column for column in next(iter(table.values())) if column not in _LEFT_OUT]
     before, after = columns[:_PREDICTION], columns[_PREDICTION:]

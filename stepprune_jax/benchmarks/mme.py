@@ -169,8 +169,8 @@ def _name(task: str, file: str, text: str) -> str:
 def _read_questions(file: Path) -> list[tuple[str, str]]:
     """Reads the two questions of an image and their truths."""
     lines = read_text(file).rstrip("\n").split("\n")
-    found = [re.fullmatch("([^\t]*)\t(Yes|No)", line.strip(), re.DOTALL) for line in lines]
-    pairs = [(match[1], match[2]) for match in found if match]
+    matches = [re.fullmatch("([^\t]*)\t(Yes|No)", line.strip(), re.DOTALL) for line in lines]
+    pairs = [(match[1], match[2]) for match in matches if match]
     if not len(pairs) == len(lines) == 2:
         raise UserError(f"{file}: expected two lines, each a question, a tab and Yes or No")
     return pairs
@@ -238,12 +238,12 @@ def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> JsonObject:
         lines = [line for image in images for line in image]
         accuracy = 100 * sum(line.right for line in lines) / len(lines)
         plus = 100 * sum(all(line.right for line in image) for image in images) / len(images)
-        other = sum(reading(line.answer) == "other" for line in lines)
+        unclear = sum(reading(line.answer) == "other" for line in lines)
         tasks[task] = {
             "score": accuracy + plus,
             "accuracy": accuracy,
             "accuracy_plus": plus,
-            "neither_yes_nor_no": other,
+            "neither_yes_nor_no": unclear,
         }
     return {
         "perception": sum(tasks[task]["score"] for task in PERCEPTION),

@@ -35,7 +35,7 @@ class _Question(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How often prediction and label agree: true and false positives and negatives of "yes"."""
+    """Numbers of true positives, false positives, true negatives and false negatives of "yes"."""
 
     tp: int
     fp: int
@@ -57,9 +57,9 @@ class Counts(NamedTuple):
 def says_yes(text: str) -> bool:
     """Reads an answer as POPE's program does.
 
-    Only what precedes the first full stop counts. Commas are deleted and the rest is split at
-    single blanks: a word that is exactly `No`, `no` or `not` makes it a no, everything else is a
-    yes, the empty answer included.
+    Only the text before the first full stop counts. Commas are deleted, and the text is split at
+    single blanks. A word that is exactly `No`, `no` or `not` makes the answer a no. Every other
+    answer is a yes, also the empty one.
     """
     return _NO.isdisjoint(text.partition(".")[0].replace(",", "").split(" "))
 
@@ -69,9 +69,9 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
 
     The headline is 100 x the mean of the F1 scores of the three splits. Parts: each split's
     accuracy, precision, recall, F1 and yes ratio, the mean accuracy, the F1 of all splits pooled,
-    and under `by_position` the means of the official join. With `join="question"` an answer finds
-    its label by its id, with "position" by its place among the answers of its split, as in the
-    official program.
+    and under `by_position` the means of the official join. `join="question"` finds the label of an
+    answer by its id; "position" finds it by the place of the answer among the answers of its split,
+    as the official program does.
     """
     folder = Path(root) / "pope"
     rows = read_answers(answers)
@@ -104,9 +104,9 @@ def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     return worth_by_id(questions, lambda text, question: says_yes(text) == question.label)
 
 
-def _percent(part: int, whole: int) -> float:
-    """Returns a share in percent; 0 of nothing."""
-    return 100 * part / whole if whole else 0.0
+def _percent(count: int, total: int) -> float:
+    """Returns a share in percent; 0 if the total is 0."""
+    return 100 * count / total if total else 0.0
 
 
 def _count(pairs: Iterable[tuple[bool, bool]]) -> Counts:
@@ -119,7 +119,7 @@ def _count(pairs: Iterable[tuple[bool, bool]]) -> Counts:
 def _join_by_question(
     answers: dict[str, GivenAnswer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
-    """Counts each split, an answer's label being that of its question."""
+    """Counts each split; an answer is compared with the label of its question."""
     return {
         split: _count(
             (says_yes(answer.text), questions[name].label)
@@ -133,14 +133,14 @@ def _join_by_question(
 def _join_by_position(
     rows: list[GivenAnswer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
-    """Counts each split, its n-th answer having the n-th label."""
-    said = {split: [] for split in SPLITS}
+    """Counts each split; its n-th answer is compared with its n-th label."""
+    predictions = {split: [] for split in SPLITS}
     for row in rows:
         if row.id in questions:
-            said[questions[row.id].split].append(says_yes(row.text))
+            predictions[questions[row.id].split].append(says_yes(row.text))
     labels = {split: [q.label for q in questions.values() if q.split == split] for split in SPLITS}
     # As in the official program, answers beyond the last label are dropped.
-    return {split: _count(zip(said[split], labels[split], strict=False)) for split in SPLITS}
+    return {split: _count(zip(predictions[split], labels[split], strict=False)) for split in SPLITS}
 
 
 def _parts(counts: dict[str, Counts]) -> dict[str, object]:
@@ -162,13 +162,13 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
     """Reads list and annotations: questions by id in the order of the labels, and warnings."""
     path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
     rows: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
-    known: set[str] = set()
+    seen_ids: set[str] = set()
     for where, row in read_json_lines(path):
         split = field(row, "category", where, (*rows,).__contains__, f"one of {', '.join(rows)}")
         name = identity(row, "question_id", where)
-        if name in known:
-            raise UserError(f'{where}: "question_id" {name!r} is also that of another question')
-        known.add(name)
+        if name in seen_ids:
+            raise UserError(f'{where}: "question_id" {name!r} is also the id of another question')
+        seen_ids.add(name)
         rows[split][_key(row, where)] = name
     warnings, questions = [], {}
     for split, published in SPLITS.items():
@@ -179,15 +179,17 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
 
 
 def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
-    """Reads the annotations of a split, in their order; rejects those of another list."""
+    """Reads the annotations of a split in order; rejects annotations of another question list."""
     path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
     rows = [(_key(row, where), _label(row, where)) for where, row in read_json_lines(path)]
-    other = [key for key, _ in rows if key not in ids]
-    if other or len(rows) != len(ids):
-        odd = f", such as {other[0][1]!r} of {other[0][0]}" if other else ""
+    unknown_keys = [key for key, _ in rows if key not in ids]
+    if unknown_keys or len(rows) != len(ids):
+        example = (
+            f", such as {unknown_keys[0][1]!r} of {unknown_keys[0][0]}" if unknown_keys else ""
+        )
         raise UserError(
             f"{path}: its {len(rows):,} rows are not the {len(ids):,} questions of {split} in "
-            f"{QUESTIONS}{odd}: another version; get the file from {_SOURCE}"
+            f"{QUESTIONS}{example}: another version; get the file from {_SOURCE}"
         )
     return [_Question(ids[key], split, label) for key, label in rows]
 

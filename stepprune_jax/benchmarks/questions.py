@@ -1,8 +1,8 @@
 """The questions of a benchmark, and LLaVA's usual list of them.
 
-GQA, VQAv2, TextVQA, POPE and MME have lists of JSON lines whose `text` is the whole message.
-ScienceQA and MMBench have forms of their own, to which their readers add the request for a letter
-(LLaVA's `--single-pred-prompt`).
+GQA, VQAv2, TextVQA, POPE and MME have lists of JSON lines whose `text` is the complete message.
+ScienceQA and MMBench have other formats. Their readers add the request for a letter (LLaVA's
+`--single-pred-prompt`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ class BenchmarkQuestion(NamedTuple):
     """A question of a benchmark.
 
     Attributes:
-        question_id: id in the list. That of TextVQA names the image and is not unique.
-        text: the user's whole message, without an image mark.
+        question_id: id in the list. The ids of TextVQA name the image and are not unique.
+        text: the complete message of the user, without an image mark.
         prompt: the question as recorded in the answer file.
-        image: a file, the bytes of one, or None.
+        image: path or bytes of an image file; None without an image.
         fields: further fields of the answer file: names to JSON values.
     """
 

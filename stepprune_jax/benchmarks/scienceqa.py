@@ -35,15 +35,15 @@ class Problem(NamedTuple):
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads LLaVA's list.
 
-    The recorded prompt of a question with an image has the image mark, by which `score` tells them
-    apart.
+    The recorded prompt of a question with an image contains the image mark, so that `score` can
+    tell which questions have an image.
     """
     for number, value in enumerate(read_json_list(path, "question"), start=1):
         where = f"{path}: question {number}"
         with layout.expected(where, "id and conversations, whose first one has a value"):
             identity(value, "id", where)
-            said = words(value["conversations"][0], "value", where)
-            text = said.replace(IMAGE_MARK, "").strip() + OPTION_LETTER
+            message = words(value["conversations"][0], "value", where)
+            text = message.replace(IMAGE_MARK, "").strip() + OPTION_LETTER
             image = words(value, "image", where) if "image" in value else None
         if image is None:
             yield BenchmarkQuestion(value["id"], text, text, None)
@@ -55,52 +55,53 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
 def letter(text: str) -> str | None:
     """Finds the option letter of an answer as LLaVA's program does, or None.
 
-    The answer is exactly one of A to E; or starts with one, a stop and a blank; or says "The answer
-    is X", with one more character after X, exactly once (this X may be any capital).
+    Three forms have a letter: exactly one of A to E; a text that starts with one of them, a full
+    stop and a blank; a text that contains "The answer is X" and one more character exactly once,
+    where X may be any capital letter.
     """
     if text in tuple(LETTERS):
         return text
     if text[:1] in tuple(LETTERS) and text[1:3] == ". ":
         return text[0]
-    found = _SENTENCE.findall(text)
-    return found[0] if len(found) == 1 else None
+    letters = _SENTENCE.findall(text)
+    return letters[0] if len(letters) == 1 else None
 
 
 def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to ScienceQA.
 
-    A question counts as one with an image if the `prompt` of its answer holds `<image>`. The
-    headline is the accuracy in percent over the answers with an image; an unanswered question is
-    not among them. Parts: the accuracy over the whole test split, in which unanswered questions are
-    wrong; the accuracy over the problems with an image likewise; how many questions there are, how
-    many have no answer and how many answers no letter.
+    A question has an image if the `prompt` of its answer contains `<image>`. The headline is the
+    accuracy in percent over the answers with an image; unanswered questions do not count. Parts:
+    the accuracy over all problems of the test split and over the problems with an image, where an
+    unanswered question is wrong; the numbers of questions, of answered questions, of answers with
+    an image, of problems with an image, and of answers without a letter.
     """
     problems = _read_problems(Path(root) / "scienceqa")
     illustrated = [name for name, problem in problems.items() if problem.has_image]
     warnings = layout.size_warnings("test split of pid_splits.json", len(problems), QUESTIONS)
     warnings += layout.size_warnings("its problems with an image", len(illustrated), WITH_IMAGE)
     kept = latest(read_answers(answers), problems, warnings)
-    seen = [name for name, answer in kept.items() if IMAGE_MARK in answer.prompt]
-    if not seen:
+    with_image = [name for name, answer in kept.items() if IMAGE_MARK in answer.prompt]
+    if not with_image:
         raise UserError(f"{answers}: no prompt holds <image>: were the images shown?")
-    differ = set(seen) ^ {name for name in illustrated if name in kept}
+    differ = set(with_image) ^ {name for name in illustrated if name in kept}
     if differ:
         warnings.append(
             f"{len(differ):,} answers have <image> in the prompt but no image in problems.json, "
             f"or the reverse, such as {min(differ)!r}"
         )
     letters = {name: letter(answer.text) for name, answer in kept.items()}
-    right = {name for name, found in letters.items() if found == problems[name].answer}
+    correct = {name for name, option in letters.items() if option == problems[name].answer}
     parts = {
-        "accuracy_all": _percent(right, problems),
-        "accuracy_problems_with_image": _percent(right, illustrated),
+        "accuracy_all": _percent(correct, problems),
+        "accuracy_problems_with_image": _percent(correct, illustrated),
         "questions": len(problems),
         "answered": len(kept),
-        "answered_with_image": len(seen),
+        "answered_with_image": len(with_image),
         "problems_with_image": len(illustrated),
-        "without_letter": sum(found is None for found in letters.values()),
+        "without_letter": sum(option is None for option in letters.values()),
     }
-    return Score(_percent(right, seen), parts, warnings)
+    return Score(_percent(correct, with_image), parts, warnings)
 
 
 def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
@@ -109,9 +110,9 @@ def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     return worth_by_id(problems, lambda text, problem: letter(text) == problem.answer)
 
 
-def _percent(right: set[str], names: Collection[str]) -> float:
-    """Returns the share of these questions that are right in percent; 0 of none."""
-    return 100 * len(right.intersection(names)) / max(len(names), 1)
+def _percent(correct: set[str], names: Collection[str]) -> float:
+    """Returns the share of the named questions that are correct, in percent; 0 without names."""
+    return 100 * len(correct.intersection(names)) / max(len(names), 1)
 
 
 def _is_one(numbers: range, value: object) -> bool:

@@ -34,16 +34,16 @@ def without_ocr(question: BenchmarkQuestion) -> BenchmarkQuestion:
 
 
 def question_of(prompt: str) -> str | None:
-    """Finds the question in a recorded prompt, in lower case; None in a prompt of another form.
+    """Returns the question of a recorded prompt in lower case; None for an unknown format.
 
-    Two lines: the first. Three lines of which one has OCR tokens: the first that is not the OCR
-    line. Prompts of older models begin with `OCR tokens: ` and have it between `Question: ` and
-    ` Short answer:`.
+    A prompt of two lines begins with the question. A prompt of three lines has a line of OCR
+    tokens, and the question is the first other line. A prompt of an older model begins with
+    `OCR tokens: `, and has the question between `Question: ` and ` Short answer:`.
     """
     lines = prompt.split("\n")
     if prompt.startswith(_OLD_OCR):
-        found = _OLD_QUESTION.search(prompt)
-        return found[1].lower() if found else None
+        match = _OLD_QUESTION.search(prompt)
+        return match[1].lower() if match else None
     if len(lines) == 3 and f"{_OCR_LINE} " in prompt:
         return lines[1 if prompt.startswith(_OCR_LINE) else 0].lower()
     return lines[0].lower() if len(lines) == 2 else None
@@ -62,10 +62,10 @@ def read_people(path: Path) -> dict[tuple[str, str], list[str]]:
 def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to the validation questions.
 
-    As in the reference program, every line of the answer file is one sample: an unanswered question
-    is excluded, and one that was answered twice counts twice. Warnings report both. The headline is
-    100 x the mean soft accuracy. Parts: the number of `samples`, and how many of them were asked
-    `with_ocr` tokens in the prompt.
+    As in the reference program, every line of the answer file is one sample. An unanswered question
+    does not count, and a question that was answered twice counts twice. Warnings report both. The
+    headline is 100 x the mean soft accuracy. Parts: the number of `samples`, and the number of
+    samples whose prompt has OCR tokens, `with_ocr`.
     """
     path = Path(root) / "textvqa" / ANNOTATIONS
     people, rows = read_people(path), read_answers(answers)

@@ -22,7 +22,7 @@ wasn't we've weren't what'll what're what's what've when's where'd where's where
 who's who've why'll why're why's won't would've wouldn't y'all you'd you'll you're you've
 """
 
-# Words with two apostrophes, each of which has the two keys that lack one of them.
+# Words with two apostrophes. Each word has two keys, which lack one of the apostrophes.
 _DOUBLE = """
 couldn't've hadn't've he'd've I'd've it'd've mightn't've she'd've shouldn't've somebody'd've
 someone'd've something'd've there'd've they'd've we'd've who'd've wouldn't've you'd've
@@ -64,12 +64,12 @@ _ARTICLES = frozenset(("a", "an", "the"))
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _DIGIT_COMMA = re.compile(r"\d,\d")
 _STOP = re.compile(r"\.(?!\d)")
-# The original passes the flag re.UNICODE, which is 32, where `sub` expects how many to replace.
-_MOST_STOPS = int(re.UNICODE)
+# The original passes the flag re.UNICODE, which is 32, as the `count` of `sub`.
+_STOP_LIMIT = int(re.UNICODE)
 
 
 def without_commas(text: str) -> str:
-    """Lower-cases, deletes commas and question marks, sets ``'s`` apart, strips.
+    """Lower-cases, deletes commas and question marks, puts a blank before ``'s``, strips.
 
     This is the first step of TextVQA's scorer and LLaVA's VQAv2 submission, not of VQAv2's scorer.
     """
@@ -89,12 +89,12 @@ def without_punctuation(text: str) -> str:
     two digits; otherwise it is replaced by blanks. A full stop before a digit is kept.
     """
     deletes_all = _DIGIT_COMMA.search(text) is not None
-    left = text
+    cleaned = text
     for mark in _MARKS:
         if mark in text:
             touches = f"{mark} " in text or f" {mark}" in text
-            left = left.replace(mark, "" if deletes_all or touches else " ")
-    return _STOP.sub("", left, count=_MOST_STOPS)
+            cleaned = cleaned.replace(mark, "" if deletes_all or touches else " ")
+    return _STOP.sub("", cleaned, count=_STOP_LIMIT)
 
 
 def plain_words(text: str) -> str:
@@ -106,7 +106,7 @@ def plain_words(text: str) -> str:
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 
 
-# Ten people give few different answers, and most are given to many questions.
+# The same answers are given to many questions.
 @lru_cache(maxsize=1 << 16)
 def official(text: str) -> str:
     """Normalises an answer on one line as the scorer of VQAv2 does where people disagree."""
@@ -119,7 +119,7 @@ def normalise(text: str) -> str:
 
 
 def ten(where: str, answers: Sequence[str]) -> list[str]:
-    """Returns the human answers to a question; raises with its place if they are not ten."""
+    """Returns the human answers to a question; raises a UserError unless there are ten texts."""
     if len(answers) != NUM_PEOPLE or not all(isinstance(answer, str) for answer in answers):
         raise UserError(f"{where}: expected {NUM_PEOPLE} answers in words, got {answers!r:.80}")
     return list(answers)
@@ -128,9 +128,11 @@ def ten(where: str, answers: Sequence[str]) -> list[str]:
 def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
     """Computes how far ten people agree with an answer.
 
-    The mean, over the ten, of min(1, how many of the other nine gave the prediction / 3): 0, 0.3,
-    0.6, 0.9 or 1 where 0, 1, 2, 3, or 4 and more of ten gave it.
+    Leaves out each person in turn, and averages min(1, n / 3), where n of the nine remaining
+    people gave the prediction. The result is 0, 0.3, 0.6 or 0.9 if 0, 1, 2 or 3 people gave it, and
+    1 if at least 4 did.
     """
-    same = sum(answer == prediction for answer in answers)
-    others = len(answers) - same
-    return (same * min(1, (same - 1) / 3) + others * min(1, same / 3)) / len(answers)
+    agreeing = sum(answer == prediction for answer in answers)
+    disagreeing = len(answers) - agreeing
+    total = agreeing * min(1, (agreeing - 1) / 3) + disagreeing * min(1, agreeing / 3)
+    return total / len(answers)

@@ -48,8 +48,8 @@ _SUBMIT = (
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
     """Reads LLaVA's list of a split, or the official questions (.json).
 
-    The names of LLaVA's images contain their folder (test2015/ if not); to the official questions
-    LLaVA's request for a short answer is added.
+    The name of an image in LLaVA's list contains its folder; without it the folder is test2015/.
+    Official questions get LLaVA's request for a short answer.
     """
     if path.suffix == ".json":
         yield from _read_official(path)
@@ -61,10 +61,10 @@ def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
 
 
 def _read_official(path: Path) -> Iterator[BenchmarkQuestion]:
-    """Reads the official questions of a split, whose images lie beside the file."""
+    """Reads the official questions of a split; its images are in a folder next to the file."""
     value = read_json_object(path)
     split = str(value.get("data_subtype", "val2014"))
-    # The images of test-dev2015 are among those of test2015.
+    # The folder test2015 also has the images of test-dev2015.
     split = "test2015" if split.startswith("test") else split
     for where, entry in layout.records(value, "questions", path):
         record = as_object(entry, where)
@@ -98,8 +98,8 @@ def read_people(path: Path) -> dict[str, People]:
 def accuracy(prediction: str, answers: tuple[str, ...]) -> float:
     """Computes the official accuracy of one prediction.
 
-    Prediction and answers are normalised only if people disagree: "Yes" and "2." are wrong if all
-    ten said "yes" and "2".
+    Prediction and answers are normalized only if people disagree: "Yes" is wrong if all ten people
+    said "yes".
     """
     prediction = one_line(prediction)
     if len(set(answers)) > 1:
@@ -110,19 +110,19 @@ def accuracy(prediction: str, answers: tuple[str, ...]) -> float:
 def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> Score:
     """Scores answers to the validation questions.
 
-    The headline is the accuracy in percent of the answers as LLaVA submits them, normalised. Parts:
-    the same per `question_type` and `answer_type`; `as_written`, the three figures of the answers
-    as the file has them; the number of `questions`. All are rounded to two decimals, as in the
-    official program, which refuses a file unless the answered questions are exactly the annotated
-    ones; `missing="leave-out"` scores those that are both.
+    The headline is the accuracy in percent of the normalized answers, which LLaVA submits. Parts:
+    the same per `question_type` and `answer_type`; `as_written`, the same three figures without
+    normalization; the number of `questions`. All figures are rounded to two decimals, as in the
+    official program. The official program refuses a file unless the answered questions are exactly
+    the annotated questions; `missing="leave-out"` scores the questions that are both.
     """
     people = read_people(Path(root) / "vqav2" / ANNOTATIONS)
     rows = read_answers(answers)
-    known = sum(row.id in people for row in rows)
+    matched_lines = sum(row.id in people for row in rows)
     warnings = layout.size_warnings(f"{ANNOTATIONS}, questions", len(people), NUM_ANNOTATIONS)
     kept = latest(rows, people, warnings, f"; {_SUBMIT}")
     if missing == "refuse":
-        require_all(answers, people, kept, others=len(rows) - known)
+        require_all(answers, people, kept, len(rows) - matched_lines)
     overall, parts = _accuracies(kept, people, normalise)
     as_written, written_parts = _accuracies(kept, people, str)
     parts |= {"as_written": {"overall": as_written, **written_parts}, "questions": len(kept)}
@@ -132,7 +132,7 @@ def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> 
 def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
     """Grades an answer by its accuracy; see `Benchmark.worth`."""
     people = read_people(Path(root) / "vqav2" / ANNOTATIONS)
-    return worth_by_id(people, lambda text, known: accuracy(normalise(text), known.answers))
+    return worth_by_id(people, lambda text, truth: accuracy(normalise(text), truth.answers))
 
 
 def _accuracies(

@@ -106,7 +106,7 @@ def test_missing_answers_do_not_count_and_a_split_has_some(tmp_path):
     ("split", "field", "value", "message"),
     [
         ("random", "label", "No", 'random.json: line 2: "label" is "No", expected "yes" or "no"'),
-        (None, "question_id", 1, "line 5: \"question_id\" '1' is also that of another question"),
+        (None, "question_id", 1, "line 5: \"question_id\" '1' is also the id of another question"),
     ],
 )
 def test_what_would_be_counted_wrongly_is_refused(tmp_path, split, field, value, message):
