@@ -24,24 +24,26 @@ class Asked(NamedTuple):
     image: str
 
 
-def write_conversations(out: Path, asked: Sequence[Asked]) -> None:
+def write_conversations(out: Path, questions: Sequence[Asked]) -> None:
     """Writes `train.json`: all questions about an image as one conversation."""
     turns: dict[str, list[dict[str, str]]] = {}
-    for question, answer, _, image in asked:
-        said = turns.setdefault(image, [])
-        said.append({"from": "human", "value": question if said else f"<image>\n{question}"})
-        said.append({"from": "gpt", "value": answer})
+    for question, answer, _, image in questions:
+        turns_of_image = turns.setdefault(image, [])
+        turns_of_image.append(
+            {"from": "human", "value": question if turns_of_image else f"<image>\n{question}"}
+        )
+        turns_of_image.append({"from": "gpt", "value": answer})
     samples = [
-        {"id": Path(image).stem, "image": image, "conversations": said}
-        for image, said in turns.items()
+        {"id": Path(image).stem, "image": image, "conversations": turns_of_image}
+        for image, turns_of_image in turns.items()
     ]
     (out / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
 
 
-def write_questions(out: Path, split: str, asked: Sequence[Asked]) -> None:
+def write_questions(out: Path, split: str, asked_questions: Sequence[Asked]) -> None:
     """Writes `SPLIT.jsonl` and `SPLIT_answers.jsonl`."""
     questions, answers = [], []
-    for number, (question, answer, category, image) in enumerate(asked):
+    for number, (question, answer, category, image) in enumerate(asked_questions):
         name = f"{split}_{number:06d}"
         questions.append(
             {"question_id": name, "image": image, "text": question, "category": category}

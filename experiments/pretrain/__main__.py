@@ -19,10 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the arguments and trains."""
     parser = Parser(prog=_NAME, description=__doc__)
     add_config(parser)
-    given, settings = read_config(parser, arguments, Pretraining)
+    arguments, settings = read_config(parser, arguments, Pretraining)
     distributed.use_cores(settings.cpu_devices)
-    with locked(given.workdir):
-        pretrain(settings, given.workdir, settings.data.folder)
+    with locked(arguments.workdir):
+        pretrain(settings, arguments.workdir, settings.data.folder)
 
 
 if __name__ == "__main__":

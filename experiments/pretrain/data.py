@@ -69,15 +69,17 @@ def read_data(
     trains = tower or run.language.train_tower
     expected = f"True: nothing else trains the tower, without steps or {folder / PATCHES_FILE}"
     run.language.expect("train_tower", trains, expected)
-    most = int(np.bincount(groups).max())
-    expected = f"at most the {most} samples of {folder / 'train.json'} with images of one size"
+    largest_group = int(np.bincount(groups).max())
+    expected = (
+        f"at most the {largest_group} samples of {folder / 'train.json'} with images of one size"
+    )
     for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
-        stage.expect("batch_size", stage.batch_size <= most, expected)
+        stage.expect("batch_size", stage.batch_size <= largest_group, expected)
     if run.language.filled is not None:
-        known = [np.isfinite(a) for name, a in labels.items() if name.startswith("share_")]
-        needed = int(np.any(known, axis=0).sum(axis=1).max()) if known else 0
+        has_share = [np.isfinite(a) for name, a in labels.items() if name.startswith("share_")]
+        needed = int(np.any(has_share, axis=0).sum(axis=1).max()) if has_share else 0
         expected = f"none, as {folder / PATCHES_FILE} has no labels share_..."
-        if known:
+        if has_share:
             expected = f"at least {needed}: so many patches of an image have labels share_..."
         run.language.expect("filled", 0 < needed <= run.language.filled, expected)
     mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
@@ -130,14 +132,14 @@ def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches:
     shape = expected.get(name[:6])
     if shape is None:
         raise UserError(f"{path}: unknown label {name!r}, expected {', '.join(expected)}...")
-    fits = array.ndim == len(shape) and all(
-        size in (-1, given) for size, given in zip(shape, array.shape, strict=True)
+    is_valid = array.ndim == len(shape) and all(
+        size in (-1, actual) for size, actual in zip(shape, array.shape, strict=True)
     )
-    if not fits:
-        shown = str(list(shape)).replace("-1", "any")
+    if not is_valid:
+        expected_shape = str(list(shape)).replace("-1", "any")
         raise UserError(
-            f"{path}: {name} is {list(array.shape)}, expected {shown}: train.json has {images} "
-            f"samples, and config.model makes {patches} patches of the largest image"
+            f"{path}: {name} is {list(array.shape)}, expected {expected_shape}: train.json has "
+            f"{images} samples, and config.model makes {patches} patches of the largest image"
         )
 
 

@@ -77,7 +77,7 @@ def noised(
     return restore(noise_gate(noise_key, standardise(features, stats), alpha), stats), kept
 
 
-class Shown(NamedTuple):
+class Display(NamedTuple):
     """How a step shows an image.
 
     Attributes:
@@ -122,24 +122,24 @@ def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float
     the proportions of the kept patches for those of the image, and miscounts.
     """
     factor = jnp.zeros(saliency.shape)
-    for number, named in enumerate(words):
-        if jnp.issubdtype(named.label.dtype, jnp.integer):
-            shape = (saliency.shape[0], named.token.shape[0])
+    for number, patch_words in enumerate(words):
+        if jnp.issubdtype(patch_words.label.dtype, jnp.integer):
+            shape = (saliency.shape[0], patch_words.token.shape[0])
             taste = jax.random.normal(jax.random.fold_in(key, number), shape)
-            factor += jnp.take_along_axis(taste, named.label, axis=1)
+            factor += jnp.take_along_axis(taste, patch_words.label, axis=1)
     return jnp.log(saliency + 1e-9) + strength * factor
 
 
 def _has_place(real: Bool[Array, "i n"], words: Sequence[Words]) -> Bool[Array, "i n"]:
     """Returns which patches show something that has a place: the share of a word is defined."""
-    found = jnp.zeros_like(real)
-    for named in words:
-        if jnp.issubdtype(named.label.dtype, jnp.floating):
-            found |= jnp.isfinite(named.label)
-    return found & real
+    has_share = jnp.zeros_like(real)
+    for patch_words in words:
+        if jnp.issubdtype(patch_words.label.dtype, jnp.floating):
+            has_share |= jnp.isfinite(patch_words.label)
+    return has_share & real
 
 
-class Seen(NamedTuple):
+class VisibleTokens(NamedTuple):
     """Visual tokens that are shown.
 
     Attributes:
@@ -157,38 +157,40 @@ class Seen(NamedTuple):
     grid: Int[Array, "i 2"]
 
 
-def _see(params, backbone, images: Images, key, words: Sequence[Words], shown: Shown) -> Seen:
+def _display(
+    params, backbone, images: Images, key, words: Sequence[Words], display: Display
+) -> VisibleTokens:
     """Returns visual features of images, thinned or mixed with noise."""
-    taps = () if shown.kept is None and not shown.noisy else (saliency_tap(backbone.config),)
+    taps = () if display.kept is None and not display.noisy else (saliency_tap(backbone.config),)
     features, taps = backbone.encode_image(params, images.pixels, taps)
     count, n = features.shape[:2]
     index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), real_tokens(backbone, images, n)
     if not taps:
-        return Seen(features, index, real, real, images.grid)
+        return VisibleTokens(features, index, real, real, images.grid)
     attention = jax.lax.stop_gradient(saliency(next(iter(taps.values()))))
     draw_key, sharp_key, taste_key = jax.random.split(key, 3)
     # A third of the images uniformly, the others with increasing weight on salient patches.
     sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, (count,), minval=-1, maxval=2))
     words = [named._replace(label=of_tokens(named.label, n)) for named in words]
-    favour = _favour(taste_key, attention, words, shown.taste)
-    if shown.noisy:
+    favour = _favour(taste_key, attention, words, display.taste)
+    if display.noisy:
         score_key, noise_key = jax.random.split(draw_key)
         score = _scores(score_key, favour, sharpness)
         mixed, clear = noised(noise_key, features, score, real)
-        return Seen(mixed, index, real, clear, images.grid)
-    if shown.filled:
+        return VisibleTokens(mixed, index, real, clear, images.grid)
+    if display.filled:
         # Far beyond the noise of the draw.
         favour, sharpness = 1e3 * _has_place(real, words), jnp.ones_like(sharpness)
-    index = thinned(draw_key, favour, shown.kept, sharpness, real)
+    index = thinned(draw_key, favour, display.kept, sharpness, real)
     real = jnp.take_along_axis(real, index, axis=1)
     features = jnp.take_along_axis(features, index[..., None], axis=1)
-    return Seen(features, index, real, real, images.grid)
+    return VisibleTokens(features, index, real, real, images.grid)
 
 
 def _alignment_loss(
     embedding: Float[Array, "v e"],
     visual: Float[Array, "i k e"],
-    seen: Seen,
+    visible: VisibleTokens,
     words: Words,
     silent: int | None,
 ) -> Float[Array, ""]:
@@ -200,26 +202,26 @@ def _alignment_loss(
     counts as log(1 + l).
     """
     # Behind the labels there is only padding.
-    label = jnp.take_along_axis(words.label, seen.index, axis=1, mode="clip")
-    clear, named = seen.clear, words.token >= 0
+    label = jnp.take_along_axis(words.label, visible.index, axis=1, mode="clip")
+    clear, has_word = visible.clear, words.token >= 0
     if jnp.issubdtype(label.dtype, jnp.floating):
-        known = jnp.isfinite(label) & clear
+        has_target = jnp.isfinite(label) & clear
         share = jnp.where(jnp.isfinite(label), label, 0.5)
         target = jnp.stack([1 - share, share], axis=-1)
         losses = optax.softmax_cross_entropy(visual @ embedding[words.token].T, target)
     else:
         tokens = jnp.maximum(words.token, 0)
         if silent is not None:
-            tokens, named = jnp.append(tokens, silent), jnp.append(named, True)
+            tokens, has_word = jnp.append(tokens, silent), jnp.append(has_word, True)
             label = jnp.where(clear, label, tokens.shape[0] - 1)
-        logits = jnp.where(named, visual @ embedding[tokens].T, jnp.finfo(jnp.float32).min)
-        known = named[label] & seen.real
+        logits = jnp.where(has_word, visual @ embedding[tokens].T, jnp.finfo(jnp.float32).min)
+        has_target = has_word[label] & visible.real
         losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits, jnp.where(known, label, jnp.argmax(named))
+            logits, jnp.where(has_target, label, jnp.argmax(has_word))
         )
         # Noise is far from its name at first; the rest must not be forgotten over it.
         losses = jnp.where(clear, losses, jnp.log1p(losses))
-    return jnp.sum(jnp.where(known, losses, 0)) / jnp.maximum(jnp.sum(known), 1)
+    return jnp.sum(jnp.where(has_target, losses, 0)) / jnp.maximum(jnp.sum(has_target), 1)
 
 
 def _normalised(hidden: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
@@ -242,37 +244,37 @@ class Inside(NamedTuple):
 def run_packed(
     params: Params,
     backbone: Backbone,
-    seen: Seen,
+    visible: VisibleTokens,
     packed: Packed,
     slot: Int[Array, "i t"],
 ) -> tuple[Float[Array, "i a v"], Inside]:
     """Runs the language model on all exchanges of an image at once."""
     config = backbone.config
-    (images, shown), before = seen.index.shape, packed.prefix.shape[0]
+    (images, num_visual), before = visible.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
     prefix_embedding = decoder.embed(params["language"], prefix)
     text_embedding = decoder.embed(params["language"], packed.ids)
-    hidden = jnp.concatenate([prefix_embedding, seen.tokens, text_embedding], axis=1)
-    offset, extent = backbone.image_positions(seen.grid, seen.index)
+    hidden = jnp.concatenate([prefix_embedding, visible.tokens, text_embedding], axis=1)
+    offset, extent = backbone.image_positions(visible.grid, visible.index)
     axes = offset.shape[1]
-    behind = before + extent[:, None] + packed.offset
-    of_text = (jnp.broadcast_to(jnp.arange(before), prefix.shape), behind)
+    text_position = before + extent[:, None] + packed.offset
+    of_text = (jnp.broadcast_to(jnp.arange(before), prefix.shape), text_position)
     first, last = (jnp.repeat(part[:, None], axes, axis=1) for part in of_text)
     position = jnp.concatenate([first, before + offset, last], axis=2)
     shared = jnp.zeros((images, before), jnp.int32)
-    visual = jnp.where(seen.real, 0, -1)
+    visual = jnp.where(visible.real, 0, -1)
     segment = jnp.concatenate([shared, visual, packed.segment], axis=1)
     middle = Tap("hidden", 2 * config.text.num_layers // 3)
     rows = Rows(hidden, position, segment >= 0, segment)
-    span, wanted = (0, config.text.num_layers), Requested(taps=(middle,))
-    stage = decoder.run_layers(params["language"], config.text, rows, span, wanted=wanted)
+    span, outputs = (0, config.text.num_layers), Requested(taps=(middle,))
+    stage = decoder.run_layers(params["language"], config.text, rows, span, wanted=outputs)
 
     def at(states: Array, slot: Array) -> Array:
-        return jnp.take_along_axis(states, (before + shown + slot)[..., None], axis=1)
+        return jnp.take_along_axis(states, (before + num_visual + slot)[..., None], axis=1)
 
     inside = next(iter(stage.taps.values()))
     logits = decoder.logits(params["language"], config.text, at(stage.hidden, packed.target))
-    return logits, Inside(at(inside, slot), inside[:, before : before + shown])
+    return logits, Inside(at(inside, slot), inside[:, before : before + num_visual])
 
 
 class Exchanges(NamedTuple):
@@ -297,7 +299,7 @@ def language_loss(
     backbone: Backbone,
     key: Array,
     batch: Exchanges,
-    shown: Shown,
+    display: Display,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Computes the mean cross-entropy of the supervised tokens, all exchanges of an image at once.
 
@@ -307,27 +309,27 @@ def language_loss(
     words, and noise, are named after two thirds of the layers.
     """
     params, (images, packed, mentions, words) = frozen | trained, batch
-    seen = _see(params, backbone, images, key, words, shown)
-    seen = seen._replace(tokens=backbone.project(params, seen.tokens))
+    visible = _display(params, backbone, images, key, words, display)
+    visible = visible._replace(tokens=backbone.project(params, visible.tokens))
     # A thinned image may not show what a question mentions.
-    mentions = mentions if shown.all_contents else None
-    slot = jnp.zeros((len(seen.index), 0), jnp.int32) if mentions is None else mentions.slot
-    logits, inside = run_packed(params, backbone, seen, packed, slot)
-    known = packed.label >= 0
-    label = jnp.where(known, packed.label, 0)
+    mentions = mentions if display.all_contents else None
+    slot = jnp.zeros((len(visible.index), 0), jnp.int32) if mentions is None else mentions.slot
+    logits, inside = run_packed(params, backbone, visible, packed, slot)
+    is_supervised = packed.label >= 0
+    label = jnp.where(is_supervised, packed.label, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-    count = jnp.maximum(jnp.sum(known), 1)
-    right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
-    total = jnp.sum(jnp.where(known, losses, 0)) / count
+    count = jnp.maximum(jnp.sum(is_supervised), 1)
+    accuracy = jnp.sum((jnp.argmax(logits, -1) == label) & is_supervised) / count
+    total = jnp.sum(jnp.where(is_supervised, losses, 0)) / count
     embedding = params["language"]["embed"]["embedding"]
-    silent = (backbone.config.pad_token_id or 0) if shown.silence else None
+    silent = (backbone.config.pad_token_id or 0) if display.silence else None
     aligned = 0.0
     for named in words:
         share = jnp.issubdtype(named.label.dtype, jnp.floating)
-        late = backbone.config.position_axes > 1 and (share or shown.noisy)
-        visual = _normalised(inside.visual) if late else seen.tokens
-        aligned += _alignment_loss(embedding, visual, seen, named, silent)
-    scalars = {"lm_loss": total, "told": right}
+        late = backbone.config.position_axes > 1 and (share or display.noisy)
+        visual = _normalised(inside.visual) if late else visible.tokens
+        aligned += _alignment_loss(embedding, visual, visible, named, silent)
+    scalars = {"lm_loss": total, "told": accuracy}
     if mentions is None:
         return total + 0.25 * aligned, scalars
     mentioned, more = mention_loss(trained["mention_heads"], inside.words, mentions)

@@ -62,15 +62,15 @@ def read_mentions(path: Path, samples: int) -> Mentions | None:
         return None
     arrays = read_arrays(path, lambda name: _KINDS.get(name, NUMBERS))
     axes = {name: array.ndim for name, array in arrays.items()}
-    fits = axes == _FIELDS and len({*map(len, arrays.values())}) == 1
+    is_valid = axes == _FIELDS and len({*map(len, arrays.values())}) == 1
     expected = f"expected {', '.join(_FIELDS)} with a row for each mention"
-    require(fits, f"{path}: {expected}, got {axes}")
+    require(is_valid, f"{path}: {expected}, got {axes}")
     mentions = Mentions(**arrays)
     order = np.lexsort((mentions.exchange, mentions.sample))
-    known = ((mentions.sample >= 0) & (mentions.sample < samples)).all()
-    fits = bool(known and (np.diff(order) >= 0).all() and (mentions.number >= 0).all())
+    in_range = ((mentions.sample >= 0) & (mentions.sample < samples)).all()
+    is_valid = bool(in_range and (np.diff(order) >= 0).all() and (mentions.number >= 0).all())
     expected = f"expected rows by sample, 0 to {samples - 1}, and exchange, with numbers from 0"
-    require(fits, f"{path}: {expected}")
+    require(is_valid, f"{path}: {expected}")
     return mentions
 
 
@@ -97,16 +97,16 @@ def place_mentions(tokenizer: Any, packed: Packed, mentions: Mentions) -> Placed
         before = (sample, exchange, int(match[0]))
         rows[sample].append((before[2], int(number), value))
     width = max(1, *map(len, rows)) if len(rows) > 1 else max(1, len(rows[0]))
-    placed = PlacedMentions(
+    positions = PlacedMentions(
         np.zeros((len(rows), width), np.int32),
         np.full((len(rows), width), -1, np.int32),
         np.full((len(rows), width, values.shape[1]), np.nan, np.float32),
     )
     for number, row in enumerate(rows):
         for place, entry in enumerate(row):
-            for array, item in zip(placed, entry, strict=True):
+            for array, item in zip(positions, entry, strict=True):
                 array[number, place] = item
-    return placed
+    return positions
 
 
 def init_mention_heads(mentions: PlacedMentions, width: int) -> dict[str, Array]:
@@ -125,15 +125,15 @@ def mention_loss(
     It is summed over the values of a mention and divided by three, the numbers of a place, so that
     further values take nothing from it.
     """
-    known = mentions.number >= 0
-    label = jnp.where(known, mentions.number, 0)
+    is_mention = mentions.number >= 0
+    label = jnp.where(is_mention, mentions.number, 0)
     logits = linear_head(heads["number"], hidden)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-    count = jnp.maximum(jnp.sum(known), 1)
-    right = jnp.sum((jnp.argmax(logits, -1) == label) & known) / count
-    placed = jnp.isfinite(mentions.value)
+    count = jnp.maximum(jnp.sum(is_mention), 1)
+    accuracy = jnp.sum((jnp.argmax(logits, -1) == label) & is_mention) / count
+    has_value = jnp.isfinite(mentions.value)
     value = linear_head(heads["value"], hidden)
-    error = jnp.where(placed, value - jnp.where(placed, mentions.value, 0), 0)
-    square = jnp.sum(error**2) / jnp.maximum(jnp.sum(placed), 1)
-    total = jnp.sum(jnp.where(known, losses, 0)) / count + square * placed.shape[-1] / 3
-    return total, {"mention_number": right, "mention_error": jnp.sqrt(square)}
+    error = jnp.where(has_value, value - jnp.where(has_value, mentions.value, 0), 0)
+    square = jnp.sum(error**2) / jnp.maximum(jnp.sum(has_value), 1)
+    total = jnp.sum(jnp.where(is_mention, losses, 0)) / count + square * has_value.shape[-1] / 3
+    return total, {"mention_number": accuracy, "mention_error": jnp.sqrt(square)}

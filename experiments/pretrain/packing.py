@@ -44,16 +44,20 @@ class _Row(NamedTuple):
 
 
 def _pack_row(
-    encode: Callable[[tuple[str, str]], EncodedConversation], sample: Sample, most: int
+    encode: Callable[[tuple[str, str]], EncodedConversation], sample: Sample, token_limit: int
 ) -> tuple[list[int], _Row]:
-    """Returns prefix and packed exchanges of a sample, as many as fit into `most` tokens."""
+    """Returns prefix and packed exchanges of a sample, as many as fit into `token_limit` tokens."""
     row, prefix = _Row([], [], [], [], []), []
     for number in range(0, len(sample.turns), 2):
         encoded = encode(sample.turns[number : number + 2])
-        at = encoded.ids.index(IMAGE_TOKEN)
-        prefix, ids, labels = encoded.ids[:at], encoded.ids[at + 1 :], encoded.labels[at + 1 :]
+        image_index = encoded.ids.index(IMAGE_TOKEN)
+        prefix, ids, labels = (
+            encoded.ids[:image_index],
+            encoded.ids[image_index + 1 :],
+            encoded.labels[image_index + 1 :],
+        )
         start = len(row.ids)
-        if start and start + len(ids) > most:
+        if start and start + len(ids) > token_limit:
             break
         row.ids.extend(ids)
         row.segment.extend([number // 2 + 1] * len(ids))
@@ -65,13 +69,13 @@ def _pack_row(
     return prefix, row
 
 
-def pack(encoder: ConversationEncoder, samples: Sequence[Sample], most: int = 512) -> Packed:
+def pack(encoder: ConversationEncoder, samples: Sequence[Sample], token_limit: int = 512) -> Packed:
     """Packs the exchanges of each sample after its image."""
     # The same question with the same answer occurs for many images.
     encode = functools.cache(lambda turns: encoder.encode(turns, 1))
     rows, prefix = [], []
     for sample in samples:
-        prefix, row = _pack_row(encode, sample, most)
+        prefix, row = _pack_row(encode, sample, token_limit)
         rows.append(row)
     fills = _Row(ids=0, segment=-1, offset=0, target=0, label=-1)
     columns = zip(*rows, strict=True)

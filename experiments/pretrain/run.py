@@ -21,7 +21,7 @@ from experiments.pretrain.data import (
     word_tokens,
 )
 from experiments.pretrain.images import real_tokens
-from experiments.pretrain.language import Shown
+from experiments.pretrain.language import Display
 from experiments.pretrain.mentions import PlacedMentions, init_mention_heads, place_mentions
 from experiments.pretrain.packing import Packed, pack
 from experiments.pretrain.settings import Pretraining, StageSettings
@@ -51,7 +51,7 @@ MODEL = "model"
 NOISY = "noisy"
 FILLED = "filled"
 MENTION_HEADS = "mention_heads"
-EVERYTHING = Shown()
+ALL_TOKENS = Display()
 
 
 class _Pretrainer(NamedTuple):
@@ -77,7 +77,7 @@ class _Pretrainer(NamedTuple):
     tokens: dict[str, Int[np.ndarray, "c"]]
     interrupt: Interrupt
 
-    def recipe(self, stage: StageSettings, shown: Shown = EVERYTHING) -> Recipe:
+    def recipe(self, stage: StageSettings, display: Display = ALL_TOKENS) -> Recipe:
         """Returns the static part of a stage's updates."""
         micro_batch = self.settings.micro_batch
         return Recipe(
@@ -87,7 +87,7 @@ class _Pretrainer(NamedTuple):
             micro_batch=micro_batch,
             devices=math.gcd(stage.batch_size // micro_batch, jax.device_count()),
             muon_lr=stage.muon_lr or 0.0,
-            shown=shown,
+            display=display,
         )
 
     def train_stage(
@@ -132,8 +132,8 @@ class _Pretrainer(NamedTuple):
         if not labels or not stage.steps:
             return params
         recipe, small, config = self.recipe(stage), small_of(self.backbone), self.backbone.config
-        others = ("share_",) if config.class_token_block is not None else ("share_", "image_")
-        labels = {name: a for name, a in labels.items() if not name.startswith(others)}
+        other_kinds = ("share_",) if config.class_token_block is not None else ("share_", "image_")
+        labels = {name: a for name, a in labels.items() if not name.startswith(other_kinds)}
         heads = init_heads(labels, config.feature_width)
         trained = {part: params[part] for part in small.TOWER} | {"heads": heads}
         state = start(recipe, trained)
@@ -161,10 +161,10 @@ class _Pretrainer(NamedTuple):
         trained = {name: params[name] for name in params if name in parts}
         frozen = {name: params[name] for name in params if name not in parts}
         options = {"taste": stage.taste, "silence": name == "noise"}
-        views = {k: Shown(k, **options) for k in (None, *run.language.kept)}
-        views[NOISY] = Shown(noisy=True, **options)
-        views[FILLED] = Shown(run.language.filled, filled=True, **options)
-        recipes = {k: self.recipe(stage, shown) for k, shown in views.items()}
+        displays = {k: Display(k, **options) for k in (None, *run.language.kept)}
+        displays[NOISY] = Display(noisy=True, **options)
+        displays[FILLED] = Display(run.language.filled, filled=True, **options)
+        recipes = {k: self.recipe(stage, display) for k, display in displays.items()}
         key = jax.random.fold_in(jax.random.key(run.seed), 2 + number)
         state = start(recipes[None], trained)
         state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
@@ -199,10 +199,10 @@ def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
     if late and step % 2:
         return NOISY
     random = np.random.default_rng([run.seed, 3 if late else 1, step])
-    whole = not late and step < run.language.whole_steps
-    if whole and run.language.filled:
+    shows_all = not late and step < run.language.whole_steps
+    if shows_all and run.language.filled:
         return FILLED
-    if whole or random.random() >= getattr(run, stage).thinned_share:
+    if shows_all or random.random() >= getattr(run, stage).thinned_share:
         return None
     return int(random.choice(run.language.kept))
 

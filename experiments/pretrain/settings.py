@@ -70,11 +70,11 @@ class ShapeSettings(Settings, path="config.model"):
 
     def __post_init__(self):
         super().__post_init__()
-        own = {"llava": ("feature_layer",), "qwen2_5_vl": _OF_QWEN}
-        for name in dict.fromkeys(name for names in own.values() for name in names):
-            given, mine = getattr(self, name) is not None, name in own[self.family]
-            expected = f"{'a value' if mine else 'none'} where family is {self.family!r}"
-            self.expect(name, given == mine, expected)
+        family_fields = {"llava": ("feature_layer",), "qwen2_5_vl": _OF_QWEN}
+        for name in dict.fromkeys(name for names in family_fields.values() for name in names):
+            has_value, belongs = getattr(self, name) is not None, name in family_fields[self.family]
+            expected = f"{'a value' if belongs else 'none'} where family is {self.family!r}"
+            self.expect(name, has_value == belongs, expected)
         for part, divisor, why in (
             ("vision", 4, "their width holds a code of four channels a frequency"),
             ("text", 2, "rotary positions turn pairs of channels"),
@@ -92,19 +92,19 @@ class ShapeSettings(Settings, path="config.model"):
             expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
             self.expect("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
             return
-        fits = self.least_size % token == 0 and self.least_size <= self.image_size
-        self.expect("least_size", fits, f"a multiple of {size}, up to model.image_size")
+        is_valid = self.least_size % token == 0 and self.least_size <= self.image_size
+        self.expect("least_size", is_valid, f"a multiple of {size}, up to model.image_size")
         self.expect("window_size", self.window_size >= token, f"{token} pixels at least")
         blocks = set(self.full_blocks)
-        fits = layers - 1 in blocks and blocks <= {*range(layers)}
+        is_valid = layers - 1 in blocks and blocks <= {*range(layers)}
         expected = f"some of 0 to {layers - 1}, with the last: images are thinned by its attention"
-        self.expect("full_blocks", fits, expected)
+        self.expect("full_blocks", is_valid, expected)
         pairs = self.text_width // heads // 2
-        fits = len(self.rope_sections) == 3 and sum(self.rope_sections) == pairs
-        self.expect("rope_sections", fits, f"three numbers that add up to {pairs}")
+        is_valid = len(self.rope_sections) == 3 and sum(self.rope_sections) == pairs
+        self.expect("rope_sections", is_valid, f"three numbers that add up to {pairs}")
 
-    def language(self, vocab_size: int, **own: Any) -> LlamaConfig:
-        """Returns the configuration of the language model; `own` are fields of the family's."""
+    def language(self, vocab_size: int, **family_options: Any) -> LlamaConfig:
+        """Returns the configuration of the language model, with fields of its family."""
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=self.text_width,
@@ -115,7 +115,7 @@ class ShapeSettings(Settings, path="config.model"):
             head_dim=self.text_width // self.text_heads,
             max_positions=2048,
             rope_theta=self.rope_theta,
-            **own,
+            **family_options,
         )
 
     @property
@@ -232,5 +232,5 @@ class Pretraining(Settings):
         n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
         self.language.expect("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
         if self.language.thinned_share or self.noise.thinned_share:
-            fits = bool(kept) and all(1 <= k <= n for k in kept)
-            self.language.expect("kept", fits, f"numbers of visual tokens from 1 to {n}")
+            is_valid = bool(kept) and all(1 <= k <= n for k in kept)
+            self.language.expect("kept", is_valid, f"numbers of visual tokens from 1 to {n}")

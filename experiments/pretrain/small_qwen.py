@@ -86,10 +86,10 @@ def init_params(key: Array, backbone: Qwen2_5_VL) -> Params:
     windows = [layer for layer in range(vision.num_layers) if layer not in vision.full_blocks]
     for number, layer in enumerate(windows):
         for head in range(heads):
-            reach, which = divmod(number * heads + head, len(AROUND))
-            row, column = ((1 + reach % 2) * step for step in AROUND[which])
+            reach, direction = divmod(number * heads + head, len(AROUND))
+            row, column = ((1 + reach % 2) * step for step in AROUND[direction])
             turn = np.concatenate([row * frequency, column * frequency])
-            query, keys = (slice(at, at + c) for at in (head * c, width + head * c))
+            query, keys = (slice(first, first + c) for first in (head * c, width + head * c))
             kernel[layer, :, query] *= _CONTENT
             kernel[layer, :, keys] *= _CONTENT
             bias[layer, query] = strength * np.concatenate([np.cos(turn), np.sin(turn)])
@@ -109,10 +109,10 @@ def states(
 
 def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]) -> Params:
     """Folds a standardisation of the merged tokens into the merger's last layer."""
-    merger, known = params["merger"], features[jnp.asarray(real)]
-    scale = _TOKEN_STD / (jnp.std(known, 0) + 1e-6)
+    merger, real_features = params["merger"], features[jnp.asarray(real)]
+    scale = _TOKEN_STD / (jnp.std(real_features, 0) + 1e-6)
     down = {
         "kernel": merger["down"]["kernel"] * scale,
-        "bias": (merger["down"]["bias"] - jnp.mean(known, 0)) * scale,
+        "bias": (merger["down"]["bias"] - jnp.mean(real_features, 0)) * scale,
     }
     return params | {"merger": merger | {"down": down}}

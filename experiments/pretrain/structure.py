@@ -35,8 +35,8 @@ def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "
     frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
     matrix = np.zeros((width, width), np.float32)
     for pair, angle in enumerate(np.concatenate([offset[0] * frequency, offset[1] * frequency])):
-        c, s, at = math.cos(angle), math.sin(angle), 2 * pair
-        matrix[at : at + 2, at : at + 2] = [[c, s], [-s, c]]  # row vectors
+        c, s, channel = math.cos(angle), math.sin(angle), 2 * pair
+        matrix[channel : channel + 2, channel : channel + 2] = [[c, s], [-s, c]]  # row vectors
     return matrix
 
 
@@ -74,11 +74,11 @@ def init_tower(key: Array, config: ClipConfig) -> Params:
     for layer in range(config.num_layers):
         reach = 1 + layer % 2
         for head in range(heads if layer < 2 else heads // 2):
-            at = slice(head * width, (head + 1) * width)
+            channels = slice(head * width, (head + 1) * width)
             offset = tuple(reach * step for step in AROUND[head % 8])
-            query[layer, :, at] *= 0.1
-            keys[layer, :, at] *= 0.1
-            query[layer, -width:, at] += scale * shift(offset, side, width)
-            keys[layer, -width:, at] += scale * np.eye(width, dtype=np.float32)
+            query[layer, :, channels] *= 0.1
+            keys[layer, :, channels] *= 0.1
+            query[layer, -width:, channels] += scale * shift(offset, side, width)
+            keys[layer, -width:, channels] += scale * np.eye(width, dtype=np.float32)
     attention["query"]["kernel"], attention["key"]["kernel"] = map(jnp.asarray, (query, keys))
     return jax.tree.map(jnp.array, params)  # copies: norms share buffers, which donation forbids

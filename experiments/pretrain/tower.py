@@ -40,7 +40,7 @@ def tower_loss(
     trained: Params, backbone: Backbone, images: Images, labels: Labels
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Sums the heads' losses at the visual tokens, before a projector."""
-    tokens, whole = small_of(backbone).states(trained, backbone, images.pixels)
+    tokens, class_token = small_of(backbone).states(trained, backbone, images.pixels)
     n = tokens.shape[1]
     real = real_tokens(backbone, images, n)
     total, scalars = jnp.zeros(()), {}
@@ -51,7 +51,7 @@ def tower_loss(
     for name, label in labels.items():
         head = trained["heads"][name]
         if name.startswith("image_"):
-            logit = linear_head(head, whole)
+            logit = linear_head(head, class_token)
             total += jnp.mean(optax.sigmoid_binary_cross_entropy(logit, label.astype(jnp.float32)))
             continue
         output, label = linear_head(head, tokens), of_tokens(label, n)
@@ -61,9 +61,9 @@ def tower_loss(
             scalars[name] = mean(jnp.argmax(output, -1) == label)
         else:
             label = label.astype(jnp.float32)
-            known = jnp.isfinite(label) & real[..., None]
-            error = jnp.where(known, output - jnp.where(known, label, 0), 0)
-            count = jnp.maximum(jnp.sum(known), 1)
+            has_label = jnp.isfinite(label) & real[..., None]
+            error = jnp.where(has_label, output - jnp.where(has_label, label, 0), 0)
+            count = jnp.maximum(jnp.sum(has_label), 1)
             total += 4 * jnp.sum(error**2) / count
             scalars[name] = jnp.sum(jnp.abs(error)) / count
     return total, scalars

@@ -12,7 +12,7 @@ from jaxtyping import Array, PyTree
 from optax.contrib import MuonDimensionNumbers, muon
 
 from experiments.pretrain.images import Images
-from experiments.pretrain.language import Exchanges, Shown, Words, language_loss
+from experiments.pretrain.language import Display, Exchanges, Words, language_loss
 from experiments.pretrain.mentions import PlacedMentions
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.tower import tower_loss
@@ -37,7 +37,7 @@ class Recipe(NamedTuple):
         micro_batch: rows of a piece of the batch.
         devices: number of devices that share the pieces.
         muon_lr: peak learning rate of Muon for matrices; 0 leaves all to AdamW.
-        shown: how images are shown to the language model.
+        display: how images are shown to the language model.
     """
 
     backbone: Backbone
@@ -46,7 +46,7 @@ class Recipe(NamedTuple):
     micro_batch: int
     devices: int
     muon_lr: float = 0.0
-    shown: Shown = Shown()
+    display: Display = Display()
 
 
 def _matrices(params: PyTree) -> PyTree:
@@ -100,8 +100,8 @@ def _accumulate(
     numbers = jnp.arange(pieces)
 
     def local(trained, frozen, cut, numbers, key):
-        def piece(total, given):
-            part, number = given
+        def piece(total, inputs):
+            part, number = inputs
             value, grads = jax.value_and_grad(loss, has_aux=True)(
                 trained, frozen, part, jax.random.fold_in(key, number)
             )
@@ -172,7 +172,7 @@ def _language_update(
         params, prefix, tokens = frozen
         named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
         piece = Exchanges(images, Packed(prefix, *rows), mentions, named)
-        return language_loss(trained, params, recipe.backbone, piece_key, piece, recipe.shown)
+        return language_loss(trained, params, recipe.backbone, piece_key, piece, recipe.display)
 
     frozen = (params, packed.prefix, tokens)
     batch = (images, tuple(packed[1:]), mentions, labels)

@@ -49,13 +49,13 @@ def read_records(
     """Reads the complete rows of a data folder's answers, in the order of the table."""
 
     def place(file: AnswerFile) -> tuple[bool | int | str, ...]:
-        made = file.provenance
-        return row_place(made.method, made.mode, made.budget, labels)
+        provenance = file.provenance
+        return row_place(provenance.method, provenance.mode, provenance.budget, labels)
 
     rows = []
     for file in sorted(read_files(folder), key=place):
-        made = file.provenance
-        worth = BENCHMARKS[made.benchmark].worth(data)
+        provenance = file.provenance
+        worth = BENCHMARKS[provenance.benchmark].worth(data)
         answers = {answer.id: answer for answer in read_answers(file.path, broken=[])}
         if not answers.keys() >= {*ids}:  # of another run, which was interrupted
             continue
@@ -63,11 +63,11 @@ def read_records(
         count = np.array([line.fields["kept"] for line in lines], np.int32)
         order = np.full((len(lines), max(1, int(count.max(initial=0)))), -1, np.int16)
         for row, line in zip(order, lines, strict=True):
-            whole = range(line.fields["kept"]) if made.method == ALL else ()
-            kept = line.fields.get("order", whole)
+            all_tokens = range(line.fields["kept"]) if provenance.method == ALL else ()
+            kept = line.fields.get("order", all_tokens)
             row[: len(kept)] = kept
         correct = np.array([worth(line) for line in lines], bool)
-        head = made.method, made.mode, made.budget, made.num_tokens
+        head = provenance.method, provenance.mode, provenance.budget, provenance.num_tokens
         rows.append(Records(*head, count, order, correct))
     return rows
 
@@ -84,15 +84,15 @@ def full_row(rows: Sequence[Records]) -> Records:
 
 def accuracy_table(rows: Sequence[Records], seed: int) -> list[JsonObject]:
     """Tabulates rows: method, mode, pruning_rate, accuracy, retention, mean_k, questions, seed."""
-    whole = full_row(rows).correct
+    reference = full_row(rows).correct
     return [
         {
             "method": row.method,
             "mode": row.mode,
             "pruning_rate": row.pruning_rate,
             "accuracy": percent(row.correct),
-            "retention": round(100 * float(row.correct.sum() / whole.sum()), 2)
-            if whole.any()
+            "retention": round(100 * float(row.correct.sum() / reference.sum()), 2)
+            if reference.any()
             else None,
             "mean_k": round(float(row.count.mean()), 2),
             "questions": len(row.correct),

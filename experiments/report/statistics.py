@@ -17,7 +17,7 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def stop_figures(
-    row: Records, scenes: Sequence[Scene] | None, least: int, most: int
+    row: Records, scenes: Sequence[Scene] | None, min_tokens: int, max_tokens: int
 ) -> dict[str, float | None]:
     """Distinguishes a stop that decides from one that stays at a bound."""
     if row.mode == "exact":
@@ -26,5 +26,5 @@ def stop_figures(
         "spearman_relevant": None
         if scenes is None
         else spearman(row.count, np.array([len(scene.relevant) for scene in scenes])),
-        "at_bounds": percent((row.count <= least) | (row.count >= most)),
+        "at_bounds": percent((row.count <= min_tokens) | (row.count >= max_tokens)),
     }

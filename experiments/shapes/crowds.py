@@ -33,38 +33,40 @@ def _patch(shape: Shape, grid: int = CROWD_GRID) -> int:
 @functools.lru_cache(maxsize=1)
 def neighbours(scene: Scene) -> dict[Shape, dict[str, Shape]]:
     """Returns the nearest shape of the same row or column by direction, where one is in reach."""
-    at = {divmod(_patch(shape), CROWD_GRID): shape for shape in scene.shapes}
-    found: dict[Shape, dict[str, Shape]] = {}
-    for (row, column), shape in at.items():
+    shape_at = {divmod(_patch(shape), CROWD_GRID): shape for shape in scene.shapes}
+    neighbours_of: dict[Shape, dict[str, Shape]] = {}
+    for (row, column), shape in shape_at.items():
         ways = {
             name: [(row + far * down, column + far * right) for far in range(1, REACH + 1)]
             for name, (down, right) in DIRECTIONS.items()
         }
-        first = {name: next((p for p in way if p in at), None) for name, way in ways.items()}
-        found[shape] = {name: at[place] for name, place in first.items() if place is not None}
-    return found
+        first = {name: next((p for p in way if p in shape_at), None) for name, way in ways.items()}
+        neighbours_of[shape] = {
+            name: shape_at[place] for name, place in first.items() if place is not None
+        }
+    return neighbours_of
 
 
 def chains(scene: Scene, starts: list[Shape], steps: int) -> list[Chain]:
     """Returns the chains of a number of steps from some shapes, none of which returns."""
-    beside, found = neighbours(scene), [Chain((start,), ()) for start in starts]
+    neighbours_of, chains_so_far = neighbours(scene), [Chain((start,), ()) for start in starts]
     for _ in range(steps):
-        found = [
+        chains_so_far = [
             Chain((*shapes, shape), (*directions, direction))
-            for shapes, directions in found
-            for direction, shape in beside[shapes[-1]].items()
+            for shapes, directions in chains_so_far
+            for direction, shape in neighbours_of[shapes[-1]].items()
             if shape not in shapes
         ]
-    return found
+    return chains_so_far
 
 
 def distances(scene: Scene, grid: int) -> Float16[np.ndarray, "n 4"]:
     """Returns how far the neighbours of each patch's shape are, as shares of `REACH`."""
     label = np.full((grid * grid, len(DIRECTIONS)), np.nan, np.float16)
-    for shape, beside in neighbours(scene).items():
+    for shape, nearest in neighbours(scene).items():
         for number, name in enumerate(DIRECTIONS):
-            if name in beside:
-                one, two = (np.array(divmod(_patch(s), CROWD_GRID)) for s in (shape, beside[name]))
+            if name in nearest:
+                one, two = (np.array(divmod(_patch(s), CROWD_GRID)) for s in (shape, nearest[name]))
                 label[_patch(shape, grid), number] = np.abs(one - two).sum() / REACH
     return label
 
@@ -73,21 +75,23 @@ def _steps(family: str, steps: int) -> Callable[..., Query | None]:
     """Returns a function that asks about the end of a chain that begins at a sole kind or color."""
 
     def ask(scene: Scene, random: np.random.Generator, grid: int) -> Query | None:
-        given, asked = ("kind", "color") if random.random() < 0.5 else ("color", "kind")
-        ways = chains(scene, sole(scene, lambda shape: getattr(shape, given)), steps)
+        start_property, end_property = (
+            ("kind", "color") if random.random() < 0.5 else ("color", "kind")
+        )
+        ways = chains(scene, sole(scene, lambda shape: getattr(shape, start_property)), steps)
         # All answers are as likely: otherwise the most frequent look would be a good guess.
-        answer = pick(random, sorted({getattr(way.shapes[-1], asked) for way in ways}))
-        way = pick(random, [w for w in ways if getattr(w.shapes[-1], asked) == answer])
+        answer = pick(random, sorted({getattr(way.shapes[-1], end_property) for way in ways}))
+        way = pick(random, [w for w in ways if getattr(w.shapes[-1], end_property) == answer])
         if way is None:
             return None
-        start, *others = way.shapes
-        word = start.kind if given == "kind" else "shape"
-        named = start.kind if given == "kind" else f"{start.color} shape"
-        wanted = {"color": "color", "kind": "shape"}[asked]
+        start, *later_shapes = way.shapes
+        word = start.kind if start_property == "kind" else "shape"
+        named = start.kind if start_property == "kind" else f"{start.color} shape"
+        end_word = {"color": "color", "kind": "shape"}[end_property]
         path = " then ".join(way.directions)
-        text = f"From the {named} go {path}: what {wanted} is there?"
-        words = zip((word, *way.directions), (start, *others), strict=True)
-        mentions = tuple(mention_of(said, [shape]) for said, shape in words)
+        text = f"From the {named} go {path}: what {end_word} is there?"
+        words = zip((word, *way.directions), (start, *later_shapes), strict=True)
+        mentions = tuple(mention_of(word_in_text, [shape]) for word_in_text, shape in words)
         relevant = tuple(_patch(shape, grid) for shape in way.shapes)
         return Query(family, text, answer, relevant, mentions)
 

@@ -106,9 +106,9 @@ def _shares(shape: Shape, grid: int) -> Float32[np.ndarray, " n"]:
     return np.asarray(share, np.float32).ravel() / 255
 
 
-def covered(shape: Shape, grid: int = GRID, least: float = 0.1) -> list[int]:
+def covered(shape: Shape, grid: int = GRID, min_share: float = 0.1) -> list[int]:
     """Returns the patches of which a shape covers at least a share."""
-    return np.flatnonzero(_shares(shape, grid) >= least).tolist()
+    return np.flatnonzero(_shares(shape, grid) >= min_share).tolist()
 
 
 def patch_labels(scene: Scene, grid: int = GRID, relative: bool = False) -> dict[str, np.ndarray]:
@@ -147,8 +147,8 @@ def _offset(place: np.ndarray, grid: int) -> np.ndarray:
     row, column = np.divmod(np.arange(grid * grid), grid)
     centre = (place[:, :2].astype(np.float32) + 1) * (grid / 2)
     radius = place[:, 2:].astype(np.float32) * (10 * grid / SIDE)
-    own = np.stack([column, row], axis=1) + 0.5
-    return np.concatenate([centre - own, radius], axis=1).astype(np.float16)
+    patch_middle = np.stack([column, row], axis=1) + 0.5
+    return np.concatenate([centre - patch_middle, radius], axis=1).astype(np.float16)
 
 
 def _share(place: np.ndarray) -> np.ndarray:

@@ -159,10 +159,10 @@ def _comparison(scene: Scene, random: np.random.Generator, grid: int) -> Query |
     """Compares the counts of two colours; never a tie, and the answers are balanced."""
     counts = Counter(s.color for s in scene.shapes)
     first = pick(random, list(counts))
-    other = pick(random, [c for c in COLORS if counts[c] != counts[first]])
-    if other is None:
+    second = pick(random, [c for c in COLORS if counts[c] != counts[first]])
+    if second is None:
         return None
-    more, less = sorted((first, other), key=lambda c: -counts[c])
+    more, less = sorted((first, second), key=lambda c: -counts[c])
     one, two = (more, less) if random.random() < 0.5 else (less, more)
     hits = [[s for s in scene.shapes if s.color == color] for color in (one, two)]
     text = f"Are there more {one} shapes than {two} shapes?"
@@ -179,10 +179,10 @@ def _relation(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
     pairs = list(itertools.permutations(sole(scene, _named), 2))
     axis, near = int(random.integers(2)), random.random() < 0.8
     places = {id(shape): (shape.x, shape.y)[axis] for shape in scene.shapes}
-    apart = [p for p in pairs if abs(places[id(p[0])] - places[id(p[1])]) >= 10]
+    distant_pairs = [p for p in pairs if abs(places[id(p[0])] - places[id(p[1])]) >= 10]
     half = SIDE / 2
-    beside = [p for p in apart if (places[id(p[0])] < half) == (places[id(p[1])] < half)]
-    pair = pick(random, beside if near else apart)
+    same_half = [p for p in distant_pairs if (places[id(p[0])] < half) == (places[id(p[1])] < half)]
+    pair = pick(random, same_half if near else distant_pairs)
     if pair is None:
         return None
     one, two = pair
@@ -232,10 +232,12 @@ def _majority(scene: Scene, random: np.random.Generator, grid: int) -> Query | N
 
 
 def _background(scene: Scene, random: np.random.Generator, grid: int) -> Query:
-    taken = set(_middle(GRID, *scene.dots))
-    taken = taken.union(*(covered(shape, least=0.01) for shape in scene.shapes))
+    covered_patches = set(_middle(GRID, *scene.dots))
+    covered_patches = covered_patches.union(
+        *(covered(shape, min_share=0.01) for shape in scene.shapes)
+    )
     # Drawn from the same patches whatever the grid, so that all grids see the same questions.
-    row, column = divmod(pick(random, sorted(set(range(GRID**2)) - taken)) or 0, GRID)
+    row, column = divmod(pick(random, sorted(set(range(GRID**2)) - covered_patches)) or 0, GRID)
     patch = cell_of((column + 0.5) * CELL, (row + 0.5) * CELL, grid)
     return Query("background", "What is the background?", scene.background, (patch,))
 

@@ -86,30 +86,30 @@ def cell_of(x: float, y: float, grid: int = GRID) -> int:
     return int(min(y // cell, grid - 1)) * grid + int(min(x // cell, grid - 1))
 
 
-def _into_patch(at: np.ndarray) -> np.ndarray:
+def _into_patch(point: np.ndarray) -> np.ndarray:
     """Moves a point to be clearly inside one patch of a grid with cells half as wide."""
     cell = CELL / 2
-    corner = at // cell * cell
-    return corner + np.clip(at - corner, _CLEAR, cell - _CLEAR)
+    corner = point // cell * cell
+    return corner + np.clip(point - corner, _CLEAR, cell - _CLEAR)
 
 
 def _place_shapes(random: np.random.Generator) -> list[Shape]:
     """Places one to eight separate shapes; more shapes are smaller on average."""
-    wanted = int(random.integers(1, MOST_SHAPES + 1))
-    largest = _LARGEST if wanted <= 3 else (16.0 if wanted <= 5 else 12.0)
-    placed: list[Shape] = []
-    for _ in range(wanted):
-        if placed and random.random() < 0.35:  # repeated, in kind and colour
-            kind, color = placed[int(random.integers(len(placed)))][:2]
+    shape_limit = int(random.integers(1, MOST_SHAPES + 1))
+    largest = _LARGEST if shape_limit <= 3 else (16.0 if shape_limit <= 5 else 12.0)
+    shapes: list[Shape] = []
+    for _ in range(shape_limit):
+        if shapes and random.random() < 0.35:  # repeated, in kind and colour
+            kind, color = shapes[int(random.integers(len(shapes)))][:2]
         else:
             kind, color = str(random.choice(SHAPES)), str(random.choice(list(COLORS)))
         for _ in range(40):
             radius = float(random.uniform(_SMALLEST, largest))
             x, y = _into_patch(random.uniform(radius + 1, SIDE - radius - 1, 2))
-            if all(np.hypot(x - o.x, y - o.y) > radius + o.radius + 2 for o in placed):
-                placed.append(Shape(kind, color, float(x), float(y), radius))
+            if all(np.hypot(x - o.x, y - o.y) > radius + o.radius + 2 for o in shapes):
+                shapes.append(Shape(kind, color, float(x), float(y), radius))
                 break
-    return sorted(placed, key=lambda shape: -shape.radius)
+    return sorted(shapes, key=lambda shape: -shape.radius)
 
 
 def _place_dots(random: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
@@ -119,16 +119,16 @@ def _place_dots(random: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
         x, y = (cell % GRID + 0.5) * CELL, (cell // GRID + 0.5) * CELL
         if all(np.hypot(x - o.x, y - o.y) > 1.1 * o.radius + CELL / 2 for o in shapes):
             free.append((x, y))
-    most = min(len(free), 90)
-    if most < 12:
+    dot_limit = min(len(free), 90)
+    if dot_limit < 12:
         return []
-    total = int(np.round(np.exp(random.uniform(np.log(12), np.log(most)))))
+    total = int(np.round(np.exp(random.uniform(np.log(12), np.log(dot_limit)))))
     lead = int(np.round(total * random.uniform(0.2, 0.7)))
     first = (total + max(3, lead)) // 2
     colors = random.choice(list(COLORS), 2, replace=False)
     dots = []
-    for number, at in enumerate(random.permutation(len(free))[:total]):
-        x, y = free[at] + random.uniform(-1, 1, 2)
+    for number, cell_number in enumerate(random.permutation(len(free))[:total]):
+        x, y = free[cell_number] + random.uniform(-1, 1, 2)
         dots.append(Dot(str(colors[int(number >= first)]), float(x), float(y)))
     return dots
 
@@ -149,11 +149,17 @@ def _crowd_looks(random: np.random.Generator) -> list[tuple[str, str]]:
     common = kinds[single[0] :], colors[single[1] :]
     looks = [(kind, str(random.choice(common[1]))) for kind in kinds[: single[0]]]
     looks += [(str(random.choice(common[0])), color) for color in colors[: single[1]]]
-    alike = [tuple(names[n % len(names)] for names in common) for n in range(max(map(len, common)))]
+    shared_looks = [
+        tuple(names[n % len(names)] for names in common) for n in range(max(map(len, common)))
+    ]
     more = int(random.integers(3))
-    alike += [tuple(str(random.choice(names)) for names in common) for _ in range(more)]
-    rest = int(random.integers(20, 41)) - len(looks) - 2 * len(alike)
-    return looks + 2 * alike + [alike[n] for n in random.integers(0, len(alike), rest)]
+    shared_looks += [tuple(str(random.choice(names)) for names in common) for _ in range(more)]
+    remaining = int(random.integers(20, 41)) - len(looks) - 2 * len(shared_looks)
+    return (
+        looks
+        + 2 * shared_looks
+        + [shared_looks[n] for n in random.integers(0, len(shared_looks), remaining)]
+    )
 
 
 def _place_crowd(random: np.random.Generator) -> list[Shape]:
@@ -165,10 +171,13 @@ def _place_crowd(random: np.random.Generator) -> list[Shape]:
         while (row, column) not in free:
             row, column = random.integers(0, CROWD_GRID, 2).tolist()
             if places and random.random() < 0.75:
-                beside = list(places)[int(random.integers(len(places)))]
-                down, right = steps[int(random.integers(4))]
-                far = int(random.integers(1, REACH + 1))
-                row, column = beside[0] + far * down, beside[1] + far * right
+                neighbor = list(places)[int(random.integers(len(places)))]
+                row_step, column_step = steps[int(random.integers(4))]
+                distance = int(random.integers(1, REACH + 1))
+                row, column = (
+                    neighbor[0] + distance * row_step,
+                    neighbor[1] + distance * column_step,
+                )
         free.remove((row, column))
         places[row, column] = looks[number]
     cell, shapes = SIDE / CROWD_GRID, []

@@ -77,41 +77,41 @@ def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[S
 
 def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
     """Writes conversations of all questions about an image, as LLaVA merges its VQA data."""
-    said, labels, asked = [], [], []
+    exchanges, labels, queries_of_images = [], [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, "train", count)):
-        said += [_asked(query, "train", number) for query in queries]
+        exchanges += [_asked(query, "train", number) for query in queries]
         if patches:
             grid = to.size(number)[1]
             label = patch_labels(scene, grid, to.relative)
             if LEVELS[to.level].crowd:
                 label["value_next"] = crowds.distances(scene, grid)
             labels.append(label | {"image_presence": presence(scene)})
-            asked.append(queries)
-    write_conversations(to.folder, said)
+            queries_of_images.append(queries)
+    write_conversations(to.folder, exchanges)
     if patches:
         arrays = {key: _stack([label[key] for label in labels]) for key in labels[0]}
         crowd, words = LEVELS[to.level].crowd, label_words()
         if crowd:
             words["words_down"] = np.asarray(["up", "down"])  # as its questions say
         np.savez_compressed(to.folder / "train_patches.npz", **arrays, **words)
-        np.savez_compressed(to.folder / "train_mentions.npz", **_mentions(asked, crowd))
+        np.savez_compressed(to.folder / "train_mentions.npz", **_mentions(queries_of_images, crowd))
 
 
 def _stack(labels: list[np.ndarray]) -> np.ndarray:
     """Labels of all images; behind the patches of a smaller one stand 0 or NaN."""
-    most = max(map(len, labels))
+    longest = max(map(len, labels))
     fill = 0 if labels[0].dtype.kind == "i" else np.nan
-    stacked = np.full((len(labels), most, *labels[0].shape[1:]), fill, labels[0].dtype)
+    stacked = np.full((len(labels), longest, *labels[0].shape[1:]), fill, labels[0].dtype)
     for row, label in zip(stacked, labels, strict=True):
         row[: len(label)] = label
     return stacked
 
 
-def _mentions(asked: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
+def _mentions(queries_of_images: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
     """Returns one row per shape or group of shapes that a training question mentions."""
     rows = [
         (sample, exchange, *mention)
-        for sample, queries in enumerate(asked)
+        for sample, queries in enumerate(queries_of_images)
         for exchange, query in enumerate(queries)
         for mention in query.mentions
     ]
@@ -119,8 +119,8 @@ def _mentions(asked: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
     names = (*SHAPES, *COLORS) if looks else ()
     unknown = (np.nan,) * (3 + len(names))
     value = [
-        (*at, *(float(name in shown) for name in names)) if at else unknown
-        for at, shown in zip(place, look, strict=True)
+        (*point, *(float(name in names_shown) for name in names)) if point else unknown
+        for point, names_shown in zip(place, look, strict=True)
     ]
     return {
         "sample": np.asarray(sample, np.int32),
@@ -133,16 +133,16 @@ def _mentions(asked: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
 
 def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
     """Writes a question file with its answers and scenes."""
-    asked, scenes = [], []
+    questions, scenes = [], []
     for number, (scene, queries) in enumerate(_scenes(to, seed, split, count)):
         for query in queries:
-            name = f"{split}_{len(asked):06d}"
-            asked.append(_asked(query, split, number))
+            name = f"{split}_{len(questions):06d}"
+            questions.append(_asked(query, split, number))
             relevant = list(query.relevant)
             scenes.append(
                 {"question_id": name, "complexity": scene.complexity, "relevant": relevant}
             )
-    write_questions(to.folder, split, asked)
+    write_questions(to.folder, split, questions)
     write_json_lines(to.folder / f"{split}_scenes.jsonl", scenes)
 
 
@@ -212,12 +212,12 @@ def write_world(
     }
     for name, value in settings.items():
         _require(name, value, 0 <= value < 1 << 64, "a number >= 0, below 2**64")
-    fits = grid > 0 < side and side % grid == 0
-    _require("side", side, fits, f"a positive multiple of grid ({grid})")
+    is_valid = grid > 0 < side and side % grid == 0
+    _require("side", side, is_valid, f"a positive multiple of grid ({grid})")
     if sizes is not None:
         patch = side // grid
-        fits = bool(sizes) and all(size >= patch and size % patch == 0 for size in sizes)
-        _require("sizes", list(sizes), fits, f"multiples of the {patch} pixels of a patch")
+        is_valid = bool(sizes) and all(size >= patch and size % patch == 0 for size in sizes)
+        _require("sizes", list(sizes), is_valid, f"multiples of the {patch} pixels of a patch")
         settings["sizes"] = list(sizes)
     if level != 1:
         settings["level"] = level
@@ -225,8 +225,8 @@ def write_world(
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
     text = json.dumps(settings, indent=1) + "\n"
-    drawn = [(size, size * grid // side) for size in sizes or [side]]
-    to = _Drawing(folder, drawn, sizes is not None, emphasis, level)
+    sizes_and_grids = [(size, size * grid // side) for size in sizes or [side]]
+    to = _Drawing(folder, sizes_and_grids, sizes is not None, emphasis, level)
     (folder / PARTIAL).write_text(text, encoding="utf-8")
     if train:
         _write_train(to, seed, train, patches)
@@ -238,9 +238,9 @@ def write_world(
     return folder
 
 
-def _require(name: str, value: object, holds: bool, expected: str) -> None:
-    """Raises a ValueError that names a setting, unless it `holds`."""
-    if not holds:
+def _require(name: str, value: object, is_valid: bool, expected: str) -> None:
+    """Raises a ValueError that names a setting, unless it `is_valid`."""
+    if not is_valid:
         raise UserError(f"{name} of the shapes world is {value}, expected {expected}")
 
 

@@ -40,29 +40,29 @@ def write_example(out: str | Path) -> Path:
     if root.exists():
         raise FileExistsError(f"{root} exists: remove it, or give another --out")
     world = write_world(Path(out) / "world", seed=0, train=0, validation=0, test=_SCENES)
-    asked = read_questions(world / "test.jsonl", world / "images")
-    answers = read_answers(world / "test_answers.jsonl", asked)
-    pairs = zip(asked, answers, strict=True)
-    known = [Known(q.text, q.image, q.category, answer) for q, answer in pairs]
-    _write_gqa(root / "gqa", [row for row in known if row.kind != "existence"])
-    _write_pope(root / "pope", [row for row in known if row.kind == "existence"])
-    _write_mme(root / "MME", dict(zip((*PERCEPTION, *COGNITION), _pairs(known), strict=False)))
+    questions = read_questions(world / "test.jsonl", world / "images")
+    answers = read_answers(world / "test_answers.jsonl", questions)
+    pairs = zip(questions, answers, strict=True)
+    labeled = [Known(q.text, q.image, q.category, answer) for q, answer in pairs]
+    _write_gqa(root / "gqa", [row for row in labeled if row.kind != "existence"])
+    _write_pope(root / "pope", [row for row in labeled if row.kind == "existence"])
+    _write_mme(root / "MME", dict(zip((*PERCEPTION, *COGNITION), _pairs(labeled), strict=False)))
     return root
 
 
-def _pairs(known: Iterable[Known]) -> list[tuple[Known, Known]]:
+def _pairs(labeled: Iterable[Known]) -> list[tuple[Known, Known]]:
     """Returns a yes and a no question of each image that has both."""
-    found: dict[Path, dict[str, Known]] = defaultdict(dict)
-    for row in known:
+    by_image: dict[Path, dict[str, Known]] = defaultdict(dict)
+    for row in labeled:
         if row.answer in ("yes", "no"):
-            found[row.image].setdefault(row.answer, row)
-    return [(rows["yes"], rows["no"]) for rows in found.values() if len(rows) == 2]
+            by_image[row.image].setdefault(row.answer, row)
+    return [(rows["yes"], rows["no"]) for rows in by_image.values() if len(rows) == 2]
 
 
-def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
+def _write_gqa(folder: Path, labeled: Sequence[Known]) -> None:
     """Writes LLaVA's list and the official questions of test-dev."""
     lines, official = [], {}
-    for number, row in enumerate(known):
+    for number, row in enumerate(labeled):
         _copy(row.image, folder / "data" / "images" / row.image.name)
         name = str(number)
         lines.append({"question_id": name, "image": row.image.name, "text": row.text})
@@ -80,18 +80,18 @@ def _write_gqa(folder: Path, known: Sequence[Known]) -> None:
     path.write_text(json.dumps(official), encoding="utf-8")
 
 
-def _write_pope(folder: Path, known: Sequence[Known]) -> None:
+def _write_pope(folder: Path, labeled: Sequence[Known]) -> None:
     """Writes LLaVA's list and the labels of the splits, to which questions are assigned in turn."""
     lines = []
     (folder / "coco").mkdir(parents=True)
     for place, split in enumerate(SPLITS):
         labels = []
-        for number, row in enumerate(known[place :: len(SPLITS)], start=1):
+        for number, row in enumerate(labeled[place :: len(SPLITS)], start=1):
             _copy(row.image, folder / "val2014" / row.image.name)
-            asked = {"image": row.image.name, "text": row.text}
+            fields = {"image": row.image.name, "text": row.text}
             name = place * _POPE_STEP + number
-            lines.append({"question_id": name, **asked, "category": split})
-            labels.append({"question_id": number, **asked, "label": row.answer})
+            lines.append({"question_id": name, **fields, "category": split})
+            labels.append({"question_id": number, **fields, "label": row.answer})
         write_json_lines(folder / "coco" / f"coco_pope_{split}.json", labels)
     write_json_lines(folder / "llava_pope_test.jsonl", lines)
 

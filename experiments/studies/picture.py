@@ -20,25 +20,31 @@ _FAMILIES = ("position", "color", "counting", "majority")
 
 def draw(folder: Path, out: Path) -> None:
     """Draws the first test image that has a question of each family."""
-    asked = read_questions(folder / "test.jsonl", folder / "images")
+    questions = read_questions(folder / "test.jsonl", folder / "images")
     by_image: dict[Path, dict[str, tuple[str, str]]] = {}
-    answered = read_answers(folder / "test_answers.jsonl", asked)
-    for question, correct in zip(asked, answered, strict=True):
+    answered = read_answers(folder / "test_answers.jsonl", questions)
+    for question, correct in zip(questions, answered, strict=True):
         by_image.setdefault(question.image, {})[question.category] = question.text, correct
-    having = (image for image, shown in by_image.items() if shown.keys() >= {*_FAMILIES})
-    image = next(having, None)
+    candidates = (
+        image for image, by_family in by_image.items() if by_family.keys() >= {*_FAMILIES}
+    )
+    image = next(candidates, None)
     if image is None:
         raise UserError(f"{folder}: no image has questions of {', '.join(_FAMILIES)}")
-    shown = by_image[image]
-    texts, correct = zip(*(shown[family] for family in _FAMILIES), strict=True)
+    by_family = by_image[image]
+    texts, correct = zip(*(by_family[family] for family in _FAMILIES), strict=True)
     model, policy = load_vlm("shapes"), load_policy("shapes")
     answers = generate(model, texts, [image] * len(texts), policy)
     row = []
-    for family, text, answer, known in zip(_FAMILIES, texts, answers, correct, strict=True):
-        right, (patches,), ((side, _),) = answer.text == known, answer.kept_indices, answer.grids
-        said = judged(answer.text, known, right)
+    for family, text, answer, truth in zip(_FAMILIES, texts, answers, correct, strict=True):
+        is_correct, (patches,), ((side, _),) = (
+            answer.text == truth,
+            answer.kept_indices,
+            answer.grids,
+        )
+        caption = judged(answer.text, truth, is_correct)
         title = f"K = {answer.kept}"
-        row.append(Overlay(image, patches, title, family, text, said, right, side))
+        row.append(Overlay(image, patches, title, family, text, caption, is_correct, side))
     draw_rows(out, [row])
 
 

@@ -35,8 +35,8 @@ class Job(NamedTuple):
 
 def shares(processes: int) -> list[list[int]]:
     """Divides the processors of this process; if there are too few, processes share them."""
-    known = hasattr(os, "sched_getaffinity")
-    cpus = sorted(os.sched_getaffinity(0)) if known else list(range(os.cpu_count() or 1))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cpus = sorted(os.sched_getaffinity(0)) if has_affinity else list(range(os.cpu_count() or 1))
     return [cpus[slot::processes] or [cpus[slot % len(cpus)]] for slot in range(processes)]
 
 
@@ -56,9 +56,9 @@ def run_jobs(jobs: Sequence[Job], processes: int) -> None:
                     job, cpus = running.pop(process)
                     free.append(cpus)
                     _check(job, process.returncode)
-                    left = len(waiting) + len(running)
-                    done = len(jobs) - left
-                    seconds = (time.monotonic() - begin) / done * left
+                    remaining = len(waiting) + len(running)
+                    done = len(jobs) - remaining
+                    seconds = (time.monotonic() - begin) / done * remaining
                     progress = f"{done} of {len(jobs)}, {seconds:.0f} s left"
                     distributed.say(f"trained {job.name} ({progress})")
         finally:

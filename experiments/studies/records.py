@@ -72,15 +72,15 @@ def draw(frozen: dict[str, jax.Array], key: jax.Array, rows: int, n: int, hops: 
     keys = jax.random.split(key, 5)
     names = jnp.argsort(jax.random.uniform(keys[0], (rows, KEYS)), axis=1)[:, :n]
     cycle = jnp.argsort(jax.random.uniform(keys[1], (rows, n)), axis=1)
-    at = jnp.arange(rows)[:, None]
-    link = jnp.zeros((rows, n), int).at[at, cycle].set(jnp.roll(cycle, -1, axis=1))
+    rows = jnp.arange(rows)[:, None]
+    link = jnp.zeros((rows, n), int).at[rows, cycle].set(jnp.roll(cycle, -1, axis=1))
     value = jax.random.randint(keys[2], (rows, n), 0, VALUES)
     first = jax.random.randint(keys[3], (rows, 1), 0, n)
-    needed = first if hops == 1 else jnp.concatenate([first, link[at, first]], axis=1)
-    parts = [frozen["key"][names], frozen["key"][names[at, link]], frozen["value"][value]]
+    needed = first if hops == 1 else jnp.concatenate([first, link[rows, first]], axis=1)
+    parts = [frozen["key"][names], frozen["key"][names[rows, link]], frozen["value"][value]]
     tokens = jnp.concatenate(parts, axis=2)
     image = 7 + 3 * (tokens + 0.1 * jax.random.normal(keys[4], tokens.shape))
-    return Batch(image, frozen["key"][names[at, first]], value[at[:, 0], needed[:, -1]], needed)
+    return Batch(image, frozen["key"][names[rows, first]], value[rows[:, 0], needed[:, -1]], needed)
 
 
 def losses(frozen: dict[str, jax.Array], tokens, batch: Batch, valid: Any = True) -> jax.Array:
@@ -111,18 +111,18 @@ def train(
         return lambda kept: one(kept)
 
     if sampled == "auto":
-        batch, seen = task.draw(frozen, jax.random.key(seed + 2000), 512), []
+        batch, recorded = task.draw(frozen, jax.random.key(seed + 2000), 512), []
 
         def noted(kept):
-            seen.append(of_sets(frozen, batch)(kept))
-            return seen[-1]
+            recorded.append(of_sets(frozen, batch)(kept))
+            return recorded[-1]
 
         signal = policy.try_sets(
             jax.random.key(seed + 3000), batch.image, batch.text, noted, settings
         )
         sampled = 1.0 if signal.suffices else round(1 - GATE_SHARE, 2)
         # Among the sets of a question, of its own image and of another's.
-        spreads = [float(jnp.exp(-loss).std(axis=1).mean()) for loss in seen[:2]]
+        spreads = [float(jnp.exp(-loss).std(axis=1).mean()) for loss in recorded[:2]]
         about = {"signal": signal._asdict() | {"gain": signal.gain, "spreads": spreads}}
     about, first = {"sampled": sampled} | about, round(updates * (1 - float(sampled)))
 
@@ -135,11 +135,11 @@ def train(
             data_key, draw_key = jax.random.split(key)
             batch, now = task.draw(frozen, data_key, ROWS), policy.replace(params=params)
             if sampling:
-                given = (draw_key, batch.image, batch.text, of_sets(frozen, batch), settings)
-                return now.policy_gradient_loss(*given)
+                arguments = (draw_key, batch.image, batch.text, of_sets(frozen, batch), settings)
+                return now.policy_gradient_loss(*arguments)
             gated = lambda tokens: task.losses(frozen, tokens, batch).mean()  # noqa: E731
-            given = (draw_key, batch.image, batch.text, gated)
-            return now.train_loss(*given, progress=sp.Progress(share))
+            arguments = (draw_key, batch.image, batch.text, gated)
+            return now.train_loss(*arguments, progress=sp.Progress(share))
 
         @jax.jit
         def update(params, moments, frozen, keys, number):

@@ -198,8 +198,8 @@ def plan(
 
 def _job(run: Run, shared: list[str]) -> Job:
     """Describes the run as a separate process."""
-    own = ["--rows", run.key, "--seeds", str(run.seed)]
-    command = [sys.executable, "-m", "experiments.studies.seeds", *shared, *own]
+    run_flags = ["--rows", run.key, "--seeds", str(run.seed)]
+    command = [sys.executable, "-m", "experiments.studies.seeds", *shared, *run_flags]
     return Job(run.folder.name, command, run.folder / "train.log", run.policy_file)
 
 

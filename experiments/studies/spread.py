@@ -53,7 +53,7 @@ def _groups(tables: Sequence[Table]) -> dict[tuple[str, str, int], Table]:
 
 def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
     """Returns one row per method, mode and budget, with means and deviations over seeds."""
-    found = []
+    summary = []
     for (method, mode, _), rows in (_groups([untrained]) | _groups(tables)).items():
         row = {"method": method, "mode": mode}
         row["pruning_rate"] = round(statistics.fmean(r["pruning_rate"] for r in rows), 1)
@@ -61,8 +61,8 @@ def summarise(untrained: Table, tables: Sequence[Table]) -> Table:
             values = [r[name] for r in rows]
             row |= {name: _mean(values), f"{name}_std": _deviation(values)}
         row |= {name: _mean([r.get(name) for r in rows]) for name in _OF_STOPS}
-        found.append(row | {"seeds": len(rows)})
-    return found
+        summary.append(row | {"seeds": len(rows)})
+    return summary
 
 
 def differences(tables: Sequence[Table]) -> Table:
@@ -72,14 +72,17 @@ def differences(tables: Sequence[Table]) -> Table:
     for method, mode, place in groups:
         exact = method, "exact", place
         if mode == "exact" and method != DEFAULT:
-            pairs += [((DEFAULT, own, place), exact) for own in ("exact", "adaptive")]
+            pairs += [
+                ((DEFAULT, mode_of_default, place), exact)
+                for mode_of_default in ("exact", "adaptive")
+            ]
         if mode == "adaptive":
             pairs.append(((method, mode, place), exact))
-    known = [pair for pair in pairs if groups.keys() >= {*pair}]
+    complete_pairs = [pair for pair in pairs if groups.keys() >= {*pair}]
     return [
         {"first": f"{first[0]}, {first[1]}", "second": f"{second[0]}, {second[1]}"}
         | _difference(groups[first], groups[second], paired=first[0] == second[0])
-        for first, second in known
+        for first, second in complete_pairs
     ]
 
 
@@ -88,8 +91,8 @@ def _difference(first: Table, second: Table, *, paired: bool) -> dict[str, Any]:
     ours, theirs = ([row["accuracy"] for row in rows] for rows in (first, second))
     error = p = None
     if paired:
-        other = {row["seed"]: row["accuracy"] for row in second}
-        gaps = [row["accuracy"] - other[row["seed"]] for row in first]
+        second_by_seed = {row["seed"]: row["accuracy"] for row in second}
+        gaps = [row["accuracy"] - second_by_seed[row["seed"]] for row in first]
         if len(gaps) > 1:
             error = statistics.stdev(gaps) / math.sqrt(len(gaps))
             p = stats.ttest_1samp(gaps, 0).pvalue if error else None
@@ -122,7 +125,7 @@ def budget_table(rows: Table) -> str:
 def own_stop_table(rows: Table) -> str:
     """Formats the rows of own stops as Markdown, empty if there are none."""
     stops = _own_stops(rows)
-    own = [row for row in rows if row["method"] in stops]
+    stop_rows = [row for row in rows if row["method"] in stops]
     header = ["method", "runs", "mean K", "retention", "% at bounds", "Spearman"]
     lines = [
         [
@@ -133,7 +136,7 @@ def own_stop_table(rows: Table) -> str:
             row["at_bounds"],
             row["spearman_relevant"],
         ]
-        for row in own
+        for row in stop_rows
     ]
     return markdown_rows(header, lines) if lines else ""
 

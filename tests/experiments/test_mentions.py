@@ -50,7 +50,7 @@ def test_each_mention_is_found_after_the_one_before():
     cup = tokenizer.convert_tokens_to_ids("cup")
     assert rows.ids[0, placed.slot[0]].tolist() == [cup] * 3
     # Of what does not fit nothing is mentioned.
-    short = pack(llava_encoder(tokenizer), [sample], most=12)
+    short = pack(llava_encoder(tokenizer), [sample], token_limit=12)
     assert place_mentions(tokenizer, short, ROWS).slot.tolist() == [[2, 6]]
 
 

@@ -7,13 +7,13 @@ from visual import random_bytes
 from experiments.pretrain.conversations import Sample
 from experiments.pretrain.images import Images
 from experiments.pretrain.language import (
+    Display,
     Exchanges,
-    Seen,
-    Shown,
+    VisibleTokens,
     Words,
     _alignment_loss,
+    _display,
     _favour,
-    _see,
     language_loss,
     noised,
     run_packed,
@@ -73,7 +73,7 @@ def test_a_row_by_hand(encoder):
 def seen_at(visual, index):
     """Visual tokens of images of 3 x 3, none of them padding or noise."""
     every = jnp.ones(index.shape, bool)
-    return Seen(visual, index, every, every, jnp.full((len(index), 2), 3))
+    return VisibleTokens(visual, index, every, every, jnp.full((len(index), 2), 3))
 
 
 def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(encoder, model):
@@ -86,7 +86,7 @@ def test_the_loss_is_the_mean_over_supervised_tokens_and_a_quarter_of_naming(enc
     shown = np.arange(27).reshape(3, 9) % 3
     words = [Words(jnp.asarray(shown), jnp.asarray(token))]
     batch = Exchanges(Images(pixels, jnp.full((3, 2), 3)), packed, None, words)
-    given = (trained, {"vision": params["vision"]}, backbone, jax.random.key(0), batch, Shown())
+    given = (trained, {"vision": params["vision"]}, backbone, jax.random.key(0), batch, Display())
     loss, scalars = jax.jit(language_loss, static_argnums=(2, 5))(*given)
     visual = jax.jit(lambda p, x: backbone.project(p, backbone.encode_image(p, x)[0]))(
         params, pixels
@@ -159,9 +159,9 @@ def test_an_image_of_mostly_empty_patches_is_shown_by_those_that_show_something(
         Words(jnp.ones((3, n), int), jnp.ones(2)),
     ]
     images = Images(pixels, jnp.full((3, 2), 3))
-    seen = _see(params, config, images, jax.random.key(2), words, Shown(3, filled=True))
+    seen = _display(params, config, images, jax.random.key(2), words, Display(3, filled=True))
     assert {1, 5} < {*seen.index[0].tolist()} and seen.index[2].tolist() == [0, 3, 8]
-    assert Shown(3, filled=True).all_contents and not Shown(3).all_contents
+    assert Display(3, filled=True).all_contents and not Display(3).all_contents
 
 
 def test_a_share_between_two_words_is_learned_as_their_log_odds():

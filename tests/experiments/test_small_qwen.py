@@ -13,9 +13,9 @@ from experiments.pretrain.conversations import Sample
 from experiments.pretrain.data import batch_indices
 from experiments.pretrain.images import Images, of_tokens, real_tokens
 from experiments.pretrain.language import (
+    Display,
     Exchanges,
-    Seen,
-    Shown,
+    VisibleTokens,
     Words,
     language_loss,
     noised,
@@ -94,7 +94,7 @@ def test_packed_logits_are_those_of_each_prompt_alone(model, images):
     index = jnp.array([[0, 3, 5], [1, 5, 8]])
     real = index < GRIDS.prod(1)[:, None]
     tokens = jnp.take_along_axis(features, index[..., None], axis=1)
-    seen, none = Seen(tokens, index, real, real, GRIDS), jnp.zeros((2, 0), jnp.int32)
+    seen, none = VisibleTokens(tokens, index, real, real, GRIDS), jnp.zeros((2, 0), jnp.int32)
     ours, halfway = jax.jit(run_packed, static_argnums=1)(params, backbone, seen, packed, none)
     assert halfway.visual.shape == (2, 3, 16)
 
@@ -137,7 +137,7 @@ def test_padding_changes_no_loss(model, images):
     for seen, labels in ((bare, kind), (padded, np.concatenate([kind, junk], axis=1))):
         words = [Words(jnp.asarray(labels), tokens), Words(jnp.asarray(share), tokens)]
         batch = Exchanges(seen, packed, None, words)
-        found.append(loss(params, {}, backbone, jax.random.key(0), batch, Shown())[0])
+        found.append(loss(params, {}, backbone, jax.random.key(0), batch, Display())[0])
     np.testing.assert_allclose(*found, rtol=1e-5)
     labels = {"class_a": kind, "value_b": np.ones((1, 4, 2))}
     heads = jax.tree.map(lambda x: x + 0.1, init_heads(labels, 16))
