@@ -113,11 +113,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def keep_programs():
-    """Tests count what is compiled: nothing is to be forgotten between two calls of one of them."""
-    if importlib.util.find_spec("flax"):  # there are none of a model where `make test-core` runs
-        from stepprune_jax.parallel import placement
+    """Keeps all programs during a test, because tests count compilations."""
+    if importlib.util.find_spec("flax"):  # `make test-core` runs without the models
+        from stepprune_jax.parallel import programs
 
-        placement.MOST_PROGRAMS = 10_000
+        programs.MAX_PROGRAMS = 10_000
 
 
 # One tiny model of each family; tests write to none of these folders.

@@ -17,7 +17,7 @@ from experiments.pretrain.mentions import PlacedMentions
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.tower import tower_loss
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.parallel.placement import jit_for_weights
+from stepprune_jax.parallel.programs import jit_for_weights
 
 
 class State(NamedTuple):

@@ -20,7 +20,8 @@ from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_image
 from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.parallel.placement import fetch, watch_programs
+from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.parallel.programs import watch_programs
 from stepprune_jax.policy.selection import BLOCK
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.trained import StepPrune
@@ -179,7 +180,7 @@ def _cost_of_programs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[s
     for ran, program in compiled:
         sizes = program.memory_analysis()
         made = sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
-        most = max(most, ran.inputs + made)
+        most = max(most, ran.input_bytes + made)
     kernels = None
     if jax.default_backend() == "gpu":
         # StepPrune's loop ends with the row that keeps most.

@@ -19,7 +19,8 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
+from stepprune_jax.parallel.placement import constrain_replicated, constrain_rows
+from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.pruning import Pruner
 from stepprune_jax.user_input import UserError
 
@@ -160,7 +161,7 @@ def decode(
         return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
 
     state = step(state) if limit is None else jax.lax.while_loop(going, step, state)
-    return state, constrain_whole(mesh, jnp.stack([state.token, state.finished, state.finite]))
+    return state, constrain_replicated(mesh, jnp.stack([state.token, state.finished, state.finite]))
 
 
 def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -> None:

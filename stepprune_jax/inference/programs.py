@@ -21,7 +21,8 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.sequence import Sequence, split_deep
 from stepprune_jax.models.stack import Params
-from stepprune_jax.parallel.placement import constrain_rows, jit_for_weights
+from stepprune_jax.parallel.placement import constrain_rows
+from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy.host import jax_defaults
 from stepprune_jax.pruning import Kept, Pruner, Ranker, Ranking, View
 from stepprune_jax.pruning.base import take_first

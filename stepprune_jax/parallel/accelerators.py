@@ -1,7 +1,7 @@
 """Specifications of accelerators, from their vendors.
 
-Peaks are those of dense products in bfloat16 with float32 sums. NVIDIA's data sheets give peaks
-"with sparsity" first, which are twice as high and are halved here.
+Peaks are for dense products in bfloat16 with float32 sums. NVIDIA's data sheets give peaks "with
+sparsity" first. These peaks are twice as high, and are halved here.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ ACCELERATORS = {
     # NVIDIA H200 data sheet, SXM: "BFLOAT16 Tensor Core" 1,979 TFLOPS with sparsity, 141 GB.
     "h200": Accelerator(989.5e12, 141 * GB, ("NVIDIA H200",)),
     # Google Cloud documentation, "TPU v4", "v5e", "v5p" and "v6e", tables of key specifications:
-    # "Peak compute per chip (bf16)" and "HBM capacity". Only that of v4 is given in GiB.
+    # "Peak compute per chip (bf16)" and "HBM capacity". Only the capacity of v4 is given in GiB.
     "tpu-v4": Accelerator(275e12, 32 * GIB, ("TPU v4",)),
     "tpu-v5e": Accelerator(197e12, 16 * GB, ("TPU v5 lite",)),
     "tpu-v5p": Accelerator(459e12, 95 * GB, ("TPU v5",)),
@@ -46,5 +46,9 @@ ACCELERATORS = {
 
 def known_as(kind: str) -> str | None:
     """Returns the name in `ACCELERATORS` of a `device_kind`, or None."""
-    fitting = (n for n, known in ACCELERATORS.items() if all(word in kind for word in known.kind))
-    return next(fitting, None)
+    matching = (
+        name
+        for name, accelerator in ACCELERATORS.items()
+        if all(word in kind for word in accelerator.kind)
+    )
+    return next(matching, None)

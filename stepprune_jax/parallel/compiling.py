@@ -6,13 +6,13 @@ import jax
 
 # Compiler options for programs with weights, by platform.
 #
-# CPU: the XLA of jax 0.10 slices bfloat16 through float32 and moves the conversion of the whole
-# stack of layers out of their loop unless disabled. It also fetches all matrices of a layer before
-# using the first; fetched one by one, they stay in the processor's cache.
+# CPU: the XLA of jax 0.10 slices bfloat16 through float32 and converts the stack of
+# all layers before their loop, unless this pass is disabled. XLA also fetches all matrices of a
+# layer before it uses the first one. Fetched one by one, matrices stay in the processor's cache.
 #
 # GPU: XLA merges products that share an operand, such as queries, keys and values. With cuBLAS this
-# first concatenates the matrices, in a copy. It also converts a whole stack of int8 layers, in a
-# copy, and not the slices that products read, unless the sinking of slices is disabled.
+# first copies the matrices into one. XLA also converts a copy of the stack of all int8 layers instead
+# of the slices that products read, unless the sinking of slices is disabled.
 OPTIONS = {
     "cpu": {
         "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
@@ -24,13 +24,13 @@ OPTIONS = {
     },
 }
 
-# More of them for programs of an answer. GPU: loops become part of the CUDA graph, so that a
-# program is one launch, and the host is not asked at each step whether to go on. A loop that is all
-# of a program is fewer commands than XLA would make a graph of.
+# Further options for programs that answer. GPU: loops become part of the CUDA graph, so that a
+# program is one launch, and the host does not decide at each step whether the loop continues. A
+# program that is a single loop has fewer commands than XLA's minimum for a graph, hence size 1.
 ANSWERING = {
     "gpu": {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
-        "DYNAMIC_SLICE_FUSION,WHILE",  # XLA's own, and the last
+        "DYNAMIC_SLICE_FUSION,WHILE",  # XLA's defaults, and WHILE
         "xla_gpu_graph_min_graph_size": 1,
     },
 }
@@ -42,7 +42,7 @@ def options_of(platform: str, answers: bool = False) -> dict[str, Any]:
 
 
 class Usage(NamedTuple):
-    """Bytes on one device while a program runs; outputs are those in memory of their own."""
+    """Bytes on one device while a program runs; `outputs` do not share the memory of arguments."""
 
     arguments: int
     outputs: int

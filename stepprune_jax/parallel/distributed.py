@@ -1,7 +1,8 @@
 """Several processes as one program: initialisation and coordination.
 
-A process of a multi-process run sees all devices and owns some. It provides its own rows of each
-batch and reads its own slices of the weights; everything else runs identically in each process.
+A process of a multi-process run sees all devices and owns some of them. The process provides the
+rows of each batch for its devices, and reads the slices of the weights for its devices. Everything
+else runs identically in each process.
 """
 
 import logging
@@ -19,24 +20,24 @@ _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# CPU devices; each takes threads and memory.
-_MOST_CORES = 512
+# Limit of virtual CPU devices. Each device takes threads and memory.
+_MAX_CPU_DEVICES = 512
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def use_cores(count: int) -> None:
     """Creates `config.cpu_devices` CPU devices before jax starts; 0 leaves their number to jax."""
-    fits = isinstance(count, int) and 0 <= count <= _MOST_CORES
-    expect("config.cpu_devices", count, fits, f"an integer from 0 to {_MOST_CORES}")
+    is_valid = isinstance(count, int) and 0 <= count <= _MAX_CPU_DEVICES
+    expect("config.cpu_devices", count, is_valid, f"an integer from 0 to {_MAX_CPU_DEVICES}")
     if count:
         jax.config.update("jax_num_cpu_devices", count)
 
 
 def start(environment: Mapping[str, str] = os.environ) -> None:
-    """Joins this process to the others of its run, if the environment describes several.
+    """Connects this process to the other processes of its run, if the environment has several.
 
-    Must be called before jax is asked for devices. A process that is lost ends the others after
-    jax's heartbeat timeout, with a message that has its number.
+    Must be called before jax is asked for devices. If a process is lost, the remaining processes
+    end after jax's heartbeat timeout, with a message that has the number of the lost process.
     """
     settings = arguments(environment)
     if settings is None:
@@ -64,7 +65,7 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         slurm: dict[str, Any] = {"cluster_detection_method": "slurm"}
         gpus = _count(environment, "SLURM_GPUS_ON_NODE")
         if tasks == _count(environment, "SLURM_STEP_NUM_NODES") and gpus > 1:
-            # jax gives each task one GPU, which would leave the others of its node idle.
+            # jax gives each task one GPU, and the other GPUs of the node would be idle.
             slurm["local_device_ids"] = range(gpus)
         return slurm
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
@@ -77,12 +78,12 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 def _plain(environment: Mapping[str, str]) -> dict[str, Any]:
     address, count, number = (environment.get(name, "") for name in _PLAIN)
-    good = address.rpartition(":")[2].isdecimal() and count.isdecimal() and number.isdecimal()
-    if not good or int(number) >= int(count):
-        given = ", ".join(f"{name}={environment.get(name, '')}" for name in _PLAIN)
+    is_valid = address.rpartition(":")[2].isdecimal() and count.isdecimal() and number.isdecimal()
+    if not is_valid or int(number) >= int(count):
+        values = ", ".join(f"{name}={environment.get(name, '')}" for name in _PLAIN)
         raise UserError(
             f"a run of several processes needs {_PLAIN[0]}=host:port, {_PLAIN[1]}, and {_PLAIN[2]} "
-            f"from 0 below it; got {given}"
+            f"from 0 below it; got {values}"
         )
     return {
         "coordinator_address": address,
@@ -108,21 +109,21 @@ def say(text: str) -> None:
 
 
 def main_first(function: Callable[[], T]) -> T:
-    """Calls a function in the main process and, when it is done there, in the others.
+    """Calls a function in the main process first, and then in the remaining processes.
 
-    Meant for functions that write files which the other processes read afterwards. If the main one
-    fails, the others raise a ValueError.
+    Meant for functions that write files in the main process and read them in all processes. If the
+    main process fails, the remaining processes raise a ValueError.
     """
     result = together(lambda: function() if is_main() else None)
     return result if is_main() else function()
 
 
 def together(function: Callable[[], T]) -> T:
-    """Calls a function in every process; if it fails in one, the others raise a ValueError."""
+    """Calls a function in every process; if one process fails, every process raises an error."""
     result, failure = None, None
     try:
         result = function()
-    except Exception as error:  # the others wait below and must be told
+    except Exception as error:  # the other processes wait below
         failure = error
     failed = any_process(failure is not None)
     if failure is not None:

@@ -1,7 +1,7 @@
 """Device meshes, and path rules that assign axes of weights to axes of the mesh.
 
-Model code is independent of meshes. Weights and batches are placed by the rules below, and the
-compiler derives the rest.
+Model code is independent of meshes. Weights and batches are placed by the rules below. The compiler
+derives the placement of all other arrays.
 """
 
 import math
@@ -20,8 +20,8 @@ from stepprune_jax.user_input import UserError, naming, require
 AXES = ("data", "fsdp", "tensor")
 PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor", "data_fsdp")
 
-# Ordered (pattern, spec) pairs, first match wins; paths are keys joined by "/". Those of a model's
-# weights are its family's `SHARDING_RULES`.
+# Ordered (pattern, spec) pairs; the first match wins. Paths are keys joined by "/". The rules of a
+# model's weights are the `SHARDING_RULES` of its family.
 Rules = Sequence[tuple[str, P]]
 
 BATCH = ("data", "fsdp")
@@ -36,11 +36,11 @@ def build_mesh(
     """Builds a mesh with the axes "data", "fsdp" and "tensor".
 
     Args:
-        preset: a name, or sizes by axis (absent axes are 1; one may be -1 for the rest), as a
-            mapping or as text such as "data=2,fsdp=-1". "single": the first device. "data",
-            "fsdp", "tensor": all devices on that axis. "data_tensor", "fsdp_tensor": two devices
-            on "tensor", the others on the first. "data_fsdp": the devices of a process on "fsdp",
-            the processes on "data".
+        preset: a name, or sizes by axis (absent axes are 1; one axis may be -1 for the remaining
+            devices), as a mapping or as text such as "data=2,fsdp=-1". "single": the first device.
+            "data", "fsdp", "tensor": all devices on that axis. "data_tensor", "fsdp_tensor": two
+            devices on "tensor", the remaining devices on the first axis. "data_fsdp": the devices
+            of a process on "fsdp", the processes on "data".
         devices: devices to use in order; by default all that jax sees.
 
     Returns:
@@ -54,13 +54,15 @@ def build_mesh(
         devices = devices[:1]
     sizes = _sizes(preset, devices) if isinstance(preset, str) else dict(preset)
     shape = [sizes.get(axis, 1) for axis in AXES]
-    known = math.prod(size for size in shape if size != -1)
-    if shape.count(-1) == 1 and known > 0 and len(devices) % known == 0:
-        shape[shape.index(-1)] = len(devices) // known
-    fits = sizes.keys() <= {*AXES} and min(shape) >= 1 and math.prod(shape) == len(devices)
-    unlike = f"mesh sizes {sizes} do not fit {len(devices)} devices; axes: {', '.join(AXES)}"
-    require(fits, unlike)
-    with naming(f"mesh {sizes}", ValueError):  # as of a TPU whose chips lie otherwise
+    fixed = math.prod(size for size in shape if size != -1)
+    if shape.count(-1) == 1 and fixed > 0 and len(devices) % fixed == 0:
+        shape[shape.index(-1)] = len(devices) // fixed
+    is_valid = sizes.keys() <= {*AXES} and min(shape) >= 1 and math.prod(shape) == len(devices)
+    if not is_valid:
+        raise UserError(
+            f"mesh sizes {sizes} do not fit {len(devices)} devices; axes: {', '.join(AXES)}"
+        )
+    with naming(f"mesh {sizes}", ValueError):  # for example on a TPU with another topology
         return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
@@ -97,7 +99,7 @@ def spec_of(name: str, rules: Rules) -> P:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Returns whether a rule's pattern matches a whole path or its last keys."""
+    """Returns whether a rule's pattern matches all keys of a path or its last keys."""
     return re.fullmatch(rf"(.*/)?({pattern})", name) is not None
 
 
@@ -110,8 +112,8 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
         mesh: result of `build_mesh`.
 
     Returns:
-        The same tree with a `NamedSharding` for each leaf. The scales of an int8 matrix lie with
-        its columns.
+        The same tree with a `NamedSharding` for each leaf. The scales of an int8 matrix are
+        sharded like its columns.
 
     Raises:
         ValueError: a path that no rule matches, or a dimension that its mesh axes do not divide.
@@ -125,11 +127,11 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
             parts = math.prod(mesh.shape[axis] for axis in axes)
             cut = f"{size} is not divisible by the {parts} devices of mesh axes {axes}"
             require(size % parts == 0, f"{name} of shape {tuple(leaf.shape)}: {cut}")
-        placed = NamedSharding(mesh, spec)
+        leaf_sharding = NamedSharding(mesh, spec)
         if not isinstance(leaf, Int8Kernel):
-            return placed
+            return leaf_sharding
         axes = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-        return Int8Kernel(placed, NamedSharding(mesh, P(*axes[:-2], axes[-1])))
+        return Int8Kernel(leaf_sharding, NamedSharding(mesh, P(*axes[:-2], axes[-1])))
 
     return jax.tree_util.tree_map_with_path(
         sharding, tree, is_leaf=lambda node: isinstance(node, Int8Kernel)

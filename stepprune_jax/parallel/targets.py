@@ -16,8 +16,8 @@ from jax.experimental import topologies
 from stepprune_jax.parallel.accelerators import known_as
 from stepprune_jax.user_input import UserError, nearest
 
-# XLA's message on a product for which its first choice of Triton tiles fails. With a device it
-# would try others, and cuBLAS.
+# XLA's message if its first choice of Triton tiles for a product fails. With a device, XLA would try
+# other tiles and cuBLAS.
 _NO_TILES = "Couldn't find output tile sizes"
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
 
 class Card(NamedTuple):
-    """Properties of a CUDA device that XLA needs, of a core (SM) and of the whole device."""
+    """Properties of a CUDA device that XLA needs; threads and shared memory are per core (SM)."""
 
     name: str
     capability: tuple[int, int]
@@ -95,12 +95,12 @@ class Named(NamedTuple):
 def read_name(name: str) -> Named:
     """Reads the name of a target: "h200", "a6000:2" cards, or "v5e:2x4" chips."""
     kind, colon, size = name.partition(":")
-    known = (*CARDS, *TPUS)
+    kinds = (*CARDS, *TPUS)
     form = r"[1-9]\d*" if kind in CARDS else r"[1-9]\d*(x[1-9]\d*){1,2}"
-    if kind not in known or (colon and not re.fullmatch(form, size)):
+    if kind not in kinds or (colon and not re.fullmatch(form, size)):
         raise UserError(
-            f"target {name!r} is unknown, expected one of {', '.join(known)}, with a number of "
-            f"cards or a layout of chips, such as h200:2 or v5e:2x4.{nearest(kind, known)}"
+            f"target {name!r} is unknown, expected one of {', '.join(kinds)}, with a number of "
+            f"cards or a layout of chips, such as h200:2 or v5e:2x4.{nearest(kind, kinds)}"
         )
     if kind in CARDS:
         return Named(kind, size or "1", int(size or 1), str(known_as(CARDS[kind].name)))
@@ -119,8 +119,8 @@ def make_target(name: str) -> Target:
 def missing(name: str) -> str | None:
     """Returns what a target's compiler lacks on this machine in one line, or None."""
     if read_name(name).kind in CARDS:
-        there = _has("jax_cuda12_plugin") and _cuda_toolkit()
-        return None if there else f"XLA's CUDA compiler is missing: {INSTALL}"
+        is_installed = _has("jax_cuda12_plugin") and _cuda_toolkit()
+        return None if is_installed else f"XLA's CUDA compiler is missing: {INSTALL}"
     return None if _has("libtpu") else f"XLA's TPU compiler is missing: {INSTALL}"
 
 
@@ -130,11 +130,11 @@ def _has(module: str) -> bool:
 
 
 def _cuda_toolkit() -> Path | None:
-    """Returns the folder of ptxas and libdevice: NVIDIA's package, or the machine's own."""
+    """Returns the folder of ptxas and libdevice, in NVIDIA's package or in CUDA_HOME."""
     spec = importlib.util.find_spec("nvidia")
     packages = spec.submodule_search_locations if spec else ()
-    own = [Path(root) / "cuda_nvcc" for root in packages]
-    folders = (*own, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
+    packaged = [Path(root) / "cuda_nvcc" for root in packages]
+    folders = (*packaged, Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")))
     return next((folder for folder in folders if (folder / "bin" / "ptxas").is_file()), None)
 
 
@@ -187,15 +187,17 @@ def _tpu(name: str, named: Named) -> Target:
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
     sizes = tuple(map(int, named.size.split("x")))
     hosts = {}
-    if len(sizes) == 2 and named.count <= 8:  # as many as one machine of v5e or v6e has
+    if len(sizes) == 2 and named.count <= 8:  # one machine of v5e or v6e has eight chips
         hosts = {"chips_per_host_bounds": (*sizes, 1)}
     try:
         topology = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{named.kind}:{named.size}", **hosts
         )
     except jax.errors.JaxRuntimeError as error:
-        said = str(error).splitlines()[0]
-        if not said.startswith("INVALID_ARGUMENT"):
+        message = str(error).splitlines()[0]
+        if not message.startswith("INVALID_ARGUMENT"):
             raise
-        raise UserError(f"target {name!r}: libtpu has no such layout of chips: {said}") from error
+        raise UserError(
+            f"target {name!r}: libtpu has no such layout of chips: {message}"
+        ) from error
     return Target(name, tuple(topology.devices), {})

@@ -15,7 +15,8 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.sequence import split_deep
 from stepprune_jax.models.stack import Params
-from stepprune_jax.parallel.placement import constrain_rows, constrain_whole, jit_for_weights
+from stepprune_jax.parallel.placement import constrain_replicated, constrain_rows
+from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, Pruned, update_stats
 from stepprune_jax.trained import PolicyGradientSettings, Selector, policy_gradient_loss
 from stepprune_jax.trained.base import Weights, carrying
@@ -221,7 +222,7 @@ def learn(
     scalars |= {"grad_norm_stop": _norm_at_stop(setup.method, grads)}
     scalars |= {"text_gate": text_gate, "lr": lr}
     # Replicated on each device as before; otherwise the next update would be another program.
-    return constrain_whole(setup.forward.mesh, (new, scalars | skipped))
+    return constrain_replicated(setup.forward.mesh, (new, scalars | skipped))
 
 
 def _gather_stats(
@@ -249,7 +250,7 @@ def _try_sets(
     inputs = _standardised(selector_inputs(params, setup, batch), stats)
     method, losses = setup.method.replace(params=trained), _set_losses(params, setup, batch)
     rewards = set_rewards(method, setup.policy_gradient, key, inputs, losses)
-    return constrain_whole(setup.forward.mesh, rewards)
+    return constrain_replicated(setup.forward.mesh, rewards)
 
 
 update = jit_for_weights(_update, ("setup",), ("state",))

@@ -19,7 +19,8 @@ from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.programs import run_take
 from stepprune_jax.inference.sets import Answers, Batching, batches, rank_all
 from stepprune_jax.parallel import distributed
-from stepprune_jax.parallel.placement import fetch, jit_for_weights, mesh_of, place_rows
+from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows
+from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import Pruned
 from stepprune_jax.policy.buckets import choose_bucket
 from stepprune_jax.pruning import Budget

@@ -1,4 +1,4 @@
-"""How many programs a process keeps."""
+"""Compiled programs of weights, and the placement of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -7,27 +7,27 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stepprune_jax.models import stack
-from stepprune_jax.parallel import placement
+from stepprune_jax.parallel import placement, programs
 from stepprune_jax.parallel.sharding import build_mesh
 
 
-def test_programs_that_answer_read_large_layers_where_they_lie(monkeypatch):
-    seen = []
+def test_programs_that_answer_read_large_layers_without_a_copy(monkeypatch):
+    layers_seen = []
 
     def last(params, x):
-        seen.append(params["a"]["layers"])
+        layers_seen.append(params["a"]["layers"])
         return params["a"]["layers"][-1]["w"] * x
 
     monkeypatch.setattr(stack, "_LARGE", 4096)
     w = jnp.arange(3 * 1024, dtype=jnp.float32).reshape(3, 1024)
     weights = {"a": {"layers": {"w": w}, "b": w[0]}}
-    run = placement.jit_for_weights(last, (), answers=True)
+    run = programs.jit_for_weights(last, (), answers=True)
     np.testing.assert_array_equal(run(weights, 2.0), w[-1] * 2)
     run(weights, 3.0)
-    assert [len(layers) for layers in seen] == [3] and run.num_compiled() == 1
-    listed = placement._views(weights)["a"]["layers"]
+    assert [len(layers) for layers in layers_seen] == [3] and run.num_compiled() == 1
+    views = programs._layer_views(weights)["a"]["layers"]
     start = w.unsafe_buffer_pointer()
-    assert [layer["w"].ctypes.data - start for layer in listed] == [0, 4096, 8192]
+    assert [layer["w"].ctypes.data - start for layer in views] == [0, 4096, 8192]
     assert not placement.decodes_by_step(weights)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights
@@ -37,12 +37,12 @@ def test_programs_that_answer_read_large_layers_where_they_lie(monkeypatch):
 
 def test_matrices_are_joined_on_a_gpu_that_has_all_heads(monkeypatch):
     def prepared(platform, mesh):
-        monkeypatch.setattr(placement, "_devices_of", lambda params: (platform, 2))
+        monkeypatch.setattr(placement, "devices_of", lambda params: (platform, 2))
         mlp = {name: {"kernel": jnp.ones((2, 4, 6))} for name in ("gate", "up", "down")}
-        whole = {"language": {"layers": {"mlp": mlp}}}
+        params = {"language": {"layers": {"mlp": mlp}}}
         if mesh is not None:
-            whole = jax.device_put(whole, NamedSharding(mesh, PartitionSpec()))
-        return {*placement.prepare_to_answer(whole)["language"]["layers"]["mlp"]}
+            params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        return {*placement.prepare_to_answer(params)["language"]["layers"]["mlp"]}
 
     separate, joined = {"gate", "up", "down"}, {"gate_up", "down"}
     meshes = [build_mesh(preset, jax.devices()[:2]) for preset in ("fsdp", "tensor")]
@@ -52,17 +52,17 @@ def test_matrices_are_joined_on_a_gpu_that_has_all_heads(monkeypatch):
 
 @pytest.fixture
 def double(monkeypatch):
-    monkeypatch.setattr(placement, "_on_cpu", [])
-    return placement.jit_for_weights(lambda params, x: params["w"] * x, ())
+    monkeypatch.setattr(programs, "_cpu_functions", [])
+    return programs.jit_for_weights(lambda params, x: params["w"] * x, ())
 
 
 def test_programs_on_cpus_are_bounded_and_all_are_counted(double, monkeypatch):
-    monkeypatch.setattr(placement, "MOST_PROGRAMS", 3)
-    (program,) = placement._on_cpu
-    weights, held = {"w": jnp.full((), 2.0)}, []
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 3)
+    (program,) = programs._cpu_functions
+    weights, sizes = {"w": jnp.full((), 2.0)}, []
     for size in range(1, 11):
         np.testing.assert_array_equal(double(weights, jnp.ones(size)), np.full(size, 2.0))
-        held.append(program._cache_size())
-    assert max(held) == 3 and double.num_compiled() == 10
+        sizes.append(program._cache_size())
+    assert max(sizes) == 3 and double.num_compiled() == 10
     double(weights, jnp.ones(10))
     assert double.num_compiled() == 10  # the last ones are still there

@@ -18,12 +18,8 @@ from stepprune_jax.inference.sampling import Sampling, greedy
 from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.weights import join
-from stepprune_jax.parallel.placement import (
-    answers_joined,
-    decodes_by_step,
-    jit_for_weights,
-    row_count,
-)
+from stepprune_jax.parallel.placement import decodes_by_step, row_count, uses_joined_weights
+from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.layers import compute_dtype
@@ -137,7 +133,7 @@ class Programs:
     def _weights(self) -> PyTree:
         """Returns the frozen weights as loaded for inference."""
         weights = vlm.abstract_params(self._backbone, self._dtype, self._setup.weights)
-        if answers_joined(self._mesh.devices.flat[0].platform, self._mesh):
+        if uses_joined_weights(self._mesh.devices.flat[0].platform, self._mesh):
             weights = jax.eval_shape(join, weights)
         return self._place(weights, self._backbone.SHARDING_RULES)
 

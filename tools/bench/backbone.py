@@ -29,7 +29,7 @@ from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import Sequence, from_embeddings
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
-from stepprune_jax.parallel.placement import jit_for_weights
+from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.testing import tiny_hf_config
 from stepprune_jax.user_input import UserError
 from tools.bench import loading, torch_reference

@@ -16,7 +16,8 @@ from stepprune_jax.models.decoder import init_cache
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import from_embeddings
 from stepprune_jax.models.weights import flatten, join
-from stepprune_jax.parallel.placement import answers_joined, jit_for_weights
+from stepprune_jax.parallel.placement import uses_joined_weights
+from stepprune_jax.parallel.programs import jit_for_weights
 from tools.aot.hlo import copied_weights
 from tools.bench.backbone import PRESETS
 
@@ -46,7 +47,7 @@ def copies(name, program, answers=True, weights="full"):
 
     dtype = jnp.bfloat16
     params = vlm.abstract_params(Llava(config), dtype, weights)
-    if answers_joined(to.devices[0].platform, None):
+    if uses_joined_weights(to.devices[0].platform, None):
         params = jax.eval_shape(join, params)
     params = place(params)
     side, rows = config.vision.image_size, jax.ShapeDtypeStruct((1,), jnp.int32)

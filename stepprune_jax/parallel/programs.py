@@ -1,0 +1,137 @@
+"""Compilation of functions whose first argument is a model's weights.
+
+`jit_for_weights` chooses XLA's options by the platform of the weights, bounds the number of
+compiled programs that a process keeps on CPUs, and can report the programs that run.
+"""
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from stepprune_jax.models.stack import Params, has_large_layers, unstack
+from stepprune_jax.parallel.compiling import options_of
+from stepprune_jax.parallel.placement import devices_of
+from stepprune_jax.policy.host import jax_defaults
+
+# Limit of the compiled programs that a process keeps on CPUs. A program takes hundreds of memory
+# maps there, about one per kernel, and Linux limits a process to 65,530 maps. A process that
+# answers requests of ever new shapes would fail at about its 130th program.
+MAX_PROGRAMS = 96
+_cpu_functions: list[Any] = []  # jitted functions whose programs count towards the limit
+_evicted: collections.Counter[Any] = collections.Counter()  # programs dropped, by function
+_watchers: list[list["ProgramRun"]] = []  # lists that `watch_programs` fills
+
+
+class ProgramRun(NamedTuple):
+    """A run of a program, as recorded by `watch_programs`.
+
+    Attributes:
+        traced: the traced program. Compiling it again takes no time while jax holds it.
+        input_bytes: bytes of the arguments, without the weights.
+    """
+
+    traced: Any
+    input_bytes: int
+
+
+@contextlib.contextmanager
+def watch_programs() -> Iterator[list[ProgramRun]]:
+    """Records the runs of all functions of `jit_for_weights` inside the block."""
+    runs: list[ProgramRun] = []
+    _watchers.append(runs)
+    try:
+        yield runs
+    finally:
+        _watchers.remove(runs)
+
+
+def _evict_programs() -> None:
+    """Drops all programs on CPUs if their number exceeds `MAX_PROGRAMS`."""
+    counts = {function: function._cache_size() for function in _cpu_functions}
+    if sum(counts.values()) > MAX_PROGRAMS:
+        _evicted.update(counts)
+        for function in counts:
+            function.clear_cache()
+
+
+def jit_for_weights(
+    function: Callable[..., Any],
+    static: tuple[str, ...],
+    donate: tuple[str, ...] = (),
+    answers: bool = False,
+) -> Callable[..., Any]:
+    """Applies `jax.jit` to a function whose first argument is the weights.
+
+    The function is compiled with the `OPTIONS` of the platform of the weights, under jax's default
+    settings (`jax_defaults`), whatever the host has set.
+
+    A function that `answers` is never differentiated, so it can read large layers in place. On
+    GPUs the program unstacks the layers. On a CPU, where XLA would copy each slice, the program
+    gets views of the layers. On a TPU a scan reads its slices in place.
+
+    Args:
+        function: takes the weights first.
+        static: names of static arguments.
+        donate: names of donated arguments.
+        answers: whether the function only runs the model forward.
+
+    Returns:
+        A function with two more attributes. `num_compiled()` is the number of programs compiled so
+        far. `trace` is `trace` of `jax.jit`, and also takes abstract weights with a sharding.
+    """
+    names = {"static_argnames": static, "donate_argnames": donate}
+
+    @functools.wraps(function)
+    def by_layer(params, *args, **kwargs):
+        return function(unstack(params) if has_large_layers(params) else params, *args, **kwargs)
+
+    jitted = {
+        platform: jax.jit(
+            by_layer if answers and platform == "gpu" else function,
+            **names,
+            compiler_options=options_of(platform, answers),
+        )
+        for platform in ("cpu", "gpu", "tpu")
+    }
+    _cpu_functions.append(jitted["cpu"])
+
+    def select(params):
+        """Returns the jitted function for the platform, and the weights in the form it takes."""
+        platform, num_devices = devices_of(params)
+        if answers and platform == "cpu" and num_devices == 1 and has_large_layers(params):
+            params = _layer_views(params)
+        return jitted[platform], params
+
+    @functools.wraps(function)
+    def call(params, *args, **kwargs):
+        program, params = select(params)
+        with jax_defaults():
+            for runs in _watchers:
+                input_bytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves((args, kwargs)))
+                runs.append(ProgramRun(program.trace(params, *args, **kwargs), input_bytes))
+            result = program(params, *args, **kwargs)
+        if program is jitted["cpu"]:
+            _evict_programs()
+        return result
+
+    def trace(params, *args, **kwargs):
+        program, params = select(params)
+        return program.trace(params, *args, **kwargs)
+
+    call.num_compiled = lambda: sum(
+        program._cache_size() + _evicted[program] for program in jitted.values()
+    )
+    call.trace = jax_defaults()(trace)
+    return call
+
+
+def _layer_views(params: Params) -> Params:
+    """Unstacks the layers of weights on a CPU without a copy: slices of numpy arrays are views."""
+    if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(unstack, params)
+    return unstack(jax.tree.map(np.asarray, params))
