@@ -11,7 +11,7 @@ import jax
 # layer before it uses the first one. Fetched one by one, matrices stay in the processor's cache.
 #
 # GPU: XLA merges products that share an operand, such as queries, keys and values. With cuBLAS this
-# first copies the matrices into one. XLA also converts a copy of the stack of all int8 layers instead
+# first copies the matrices into one. XLA also converts a copy of all stacked int8 layers instead
 # of the slices that products read, unless the sinking of slices is disabled.
 OPTIONS = {
     "cpu": {

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from stepprune_jax.parallel.accelerators import known_as
 from stepprune_jax.user_input import UserError, nearest
 
-# XLA's message if its first choice of Triton tiles for a product fails. With a device, XLA would try
+# XLA's message if its first choice of Triton tiles for a product fails. With a device, XLA tries
 # other tiles and cuBLAS.
 _NO_TILES = "Couldn't find output tile sizes"
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
