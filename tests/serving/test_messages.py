@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+import urllib.parse
 
 import numpy as np
 import pytest
@@ -319,10 +320,39 @@ def test_files_below_the_folder_alone(llava_model, tmp_path):
     for name in ("cats/1.png", folder / "cats/1.png", "../images/cats/1.png"):
         found = read(allowed, **asked(name)).request.images.pixels
         np.testing.assert_array_equal(found, expected)
-    for name in ("../2.png", "out.png", tmp_path / "2.png", "cats", "3.png", "a\0b", "x" * 5000):
+    outside = ("../2.png", "out.png", tmp_path / "2.png", "cats", "3.png", "a\0b", "x" * 5000)
+    for name in (*outside, "%2e%2e%2f2.png", "cats%00", "\ud800"):
         assert refused(allowed, **asked(name))[::2][0] == 400
         assert "no file below the images' folder" in refused(allowed, **asked(name))[2]
     assert refused(allowed, **asked("large.png"))[0] == 413
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("my photo.png", "my%20photo.png"),
+        ("my photo.png", "my photo.png"),
+        ("größe.png", "gr%C3%B6%C3%9Fe.png"),
+        ("größe.png", "größe.png"),
+        ("a%20b.png", "a%2520b.png"),
+        ("100%.png", "100%.png"),
+        ("a+b#1?.png", "a+b%231%3F.png"),
+        (b"\xff.png".decode(errors="surrogateescape"), "%FF.png"),
+    ],
+)
+def test_the_url_of_a_file_may_be_percent_encoded(llava_model, tmp_path, name, url):
+    noise(1).save(tmp_path / name)
+    allowed = reader(llava_model, RequestLimits(20_000, 10_000, 2, tmp_path))
+    found = read(allowed, messages=[user("red dog?", f"file://{url}")])
+    np.testing.assert_array_equal(found.request.images.pixels, read(allowed).request.images.pixels)
+
+
+def test_a_data_url_may_be_percent_encoded(plain):
+    head, data = data_url(noise(1)).split(",")
+    url = f"{head},{urllib.parse.quote(data, safe='')}"
+    assert "%2B" in url and "%2F" in url
+    found = read(plain, messages=[user("red dog?", url)]).request.images.pixels
+    np.testing.assert_array_equal(found, read(plain).request.images.pixels)
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(llava_model):
