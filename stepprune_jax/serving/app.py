@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.serving.batching import Started, Tokens
 from stepprune_jax.serving.engine import Engine
-from stepprune_jax.serving.errors import RequestError
+from stepprune_jax.serving.errors import RequestError, shown
 from stepprune_jax.serving.local import Local
 from stepprune_jax.serving.messages import Chat, Reader
 from stepprune_jax.serving.metrics import Metrics
@@ -33,8 +33,13 @@ _READERS = 2  # threads that decode images and tokenise
 _BODY_SECONDS = 60
 _GONE = 499  # the status, in metrics alone, of a request whose client went away
 _KINDS = {429: "rate_limit_error", 503: "service_unavailable"}
-# The rest of a body that is too large or too slow is not waited for.
-_HEADERS = {408: {"connection": "close"}, 413: {"connection": "close"}, 429: {"retry-after": "1"}}
+# A body that is refused before its end is not read further.
+_HEADERS = {
+    408: {"connection": "close"},
+    413: {"connection": "close"},
+    415: {"connection": "close", "accept-encoding": "identity"},
+    429: {"retry-after": "1"},
+}
 
 
 class Front:
@@ -219,16 +224,20 @@ class _Reply:
         return {**total, "visual_tokens": visual, "visual_tokens_kept": kept}
 
 
-async def _read_body(request: Request, most: int) -> bytes:
-    """Reads a body, up to a limit in bytes and in time."""
-    body, large = bytearray(), RequestError(413, f"the body has more than {most} bytes")
-    if int(request.headers.get("content-length", 0)) > most:  # a number, as the server has checked
+async def _read_body(request: Request, size_limit: int) -> bytes:
+    """Reads an uncompressed body, up to a limit in bytes and in time."""
+    headers, body = request.headers, bytearray()
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise RequestError(415, f"the body is sent as {shown(coding)}, expected no compression")
+    large = RequestError(413, f"the body has more than {size_limit} bytes")
+    if int(headers.get("content-length", 0)) > size_limit:  # a number, as the server has checked
         raise large
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 body += part
-                if len(body) > most:
+                if len(body) > size_limit:
                     raise large
     except TimeoutError as error:
         raise RequestError(408, f"the body took more than {_BODY_SECONDS} seconds") from error

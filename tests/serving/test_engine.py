@@ -1,6 +1,8 @@
 """The front before a stand-in for an engine: what is sent to it, and what may happen to it."""
 
+import gzip
 import io
+import json
 import threading
 
 import httpx2
@@ -273,3 +275,21 @@ def test_a_large_body_is_refused_before_it_is_read(address):
         bad = httpx2.post(f"{address}/v1/chat/completions", content=body)
         assert bad.status_code == 400
         assert bad.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "br", "deflate, gzip"])
+def test_a_compressed_body_is_refused_in_a_line(address, coding):
+    body = gzip.compress(json.dumps({"model": "tiny", "messages": [user("two")]}).encode())
+    headers = {"content-encoding": coding}
+    answer = httpx2.post(f"{address}/v1/chat/completions", content=body, headers=headers)
+    assert answer.status_code == 415 and answer.headers["accept-encoding"] == "identity"
+    error = answer.json()["error"]
+    assert error["message"] == f"the body is sent as {coding!r}, expected no compression"
+    assert error["type"] == "invalid_request_error"
+
+
+def test_a_body_may_say_that_it_is_not_compressed(address, fake, client):
+    body = {"model": "tiny", "messages": [user("two")], "max_tokens": 4}
+    headers = {"content-encoding": "Identity"}
+    answer = httpx2.post(f"{address}/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 200
