@@ -75,6 +75,9 @@ def _parser() -> Parser:
     add("--max_megapixels", type=integer_from(1), default=50, help="of an image")
     add("--max_images", type=integer_from(1), default=8, help="of a request")
     add("--image_folder", help="images may also be files below it, as file://NAME")
+    text = "special tokens in a request's text, such as <|im_end|>, act as in the template; "
+    text += "default: they are plain text"
+    add("--allow_special_tokens", action="store_true", help=text)
     return parser
 
 
@@ -132,7 +135,14 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     )
     pixels, size = given.max_megapixels * 10**6, given.max_megabytes << 20
     limits = RequestLimits(size, pixels, given.max_images, folder)
-    reader = Reader(model, name, defaults, limits, engine=given.engine is not None)
+    reader = Reader(
+        model,
+        name,
+        defaults,
+        limits,
+        engine=given.engine is not None,
+        allow_special_tokens=given.allow_special_tokens,
+    )
     metrics = Metrics()
     batching = {"batch_size": given.batch_size, "batch_seconds": given.batch_wait_ms / 1000}
     if given.engine is None:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_MARK
+from stepprune_jax.data.special_tokens import QuotingTokenizer, as_sent
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.generate import check_run
 from stepprune_jax.inference.pipeline import place_pruner
@@ -94,7 +95,14 @@ class Reader:
     """
 
     def __init__(
-        self, model: VLM, name: str, defaults: Defaults, limits: RequestLimits, *, engine: bool
+        self,
+        model: VLM,
+        name: str,
+        defaults: Defaults,
+        limits: RequestLimits,
+        *,
+        engine: bool,
+        allow_special_tokens: bool = False,
     ):
         """Checks the defaults.
 
@@ -104,6 +112,8 @@ class Reader:
             defaults: what they get if they do not say otherwise.
             limits: what they may cost.
             engine: whether the language model runs elsewhere.
+            allow_special_tokens: whether special tokens in a request's text, such as <|im_end|>,
+                act as in the template, instead of being plain text.
 
         Raises:
             ValueError: a bad default, or one that an engine cannot serve.
@@ -111,6 +121,10 @@ class Reader:
         self.model, self.name, self.limits = model, name, limits
         self._defaults, self._engine = defaults, engine
         self._rules = BODY | ENGINE if engine else BODY
+        self._quote, self._quoting_model = str, model
+        if not allow_special_tokens:
+            tokenizer = QuotingTokenizer(model.tokenizer)
+            self._quote, self._quoting_model = tokenizer.quote, model._replace(tokenizer=tokenizer)
         self._pruner = functools.lru_cache(_PRUNERS)(self._build_pruner)
         # All requests share the weights on the devices.
         policy = defaults.policy
@@ -143,9 +157,9 @@ class Reader:
         pruner, sampling, options = self._how(fields)
         system, turns, images = self._turns(fields["messages"])
         try:
-            request = read_request(self.model, [turns], [images], system=system)
+            request = read_request(self._quoting_model, [turns], [images], system=system)
         except UserError as error:
-            raise RequestError(400, str(error), "messages") from error
+            raise RequestError(400, as_sent(str(error)), "messages") from error
         self._check_length(request, pruner)
         usage = fields.get("stream_options", {}).get("include_usage") is True
         stream, with_ids = (fields.get(x, False) for x in ("stream", "return_token_ids"))
@@ -215,7 +229,9 @@ class Reader:
         refuse_unless(text + visual <= limit, "messages", message)
 
     def _turns(self, messages: list[Any]) -> tuple[str | None, list[str], list[Image.Image]]:
-        """Returns the system's text, that of each turn, marked if a later one has images, and them.
+        """Returns the quoted texts of the system and of each turn, and the images of the turns.
+
+        A text has marks of its images if a later turn than the first one has images.
 
         Raises:
             RequestError: a message is not of the role whose turn it is, or has a bad part.
@@ -238,6 +254,7 @@ class Reader:
             refuse_unless(characters <= most, "messages", problem, 413)
             problem = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
             refuse_unless(IMAGE_MARK not in text, "messages", problem)
+            text = self._quote(text)
             if role in _SYSTEM:
                 system = text if system is None else f"{system}\n{text}"
                 continue
