@@ -13,6 +13,7 @@ from tqdm import tqdm
 from stepprune_jax.benchmarks.answer_files import append, recover
 from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.data.llava import Question
+from stepprune_jax.inference.decoding import NotFiniteError, listed
 from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.sets import Batching, milliseconds
@@ -68,25 +69,30 @@ def answer_file(
         batch_size: questions per batch, rounded up to the devices.
 
     Raises:
-        ValueError: an image that the model cannot take.
+        ValueError: an image that the model cannot take; or, once all other answers are written,
+            questions with logits that are not finite.
     """
     model = generator.model
     devices = row_count(mesh_of(model.params))
     size = -(-batch_size // devices) * devices
     chunk = min(chunk_size(model, size), 8 * size)  # what an interruption may lose
-    interval = 0.2 if sys.stderr.isatty() else 10
+    interval, without_answer = 0.2 if sys.stderr.isatty() else 10, []
     with tqdm(total=len(todo), unit="question", mininterval=interval) as bar:
         for first in range(0, len(todo), chunk):
             part = dict(itertools.islice(todo.items(), first, first + chunk))
             lines = _answer(generator, part, folder, size)
             append(out, [line | about for line in lines])
+            ids = {line["question_id"] for line in lines}
+            without_answer += [q.question_id for q in part.values() if q.question_id not in ids]
             bar.update(len(part))
+    problem = f"{listed('question', without_answer)}: {NotFiniteError.REASON}"
+    require(not without_answer, f"{problem}. All other answers are in {out}")
 
 
 def _answer(
     generator: Generator, questions: Mapping[int, Question], folder: Path, size: int
 ) -> list[JsonObject]:
-    """Answers some questions, by number."""
+    """Answers some questions, by number; leaves out those with logits that are not finite."""
     encoded = encode_questions(
         generator.model,
         [*questions.values()],
@@ -96,7 +102,7 @@ def _answer(
         numbers=[*questions],
         as_shown=True,
     )
-    (answers,) = generator.answer_set(encoded, Batching(size, widths=WIDTHS))
+    (answers,) = generator.answer_set(encoded, Batching(size, widths=WIDTHS), partial=True)
     return [
         {
             "question_id": question.question_id,
@@ -109,4 +115,5 @@ def _answer(
             "ms": milliseconds(answers.seconds[row]),
         }
         for row, question in enumerate(questions.values())
+        if answers.finite[row]
     ]

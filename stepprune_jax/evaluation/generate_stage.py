@@ -38,6 +38,7 @@ from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.decoding import NotFiniteError, listed
 from stepprune_jax.inference.encode import WIDTHS, EncodedQuestions, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.sets import Answers, Batching, milliseconds
@@ -45,6 +46,7 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import AllTokens
+from stepprune_jax.user_input import require
 
 
 def generate_answers(
@@ -84,9 +86,12 @@ def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
     todo = [task for task in tasks if task.is_missing()]
     if not todo:
         return
-    model = load()
+    model, problems = load(), []
     for task in todo:
-        task.run(model)
+        problem = task.run(model)
+        problems += [problem] if problem else []
+    reason = f"{'; '.join(problems)}: {NotFiniteError.REASON}. All other answers are written"
+    distributed.together(lambda: require(not problems, reason))
 
 
 def read_tasks(conditions: Conditions) -> list["Task"]:
@@ -164,8 +169,12 @@ class Task:
         # The processes agree, and none writes while another still reads.
         return distributed.any_process(distributed.main_first(look))
 
-    def run(self, model: VLM) -> None:
-        """Answers missing questions, chunk by chunk in step with the other processes."""
+    def run(self, model: VLM) -> str:
+        """Answers missing questions, chunk by chunk in step with the other processes.
+
+        Returns:
+            The questions with logits that are not finite; empty if there are none.
+        """
         settings, run = self.conditions.settings, self.conditions.run
         devices = row_count(mesh_of(model.params))
         size = -(-settings.batch_size // devices) * devices
@@ -195,6 +204,8 @@ class Task:
                     outstanding(row.file, self.questions)
 
         distributed.main_first(merge)
+        names = [self.questions[number].question_id for number in sorted(answerer.without_answer)]
+        return f"{self.benchmark.name}: {listed('question', names)}" if names else ""
 
     def _claim(self, rows: Sequence[tuple[TableRow, AnswerFile]]) -> list[_OpenRow]:
         """Opens the answer files, and lists missing answers."""
@@ -224,12 +235,17 @@ def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[i
 
 
 class _Answerer:
-    """Answers questions of a task in every row that lacks them."""
+    """Answers questions of a task in every row that lacks them.
+
+    Attributes:
+        without_answer: numbers of the questions with logits that are not finite in some row.
+    """
 
     def __init__(self, task: Task, model: VLM, size: int, rows: Sequence[_OpenRow]):
         """Takes the rows of the task, and the questions that go through a program together."""
         conditions, settings = task.conditions, task.conditions.settings
         self._task, self._model, self._rows = task, model, rows
+        self.without_answer: set[int] = set()
         n, sizes = conditions.num_tokens, None
         steps = [row.row.pruner.schedule(model.config, n).bound for row in rows]
         if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
@@ -276,23 +292,27 @@ class _Answerer:
         places = [np.flatnonzero(np.isin(numbers, mine)) for _, mine in group]
         variants = [(row.row.pruner, at) for (row, _), at in zip(group, places, strict=True)]
         generator = Generator(self._model, variants[0][0], options=self._options)
-        answered = generator.answer_set(seen, self._batching, variants)
+        answered = generator.answer_set(seen, self._batching, variants, partial=True)
         for (row, mine), at, answers in zip(group, places, answered, strict=True):
             bar.set_postfix_str(row.file.path.stem, refresh=False)
             lines = plain | self._lines(seen.take(at), row.row, answers)
             questions = self._task.questions
-            objects = [answer_object(row.file, n, questions[n], lines[n]) for n in mine]
+            self.without_answer |= {n for n in mine if n not in lines}
+            answerable = [n for n in mine if n in lines]
+            objects = [answer_object(row.file, n, questions[n], lines[n]) for n in answerable]
             append(row.file.part(jax.process_index()), objects)
             bar.update(len(mine))
 
     def _lines(
         self, seen: EncodedQuestions, row: TableRow, answers: Answers
     ) -> dict[int, AnswerLine]:
-        """Returns the lines of one row of the table by number of the question."""
+        """Returns the lines of one row of the table by number of the question, if it has one."""
         lines = {}
         grids, sizes = seen.images.grid[seen.prompts.image_of[:, 0]].tolist(), seen.sizes.tolist()
         asked = np.stack([seen.prompts.length - 1, seen.prompts.num_words, answers.kept], axis=1)
         for at, number in enumerate(seen.prompts.number.tolist()):
+            if not answers.finite[at]:
+                continue
             text, words, kept = asked[at].tolist()
             flops = first_token_flops(
                 self._model.backbone, row.pruner.bare, tuple(grids[at]), text, words, kept
@@ -313,6 +333,11 @@ class _Answerer:
             return {}
         some = encoded.take(rows)._replace(seconds=0.0)
         generator = Generator(self._model, AllTokens(), options=self._options)
-        (answers,) = generator.answer_set(some, self._batching)
-        pairs = zip(some.prompts.number.tolist(), answers.texts, answers.seconds, strict=True)
-        return {number: AnswerLine(text, 0, milliseconds(taken)) for number, text, taken in pairs}
+        (answers,) = generator.answer_set(some, self._batching, partial=True)
+        numbers = some.prompts.number.tolist()
+        rows = zip(numbers, answers.texts, answers.seconds, answers.finite, strict=True)
+        return {
+            number: AnswerLine(text, 0, milliseconds(seconds))
+            for number, text, seconds, is_finite in rows
+            if is_finite
+        }

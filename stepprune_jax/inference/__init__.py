@@ -5,7 +5,7 @@ batch, `programs` the compiled programs, and `sets` answers whole sets. The type
 """
 
 from stepprune_jax.inference.base import Decoding, Images, Prompts, RunOptions, Trace
-from stepprune_jax.inference.decoding import decode
+from stepprune_jax.inference.decoding import NotFiniteError, decode
 from stepprune_jax.inference.encode import EncodedQuestions, encode_questions
 from stepprune_jax.inference.generate import Answer, Generator, generate, stream, trace_arrays
 from stepprune_jax.inference.request import Request, read_request
@@ -21,6 +21,7 @@ __all__ = [
     "EncodedQuestions",
     "Generator",
     "Images",
+    "NotFiniteError",
     "Prompts",
     "Request",
     "RunOptions",

@@ -5,9 +5,11 @@ give the same tokens: a loop up to a limit that is one higher each time, or a st
 repeats, where layers are large and the device a GPU (`placement.decodes_by_step`).
 """
 
+from collections.abc import Sequence as Ordered
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
@@ -164,14 +166,30 @@ def decode(
     return state, constrain_replicated(mesh, jnp.stack([state.token, state.finished, state.finite]))
 
 
-def check_finite(finite: Bool[np.ndarray, "b"], numbers: Int[np.ndarray, "b"]) -> None:
-    """Raises a ValueError that names the first prompt whose logits were not finite."""
-    broken = np.flatnonzero(~finite)
-    if broken.size:
-        raise UserError(
-            f"prompt {numbers[broken[0]]}: the model's logits are not finite. Either its input "
-            "is not, or its dtype overflows, as float16 may: use bfloat16 or float32"
-        )
+class NotFiniteError(UserError):
+    """The model's logits are not finite for some prompts of a batch or of a set.
+
+    Attributes:
+        numbers: numbers of these prompts.
+        answers: the answers to the batch, with None for these prompts, or the `Answers` to the set.
+    """
+
+    REASON = (
+        "the model's logits are not finite. Either its input is not, or its dtype overflows, as "
+        "float16 may: use bfloat16 or float32"
+    )
+
+    def __init__(self, numbers: Ordered[int], answers: Any = ()):
+        """Names the prompts, but no more than ten of them."""
+        self.numbers, self.answers = tuple(map(int, numbers)), answers
+        super().__init__(f"{listed('prompt', self.numbers)}: {self.REASON}")
+
+
+def listed(noun: str, names: Ordered[object]) -> str:
+    """Returns names after a noun: "prompt 3", "prompts 3, 7", at most ten and how many more."""
+    text = ", ".join(map(str, names[:10]))
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"{noun}{'s' if len(names) > 1 else ''} {text}{more}"
 
 
 run_decode = jit_for_weights(decode, ("config", "execution", "mesh"), ("state",), answers=True)

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Begun, RunOptions
-from stepprune_jax.inference.decoding import check_finite
+from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.encode import EncodedQuestions
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
@@ -118,13 +118,13 @@ class Generator:
             One `Answer` per prompt. A prompt's answer does not depend on the others.
 
         Raises:
-            ValueError: the model's logits are not finite; the message gives the prompt's number.
+            NotFiniteError: the model's logits are not finite for some prompts. The message gives
+                their numbers; `answers` of the error has all other answers.
         """
         begun = self.begin(request)
         if trace is not None:
             trace(begun)
         state = pipeline.finish(self.model, begun.state, self._sampling, self.options)
-        check_finite(jax.device_get(state.finite), np.arange(len(request.ids)))
         return self._answers(request, begun, state)
 
     def stream(
@@ -144,22 +144,23 @@ class Generator:
             One `Answer` per prompt, as the value of the generator.
 
         Raises:
-            ValueError: as `answer`.
+            NotFiniteError: as `answer`, once all other prompts have their answers. A prompt's
+                tokens end before the one whose logits are not finite.
         """
         begun = self.begin(request)
         if trace is not None:
             trace(begun)
-        state, rows, most = begun.state, np.arange(len(request.ids)), self.options.max_tokens
-        texts, before = [TextStream(self.model.tokenizer) for _ in rows], np.zeros(len(rows), bool)
+        state, rows, longest = begun.state, len(request.ids), self.options.max_tokens
+        texts = [TextStream(self.model.tokenizer) for _ in range(rows)]
+        before = np.zeros(rows, bool)
         first = pipeline.Drawn(*jax.device_get((state.token, state.finished, state.finite)))
         later = pipeline.decode(self.model, state, self._sampling, self.options)
         events = itertools.chain([(state, first)], later)
         for step, (after, drawn) in enumerate(events, 1):
             state = after
-            check_finite(drawn.finite, rows)
-            for row in np.flatnonzero(~before).tolist():
+            for row in np.flatnonzero(~before & drawn.finite).tolist():
                 piece = texts[row].add(int(drawn.token[row]))
-                if drawn.finished[row] or step == most:
+                if drawn.finished[row] or step == longest:
                     piece += texts[row].finish()
                 yield row, int(drawn.token[row]), piece
             before = drawn.finished
@@ -172,6 +173,8 @@ class Generator:
         asked: EncodedQuestions,
         batching: Batching,
         variants: Sequence[Variant] | None = None,
+        *,
+        partial: bool = False,
     ) -> "Events[Answers, None, None]":
         """Answers a set of questions, batch by batch; a method that ranks does so once.
 
@@ -180,18 +183,23 @@ class Generator:
             batching: sizes.
             variants: the pruner with other budgets or stop biases, each with the rows of `asked`
                 that it is to answer, None for all. By default the pruner itself, for all.
+            partial: whether a question with logits that are not finite has an empty answer, see
+                `Answers.finite`, instead of being an error.
 
         Yields:
             The answers of each variant, in the order of its rows. The work on one begins when it is
             asked for.
+
+        Raises:
+            NotFiniteError: the model's logits are not finite for some questions. The message gives
+                their numbers; `answers` of the error has the answers of the variant.
         """
-        return answer_set(
-            self.model, variants or [(self.pruner, None)], asked, self.options, batching
-        )
+        variants = variants or [(self.pruner, None)]
+        return answer_set(self.model, variants, asked, self.options, batching, partial=partial)
 
     def _answers(self, request: Request, begun: Begun, state: pipeline.Decoding) -> list[Answer]:
-        """Assembles the answers once all tokens are drawn."""
-        tokens, count = jax.device_get((state.tokens, state.count))
+        """Assembles the answers once all tokens are drawn; raises as `answer`."""
+        tokens, count, finite = jax.device_get((state.tokens, state.count, state.finite))
         stage = begun.trace.stages[-1]
         index, image_of, order = fetch((stage.index, stage.image, begun.trace.order))
         answers = []
@@ -210,6 +218,11 @@ class Generator:
                     grids=tuple(map(tuple, grids)),
                 )
             )
+        if not finite.all():
+            broken = np.flatnonzero(~finite).tolist()
+            for row in broken:
+                answers[row] = None
+            raise NotFiniteError(broken, answers)
         return answers
 
 
@@ -246,6 +259,7 @@ def generate(
         FileNotFoundError: an image is missing.
         TypeError: a prompt or a pruner of a wrong type.
         ValueError: bad prompts, images or options; the message names them.
+        NotFiniteError: as `Generator.answer`.
     """
     generator = Generator(model, pruner, sampling, options)
     return generator.answer(generator.read(prompts, images), trace)

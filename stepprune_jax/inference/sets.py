@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions
-from stepprune_jax.inference.decoding import check_finite
+from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.encode import EncodedQuestions
 from stepprune_jax.inference.plan import exact_counts
 from stepprune_jax.inference.programs import num_compiled
@@ -48,12 +48,14 @@ class Answers(NamedTuple):
             raster order for other methods, without merged or added tokens.
         seconds: [q] seconds per prompt, from its image and ids to its last token, in full batches;
             NaN where a program was compiled on the way.
+        finite: [q] False = the model's logits were not finite, and the text is empty.
     """
 
     texts: list[str]
     kept: Int[np.ndarray, "q"]
     order: list[np.ndarray]
     seconds: Float[np.ndarray, "q"]
+    finite: Bool[np.ndarray, "q"]
 
 
 def answer_set(
@@ -62,6 +64,8 @@ def answer_set(
     asked: EncodedQuestions,
     options: RunOptions,
     batching: Batching,
+    *,
+    partial: bool = False,
 ) -> Iterator[Answers]:
     """Answers questions greedily by the variants of a pruner; see `Generator.answer_set`.
 
@@ -70,7 +74,8 @@ def answer_set(
     an image.
 
     Raises:
-        ValueError: the model's logits are not finite; the message gives the question's number.
+        NotFiniteError: the model's logits are not finite for some questions, unless answers may be
+            `partial`.
     """
     placed = [pipeline.place_pruner(model, pruner) for pruner, _ in variants]
     ranking, ranked, n = None, 0.0, model.config.max_image_tokens
@@ -91,6 +96,8 @@ def answer_set(
         if ranking is not None and rows is not None:
             order = jax.tree.map(lambda part, rows=rows: part[rows], ranking)
         answers = _answer_all(model, pruner, mine, options, batching, order)
+        if not (partial or answers.finite.all()):
+            raise NotFiniteError(mine.prompts.number[~answers.finite].tolist(), answers)
         yield answers._replace(seconds=answers.seconds + asked.seconds + ranked)
 
 
@@ -169,6 +176,7 @@ def _answer_all(
     sampling = greedy(model.config.eos_token_ids)
     known: dict[tuple[int, ...], str] = {}
     texts, seconds, kept = [""] * total, np.zeros(total), np.zeros(total, np.int32)
+    is_finite = np.ones(total, bool)
     for places, real in batches(total, size):
         rows = ranked[places]
         begin, before = time.perf_counter(), num_compiled()
@@ -186,13 +194,13 @@ def _answer_all(
         state = pipeline.finish(model, begun.state, sampling, options)
         tokens, counts, finite = fetch((state.tokens, state.count, state.finite))
         taken = time.perf_counter() - begin if num_compiled() == before else np.nan
-        check_finite(finite, prompts.number[rows])
         index = fetch(begun.trace.stages[-1].index) if ranking is None else None
         for at, row in enumerate(rows[:real].tolist()):
-            ids = tuple(tokens[at, : counts[at]].tolist())
+            is_finite[row] = finite[at]
+            ids = tuple(tokens[at, : counts[at]].tolist()) if finite[at] else ()
             if ids not in known:
                 known[ids] = answer_text(model.tokenizer, ids)
             texts[row], seconds[row], kept[row] = known[ids], taken / size, begun.kept[at]
             if index is not None:
                 order[row] = index[at][index[at] >= 0]
-    return Answers(texts, kept, order, seconds)
+    return Answers(texts, kept, order, seconds, is_finite)

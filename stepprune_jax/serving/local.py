@@ -4,15 +4,20 @@ A batch is answered to its end before the next one starts, so this serves a few 
 """
 
 import dataclasses
+import logging
 from collections.abc import AsyncIterator, Hashable, Sequence
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference.base import Begun
+from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.request import join_requests
 from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
+from stepprune_jax.serving.errors import RequestError
 from stepprune_jax.serving.messages import Chat
 from stepprune_jax.serving.metrics import Metrics
+
+_logger = logging.getLogger(__name__)
 
 
 class Local:
@@ -48,9 +53,9 @@ class Local:
         return id(chat.pruner), chat.sampling, chat.options.positions, self._longest(chat)
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        """Reports the tokens of each job as they are drawn."""
+        """Reports each token of each job when it is drawn, or that its logits are not finite."""
         chat, stops = jobs[0].chat, self._model.config.eos_token_ids
-        left = [job.chat.options.max_tokens for job in jobs]
+        remaining = [job.chat.options.max_tokens for job in jobs]
 
         def start(begun: Begun) -> None:
             length = begun.trace.stages[0].length.tolist()
@@ -61,12 +66,17 @@ class Local:
         request = join_requests([chat.request for chat in padded([job.chat for job in jobs])])
         options = dataclasses.replace(chat.options, max_tokens=self._longest(chat))
         generator = Generator(self._model, chat.pruner, chat.sampling, options)
-        for row, token, _ in generator.stream(request, start):
-            if row < len(jobs) and left[row]:
-                left[row] -= 1
-                finish = "stop" if token in stops else None if left[row] else "length"
-                left[row] = 0 if finish else left[row]
-                jobs[row].put(Tokens((token,), finish))
-            # Every row has its answer, or nobody waits for it.
-            if all(job.gone or not rest for job, rest in zip(jobs, left, strict=True)):
-                break
+        try:
+            for row, token, _ in generator.stream(request, start):
+                if row < len(jobs) and remaining[row]:  # otherwise the row is padding, or has ended
+                    remaining[row] -= 1
+                    finish = "stop" if token in stops else None if remaining[row] else "length"
+                    remaining[row] = 0 if finish else remaining[row]
+                    jobs[row].put(Tokens((token,), finish))
+                if all(job.gone or not count for job, count in zip(jobs, remaining, strict=True)):
+                    break  # nobody waits for more
+        except NotFiniteError as error:
+            for row in error.numbers:
+                if row < len(jobs) and remaining[row]:
+                    _logger.warning("a request has no answer: %s", error.REASON)
+                    jobs[row].put(RequestError(500, error.REASON))

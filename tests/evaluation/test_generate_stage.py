@@ -13,7 +13,7 @@ import pytest
 from benchmark_folders import SIZES, write_benchmarks
 from hypothesis import given
 from hypothesis import strategies as st
-from small_world import changed, glimpse, one_shot, small_run, stepprune, write_split
+from small_world import broken_at, changed, glimpse, one_shot, small_run, stepprune, write_split
 
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import append, check_claim, claim
@@ -278,6 +278,24 @@ def test_int8_weights_are_loaded_as_such(config):
         config.replace({"model.weights": "int4"})
 
 
+def test_questions_with_broken_logits_are_named_once_all_others_are_answered(
+    config, run, root, tmp_path, monkeypatch
+):
+    """The other rows and the next benchmark are answered as well."""
+    load = generate_stage.load_model
+    monkeypatch.setattr(generate_stage, "load_model", lambda run: broken_at(load(run), "▁dog"))
+    both = changed(config, benchmarks="folder,pope", methods="all tokens,random")
+    broken = [q.question_id for q in asked_by("folder", root) if "dog" in q.text]
+    assert 0 < len(broken) < 9
+    with pytest.raises(ValueError, match=f"^folder: questions? {', '.join(broken)}: the mod"):
+        generate_answers(both, tmp_path)
+    expected, answers = files(run), files(tmp_path)
+    assert len(answers) == 6
+    for (benchmark, method), rows in answers.items():
+        fitting = [x for x in expected[benchmark, method] if x["question_id"] not in broken]
+        assert rows == fitting and (len(rows) == 9 - len(broken) or benchmark == "pope")
+
+
 def test_what_is_answered_is_scored_and_not_asked_again(run, config, copied, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
     path = copied / "answers" / "folder" / "random-exact-55.6.jsonl"
@@ -403,9 +421,9 @@ def test_devices_share_the_questions(run, config, tmp_path, monkeypatch, mesh, r
     config = dataclasses.replace(config, mesh=mesh)
     widths, answer_set = set(), Generator.answer_set
 
-    def watched(generator, asked, batching, *variants):
+    def watched(generator, asked, batching, *variants, **options):
         widths.add((batching.batch_size, row_count(mesh_of(generator.model.params))))
-        return answer_set(generator, asked, batching, *variants)
+        return answer_set(generator, asked, batching, *variants, **options)
 
     monkeypatch.setattr(Generator, "answer_set", watched)
     generate_answers(config, new_run(tmp_path))

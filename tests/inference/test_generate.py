@@ -18,7 +18,7 @@ from generation_reference import (
     request,
 )
 from PIL import Image
-from small_world import stepprune
+from small_world import broken_at, stepprune
 from torch_pruning import pruned_answer
 from visual import as_a_phone_stores
 
@@ -27,6 +27,7 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import (
     Generator,
+    NotFiniteError,
     RunOptions,
     Sampling,
     generate,
@@ -35,7 +36,7 @@ from stepprune_jax.inference import (
     read_request,
     stream,
 )
-from stepprune_jax.inference.decoding import check_finite, run_decode
+from stepprune_jax.inference.decoding import run_decode
 from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
 from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.models.stack import Execution
@@ -211,12 +212,38 @@ def test_an_image_is_read_as_it_is_shown_or_as_it_is_stored(model, tmp_path):
 def test_logits_that_are_not_finite_are_an_error(model):
     broken = model._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, model.params))
     for answer in (generate, streamed):
-        with pytest.raises(ValueError, match="prompt 0: the model's logits are not finite") as e:
+        with pytest.raises(ValueError, match=r"^prompts 0, 1: the model's logits are") as e:
             answer(broken, PROMPTS[:2], IMAGES[:2], options=EIGHT)
         assert isinstance(e.value, UserError)
-    # Of one row alone, and only after its first token.
-    with pytest.raises(ValueError, match="prompt 7: "):
-        check_finite(np.array([True, False]), np.array([3, 7]))
+
+
+@pytest.mark.parametrize("answer", [generate, lambda *how, **also: streamed(*how, **also)[1]])
+def test_logits_that_are_not_finite_cost_no_other_prompt_its_answer(model, answer):
+    """Prompts 1 and 3 read the broken token; no other prompt does."""
+    prompts = ["two", "red dog", "no", "a dog"]
+    expected = answer(model, prompts, IMAGES, options=EIGHT)
+    with pytest.raises(NotFiniteError, match=r"^prompts 1, 3: the model's logits") as caught:
+        answer(broken_at(model, "▁dog"), prompts, IMAGES, options=EIGHT)
+    assert caught.value.numbers == (1, 3)
+    assert caught.value.answers == [expected[0], None, expected[2], None]
+
+
+def test_a_row_is_streamed_up_to_the_token_that_breaks_it(model):
+    _, answers = streamed(model, PROMPTS[:2], IMAGES[:2], options=EIGHT)
+    first, second = (answer.token_ids for answer in answers)
+    broken = next(token for token in second if token not in first)
+    generator, events = Generator(broken_at(model, broken), options=EIGHT), []
+    with pytest.raises(NotFiniteError, match=r"^prompt 1: ") as caught:
+        for event in generator.stream(generator.read(PROMPTS[:2], IMAGES[:2])):
+            events.append(event)
+    assert caught.value.answers == [answers[0], None]
+    ids_of = [[token for row, token, _ in events if row == number] for number in (0, 1)]
+    assert ids_of == [list(first), list(second[: second.index(broken) + 1])]
+
+
+def test_no_more_than_ten_prompts_are_named():
+    assert str(NotFiniteError([7])).startswith("prompt 7: ")
+    assert str(NotFiniteError(range(12))).startswith("prompts 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 m")
 
 
 def test_an_answer_ends_with_a_stop_id_or_at_max_tokens(llava_pair):

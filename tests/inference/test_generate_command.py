@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import sys
@@ -8,7 +9,7 @@ import pytest
 from commands import status
 from generation_reference import random_image
 from PIL import Image
-from small_world import stepprune
+from small_world import broken_at, stepprune
 from visual import as_a_phone_stores
 
 from stepprune_jax.checkpoints.load import load_vlm
@@ -245,6 +246,29 @@ def test_a_file_of_questions_is_answered_as_each_alone_and_resumed(
     monkeypatch.setattr("stepprune_jax.cli.generate.load_params", None)  # not needed any more
     assert ask(files, *asked) == 0
     assert "has an answer to every question" in capfd.readouterr().err
+
+
+def test_a_question_with_broken_logits_is_named_once_all_others_are_answered(
+    files, question_file, tmp_path, monkeypatch, capfd
+):
+    out = tmp_path / "out.jsonl"
+    asked = ("--questions", question_file, "--image_folder", files, "--out", out)
+    answer = Generator.answer_set
+
+    def answer_broken(generator, *given, **options):
+        model = broken_at(generator.model, "▁dog")
+        return answer(dataclasses.replace(generator, model=model), *given, **options)
+
+    monkeypatch.setattr(Generator, "answer_set", answer_broken)
+    assert ask(files, *asked) == 2
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert "error: question q0: the model's logits are not finite." in said
+    assert said.endswith(f"All other answers are in {out}")
+    monkeypatch.setattr(Generator, "answer_set", answer)
+    ids = [json.loads(line)["question_id"] for line in out.read_text().splitlines()]
+    assert ids == ["q1", "q2", "q3", "q4"]
+    assert ask(files, *asked) == 0  # the question is asked again
+    assert json.loads(out.read_text().splitlines()[-1])["question_id"] == "q0"
 
 
 def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_path, capfd):

@@ -5,12 +5,13 @@ import io
 import numpy as np
 import pytest
 from generation_reference import random_image
-from small_world import TEXTS, stepprune
+from small_world import TEXTS, broken_at, stepprune
 
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.inference import (
     Batching,
     Generator,
+    NotFiniteError,
     RunOptions,
     encode_questions,
     generate,
@@ -96,6 +97,22 @@ def test_a_variant_is_answered_when_it_is_asked_for(llava_model, asked, monkeypa
     for batches in (2, 4):
         next(answers)
         assert len(begun) == batches
+
+
+def test_a_question_with_broken_logits_costs_no_other_its_answer(llava_model, asked):
+    """The third of four questions is the only one about a dog."""
+    cut = FastV(budget=4, layer=1)
+    healthy, broken = (
+        Generator(model, cut, options=THREE)
+        for model in (llava_model, broken_at(llava_model, "▁dog"))
+    )
+    (expected,) = healthy.answer_set(asked, TWO_EACH)
+    (answers,) = broken.answer_set(asked, TWO_EACH, partial=True)
+    assert answers.finite.tolist() == [True, True, False, True] and expected.finite.all()
+    assert answers.texts == [*expected.texts[:2], "", expected.texts[3]]
+    with pytest.raises(NotFiniteError, match=r"^prompt 2: the model's logits are not") as caught:
+        list(broken.answer_set(asked, TWO_EACH))
+    assert caught.value.answers.texts == answers.texts
 
 
 def test_a_batch_that_compiles_has_no_time(llava_model, asked):

@@ -95,7 +95,11 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
     def note(generator, asked, batching):
         seen.append(asked.images)
         count = len(asked.prompts.length)
-        return [Answers([""] * count, np.zeros(count, np.int32), [], np.zeros(count))]
+        return [
+            Answers(
+                [""] * count, np.zeros(count, np.int32), [], np.zeros(count), np.ones(count, bool)
+            )
+        ]
 
     monkeypatch.setattr(Generator, "answer_set", note)
     first, _, second, _ = images()

@@ -2,9 +2,10 @@
 
 import concurrent.futures
 
+import openai
 import pytest
 from servers import ask, opened, serving
-from small_world import stepprune
+from small_world import broken_at, stepprune
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, answer_text, generate, programs
@@ -50,6 +51,33 @@ def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
         assert counts == (own.visual_tokens, own.kept, len(ids))
         stopped = ids[-1] in llava_model.config.eos_token_ids
         assert choice.finish_reason == ("stop" if stopped else "length")
+
+
+def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model):
+    """Four requests share a batch; one reads the broken token, with its status and its line."""
+    metrics, model = Metrics(), broken_at(llava_model, "▁dog")
+    read = Reader(model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
+    local = Local(model, metrics, batch_size=4, batch_seconds=5.0)
+    questions = [("red?", [noise(1)], 5), ("two", [], 8), ("no", [noise(2), noise(3)], 7)]
+
+    def ask_one(client, question, images, longest):
+        try:
+            return ask(client, question, images, longest)
+        except openai.InternalServerError as error:
+            return error
+
+    app, threads = Front(read, local, metrics, 64).app(), concurrent.futures.ThreadPoolExecutor(4)
+    with serving(app) as address, opened(address) as client, threads:
+        jobs = [*questions, ("red dog", [noise(4)], 6)]
+        *answers, error = threads.map(lambda job: ask_one(client, *job), jobs)
+    assert metrics.registry.get_sample_value("stepprune_batch_rows_sum") == 4
+    assert metrics.registry.get_sample_value("stepprune_batch_rows_count") == 1
+    assert error.status_code == 500 and "the model's logits are not finite. Either" in str(error)
+    prompts, images, _ = zip(*questions, strict=True)
+    pruner = build_pruner(policy=PLAIN)
+    expected = generate(llava_model, prompts, images, pruner, options=RunOptions(8))
+    for (*_, longest), answer, alone in zip(questions, answers, expected, strict=True):
+        assert tuple(answer.choices[0].token_ids) == alone.token_ids[:longest]
 
 
 @pytest.mark.parametrize("client", [0.5], indirect=True)

@@ -94,6 +94,16 @@ def tiny_model(folder, **sizes):
     return load_vlm(testing.tiny_llava(folder, **sizes), dtype=jnp.float32, progress=False)
 
 
+def broken_at(model, token):
+    """The model with an embedding of one token, "▁dog" or its id, that is not a number."""
+    if isinstance(token, str):
+        token = model.tokenizer.convert_tokens_to_ids(token)
+    language = model.params["language"]
+    embedding = language["embed"]["embedding"].at[token].set(jnp.nan)
+    language = language | {"embed": {"embedding": embedding}}
+    return model._replace(params=model.params | {"language": language})
+
+
 def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
     """The settings of an evaluation of the default configuration on a tiny model and split."""
     return configurations.load(str(ROOT / "configs" / "shapes.py")).replace(
