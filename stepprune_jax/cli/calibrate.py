@@ -16,7 +16,7 @@ from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import read_about, save_policy
-from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
+from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with, integer_from
 from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
@@ -56,15 +56,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = inspect_folder(given.model, given.vision_folder, **sizes)
     policy, about = load_policy_for(source, given.policy), read_about(given.policy)
     require(policy.has_stop, f"--policy: {policy.name} has no learned stop to calibrate")
-    local_path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    out = file_to_write("--out", given.out)
     policy.check_fits(source.config)
+    check_creatable("--out", given.out, is_folder=False)
     folder = local_path(given.data)
-    asked = read_questions(folder / f"{given.split}.jsonl", folder / "images")
+    all_questions = read_questions(folder / f"{given.split}.jsonl", folder / "images")
+    questions = [all_questions[row] for row in spread_over(len(all_questions), given.questions)]
     dtype = jnp.dtype(given.dtype)
     model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **sizes)
-    questions = [asked[at] for at in spread_over(len(asked), given.questions)]
     policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
+    out = local_path(given.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
     path = save_policy(policy, out, about)
     print(_page(policy.calibration))
     print(path)

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ def keep_programs() -> None:
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line on stderr and exits with status 2.
 
-    That of a command which compiles programs has a flag against keeping them.
+    With `compiles`, programs are kept for later runs, and a flag prevents that.
     """
 
     def __init__(self, *args: Any, compiles: bool = False, **keywords: Any):
@@ -87,6 +88,28 @@ def file_to_write(flag: str, given: str) -> Path:
     good = bool(path.name) and not path.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)
     expect(flag, given, good, "a file in a folder that can be written to")
     return path
+
+
+def check_creatable(flag: str, name: str, *, is_folder: bool) -> None:
+    """Checks a file or folder of results, whose parents are created, before the work for it."""
+    path = local_path(name)
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    can_write = bool(name) and nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    if not is_folder:
+        can_write = bool(path.name) and (not path.is_dir() if path.exists() else can_write)
+    kind = "folder" if is_folder else "file"
+    expect(flag, name, can_write, f"a {kind} that can be created or written to")
+
+
+def check_address(host: str, port: int) -> None:
+    """Checks that a server can listen at an address, before the long load of a model."""
+    expect("--port", port, 0 < port < 1 << 16, "1 to 65535")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except (OSError, UnicodeError) as error:  # the latter for names that no host can have
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--host {host} --port {port}: {reason}") from error
 
 
 class Messages(logging.Handler):

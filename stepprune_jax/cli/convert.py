@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from stepprune_jax.benchmarks import BENCHMARKS
 from stepprune_jax.benchmarks.layout import DATA
-from stepprune_jax.cli.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with
 
 _NAME = "stepprune-convert"
 
@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--out", required=True, help="file or folder to write")
     arguments = parser.parse_args(argv)
     convert = BENCHMARKS[arguments.benchmark].convert
+    is_folder = not BENCHMARKS[arguments.benchmark].submission_suffix
+    check_creatable("--out", arguments.out, is_folder=is_folder)
     warnings = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)

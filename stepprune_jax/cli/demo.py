@@ -12,12 +12,14 @@ from typing import NoReturn
 
 import jax.numpy as jnp
 
+from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.frozen import DTYPES
+from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.checkpoints.policy import load_policy
-from stepprune_jax.cli.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, check_address, exit_with
 from stepprune_jax.demo.compare import list_choices
 from stepprune_jax.demo.examples import shapes_examples
+from stepprune_jax.user_input import naming
 
 _NAME = "stepprune-demo"
 _SMALL = {
@@ -50,21 +52,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         from stepprune_jax.demo.app import build, serve
     except ImportError as error:
         parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
-    small = given.model in _SMALL
-    names = [*given.policy, *([given.model] if small else [])]
-    loaded = ((name, load_policy(name)) for name in dict.fromkeys(names))
-    policies = {f"{policy.name} ({name})": policy for name, policy in loaded}
-    model = load_vlm(
-        given.model,
-        dtype=jnp.dtype(given.dtype or ("float32" if small else "bfloat16")),
-        vision_folder=given.vision_folder,
-        min_pixels=given.min_pixels,
-        max_pixels=given.max_pixels,
-    )
+    check_address(given.host, given.port)
+    is_small = given.model in _SMALL
+    pixels = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
+    source = inspect_folder(given.model, given.vision_folder, **pixels)
+    policies = {}
+    for name in dict.fromkeys([*given.policy, *([given.model] if is_small else [])]):
+        policy = load_policy_for(source, name)
+        with naming(f"--policy {name}"):
+            policy.check_fits(source.config)
+        policies[f"{policy.name} ({name})"] = policy
+    dtype = jnp.dtype(given.dtype or ("float32" if is_small else "bfloat16"))
+    model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **pixels)
     choices = list_choices(model, policies)
-    name = _SMALL[given.model] if small else Path(given.model).name
+    name = _SMALL[given.model] if is_small else Path(given.model).name
     serve(
-        build(model, name, choices, shapes_examples() if small else []),
+        build(model, name, choices, shapes_examples() if is_small else []),
         given.host,
         given.port,
     )

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.efficiency import measure
-from stepprune_jax.efficiency.measure import Bench
+from stepprune_jax.efficiency.measure import Bench, BenchRow
 from stepprune_jax.efficiency.model_shapes import KNOWN, find_backbone
 from stepprune_jax.efficiency.rows import (
     UNPRUNED,
@@ -51,10 +51,12 @@ from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.models import vlm
+from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.user_input import expect
 
 _HEADER = [
     "row",
@@ -147,17 +149,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return flags
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status, 1 if a row is left out."""
-    flags = parse(arguments)
+def _read(flags: argparse.Namespace) -> tuple[Backbone, list[BenchRow], RunOptions]:
+    """Returns model and rows without weights, and how they are run, once all flags are checked."""
     backbone = find_backbone(flags.model)
     if backbone.config.sizes_vary and not backbone.config.is_tiled:
         backbone = with_square_images(backbone, flags.tokens)
     config = backbone.config
+    options = RunOptions(flags.new_tokens + 1, execution=Execution(attention=flags.attention))
+    options.execution.check_backend()
     names = flags.rows or default_rows(config)
-    execution = Execution(attention=flags.attention)
-    execution.check_backend()
     rows = read_rows(names, config, flags.decoder_layers, flags.policy_dtype)
+    longest = config.text.max_positions
+    expect("--new_tokens", flags.new_tokens, flags.new_tokens < longest, f"less than {longest}")
+    n = config.max_image_tokens
+    room = backbone.CONTEXT_LIMIT - max(row.pruner.schedule(config, n).bound for row in rows)
+    expected = f"at most {room}, which the rows leave of the model's context"
+    expect("--text", flags.text, flags.text <= room, expected)
+    return backbone, rows, options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status, 1 if a row is left out."""
+    flags = parse(arguments)
+    backbone, rows, options = _read(flags)
+    config = backbone.config
     weights = vlm.abstract_params(backbone, flags.dtype, flags.weights)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
     if flags.dry_run:
@@ -172,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = {}
     if flags.first_answer:  # before this process holds memory of the device
         try:
-            first = _first_answers(flags, names[-1])
+            first = _first_answers(flags, (flags.rows or [row.name for row in rows])[-1])
         except subprocess.CalledProcessError as error:
             left_out["first answer"] = str(error)
     begun = time.perf_counter()
@@ -180,7 +195,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [draw_learned(row) for row in rows]
     rows = [row._replace(pruner=place_pruner(model, row.pruner)) for row in rows]
     jax.block_until_ready(model.params)
-    options = RunOptions(flags.new_tokens + 1, execution=execution)
     bench = Bench(model, options, flags.rounds)
     result = {
         "model": flags.model,
@@ -190,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **{name: getattr(flags, name) for name in _SETTINGS},
         "weights_bytes": held,
         "start_s": time.perf_counter() - begun,
-        "execution": str(execution),
+        "execution": str(options.execution),
         "environment": environment(),
         "batches": {},
         "first_answer": first,

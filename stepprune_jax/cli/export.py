@@ -18,13 +18,14 @@ import numpy as np
 
 from stepprune_jax.checkpoints import hub
 from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy, read_config, save_policy
-from stepprune_jax.cli.command_line import Parser, exit_with
+from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with
 from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.pruners import selector_of
+from stepprune_jax.settings import is_number
 from stepprune_jax.trained import Policy
 from stepprune_jax.trained.calibration import Calibration
-from stepprune_jax.user_input import UserError, local_path, require
+from stepprune_jax.user_input import UserError, expect, local_path, require
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows
 
@@ -173,6 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     private = "--private belongs to --push"
     require(arguments.push is not None or not arguments.private, private)
     target = None if arguments.push is None else _target(arguments.push)
+    bias = arguments.stop_bias
+    expect("--stop_bias", bias, is_number(bias), "a finite number")
+    check_creatable("--out", arguments.out, is_folder=True)
     path = export(arguments.workdir, arguments.out, arguments.stop_bias, target)
     print(f"{path}\n{path.parent / CARD}", flush=True)
     if target is not None:

@@ -30,6 +30,7 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
 from stepprune_jax.evaluation.rows import policy_digest
+from stepprune_jax.extras import need
 from stepprune_jax.inference.base import Begun, RunOptions
 from stepprune_jax.inference.generate import Answer, Generator, trace_arrays
 from stepprune_jax.inference.request import Request
@@ -192,14 +193,16 @@ def _read(given: argparse.Namespace) -> _Run:
     asked = "?" if given.prompt is None else given.prompt
     request = generator.read([asked], [given.image], system=given.system)
     about, todo = _about(given, pruner), {}
-    if given.questions is not None:
-        about["weights"] = model_identity(source)[:16]
-        about["policy_weights"] = None if policy is None else policy_digest(policy)
-        folder = given.image_folder
-        todo = unanswered(given.out, read_questions(given.questions, folder), folder, about)
+    if given.overlay is not None:
+        need("matplotlib", "--overlay draws")
     again = given.interactive or given.overlay is not None
     images = [open_image(path, as_shown=True) for path in given.image] if again else []
     mesh = None if given.mesh is None else build_mesh(given.mesh)
+    if given.questions is not None:
+        folder, questions = given.image_folder, read_questions(given.questions, given.image_folder)
+        about["weights"] = model_identity(source)[:16]  # a download of the weights, if on the hub
+        about["policy_weights"] = None if policy is None else policy_digest(policy)
+        todo = unanswered(given.out, questions, folder, about)
     nothing = given.questions is not None and not todo
     params = {}
     if not nothing:

@@ -5,8 +5,8 @@
 Without `--engine` the answers are those of this process.
 """
 
+import argparse
 import logging
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
-from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
+from stepprune_jax.cli.command_line import Parser, check_address, exit_with, integer_from
 from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.pruners import PRUNERS
@@ -28,9 +28,9 @@ from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import Local
-from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.messages import Defaults, Reader, check_defaults
 from stepprune_jax.serving.metrics import Metrics
-from stepprune_jax.user_input import UserError, expect, local_path, require
+from stepprune_jax.user_input import expect, local_path, require
 
 _NAME = "stepprune-serve"
 # Seconds that a connection may be idle: longer than a busy client takes to use it again, which
@@ -82,93 +82,92 @@ def _parser() -> Parser:
 
 
 def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
-    """Reads the flags and loads the model.
+    """Reads and checks the flags, and then loads the model.
 
     Args:
-        argv: command-line arguments; default: those of the process.
+        argv: command-line arguments; by default the arguments of the process.
 
     Returns:
         The application, and the host and the port to serve it on.
     """
-    given = _parser().parse_args(argv)
-    mean, folder = given.mean_budget, given.image_folder
-    both = mean is not None and given.budget is not None
-    folder = None if folder is None else local_path(folder)
-    require(not both, "--budget and --mean_budget are given, expected one of them")
-    full = given.engine is None or given.weights == "full"
-    require(full, "--weights int8 belongs to a model that answers here, expected no --engine")
-    require(folder is None or folder.is_dir(), f"--image_folder {folder} is not a folder")
-    for name, fits, expected in (
-        ("engine", given.engine is None or _is_address(given.engine), "http://HOST:PORT"),
-        ("engine_timeout", given.engine_timeout > 0, "seconds above 0"),
-        ("port", 0 < given.port < 1 << 16, "1 to 65535"),
-        ("batch_wait_ms", 0 <= given.batch_wait_ms <= 60_000, "0 to 60000"),
-    ):
-        expect(f"--{name}", getattr(given, name), fits, expected)
-    for origin in given.cors:
-        fits = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
-        expect("--cors", origin, fits, "http://HOST:PORT without a path, or *")
-    _check_free(given.host, given.port)
-    source = inspect_folder(given.model, given.vision_folder)
+    flags = _parser().parse_args(argv)
+    _check_flags(flags)
+    has_engine = flags.engine is not None
+    how = {
+        "vision_folder": flags.vision_folder,
+        "min_pixels": flags.min_pixels,
+        "max_pixels": flags.max_pixels,
+    }
+    source = inspect_folder(flags.model, **how)
     require(
-        given.engine is None or not source.config.deep_layers,
+        not has_engine or not source.config.deep_layers,
         f"--engine: the {source.backbone.name} model adds deep features inside its language model, "
         "which an engine's prompt embeddings do not carry; expected no --engine",
     )
-    model = load_vlm(
-        given.model,
-        dtype=jnp.dtype(given.dtype),
-        vision_folder=given.vision_folder,
-        min_pixels=given.min_pixels,
-        max_pixels=given.max_pixels,
-        use="answers" if given.engine is None else "embeddings",
-        weights=given.weights,
-    )
-    name = given.name or Path(given.model).name
+    mean = flags.mean_budget
     defaults = Defaults(
-        given.pruner,
-        None if given.policy is None else load_policy_for(source, given.policy),
-        given.budget if mean is None else Budget("mean", mean),
-        given.positions or ("own" if given.engine is None else "compact"),
-        given.max_tokens,
-        Execution(attention=given.attention),
+        flags.pruner,
+        None if flags.policy is None else load_policy_for(source, flags.policy),
+        flags.budget if mean is None else Budget("mean", mean),
+        flags.positions or ("compact" if has_engine else "own"),
+        flags.max_tokens,
+        Execution(attention=flags.attention),
     )
-    pixels, size = given.max_megapixels * 10**6, given.max_megabytes << 20
-    limits = RequestLimits(size, pixels, given.max_images, folder)
+    check_defaults(source.config, defaults, engine=has_engine)
+    use = "embeddings" if has_engine else "answers"
+    dtype = jnp.dtype(flags.dtype)
+    model = load_vlm(flags.model, dtype=dtype, use=use, weights=flags.weights, **how)
     reader = Reader(
         model,
-        name,
+        flags.name or Path(flags.model).name,
         defaults,
-        limits,
-        engine=given.engine is not None,
-        allow_special_tokens=given.allow_special_tokens,
+        _limits(flags),
+        engine=has_engine,
+        allow_special_tokens=flags.allow_special_tokens,
     )
     metrics = Metrics()
-    batching = {"batch_size": given.batch_size, "batch_seconds": given.batch_wait_ms / 1000}
-    if given.engine is None:
-        backend = Local(model, metrics, **batching)
+    batching = {"batch_size": flags.batch_size, "batch_seconds": flags.batch_wait_ms / 1000}
+    if has_engine:
+        seconds = flags.engine_timeout
+        backend = Engine(model, flags.engine, metrics, seconds=seconds, **batching)
     else:
-        seconds = given.engine_timeout
-        backend = Engine(model, given.engine, metrics, seconds=seconds, **batching)
-    _logger.info("serving %s on http://%s:%s/v1", name, given.host, given.port)
-    app = Front(reader, backend, metrics, given.queue).app(given.cors)
-    return app, given.host, given.port
+        backend = Local(model, metrics, **batching)
+    _logger.info("serving %s on http://%s:%s/v1", reader.name, flags.host, flags.port)
+    app = Front(reader, backend, metrics, flags.queue).app(flags.cors)
+    return app, flags.host, flags.port
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raises a ValueError unless the server can listen there; the model takes long to load."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        socket.create_server((host, port), family=family).close()
-    except (OSError, UnicodeError) as error:  # the latter for names that no host can have
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--host {host} --port {port}: {reason}") from error
+def _check_flags(flags: argparse.Namespace) -> None:
+    """Raises a UserError for flags that are out of range or contradict each other."""
+    both = flags.mean_budget is not None and flags.budget is not None
+    require(not both, "--budget and --mean_budget are given, expected one of them")
+    full = flags.engine is None or flags.weights == "full"
+    require(full, "--weights int8 belongs to a model that answers here, expected no --engine")
+    folder = _limits(flags).folder
+    require(folder is None or folder.is_dir(), f"--image_folder {folder} is not a folder")
+    for name, is_allowed, expected in (
+        ("engine", flags.engine is None or _is_address(flags.engine), "http://HOST:PORT"),
+        ("engine_timeout", flags.engine_timeout > 0, "seconds above 0"),
+        ("batch_wait_ms", 0 <= flags.batch_wait_ms <= 60_000, "0 to 60000"),
+    ):
+        expect(f"--{name}", getattr(flags, name), is_allowed, expected)
+    for origin in flags.cors:
+        is_allowed = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
+        expect("--cors", origin, is_allowed, "http://HOST:PORT without a path, or *")
+    check_address(flags.host, flags.port)
 
 
-def _is_address(given: str) -> bool:
+def _limits(flags: argparse.Namespace) -> RequestLimits:
+    """Returns the limits of a request."""
+    folder = None if flags.image_folder is None else local_path(flags.image_folder)
+    pixels, size = flags.max_megapixels * 10**6, flags.max_megabytes << 20
+    return RequestLimits(size, pixels, flags.max_images, folder)
+
+
+def _is_address(text: str) -> bool:
     """Returns whether a text is the address of a server."""
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         return False

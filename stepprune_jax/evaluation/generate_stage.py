@@ -46,7 +46,7 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import AllTokens
-from stepprune_jax.user_input import require
+from stepprune_jax.user_input import expect, require
 
 
 def generate_answers(
@@ -62,6 +62,12 @@ def generate_answers(
     policies = read_policies(run.eval, workdir, policy, source)
     check_policies(policies, source.config, run.eval)
     tasks = read_tasks(Conditions(run, source, policies, folder))
+    run.model.execution.check_backend()
+    positions = source.config.text.max_positions
+    expected = f"at most {positions}, the positions that the model was trained with"
+    for task in tasks:
+        longest = task.options.max_tokens
+        expect("config.eval.max_new_tokens", longest, longest <= positions, expected)
     answer_tasks(tasks, lambda: load_model(run))
     return {task.benchmark.name: folder / task.benchmark.name for task in tasks}
 
@@ -140,6 +146,13 @@ class Task:
     benchmark: Benchmark
     questions: Sequence[BenchmarkQuestion]
     sample: Sample | None = None
+
+    @property
+    def options(self) -> RunOptions:
+        """Options of a run of the model, with the longest answer to the benchmark."""
+        settings, run = self.conditions.settings, self.conditions.run
+        longest = settings.longest_answer(self.benchmark)
+        return RunOptions(longest, settings.positions, execution=run.model.execution)
 
     @property
     def _biases(self) -> StopBiases:
@@ -251,11 +264,7 @@ class _Answerer:
         if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
             sizes = tuple(sorted({*steps, n}))
         self._batching = Batching(size, sizes, WIDTHS)
-        self._options = RunOptions(
-            settings.longest_answer(task.benchmark),
-            settings.positions,
-            execution=conditions.run.model.execution,
-        )
+        self._options = task.options
         shown = [n for n, question in enumerate(task.questions) if question.image is not None]
         most = len(shown) if task.benchmark.keep_order else min(settings.samples, len(shown))
         self._samples = {shown[number * len(shown) // most] for number in range(most)}

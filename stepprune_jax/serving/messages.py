@@ -21,6 +21,7 @@ from stepprune_jax.inference.generate import check_run
 from stepprune_jax.inference.pipeline import place_pruner
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, Pruner
@@ -28,7 +29,7 @@ from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
 from stepprune_jax.serving.fields import BODY, ENGINE, IMAGE_URL, MESSAGE, PART, read_fields
 from stepprune_jax.serving.images import RequestLimits, read_image
 from stepprune_jax.trained import Weighted
-from stepprune_jax.user_input import UserError
+from stepprune_jax.user_input import UserError, require
 
 _PRUNERS = 64  # The most pruners that are kept for later requests.
 _LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
@@ -57,6 +58,42 @@ class Defaults:
     positions: str = "own"
     max_tokens: int = 128
     execution: Execution = Execution()
+
+
+def check_defaults(config: ModelConfig, defaults: Defaults, *, engine: bool) -> None:
+    """Checks what requests get by default, before the weights of the model are loaded.
+
+    Args:
+        config: the model's configuration.
+        defaults: the defaults.
+        engine: whether the language model runs elsewhere.
+
+    Raises:
+        UserError: a bad default, or one that an engine cannot serve.
+    """
+    options = RunOptions(defaults.max_tokens, defaults.positions, None, defaults.execution)
+    pruner = _build(defaults.pruner, defaults.budget, defaults.policy)
+    _check(config, pruner, Sampling(), options, engine=engine)
+
+
+def _build(name: str | None, budget: Budget | str | int | None, policy: Weighted | None) -> Pruner:
+    """Builds a pruner, with a policy unless another method is named."""
+    if policy is not None and name not in (None, policy.name):
+        policy = None
+    return build_pruner(name, budget, policy=policy)
+
+
+def _check(
+    config: ModelConfig, pruner: Pruner, sampling: Sampling, options: RunOptions, *, engine: bool
+) -> None:
+    """Raises a UserError for what a model, or an engine that is given embeddings, cannot do."""
+    cuts = engine and pruner.cuts(config, config.max_image_tokens)
+    message = f"pruner is {pruner.name!r}, which drops tokens inside the language model; "
+    require(not cuts, f"{message}with an engine, expected one that chooses before it")
+    compact = f"positions is {options.positions!r}, expected 'compact' with an engine, which "
+    compact += "numbers the embeddings that it is given"
+    require(not engine or options.positions == "compact", compact)
+    check_run(config, pruner, sampling, options)
 
 
 class Chat(NamedTuple):
@@ -116,7 +153,7 @@ class Reader:
                 act as in the template, instead of being plain text.
 
         Raises:
-            ValueError: a bad default, or one that an engine cannot serve.
+            UserError: as `check_defaults`.
         """
         self.model, self.name, self.limits = model, name, limits
         self._defaults, self._engine = defaults, engine
@@ -126,13 +163,10 @@ class Reader:
             tokenizer = QuotingTokenizer(model.tokenizer)
             self._quote, self._quoting_model = tokenizer.quote, model._replace(tokenizer=tokenizer)
         self._pruner = functools.lru_cache(_PRUNERS)(self._build_pruner)
+        check_defaults(model.config, defaults, engine=engine)
         # All requests share the weights on the devices.
         policy = defaults.policy
         self._policy = None if policy is None else place_pruner(model, policy)
-        try:
-            self._how({})
-        except RequestError as error:
-            raise UserError(error.message) from error
 
     def read(self, body: bytes) -> Chat:
         """Reads a request.
@@ -190,9 +224,7 @@ class Reader:
             if "mean_budget" in fields:
                 budget = Budget("mean", fields["mean_budget"])
             pruner = self._pruner(fields.get("pruner", defaults.pruner), budget)
-            if self._engine:
-                self._check_engine(pruner, options)
-            check_run(self.model.config, pruner, sampling, options)
+            _check(self.model.config, pruner, sampling, options, engine=self._engine)
         except UserError as error:
             named = next((name for name in BODY if f"{name} is " in str(error)), "pruner")
             other = {"budget": "mean_budget", "max_tokens": "max_completion_tokens"}.get(named)
@@ -201,21 +233,8 @@ class Reader:
         return pruner, sampling, options
 
     def _build_pruner(self, name: str | None, budget: Budget | str | int | None) -> Pruner:
-        """Builds a pruner; the policy is that of the server, unless another method is named."""
-        policy = self._policy
-        if policy is not None and name not in (None, policy.name):
-            policy = None
-        return build_pruner(name, budget, policy=policy)
-
-    def _check_engine(self, pruner: Pruner, options: RunOptions) -> None:
-        """Raises for what an engine, which is given embeddings, cannot do."""
-        config = self.model.config
-        message = f"pruner is {pruner.name!r}, which drops tokens inside the language model; "
-        message += "with an engine, expected one that chooses before it"
-        refuse_unless(not pruner.cuts(config, config.max_image_tokens), "pruner", message)
-        message = f"positions is {options.positions!r}, expected 'compact' with an engine, which "
-        message += "numbers the embeddings that it is given"
-        refuse_unless(options.positions == "compact", "positions", message)
+        """Builds a pruner, with the policy of the server unless another method is named."""
+        return _build(name, budget, self._policy)
 
     def _check_length(self, request: Request, pruner: Pruner) -> None:
         """Raises if a prompt might have to be truncated."""

@@ -21,6 +21,10 @@ def read_questions(run: Run, setup: Setup) -> Split | None:
     budget = run.validation.budget
     if budget > most:
         raise UserError(f"config.validation.budget is {budget}, expected at most {most}")
+    positions = setup.backbone.config.text.max_positions
+    is_short = run.validation.max_new_tokens <= positions
+    expected = f"at most {positions}, the positions that the model was trained with"
+    run.validation.expect("max_new_tokens", is_short, expected)
     folder = _folder(run)
     if folder is None:
         raise UserError("config.validation.folder is empty, expected one with validation.jsonl")
