@@ -65,9 +65,16 @@ def one_line(text: object) -> str:
 def local_path(given: str | Path) -> Path:
     """Returns a path from outside with the home folder in place of a leading "~".
 
-    Without such a folder it remains as given, and does not exist; `Path.expanduser` would raise.
+    The path of an unknown user's folder remains as given; `Path.expanduser` would raise.
+
+    Raises:
+        UserError: the user of this process has no home folder. A folder of the name "~" would be
+            created in the working directory.
     """
-    return Path(os.path.expanduser(given))
+    path = os.path.expanduser(given)
+    problem = f"{given}: this user has no home folder, expected a path without ~"
+    require(path != "~" and not path.startswith("~/"), problem)
+    return Path(path)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from stepprune_jax.user_input import UserError
+from stepprune_jax.user_input import UserError, require
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,10 @@ def find_repository(given: str | Path, missing: str, *, anyone: bool = False) ->
 def download(source: Repository, patterns: Sequence[str]) -> Path:
     """Downloads files of a repository, unless they are already present; returns their folder."""
     import huggingface_hub  # a local file needs no hub
+    from huggingface_hub import constants
 
+    homeless = f"{source}: there is no home folder for downloads, set HF_HOME to a folder"
+    require(not constants.HF_HUB_CACHE.startswith("~"), homeless)
     try:
         folder = huggingface_hub.snapshot_download(
             source.name, revision=source.revision, allow_patterns=list(patterns)

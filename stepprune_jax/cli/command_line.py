@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 from stepprune_jax import configurations
+from stepprune_jax.cli.compile_cache import keep_programs, user_folder
 from stepprune_jax.extras import MissingPackageError, explain
 from stepprune_jax.user_input import UserError, expect, local_path, one_line, require
 
@@ -23,22 +24,6 @@ T = TypeVar("T")
 # Errors that a user can mend: a file that is absent, and a disk that refuses to be written.
 _ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
-
-
-# The user's folder for what can be made again.
-_CACHES = {"darwin": "~/Library/Caches", "win32": "~/AppData/Local"}
-CACHE = local_path(os.environ.get("XDG_CACHE_HOME") or _CACHES.get(sys.platform, "~/.cache"))
-CACHE = CACHE / "stepprune_jax"
-_MOST_BYTES = 4 << 30  # the cache of programs; the least recently used go first
-
-
-def keep_programs() -> None:
-    """Makes jax keep compiled programs in `CACHE`, unless it has a folder for them already."""
-    jax = sys.modules["jax"]  # scoring needs none: a command that compiles has imported it
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(CACHE))
-        jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,11 +35,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, compiles: bool = False, **keywords: Any):
         super().__init__(*args, **keywords)
         if compiles:
-            self.add_argument(
-                "--no_compile_cache",
-                action="store_true",
-                help=f"do not keep compiled programs for later runs (in {CACHE})",
-            )
+            folder = user_folder() or "no folder"
+            text = f"do not keep compiled programs for later runs (in {folder})"
+            self.add_argument("--no_compile_cache", action="store_true", help=text)
 
     def parse_known_args(self, *args: Any, **keywords: Any) -> tuple[argparse.Namespace, list[str]]:
         """Reads the arguments, and makes jax keep its programs."""

@@ -273,7 +273,6 @@ def _converse(run: _Run, first: str | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    given = _parser().parse_args(arguments)
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         print(f"warning: {one_line(message)}", file=sys.stderr)
@@ -281,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         # Warnings are shown to the user without the line of code.
         warnings.showwarning = show
-        _execute(given)
+        _execute(_parser().parse_args(arguments))
 
 
 def _execute(given: argparse.Namespace) -> None:
