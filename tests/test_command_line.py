@@ -138,6 +138,15 @@ def test_a_platform_that_is_not_there_is_reported_in_one_line():
     assert done.stderr.count("\n") == 1
 
 
+def test_a_closed_pipe_has_the_same_status_where_its_signal_has_no_name(monkeypatch, capsys):
+    """Windows has no signal.SIGPIPE."""
+    monkeypatch.delattr(signal, "SIGPIPE")
+    monkeypatch.setattr("stepprune_jax.cli.command_line._discard", lambda stream: None)
+    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
+        raise BrokenPipeError
+    assert ended.value.code == 141 and not capsys.readouterr().err
+
+
 def test_a_program_may_have_no_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with one_line_errors("prog"):

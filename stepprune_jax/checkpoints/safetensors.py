@@ -6,9 +6,9 @@ bfloat16 without torch, a slice of a tensor without the rest of it, and reads in
 (not a memory map), so that host memory is limited to what the loader requests.
 """
 
+import io
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,9 +130,7 @@ def read_tensor(
         view, position = memoryview(buffer), 0
         with open(entry.path, "rb", buffering=0) as file:
             for start, length in _runs(shape, spans, entry.dtype.itemsize):
-                _read_into(
-                    file.fileno(), view[position : position + length], entry, entry.offset + start
-                )
+                _read_into(file, view[position : position + length], entry, entry.offset + start)
                 position += length
     if entry.dtype in _FLOATING:
         _check_finite(buffer, entry, entry.dtype if dtype is None else dtype)
@@ -178,11 +176,12 @@ def _runs(
     return [(i * row + left * cell, (right - left) * cell) for i in range(first, last)]
 
 
-def _read_into(descriptor: int, view: memoryview, entry: TensorEntry, offset: int) -> None:
-    """Fills a buffer from a file position, with pread, which is safe for threads."""
+def _read_into(file: io.FileIO, view: memoryview, entry: TensorEntry, offset: int) -> None:
+    """Fills a buffer from a position of a file, which no other thread reads."""
+    file.seek(offset)
     done = 0
     while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+        count = file.readinto(view[done:])
         if count == 0:
             raise UserError(
                 f"{entry.path} is truncated: {entry.name!r} ends at byte "

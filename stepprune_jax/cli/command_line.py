@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 # Errors that a user can mend: a file that is absent, and a disk that refuses to be written.
 _ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_SIGPIPE = 13  # `signal` has no name for it on Windows
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 
 
@@ -207,7 +208,7 @@ def one_line_errors(name: str) -> Iterator[None]:
             sys.stdout.flush()  # otherwise a full disk is noticed too late to be reported
     except BrokenPipeError:
         _discard(sys.stdout)
-        sys.exit(128 + signal.SIGPIPE)
+        sys.exit(128 + _SIGPIPE)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)

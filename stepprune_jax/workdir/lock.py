@@ -2,16 +2,20 @@
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # on Windows
+    fcntl = None
+
 from stepprune_jax.data.json_files import file_named
 from stepprune_jax.parallel import distributed
-from stepprune_jax.user_input import UserError
+from stepprune_jax.user_input import UserError, require
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,7 +29,12 @@ def locked(workdir: Path) -> Iterator[None]:
     The lock is the operating system's and ends with the process; its file remains and names the
     latest holder. A folder created for it is removed if an error leaves nothing else in it. With
     several processes of one run the main one holds the lock, and all of them must call this.
+
+    Raises:
+        UserError: another process has the lock, or the operating system is Windows.
     """
+    systems = "training and evaluation run on Linux and macOS; on Windows, use WSL"
+    require(fcntl is not None, systems)
     with contextlib.ExitStack() as stack:
         distributed.main_first(lambda: distributed.is_main() and _take(workdir, stack))
         yield

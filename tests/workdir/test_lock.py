@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import importlib
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 from stepprune_jax.user_input import UserError
+from stepprune_jax.workdir import lock
 from stepprune_jax.workdir.lock import LOCK_FILE, locked
 
 HOLD = (
@@ -53,6 +55,17 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsy
     with locked(tmp_path):
         pass
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
+
+
+def test_windows_has_one_line_instead_of_a_traceback(tmp_path, monkeypatch):
+    """Windows has no module fcntl."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    windows, line = importlib.reload(lock), "run on Linux and macOS; on Windows, use WSL"
+    with pytest.raises(UserError, match=line), windows.locked(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
+    monkeypatch.undo()
+    importlib.reload(lock)
 
 
 def test_a_lock_that_is_no_file_is_named(tmp_path):
