@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stepprune_jax.pruning.all_tokens import AllTokens
-from stepprune_jax.pruning.base import Pruner
+from stepprune_jax.pruning.base import BUDGETS_PAGE, Pruner
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.cdpruner import CDPruner
 from stepprune_jax.pruning.cls import Cls
@@ -31,8 +31,6 @@ from stepprune_jax.trained.policy import Policy
 from stepprune_jax.trained.stepprune import StepPrune
 from stepprune_jax.trained.visionselector import VisionSelector
 from stepprune_jax.user_input import UserError, expect, nearest, require
-
-_WHICH = "see 'Choose a method' and 'Budgets' in docs/pruners.md"
 
 # The only list of names, used by commands, configurations and tables.
 PRUNERS: dict[str, type[Pruner]] = {
@@ -111,7 +109,7 @@ def build_pruner(
     if not isinstance(policy, Weighted | None):
         raise TypeError(f"policy is {policy!r}, expected a policy, such as load_policy returns")
     own, options = None if policy is None else policy.name, options or {}
-    needs = f"a budget (--budget) needs a pruner (--pruner) or a policy (--policy); {_WHICH}"
+    needs = f"a budget (--budget) needs a pruner (--pruner) or a policy (--policy); {BUDGETS_PAGE}"
     require(name is not None or own is not None or budget is None, needs)
     if name is None:
         name = own or "all"
@@ -119,15 +117,10 @@ def build_pruner(
         hint = nearest(name, PRUNERS)
         raise UserError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}.{hint}")
     kind = PRUNERS[name]
-    if budget is None and "own" in kind.budgets:
-        budget = Budget("own")
-    # All tokens only if requested.
-    counted = budget is not None or kind.budgets == ("all",) or {*kind.schedules} & {*options}
     has_weights = kind.config_type is None or policy is not None
     require(has_weights, f"the pruner {name!r} is trained: it needs a policy (--policy)")
     require(own in (None, name), f"the policy belongs to {own!r}, not to {name!r}")
-    require(bool(counted), f"the pruner {name!r} needs a budget (--budget); {_WHICH}")
-    budget = Budget.parse(budget)
+    budget = kind.default_budget(options) if budget is None else Budget.parse(budget)
     kind.require_kind(budget)
     fields = _read_fields(kind, options)
     if stop_bias is not None:

@@ -85,7 +85,7 @@ def read_rows(
             pruner, budget or None, policy=learned, stop_bias=bias, options=options
         )
         built.check(config, config.max_image_tokens)
-        rows.append(BenchRow(name, built, Budget.parse(budget or None)))
+        rows.append(BenchRow(name, built, Budget.parse(budget) if budget else built.budget))
     return rows
 
 

@@ -195,6 +195,8 @@ class Generator:
                 their numbers; `answers` of the error has the answers of the variant.
         """
         variants = variants or [(self.pruner, None)]
+        for pruner, _ in variants:
+            check_run(self.model.config, pruner, self.sampling, self.options)
         return answer_set(self.model, variants, asked, self.options, batching, partial=partial)
 
     def _answers(self, request: Request, begun: Begun, state: pipeline.Decoding) -> list[Answer]:

@@ -31,6 +31,9 @@ from stepprune_jax.user_input import UserError, require
 # Choices of position ids for kept tokens; "own" is what the method's authors use.
 POSITIONS = (*MODEL_POSITIONS, "own")
 
+# The end of a message about a method or a budget.
+BUDGETS_PAGE = "see 'Choose a method' and 'Budgets' in docs/pruners.md"
+
 AnyPruner = TypeVar("AnyPruner", bound="Pruner")
 
 
@@ -173,10 +176,10 @@ class Pruner:
 
     Attributes:
         budget: tokens to keep per image: a `Budget`, or what `Budget.parse` reads, such as 64,
-            "1/9" or "own".
+            "1/9" or "own"; None for `default_budget`.
     """
 
-    budget: Any = Budget()  # a `Budget` once it is built
+    budget: Any = None  # a `Budget` after construction
 
     name: ClassVar[str]
     # Its name in tables.
@@ -209,11 +212,29 @@ class Pruner:
         )
 
     def __post_init__(self):
-        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        budget = self.budget
+        if budget is None:
+            budget = self.default_budget(
+                name for name in self.schedules if getattr(self, name) is not None
+            )
+        object.__setattr__(self, "budget", Budget.parse(budget))
 
-    def with_budget(self: AnyPruner, budget: Budget | int | str) -> AnyPruner:
-        """Returns a copy with another budget, as `Budget.parse` reads it."""
-        return dataclasses.replace(self, budget=Budget.parse(budget))
+    def with_budget(self: AnyPruner, budget: Budget | int | str | None) -> AnyPruner:
+        """Returns a copy with another budget, as `Budget.parse` reads it; None as at first."""
+        return dataclasses.replace(self, budget=budget)
+
+    @classmethod
+    def default_budget(cls, options: Iterable[str] = ()) -> Budget:
+        """Returns the budget of a pruner that is built without one.
+
+        It is "own" for a method that decides the number, and "all" for a method that keeps all
+        tokens, or whose `options` are a schedule of numbers. Any other method needs a budget: its
+        budget is "unset", which `check` refuses.
+        """
+        if "own" in cls.budgets:
+            return Budget("own")
+        decides = cls.budgets == ("all",) or bool({*cls.schedules} & {*options})
+        return Budget("all" if decides else "unset")
 
     @property
     def bare(self: AnyPruner) -> AnyPruner:
@@ -244,7 +265,10 @@ class Pruner:
 
     @classmethod
     def require_kind(cls, budget: Budget) -> None:
-        """Raises a ValueError unless budgets of this kind are supported."""
+        """Raises a UserError unless budgets of this kind are supported."""
+        if budget.kind == "unset":
+            remedy = f"(budget=64 in Python, --budget 64); {BUDGETS_PAGE}"
+            raise UserError(f"the pruner {cls.name!r} needs a budget {remedy}")
         if budget.kind not in cls.budgets:
             raise UserError(
                 f"{cls.name} does not support the budget {budget}, only {', '.join(cls.budgets)}"

@@ -6,9 +6,10 @@ from fractions import Fraction
 from stepprune_jax.user_input import UserError
 
 EXACT = ("count", "rate")
-# What each kind has as its value.
+# The value of each kind.
 _VALUES = {
     "all": "no number",
+    "unset": "no number",
     "count": "an integer from 1",
     "rate": "a share in (0, 1]",
     "mean": "a positive number",
@@ -24,8 +25,9 @@ class Budget:
         kind: "all"; "count", the same number for every image; "rate", a share of each image's
             tokens, for images of different sizes; "mean", a learned stop whose bias was calibrated
             to a mean number; "own", a number that the method decides image by image, such as an
-            uncalibrated learned stop.
-        value: the number or the share; None for "all" and "own".
+            uncalibrated learned stop; "unset", a budget that was not given to a method that needs
+            one, see `Pruner.default_budget`.
+        value: the number or the share; None for "all", "own" and "unset".
 
     Raises:
         ValueError: an unknown kind, or a value that does not belong to it.
@@ -38,7 +40,7 @@ class Budget:
         value = self.value
         if self.kind not in _VALUES:
             raise UserError(f"budget of kind {self.kind!r}, expected one of {', '.join(_VALUES)}")
-        if self.kind in ("all", "own"):
+        if self.kind in ("all", "own", "unset"):
             good = value is None
         elif not isinstance(value, int | float | Fraction) or isinstance(value, bool):
             good = False
@@ -50,11 +52,11 @@ class Budget:
             raise UserError(f"budget is {value!r}, expected {_VALUES[self.kind]}")
 
     @classmethod
-    def parse(cls, text: "Budget | str | int | float | None") -> "Budget":
+    def parse(cls, text: "Budget | str | int | float") -> "Budget":
         """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
 
         Args:
-            text: the text, a count, or a budget, which is returned; None is "all".
+            text: the text, a count, or a budget, which is returned.
 
         Returns:
             The budget. Shares are exact: a third of 576 tokens is 192.
@@ -64,7 +66,7 @@ class Budget:
         """
         if isinstance(text, Budget):
             return text
-        text = "all" if text is None else str(text)
+        text = str(text)
         if text in ("all", "own"):
             return cls(text)
         decimal = "e" not in text.lower()  # 1e999999999 as a fraction takes forever
@@ -84,8 +86,8 @@ class Budget:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the number kept of an image follows from its size alone."""
-        return self.kind in (*EXACT, "all")
+        """Whether the size of an image determines the number of tokens that are kept."""
+        return self.kind in (*EXACT, "all", "unset")
 
     @property
     def number(self) -> int | float | Fraction:
@@ -99,7 +101,7 @@ class Budget:
 
     def exact_count(self, num_tokens: int) -> int:
         """Returns the tokens kept of `num_tokens`, where `is_exact`."""
-        if self.kind == "all":
+        if self.kind in ("all", "unset"):
             return num_tokens
         if self.kind == "count":
             return min(int(self.number), num_tokens)

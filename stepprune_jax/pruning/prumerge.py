@@ -9,7 +9,7 @@ attention, and one further token is the weighted sum of all patches that were no
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.pruning.base import Kept, Pruner, Schedule, View
-from stepprune_jax.pruning.budget import EXACT, Budget
+from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import (
     by_score,
     class_token_block,
@@ -39,7 +39,6 @@ class PruMerge(Pruner):
         neighbours: patches added to each kept one.
     """
 
-    budget: Any = Budget("own")
     neighbours: int = 32
 
     name = "prumerge"

@@ -22,7 +22,7 @@ from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy.layers import dense, merge_heads, split_heads
 from stepprune_jax.policy.params import Init, ParamSpec
 from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Schedule, Survivors, View
-from stepprune_jax.pruning.budget import EXACT, Budget
+from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import keep_best, require_grid
 from stepprune_jax.settings import Settings, count, setting
 from stepprune_jax.trained.base import Weighted, Weights
@@ -172,7 +172,6 @@ class GlimpsePrune(Weighted, LayerPruner):
             three apply without a budget; with one, as many tokens remain as it says.
     """
 
-    budget: Any = Budget("own")
     config: GlimpsePruneConfig = dataclasses.field(default_factory=GlimpsePruneConfig, kw_only=True)
     reduce_threshold: float | None = None
     min_remain_num: int = 1

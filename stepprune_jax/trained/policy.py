@@ -355,6 +355,8 @@ class Policy(Selector):
     def _limits(self, inputs: Inputs, budget: Any, options: dict[str, Any]) -> Limits:
         """Takes the fields of `Limits` out of options; without a budget its own holds."""
         names = ("min_tokens", "max_tokens", "max_steps", "group")
+        if budget is None:
+            self.require_kind(self.budget)
         if budget is None and self.budget.kind == "count":
             budget = int(self.budget.number)
         if budget is None and self.budget.kind == "rate":

@@ -19,7 +19,7 @@ from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
 from stepprune_jax.pruning.base import Kept, Ranking, View, from_picks
-from stepprune_jax.pruning.budget import EXACT, Budget
+from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.trained.base import Aux, Weights
 from stepprune_jax.trained.policy import Policy
 
@@ -36,7 +36,6 @@ class StepPrune(Policy):
         draw: temperature of the draws, 0 for none; None for the policy's own.
     """
 
-    budget: Any = Budget("own")
     config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig, kw_only=True)
     group: int | None = None
     seed: int = 0

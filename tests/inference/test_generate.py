@@ -483,6 +483,7 @@ def test_a_generator_checks_and_reads_before_weights_are_there(model):
         (FastV(budget=4, layer=2), "fastv: layer is 2, expected 1 to 1"),
         (StepPrune(), "the pruner 'stepprune' is trained: it needs a policy"),
         (Random(budget="own"), "random does not support the budget own"),
+        (FastV(layer=1), r"the pruner 'fastv' needs a budget \(budget=64 in Python"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             Generator(bare, pruner)

@@ -18,7 +18,8 @@ from stepprune_jax.inference import (
     pipeline,
 )
 from stepprune_jax.inference.sets import milliseconds
-from stepprune_jax.pruning import FastV
+from stepprune_jax.pruning import DivPrune, FastV, Grid
+from stepprune_jax.user_input import UserError
 
 THREE, TWO_EACH = RunOptions(max_tokens=3), Batching(2)
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -113,6 +114,13 @@ def test_a_question_with_broken_logits_costs_no_other_its_answer(llava_model, as
     with pytest.raises(NotFiniteError, match=r"^prompt 2: the model's logits are not") as caught:
         list(broken.answer_set(asked, TWO_EACH))
     assert caught.value.answers.texts == answers.texts
+
+
+def test_every_variant_needs_a_budget(llava_model, asked):
+    generator = Generator(llava_model, Grid(4), options=THREE)
+    for variants in ([(Grid(), None)], [(Grid(4), None), (DivPrune(), None)]):
+        with pytest.raises(UserError, match=f"'{variants[-1][0].name}' needs a budget"):
+            generator.answer_set(asked, TWO_EACH, variants)
 
 
 def test_a_batch_that_compiles_has_no_time(llava_model, asked):

@@ -4,7 +4,7 @@ import pytest
 from small_world import one_shot, stepprune
 from views import llava
 
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruners import PRUNERS, build_pruner
 from stepprune_jax.pruning import (
     Budget,
     CDPruner,
@@ -20,6 +20,8 @@ from stepprune_jax.pruning import (
     TopV,
     VisionZip,
 )
+from stepprune_jax.trained import VisionSelector, VisionSelectorConfig
+from stepprune_jax.user_input import UserError
 
 LEARNED, SCORER = stepprune(), one_shot()
 
@@ -27,7 +29,7 @@ LEARNED, SCORER = stepprune(), one_shot()
 @pytest.mark.parametrize(
     ("text", "budget"),
     [
-        (None, Budget()),
+        ("all", Budget()),
         ("own", Budget("own")),
         (64, Budget("count", 64)),
         ("1/3", Budget("rate", Fraction(1, 3))),
@@ -91,6 +93,37 @@ def test_a_policy_refuses_budgets_that_it_cannot_keep_at_once():
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
             policy.with_budget(budget)
+
+
+NEEDS = r"^the pruner '{}' needs a budget \(budget=64 in Python, --budget 64\); see .*pruners.md$"
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_a_method_that_needs_a_budget_is_refused_without_one(name):
+    pruner, decides = PRUNERS[name](), {"all": "all", "prumerge": "own", "prumerge_plus": "own"}
+    decides |= {"stepprune": "own", "glimpseprune": "own"}
+    assert pruner.budget.kind == decides.get(name, "unset")
+    policy = pruner if pruner.config_type else None
+    if name in decides:
+        assert build_pruner(name, policy=policy).budget == pruner.budget
+        return
+    selector = VisionSelector(config=VisionSelectorConfig(32), params={})
+    trained = {"autoselect": SCORER, "visionselector": selector}
+    for refuse in (
+        lambda: trained.get(name, pruner).check(DEEP, 9),
+        lambda: build_pruner(name, policy=policy),
+    ):
+        with pytest.raises(UserError, match=NEEDS.format(name)):
+            refuse()
+
+
+def test_all_tokens_and_a_schedule_of_numbers_need_no_budget():
+    pair = llava(4)
+    FastV("all").check(pair, 9)
+    SparseVLM(pruning_loc=(1, 2), sparse_token_list=(4, 2)).check(pair, 9)
+    PyramidDrop(layer_list=(1, 2), image_token_ratio_list=(0.5, 0.25)).check(pair, 9)
+    with pytest.raises(UserError, match=NEEDS.format("pyramiddrop")):
+        PyramidDrop(layer_list=(1, 2)).check(pair, 9)
 
 
 def test_methods_are_made_from_what_a_user_says():
@@ -159,32 +192,32 @@ TEN = Budget("count", 10)
     [
         (Grid(TEN), "budget"),
         (LEARNED.with_budget(5), "budget"),
-        (FastV(layer=32), "layer"),
+        (FastV(9, layer=32), "layer"),
         (FastV(Budget("count", 1), layer=4, average=True), "budget"),
         (PyramidDrop(Budget("count", 1)), "budget"),
-        (PyramidDrop(layer_list=(8, 32)), "layer_list"),
-        (PyramidDrop(layer_list=(8, 8)), "layer_list"),
+        (PyramidDrop(9, layer_list=(8, 32)), "layer_list"),
+        (PyramidDrop(9, layer_list=(8, 8)), "layer_list"),
         (PyramidDrop(layer_list=(8, 16), image_token_ratio_list=(0.5, 0.6)), "image_token_ratio"),
         (PyramidDrop(image_token_ratio_list=(0.5, 0.25)), "image_token_ratio_list"),
         (SparseVLM(Budget("count", 1), pruning_loc=(20,)), "budget"),
         (SparseVLM(Budget("count", 9), pruning_loc=(2, 31)), "pruning_loc"),
         (SparseVLM(sparse_token_list=(9, 8, 0)), "sparse_token_list"),
-        (SparseVLM(noise=-1.0), "noise"),
-        (SparseVLMv2(heads=0), "heads"),
-        (Dart(layer=0), "layer"),
-        (Dart(pivot_image_token=0, pivot_text_token=0), "pivot_image_token"),
-        (Dart(pivot_text_token=-1), "pivot_text_token"),
-        (TopV(layer=31), "layer"),
-        (TopV(sigma=0.0), "sigma"),
-        (TopV(beta=-1.0), "beta"),
+        (SparseVLM(9, noise=-1.0), "noise"),
+        (SparseVLMv2(9, heads=0), "heads"),
+        (Dart(9, layer=0), "layer"),
+        (Dart(9, pivot_image_token=0, pivot_text_token=0), "pivot_image_token"),
+        (Dart(9, pivot_text_token=-1), "pivot_text_token"),
+        (TopV(9, layer=31), "layer"),
+        (TopV(9, sigma=0.0), "sigma"),
+        (TopV(9, beta=-1.0), "beta"),
         (VisionZip(Budget("count", 1)), "budget"),
         (VisionZip(Budget("count", 5), contextual=5), "contextual"),
         (PruMerge(Budget("own"), neighbours=-1), "neighbours"),
         (HoloV(Budget("count", 4), crops=0), "crops"),
         (HoloV(Budget("count", 4), alpha=-1.0), "alpha"),
-        (CDPruner(theta=1.0), "theta"),
-        (CDPruner(relevance_weight=1.5), "relevance_weight"),
-        (CDPruner(split_threshold=-1), "split_threshold"),
+        (CDPruner(9, theta=1.0), "theta"),
+        (CDPruner(9, relevance_weight=1.5), "relevance_weight"),
+        (CDPruner(9, split_threshold=-1), "split_threshold"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_by_name(pruner, option):

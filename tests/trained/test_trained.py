@@ -1,6 +1,7 @@
 """A policy as one object: it prunes with what belongs to its weights."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -15,6 +16,7 @@ from stepprune_jax.pruners import build_pruner, selector_of
 from stepprune_jax.trained import AutoSelect, AutoSelectConfig, StepPrune, autoselect
 from stepprune_jax.trained.base import carrying
 from stepprune_jax.trained.calibration import calibrate, read_calibration
+from stepprune_jax.user_input import UserError
 
 WIDTHS = {"feature_width": 16, "text_width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
 CONFIG = PolicyConfig(decoder_layers=1, min_tokens=2, **WIDTHS)
@@ -109,6 +111,8 @@ def test_budgets_that_a_policy_cannot_keep_are_refused(policy, calibrated, world
         calibrated.with_budget("mean:19")
     with pytest.raises(ValueError, match="does not support the budget all"):
         policy.with_budget("all")
+    with pytest.raises(ValueError, match="does not support the budget all"):
+        policy.replace(budget="all").prune(*world)
 
 
 def test_a_count_that_hardly_varies_is_said():
@@ -195,9 +199,11 @@ def test_a_one_shot_scorer_prunes_to_an_exact_budget(world):
     inputs = Inputs(image, text, mask, stats=scorer.stats)
     scores = autoselect.scores(scorer.params, scorer.config, inputs)
     np.testing.assert_array_equal(found.index[1:, :5], np.argsort(-scores, 1)[1:, :5])
-    for wrong in ({}, {"budget": 4, "max_steps": 5}):
-        with pytest.raises(ValueError, match="no learned stop"):
-            scorer.prune(image, text, **wrong)
+    with pytest.raises(ValueError, match="no learned stop"):
+        scorer.prune(image, text, budget=4, max_steps=5)
+    for prune in (scorer.prune, functools.partial(scorer.select, capacity=4)):
+        with pytest.raises(UserError, match="'autoselect' needs a budget"):
+            prune(image, text)
     with pytest.raises(ValueError, match="does not support the budget mean:4"):
         scorer.with_budget("mean:4")
     for wrong in (0, N + 1, 2.5):
