@@ -84,7 +84,7 @@ def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
         margin,
         row.budget.value,
         min_tokens=pruner.min_tokens,
-        max_bias=jnp.max(jnp.abs(margin)) + 1,
+        max_bias=jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0) + 1,
     )
     return row._replace(pruner=pruner.replace(stop_bias=bias))
 

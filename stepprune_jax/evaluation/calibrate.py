@@ -149,14 +149,10 @@ def stop_margins(
             ranking, _ = rank_all(
                 model, pruner, encoded.prompts, encoded.images, steps=steps, batch_size=size
             )
-            own = encoded.sizes
-            longest = np.array([min(size, pruner.longest(int(size))) for size in own])
-            reached = np.arange(ranking.margin.shape[1]) < longest[:, None]
-            margin = np.full((len(own), steps), np.inf, ranking.margin.dtype)
-            margin[:, : reached.shape[1]] = np.where(reached, ranking.margin, np.inf)
-            parts.append(margin)
-            sizes.append(own)
-            bar.update(len(own))
+            missing = steps - ranking.margin.shape[1]
+            parts.append(np.pad(ranking.margin, ((0, 0), (0, missing)), constant_values=np.inf))
+            sizes.append(encoded.sizes)
+            bar.update(len(encoded.sizes))
     return Margins(np.concatenate(parts), np.concatenate(sizes))
 
 

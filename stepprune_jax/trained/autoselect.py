@@ -31,7 +31,7 @@ from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
 from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.policy.selection import first_picks
-from stepprune_jax.pruning.base import Ranking, View
+from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
 from stepprune_jax.settings import Settings, setting
@@ -262,7 +262,7 @@ class AutoSelect(Policy):
     label = "AutoSelect-like"
     draws_sets: ClassVar[bool] = True
     config_type: ClassVar[type | None] = AutoSelectConfig
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     settings: ClassVar[str] = "autoselect"
 
     def __post_init__(self):
@@ -325,12 +325,6 @@ class AutoSelect(Policy):
         tokens = standardise(jnp.asarray(inputs.image), inputs.stats)
         unit, real = unit_vectors(tokens, inputs.real), inputs.real
         return Ranking(by_marginal_relevance(found, unit, real, steps, self.diversity))
-
-    def rank(self, view: View, steps: int) -> Ranking:
-        """Also orders tokens that carry nothing: behind all that do, as their scores are lowest."""
-        return self.order(
-            self.inputs(view, steps if self.diversity else 0), steps, view.keys(self.seed)
-        )
 
     @property
     def encoder_config(self) -> PolicyConfig:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import Draw, FeatureStats, Inputs, Limits, Picks, PolicyConfig, Progress
@@ -198,11 +198,32 @@ class Weighted(Pruner):
 
 
 def carrying(tokens: Float[Array, "b n d"], real: Bool[Array, "b n"]) -> Bool[Array, "b n"]:
-    """Returns which real tokens carry something, and so are chosen from.
+    """Returns True at real tokens that are not vectors of zeros: policies choose from these.
 
-    A vector of zeros, which ends a row of tiles of LLaVA-NeXT, does not.
+    A vector of zeros ends each row of the tiles of LLaVA-NeXT.
     """
     return real & jnp.any(tokens != 0, axis=-1)
+
+
+def zeros_last(
+    order: Int[Array, "r t"], chosen_from: Bool[Array, "r n"] | None
+) -> Int[Array, "r t"]:
+    """Appends the tokens that a method does not choose from to its order, by their positions.
+
+    Args:
+        order: indices of tokens in order of choice, undefined after all of `chosen_from`.
+        chosen_from: True = token that the method chooses from; None for all tokens.
+
+    Returns:
+        The order. A budget above the number of tokens in `chosen_from` also keeps zeros, so that a
+        budget of all tokens keeps all.
+    """
+    if chosen_from is None:
+        return order
+    step, count = jnp.arange(order.shape[1]), jnp.sum(chosen_from, axis=1, keepdims=True)
+    zeros = jnp.argsort(chosen_from, axis=1, stable=True)
+    following = jnp.take_along_axis(zeros, jnp.maximum(step - count, 0), axis=1)
+    return jnp.where(step < count, order, following.astype(order.dtype))
 
 
 class Selector(Weighted, Ranker):
@@ -329,19 +350,16 @@ class Selector(Weighted, Ranker):
         """Returns the steps in which its decoder chooses `count` tokens; None without a decoder."""
         return None
 
-    def inputs(self, view: View, most: ArrayLike = 0) -> Inputs:
-        """Returns what the method sees of a view to choose `most` tokens."""
-        real = view.valid
-        if real is not None:
-            some = carrying(view.tokens, real)
-            # Where there are too few, all are alike, so that a budget of all tokens keeps all.
-            enough = jnp.sum(some, axis=1) >= most
-            real = jnp.where(enough[:, None], some, real)
-        return Inputs(view.tokens, view.text, real, view.text_valid, self.stats)
+    def inputs(self, view: View) -> Inputs:
+        """Returns the inputs of the method for a view; vectors of zeros are masked."""
+        mask = None if view.valid is None else carrying(view.tokens, view.valid)
+        return Inputs(view.tokens, view.text, mask, view.text_valid, self.stats)
 
     def rank(self, view: View, steps: int) -> Ranking:
-        """Orders the tokens of a view."""
-        return self.order(self.inputs(view, steps), steps, view.keys(self.seed))
+        """Orders the tokens of a view; vectors of zeros come last."""
+        inputs = self.inputs(view)
+        ranking = self.order(inputs, steps, view.keys(self.seed))
+        return ranking._replace(order=zeros_last(ranking.order, inputs.image_mask))
 
     def as_arrays(self, inputs: Inputs, limits: Limits) -> Limits:
         """Returns limits whose counts are arrays, so that all of them share a program.

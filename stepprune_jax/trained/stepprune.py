@@ -18,9 +18,9 @@ from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
-from stepprune_jax.pruning.base import Kept, Ranking, View, from_picks
+from stepprune_jax.pruning.base import Kept, Ranking, View, from_picks, take_first
 from stepprune_jax.pruning.budget import EXACT
-from stepprune_jax.trained.base import Aux, Weights
+from stepprune_jax.trained.base import Aux, Weights, zeros_last
 from stepprune_jax.trained.policy import Policy
 
 
@@ -47,7 +47,7 @@ class StepPrune(Policy):
     has_stop: ClassVar[bool] = True
     draws_sets: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     def __post_init__(self):
         super().__post_init__()
@@ -171,19 +171,27 @@ class StepPrune(Policy):
         trajectory = policy.select(self.params, self.config, inputs, limits)
         return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
 
+    def rank(self, view: View, steps: int) -> Ranking:
+        """Also makes margins infinite from each row's T_max on, where every row stops."""
+        order, margin = super().rank(view, steps)
+        token_limit = longest(self.config, jnp.sum(self.inputs(view).real, axis=1))
+        before_end = jnp.arange(order.shape[1]) < token_limit[:, None]
+        return Ranking(order, jnp.where(before_end, margin, jnp.inf))
+
     def counts(self, ranking: Ranking, exact: Int[ArrayLike, "r"]) -> Int[ArrayLike, "r"]:
         """Returns the exact count, or the count at which the policy stops."""
         if self.budget.is_exact:
             return exact
         least = min(self.min_tokens, ranking.order.shape[1])
-        count = count_at_bias(jnp.asarray(ranking.margin), self.bias, least)
-        return jnp.minimum(count, longest(self.config, jnp.asarray(exact)))
+        return count_at_bias(jnp.asarray(ranking.margin), self.bias, least)
 
     def keep(self, view: View, capacity: int) -> Kept:
-        """Chooses the tokens of a view."""
-        exact = self.budget.is_exact
-        inputs = self.inputs(view, view.count if exact else 0)
+        """Chooses the tokens of a view; an exact budget keeps vectors of zeros after all others."""
+        exact, inputs = self.budget.is_exact, self.inputs(view)
         steps = min(self.config.steps(view.tokens.shape[1]), capacity)  # none is kept past these
         limits = Limits(max_steps=steps, budget=view.count) if exact else Limits()
         picks = self.choose(inputs, limits, view.keys(self.seed))
-        return from_picks(view.whole, picks, capacity)
+        if not exact:
+            return from_picks(view.whole, picks, capacity)
+        order = zeros_last(picks.action, inputs.image_mask)
+        return take_first(view.whole, order, view.count, capacity)

@@ -113,6 +113,7 @@ class VisionSelector(Policy):
     name = "visionselector"
     label = "VisionSelector"
     reads_text: ClassVar[bool] = False
+    version: ClassVar[int] = 2
     config_type: ClassVar[type | None] = VisionSelectorConfig
 
     def specs(self) -> Weights:
