@@ -78,7 +78,9 @@ def place_pruner(model: VLM, pruner: Pruner) -> Pruner:
     """Copies a pruner's weights to the model's devices, as its programs read them."""
     if isinstance(pruner, Weighted):
         pruner = pruner.prepare()
-    return replicate_like(model.params, pruner)
+    placed = replicate_like(model.params, pruner)
+    # The host counts tokens by the budget.
+    return dataclasses.replace(placed, budget=pruner.budget)
 
 
 def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> View:

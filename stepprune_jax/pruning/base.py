@@ -184,7 +184,7 @@ class Pruner:
     name: ClassVar[str]
     # Its name in tables.
     label: ClassVar[str]
-    # The fields that are arrays or trees of arrays.
+    # The fields that are numbers, arrays or trees of arrays.
     leaves: ClassVar[tuple[str, ...]] = ()
     # Supported kinds of budgets.
     budgets: ClassVar[tuple[str, ...]] = ("all", *EXACT)
@@ -238,8 +238,9 @@ class Pruner:
 
     @property
     def bare(self: AnyPruner) -> AnyPruner:
-        """A copy without its leaves, which can be hashed: a key for what depends on the method."""
-        return dataclasses.replace(self, **dict.fromkeys(self.leaves)) if self.leaves else self
+        """A copy without arrays, which can be hashed: a key for what depends on the method."""
+        arrays = [name for name in self.leaves if name != "budget"]
+        return dataclasses.replace(self, **dict.fromkeys(arrays)) if arrays else self
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Checks budget, options and model before anything is loaded.

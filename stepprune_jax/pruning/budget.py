@@ -1,7 +1,17 @@
-"""Budgets of tokens per image: a count, a share, or a mean met by a learned stop."""
+"""Budgets of tokens per image: a count, a share, or a mean met by a learned stop.
+
+A `Budget` is a pytree whose leaf is its number, so that a jitted function of a policy serves all
+numbers of a kind. Its kind is static.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from stepprune_jax.user_input import UserError
 
@@ -15,8 +25,18 @@ _VALUES = {
     "mean": "a positive number",
     "own": "no number",
 }
+# Largest denominator of a share that is a leaf. The products of `Budget.counts` fit in int32 then.
+_LARGEST_LEAF = 10_000
 
 
+class _Share(NamedTuple):
+    """A share in a jitted function, where `Fraction` cannot hold its two integers."""
+
+    numerator: Any
+    denominator: Any
+
+
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """Number of tokens to keep per image.
@@ -95,6 +115,13 @@ class Budget:
         assert self.value is not None
         return self.value
 
+    @property
+    def _share(self) -> Fraction:
+        """The value of a share, on the host."""
+        if isinstance(self.value, _Share):
+            return Fraction(*map(int, self.value))
+        return Fraction(self.number)
+
     def count(self, num_tokens: int) -> int | None:
         """Returns the tokens kept of `num_tokens`; None if the method decides."""
         return self.exact_count(num_tokens) if self.is_exact else None
@@ -106,14 +133,57 @@ class Budget:
         if self.kind == "count":
             return min(int(self.number), num_tokens)
         assert self.kind == "rate"
-        share = Fraction(self.number)
+        share = self._share
         half_up = 2 * num_tokens * share.numerator + share.denominator
         return max(1, half_up // (2 * share.denominator))
+
+    def counts(self, sizes: Int[Array, "b"], num_tokens: int) -> Int[Array, "b"]:
+        """Returns the tokens kept of images, for a budget that may be traced.
+
+        Args:
+            sizes: tokens of each image; an image without tokens keeps none.
+            num_tokens: static bound on the sizes.
+        """
+        if self.kind == "count":
+            return jnp.minimum(jnp.asarray(self.value, jnp.int32), sizes)
+        if isinstance(self.value, _Share):
+            numerator, denominator = self.value
+            half_up = 2 * sizes * numerator + denominator
+            return jnp.minimum(jnp.maximum(1, half_up // (2 * denominator)), sizes)
+        counts = [self.exact_count(size) for size in range(1, num_tokens + 1)]
+        return jnp.array([0, *counts], jnp.int32)[sizes]
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the number as leaves, and the kind; a share of many digits is static."""
+        if isinstance(self.value, _Share):
+            return tuple(self.value), (self.kind,)
+        if self.kind == "rate":
+            share = self._share
+            if share.denominator > _LARGEST_LEAF:
+                return (), (self.kind, share)
+            return (share.numerator, share.denominator), (self.kind,)
+        return () if self.value is None else (self.value,), (self.kind,)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> "Budget":
+        """Builds a budget without checks: its leaves may be tracers, or anything else."""
+        kind, value = static[0], None
+        if len(static) == 2:
+            value = static[1]
+        elif kind == "rate":
+            numbers = all(isinstance(leaf, int) for leaf in leaves)
+            value = Fraction(*leaves) if numbers else _Share(*leaves)
+        elif leaves:
+            (value,) = leaves
+        budget = object.__new__(cls)
+        object.__setattr__(budget, "kind", kind)
+        object.__setattr__(budget, "value", value)
+        return budget
 
     def __str__(self) -> str:
         """Returns the text that `parse` reads."""
         if self.kind == "rate":
-            share = Fraction(self.number)
+            share = self._share
             return f"{share.numerator}/{share.denominator}"
         if self.kind == "mean":
             return f"mean:{float(self.number)!r}".removesuffix(".0")

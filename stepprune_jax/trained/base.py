@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import Draw, FeatureStats, Inputs, Limits, Picks, PolicyConfig, Progress
+from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.host import AnyKey, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
@@ -56,7 +57,9 @@ class Aux(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Weighted(Pruner):
-    """A pruner that carries its weights; they, the statistics and the stop bias are its leaves.
+    """A pruner that carries its weights.
+
+    Its leaves are the weights, the statistics, the stop bias and the number of its budget.
 
     A subclass sets `config_type`, gives `config` a default and defines `specs`.
 
@@ -75,7 +78,7 @@ class Weighted(Pruner):
     stop_bias: Any = dataclasses.field(default=0.0, kw_only=True)
     calibration: Calibration | None = dataclasses.field(default=None, kw_only=True)
 
-    leaves: ClassVar[tuple[str, ...]] = ("params", "stats", "stop_bias")
+    leaves: ClassVar[tuple[str, ...]] = ("params", "stats", "stop_bias", "budget")
 
     @classmethod
     def init(
@@ -147,9 +150,9 @@ class Weighted(Pruner):
 
     @property
     def bias(self) -> Any:
-        """The stop bias in effect: that of the calibration for a mean budget, else its own."""
+        """The stop bias in effect: for a mean budget, the bias of the calibration."""
         if self.budget.kind == "mean":
-            return self._table().row_at(float(self.budget.number))[0]
+            return self._table().bias_in_program(self.budget.value)
         return self.stop_bias
 
     def _table(self) -> Calibration:
@@ -206,7 +209,7 @@ def carrying(tokens: Float[Array, "b n d"], real: Bool[Array, "b n"]) -> Bool[Ar
 
 
 def zeros_last(
-    order: Int[Array, "r t"], chosen_from: Bool[Array, "r n"] | None
+    order: Int[Array, "r t"], chosen_from: Bool[AnyArray, "r n"] | None
 ) -> Int[Array, "r t"]:
     """Appends the tokens that a method does not choose from to its order, by their positions.
 

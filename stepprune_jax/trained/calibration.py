@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
 from stepprune_jax.policy import calibrate_stop_bias
@@ -83,6 +84,16 @@ class Calibration(NamedTuple):
             for column in (self.stop_bias, self.at_floor, self.at_cap)
         )
         return bias, floor, cap
+
+    def bias_in_program(self, mean: ArrayLike) -> ArrayLike:
+        """Returns the stop bias for a mean count that may be traced; a number is checked.
+
+        Raises:
+            ValueError: as `bias_at`, for a number.
+        """
+        if isinstance(mean, float | int):
+            return self.row_at(mean)[0]
+        return jnp.interp(mean, jnp.array(self.mean_count), jnp.array(self.stop_bias))
 
     def as_json(self) -> dict[str, Any]:
         """Returns JSON values by name, as read by `read_calibration`."""

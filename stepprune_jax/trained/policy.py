@@ -38,8 +38,9 @@ AnyPolicy = TypeVar("AnyPolicy", bound="Policy")
 class Policy(Selector):
     """A trained selector: everything that is needed to use it in front of any model.
 
-    It is a pytree whose leaves are weights, statistics and stop bias: pass it to a jitted function
-    as an argument. Its subclasses are the methods, such as `StepPrune`.
+    It is a pytree whose leaves are weights, statistics, stop bias and the number of its budget:
+    pass it to a jitted function as an argument. Its subclasses are the methods, such as
+    `StepPrune`.
     """
 
     def prune(
@@ -358,11 +359,10 @@ class Policy(Selector):
         if budget is None:
             self.require_kind(self.budget)
         if budget is None and self.budget.kind == "count":
-            budget = int(self.budget.number)
+            budget = self.budget.value
         if budget is None and self.budget.kind == "rate":
-            n = inputs.image.shape[1]
-            counts = [self.budget.exact_count(size) if size else 0 for size in range(n + 1)]
-            budget = jnp.array(counts, jnp.int32)[jnp.sum(inputs.real, axis=1)]
+            sizes = jnp.sum(inputs.real, axis=1, dtype=jnp.int32)
+            budget = self.budget.counts(sizes, inputs.image.shape[1])
         return Limits(budget, **{name: options.pop(name, None) for name in names})
 
 

@@ -174,6 +174,7 @@ class StepPrune(Policy):
     def rank(self, view: View, steps: int) -> Ranking:
         """Also makes margins infinite from each row's T_max on, where every row stops."""
         order, margin = super().rank(view, steps)
+        assert margin is not None  # `order` records margins
         token_limit = longest(self.config, jnp.sum(self.inputs(view).real, axis=1))
         before_end = jnp.arange(order.shape[1]) < token_limit[:, None]
         return Ranking(order, jnp.where(before_end, margin, jnp.inf))

@@ -54,15 +54,29 @@ def test_it_prunes_with_its_statistics_and_its_stop(policy, world):
     assert found.count.tolist() != forgotten.count.tolist()
 
 
-@pytest.mark.parametrize("budget", ["own", 4, "1/3", "mean:5"])
-def test_select_keeps_the_same_tokens_within_a_jitted_function(calibrated, world, budget):
-    policy = calibrated.with_budget(budget)
-    select = jax.jit(lambda policy, image, text: policy.select(image, text, capacity=10))
-    found, expected = select(policy, *world), policy.prune(*world)
-    np.testing.assert_array_equal(found.count, expected.count)
-    size = min(found.index.shape[1], expected.index.shape[1])
-    np.testing.assert_array_equal(found.index[:, :size], expected.index[:, :size])
-    np.testing.assert_allclose(found.tokens[:, :size], expected.tokens[:, :size], rtol=1e-6)
+def test_select_keeps_the_same_tokens_in_a_jitted_function_compiled_once_a_kind_of_budget(
+    calibrated, world
+):
+    mask = jnp.arange(N) < jnp.where(jnp.arange(B) % 2 == 0, 7, N)[:, None]
+    select = jax.jit(
+        lambda policy, mask: policy.select(*world, capacity=10, image_mask=mask),
+    )
+    # The last share has too many digits to be a number of a program.
+    budgets = {"own": 1, 4: 2, 7: 2, 1: 2, "1/3": 3, "50%": 3, "1/7": 3, "12.3456789%": 4}
+    for budget, programs in (budgets | {"mean:5": 5, "mean:6.5": 5, "mean:4": 5}).items():
+        policy = calibrated.with_budget(budget)
+        found, expected = select(policy, mask), policy.prune(*world, image_mask=mask)
+        assert select._cache_size() == programs, budget
+        np.testing.assert_array_equal(found.count, expected.count)
+        size = min(found.index.shape[1], expected.index.shape[1])
+        np.testing.assert_array_equal(found.index[:, :size], expected.index[:, :size])
+        np.testing.assert_allclose(found.tokens[:, :size], expected.tokens[:, :size], rtol=1e-6)
+        if policy.budget.kind == "rate":
+            exact = [policy.budget.count(size) for size in (7, N)] * (B // 2)
+            assert found.count.tolist() == exact
+    placed = jax.device_put(calibrated.with_budget("1/3"))
+    assert str(placed.budget) == "1/3" and placed.budget.count(N) == 7
+    np.testing.assert_array_equal(placed.prune(*world).count, np.full(B, 7))
 
 
 def test_a_small_capacity_cuts_the_last_choices_in_a_jitted_function_or_outside(calibrated, world):
