@@ -208,22 +208,27 @@ def split(run: Run, begin: str = GATE) -> tuple[Phase, ...]:
 def sampled_sets(run: Run) -> Run:
     """Returns the settings for training on sampled sets that follow from those of the gate.
 
-    A token's price is four times that of the gate, as what it gains is measured in probability
-    here, and in nats there.
+    The learning rate and the other changes are those of the method that is trained. A token's price
+    is four times that of the gate: on sets a token gains probability, through the gate it gains
+    nats.
     """
-    lr = 1e-3 * 64 / run.policy.policy_width  # half the rates served twice the width, one run each
-    return run.replace(
-        {
-            "recipe": None,
-            "text_gate_anneal": 0.0,
-            "policy.draw": 1.0,  # inference draws as training does
-            "policy.length_weight": 4 * run.policy.length_weight,
-            "policy_gradient.samples": 8,
-            "optimizer.lr": lr,
-            "optimizer.final_lr": lr / 10,
-            "optimizer.muon_lr": 0.0,
-        }
-    )
+    group = trainable()[run.method].settings
+    config = getattr(run, group)
+    width = getattr(config, "policy_width", config.feature_width)
+    lr = 1e-3 * 64 / width  # half the rates served twice the width, one run each
+    changes = {
+        "recipe": None,
+        "text_gate_anneal": 0.0,
+        "policy_gradient.samples": 8,
+        "optimizer.lr": lr,
+        "optimizer.final_lr": lr / 10,
+        "optimizer.muon_lr": 0.0,
+    }
+    if hasattr(config, "draw"):
+        changes[f"{group}.draw"] = 1.0  # inference draws as training does
+    if hasattr(config, "length_weight"):
+        changes[f"{group}.length_weight"] = 4 * config.length_weight
+    return run.replace(changes)
 
 
 def make_mesh(run: Run, devices: Sequence[jax.Device] | None = None) -> Mesh | None:

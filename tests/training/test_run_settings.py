@@ -10,8 +10,9 @@ from tiny_run import ROOT, load_config, make_run, write_data
 from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava import Llava, LlavaConfig
-from stepprune_jax.training import DataSettings, run, train
-from stepprune_jax.training.settings import make_mesh, make_setup, read_method
+from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.training import DataSettings, run, sampled_sets, train
+from stepprune_jax.training.settings import make_mesh, make_setup, read_method, split
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
 
@@ -107,6 +108,18 @@ def test_sampled_sets_train_the_policy_of_a_run_through_the_gate(gated):
     run, before = load_config(f"sampled:{gated}"), load_config(gated)
     assert run.policy_gradient.samples == 8
     assert build(run) == dataclasses.replace(build(before), draw=1.0, length_weight=0.6)
+
+
+def test_the_recipe_of_sampled_sets_changes_the_method_that_is_trained_and_no_other():
+    run = load_config("shapes").replace({"method": "autoselect", "policy": PolicyConfig()})
+    sampled = sampled_sets(run.replace({"autoselect.width": 32, "autoselect.draw": 0.5}))
+    assert sampled.optimizer.lr == pytest.approx(2e-3)  # of a width of 32, not of 1024
+    assert sampled.policy == run.policy and sampled.autoselect.draw == 1.0
+    # A resumed run may change the group of another method: no phase depends on it.
+    wider = run.replace({"recipe": "sets", "policy.width": 16})
+    assert not wider.changes(run.replace({"recipe": "sets"}).flat())
+    (phase,), (other,) = split(run.replace({"recipe": "sets"})), split(wider)
+    assert phase.run.optimizer == other.run.optimizer
 
 
 def test_the_command_line_changes_fields():
