@@ -2,7 +2,7 @@
 
 import builtins
 import dis
-import importlib
+import importlib.util
 import pkgutil
 import types
 
@@ -36,3 +36,11 @@ def test_names_are_defined(name):
         if "__qualname__" in code.co_names:  # the body of a class, which may read what it defines
             local |= {*code.co_names}
     assert read <= {*vars(module), *vars(builtins), *local}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if ".cli" not in name])
+def test_only_commands_print(name):
+    """The library logs or returns: neither calls `print` nor passes it on."""
+    spec = importlib.util.find_spec(name)
+    codes = inside(spec.loader.get_code(name))
+    assert "print" not in {read for code in codes for read in code.co_names}

@@ -32,7 +32,7 @@ def open_corpus(
     encoder: ConversationEncoder,
     limits: LengthLimits,
     identity: str,
-    say: Callable[[str], object] = print,
+    say: Callable[[str], object],
 ) -> Corpus:
     """Reads a training file, and reports its contents and skipped rows.
 

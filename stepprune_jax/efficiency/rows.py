@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
+import logging
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +17,8 @@ from stepprune_jax.pruners import PRUNERS, build_pruner, read_options, selector_
 from stepprune_jax.pruning import Budget
 from stepprune_jax.trained import Weighted
 from stepprune_jax.user_input import UserError, expect
+
+_LOG = logging.getLogger(__name__)
 
 UNPRUNED = "all"
 # Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in this many.
@@ -37,7 +39,7 @@ def with_square_images(backbone: Backbone, tokens: int) -> Backbone:
 def default_rows(config: ModelConfig) -> list[str]:
     """Returns all tokens, every pruner at the paper's budgets, and learned stops at these means.
 
-    Budgets that a pruner cannot keep on this model are left out, with a line on stderr.
+    Budgets that a pruner cannot keep on this model are left out, with a warning in the log.
     """
     budgets = [round(config.max_image_tokens / share) for share in _ONE_IN]
     pruners = [(name, kind.budgets) for name, kind in PRUNERS.items()]
@@ -48,7 +50,7 @@ def default_rows(config: ModelConfig) -> list[str]:
         try:
             read_rows([name], config, decoder_layers=1, dtype="float32")
         except UserError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            _LOG.warning("%s is left out: %s", name, error)
         else:
             kept.append(name)
     return kept

@@ -263,7 +263,7 @@ def open_batches(
     identity: str,
     model: ModelFolder,
     local: slice = slice(None),
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _LOG.info,
 ) -> Batches:
     """Reads a run's training file and plans its batches; needs no weights."""
     data, backbone, config = run.data, model.backbone, model.config

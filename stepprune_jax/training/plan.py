@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ from stepprune_jax.training.settings import (
     split,
 )
 from stepprune_jax.user_input import UserError, local_path
+
+_LOG = logging.getLogger(__name__)
 
 # Number of batches, evenly spaced over the run, whose widths represent those of all.
 _SAMPLED = 512
@@ -181,7 +184,7 @@ def _planned_for(run: Run, target: str | None) -> AcceleratorSettings:
 
 
 def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost:
-    """Checks configuration and data, compiles the update from abstract weights, and prints a plan.
+    """Checks configuration and data, compiles the update from abstract weights, and logs a plan.
 
     Neither weights nor accelerators are needed: only the model's configuration, tokenizer and image
     processor are read. Nothing is written but the token counts, which the run then reuses. Where
@@ -194,10 +197,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
     run = dataclasses.replace(run, accelerator=_planned_for(run, target))
     problem = missing(target) if target else None
     if problem:
-        print(
-            f"target      {target}: {problem}; planning with the CPU's compiler",
-            flush=True,
-        )
+        _LOG.info("target      %s: %s; planning with the CPU's compiler", target, problem)
     compiler = make_target(target) if target and not problem else None
     devices = compiler.devices if compiler else _devices(run, target)
     mesh = make_mesh(run, devices)
@@ -209,10 +209,11 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
     try:
         data = training_source(run.data, local_path(workdir).resolve())
     except FileNotFoundError as error:
-        print(
-            f"data        {error}: assuming {run.accelerator.ids} ids of every row, and "
-            "for memory the longest that config.data.context_limit allows",
-            flush=True,
+        _LOG.info(
+            "data        %s: assuming %d ids of every row, and for memory the longest that "
+            "config.data.context_limit allows",
+            error,
+            run.accelerator.ids,
         )
         sampled = assume_widths(run, setups[0])
     else:
@@ -223,7 +224,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
         for setup in setups:
             plans.append(make_plan(sampled, setup, dtype, run.batch_size, compiler))
     for line in _report(plans, phases, run, setups[0], devices):
-        print(line, flush=True)
+        _LOG.info(line)
     widest = max(plans, key=lambda plan: plan.memory.total)
     costs = [plan.flops * phase.run.steps for plan, phase in zip(plans, phases, strict=True)]
     return widest._replace(flops=sum(costs) / run.steps)
