@@ -1,9 +1,11 @@
 """The training pathway: `gate` makes every token as noisy as the policy decides; Eq. (15)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -37,6 +39,9 @@ from stepprune_jax.policy.scores import expected_count, polarisation_temperature
 from stepprune_jax.policy.selection import begin, roll_out
 from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
+
+# Shape of the language-modelling loss, in words.
+ONE_LOSS = "a scalar, the mean over the batch"
 
 
 @implicit_promotion()
@@ -123,6 +128,22 @@ def length_penalty(
     return jnp.mean(ratio * price)
 
 
+def require_losses(name: str, losses: Any, shape: tuple[int, ...], expected: str) -> None:
+    """Raises a ValueError unless a user's function returned losses of a shape.
+
+    A wrong shape would broadcast: losses [b] in place of [b, g] give plausible metrics.
+
+    Args:
+        name: name of the function, for the message.
+        losses: result of the function.
+        shape: shape that the losses must have.
+        expected: description of that shape, for the message.
+    """
+    given = jax.tree.map(lambda leaf: tuple(np.shape(leaf)), losses)
+    if given != shape:
+        raise ValueError(f"{name} returned losses of shape {given}, expected {expected}")
+
+
 @implicit_promotion()
 def train_loss(
     params: Params,
@@ -154,10 +175,12 @@ def train_loss(
         The loss, and what led to it.
 
     Raises:
-        ValueError: as `gate`.
+        ValueError: as `gate`, or a language-modelling loss that is no scalar.
     """
     gated = gate(params, config, key, inputs, progress, decoder=decoder)
     lm_loss = lm_loss_fn(gated.tokens)
+    require_losses("lm_loss_fn", lm_loss, (), ONE_LOSS)
+    lm_loss = jnp.asarray(lm_loss)
     weight = config.length_weight if length_weight is None else length_weight
     return total_loss(config, gated, lm_loss, weight), TrainAux(gated, lm_loss)
 

@@ -14,11 +14,11 @@ from stepprune_jax.policy import Inputs, Limits, Picks, Pruned
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.gathering import run_gather
 from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.objective import require_losses
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.trained.base import Selector
 from stepprune_jax.trained.policy_gradient import LEAST_GAIN
-from stepprune_jax.user_input import UserError
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
 
@@ -193,15 +193,12 @@ def measure(
     anyhow = jnp.argsort(noise, axis=1)
     for name, (order, count) in cases(own.action, other, anyhow, own.count, tokens).items():
         chosen, size = first_picks(order, count, n), n if name == ALL else budget
-        found = loss_fn(run_gather(chosen, inputs.image, capacity=size))
-        losses, right = found if isinstance(found, tuple) else (found, None)
-        if jnp.shape(losses) != (b,):
-            raise UserError(
-                f"loss_fn returned losses of shape {jnp.shape(losses)}, expected one for each of "
-                f"the {b} rows"
-            )
+        result = loss_fn(run_gather(chosen, inputs.image, capacity=size))
+        losses, *right = result if isinstance(result, tuple) else (result,)
+        for values in (losses, *right):
+            require_losses("loss_fn", values, (b,), f"one for each of the {b} rows")
         loss[name] = np.asarray(losses, np.float64)
-        if right is not None:
+        if right:
             accuracy[name] = float(np.mean(right))
     scores, entropy = _opened(method, inputs, budget)
     widest = first_picks(jnp.argsort(-scores, axis=1, stable=True), own.count, n)

@@ -19,6 +19,7 @@ from stepprune_jax.policy import DecoderFns, Inputs, Limits, Progress, Pruned, g
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
 from stepprune_jax.policy.gathering import run_gather
+from stepprune_jax.policy.objective import ONE_LOSS, require_losses
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.trained.base import Aux, Selector
 from stepprune_jax.trained.calibration import calibrate
@@ -206,10 +207,19 @@ class Policy(Selector):
 
         Returns:
             The loss, and scalars that show whether it learns.
+
+        Raises:
+            ValueError: a language-modelling loss that is no scalar.
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         progress = options.pop("progress", Progress())
-        return self.loss(key, inputs, lm_loss_fn, progress, **options)
+
+        def scalar_loss(tokens):
+            loss = lm_loss_fn(tokens)
+            require_losses("lm_loss_fn", loss, (), ONE_LOSS)
+            return jnp.asarray(loss)
+
+        return self.loss(key, inputs, scalar_loss, progress, **options)
 
     def policy_gradient_loss(
         self,
@@ -241,7 +251,7 @@ class Policy(Selector):
             As `train_loss`.
 
         Raises:
-            ValueError: a method that draws no sets.
+            ValueError: a method that draws no sets, or losses of another shape than [b, g].
         """
         inputs = Inputs(image, text, image_mask, text_mask, self.stats)
         settings = _drawing(settings)

@@ -5,9 +5,10 @@ with better answers than their question's others become more probable. No gate, 
 backward pass through the language model are involved.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.policy import Draw, Inputs, Limits, Progress, Pruned, gather, leave_one_out
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.objective import require_losses
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.settings import Settings, choice, setting, share
 from stepprune_jax.trained.base import Aux, Selector
@@ -145,9 +147,12 @@ def policy_gradient_loss(
 
     Returns:
         As `Selector.loss`.
+
+    Raises:
+        ValueError: losses of another shape than [b, g].
     """
     draw, kept, cost, own = _draw(method, settings, key, inputs, progress)
-    loss = answer_loss_fn(kept).T
+    loss = _answer_losses(answer_loss_fn, kept).T
     reward = jnp.exp(-loss)
     # The cost of an exact count is that of the row's other draws, and changes no advantage.
     advantage = leave_one_out(reward - cost)
@@ -185,9 +190,32 @@ def set_rewards(
     luck = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), kept)
 
     def reward(kept):
-        return jnp.mean(jnp.exp(-answer_loss_fn(kept)), axis=1)
+        return jnp.mean(jnp.exp(-_answer_losses(answer_loss_fn, kept)), axis=1)
 
     return SetRewards(reward(kept), reward(luck), reward(jax.tree.map(lambda x: x[:, None], whole)))
+
+
+def _answer_losses(
+    answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]], kept: Pruned
+) -> Float[Array, "b g"]:
+    """Returns the losses of all sets, [b, g].
+
+    With as many sets as rows, losses [g, b] have the right shape. The shape of the losses of one
+    set tells them apart, unless the function cannot be traced.
+    """
+    b, g = kept.count.shape
+    if b == g > 1:
+        one = jax.tree.map(lambda x: x[:, :1], kept)
+        with contextlib.suppress(jax.errors.JAXTypeError):  # a program that reads values
+            _require_sets(jax.eval_shape(answer_loss_fn, one), b, 1)
+    losses = answer_loss_fn(kept)
+    _require_sets(losses, b, g)
+    return jnp.asarray(losses)
+
+
+def _require_sets(losses: Any, b: int, g: int) -> None:
+    expected = f"({b}, {g}), a loss for each of the {g} sets of each of the {b} rows"
+    require_losses("answer_loss_fn", losses, (b, g), expected)
 
 
 def _draw(
