@@ -98,6 +98,10 @@ class Batches:
         self._bucket = np.searchsorted(widths, corpus.lengths.ids).astype(np.int32)
         self._order = Order(self._bucket, batch_size, seed, group)
 
+    def __len__(self) -> int:
+        """Returns the number of rows in an epoch; the batches continue past its end."""
+        return len(self._corpus)
+
     @property
     def identity(self) -> str:
         """Hash of the usable rows of the training file."""

@@ -17,7 +17,7 @@ from stepprune_jax.parallel.placement import mesh_of, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.host import THREEFRY, jax_defaults
 from stepprune_jax.trained import Policy, SetSignal
-from stepprune_jax.trained.policy_gradient import read_signal
+from stepprune_jax.trained.policy_gradient import SetRewards, read_signal
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches
 from stepprune_jax.training.settings import Phase, Run, make_setup
@@ -80,18 +80,24 @@ class Trainer:
         self.stream = self._batches.stream(self._run.steps)
 
     def try_sets(self, phase: Phase, stop: Callable[[], bool]) -> SetSignal | None:
-        """Tries the sets of a phase on the first training questions; None if asked to stop."""
+        """Tries the sets of a phase on the first training questions, each once.
+
+        Returns:
+            The rewards of at most one epoch; None if asked to stop.
+        """
         setup, rewards = make_setup(phase.run, self._model.backbone, self._setup.forward.mesh), []
         setup = dataclasses.replace(setup, steps=1)  # one program for runs of any length
         key = jax.random.fold_in(jax.random.key(self._run.seed, impl=THREEFRY), 2)
-        size = self._run.batch_size
-        for number in range(min(-(-_QUESTIONS // size), self._run.steps)):
+        size, epoch = self._run.batch_size, len(self._batches)
+        for number in range(min(-(-min(_QUESTIONS, epoch) // size), self._run.steps)):
             if stop():
                 return None
             batch = place_rows(setup.forward.mesh, self._batches[number], size)
-            given = self.state.params, self.stats, batch, jax.random.fold_in(key, number)
-            found = step.try_sets(self._model.params, *given, setup=setup)
-            rewards.append(jax.device_get(found))  # at once: batches that wait take memory
+            arguments = self.state.params, self.stats, batch, jax.random.fold_in(key, number)
+            tried = step.try_sets(self._model.params, *arguments, setup=setup)
+            # At once, as batches that wait take memory. The last batch may begin another epoch.
+            unseen = epoch - number * size
+            rewards.append(SetRewards(*(x[:unseen] for x in jax.device_get(tried))))
         return read_signal(rewards)
 
     def follow(self, phases: Sequence[Phase]) -> None:
