@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import jax
 import pytest
 from PIL import Image
 
 from stepprune_jax import configurations
+from stepprune_jax.cli import train as train_command
 from stepprune_jax.cli.command_line import (
     Messages,
     Parser,
@@ -49,6 +51,15 @@ def test_what_ends_a_program_is_reported_in_one_line(capsys, error, status, said
         raise error
     assert ended.value.code == status
     assert capsys.readouterr().err == f"prog: {said}\n"
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_a_signal_stops_does_not_end_as_a_finished_one(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(train_command, "train", lambda *_: int(number))
+    monkeypatch.setattr(train_command.distributed, "use_cores", lambda _: None)
+    arguments = ("--config", "shapes", "--workdir", tmp_path)
+    found = commands.status("train.py", train_command.main, *arguments)
+    assert found == {0: 0, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
 
 
 # Of a class alone: those of files, memory and packages say by themselves that they are no bugs.

@@ -8,21 +8,28 @@ from collections.abc import Sequence
 
 from experiments.pretrain.run import pretrain
 from experiments.pretrain.settings import Pretraining
-from stepprune_jax.cli.command_line import Parser, add_config, exit_with, read_config
+from stepprune_jax.cli.command_line import (
+    Parser,
+    add_config,
+    exit_with,
+    read_config,
+    signal_status,
+)
 from stepprune_jax.parallel import distributed
 from stepprune_jax.workdir.lock import locked
 
 _NAME = "experiments.pretrain"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the arguments and trains."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the arguments and trains; returns the exit status."""
     parser = Parser(prog=_NAME, description=__doc__)
     add_config(parser)
     arguments, settings = read_config(parser, arguments, Pretraining)
     distributed.use_cores(settings.cpu_devices)
     with locked(arguments.workdir):
-        pretrain(settings, arguments.workdir, settings.data.folder)
+        result = pretrain(settings, arguments.workdir, settings.data.folder)
+    return signal_status(result) if isinstance(result, int) else 0
 
 
 if __name__ == "__main__":

@@ -231,8 +231,12 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbon
     return small.init_params(jax.random.key(run.seed), backbone), backbone, tokenizer
 
 
-def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | None:
-    """Trains a small model on a data folder, or resumes an interrupted run."""
+def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | int:
+    """Trains a small model on a data folder, or resumes an interrupted run.
+
+    Returns:
+        The model's folder, or the number of the signal that stopped the run.
+    """
     workdir, folder = local_path(workdir).resolve(), local_path(folder)
     samples = read_samples(folder)
     params, backbone, tokenizer = _first_model(run, samples)
@@ -248,14 +252,14 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
         pretrainer = _Pretrainer(*parts)
         params = pretrainer.train_tower(params)
         if params is None:
-            return None
+            return interrupt.number
         # Fetched, as stages may use different devices.
         params = jax.device_get(params)
         params = _start_language(params, backbone, data)
         for name in ["language"] + ["noise"] * (run.noise.steps > 0):
             params = pretrainer.train_language(name, params)
             if params is None:
-                return None
+                return interrupt.number
             params = jax.device_get(params)
     params.pop(MENTION_HEADS, None)
     params = jax.tree.map(lambda leaf: leaf.astype(run.dtype), params)

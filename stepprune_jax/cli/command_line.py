@@ -208,10 +208,10 @@ def one_line_errors(name: str) -> Iterator[None]:
             sys.stdout.flush()  # otherwise a full disk is noticed too late to be reported
     except BrokenPipeError:
         _discard(sys.stdout)
-        sys.exit(128 + _SIGPIPE)
+        sys.exit(signal_status(_SIGPIPE))
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr, flush=True)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(signal_status(signal.SIGINT))
     except (UserError, MissingPackageError) as error:
         _exit(name, str(error))
     except ModuleNotFoundError as error:
@@ -241,6 +241,11 @@ def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr
     with one_line_errors(name):
         status = main()
     sys.exit(status)
+
+
+def signal_status(number: int) -> int:
+    """Returns the exit status of a program that a signal ends, as shells count it; 0 for none."""
+    return 128 + number if number else 0
 
 
 def _lacks_plugin() -> bool:

@@ -296,10 +296,7 @@ def _execute(given: argparse.Namespace) -> None:
         answer_file(run.generator, run.todo, given.image_folder, given.out, run.about, size)
         return
     if given.interactive:
-        try:
-            _converse(run, given.prompt)
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
+        _converse(run, given.prompt)
         return
     if given.json:
 

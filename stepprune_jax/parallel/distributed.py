@@ -143,6 +143,11 @@ def require_same(digest: str, what: str) -> None:
 
 def any_process(flag: bool) -> bool:
     """Returns whether the flag is set in any process; all of them must call it."""
+    return bool(greatest(flag))
+
+
+def greatest(number: int) -> int:
+    """Returns the greatest number of all processes; all of them must call it."""
     if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+        return int(number)
+    return int(np.max(multihost_utils.process_allgather(np.array(number, np.int32))))

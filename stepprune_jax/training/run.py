@@ -50,7 +50,7 @@ _STOPPED = "Stopped before the first update"
 _BEGIN = "begin"
 
 
-def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) -> None:
+def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) -> int:
     """Trains a selector on a frozen model, or resumes an interrupted run.
 
     Writes `metrics.jsonl` (one object per line), `run.json`, `checkpoints/` and at the end
@@ -63,6 +63,9 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         run: settings of the run.
         workdir: folder of the run, for this run only.
         window: first and last update to profile, counted from 1.
+
+    Returns:
+        0 if the run is finished; else the number of the signal that stopped it in any process.
 
     Raises:
         FileNotFoundError: model, data or an image is missing.
@@ -91,7 +94,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, run.keep_checkpoints)))
         if _has_policy(workdir) and checkpoints.latest == run.steps:
             distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
-            return
+            return 0
         if checkpoints.latest is not None and run.recipe == AUTO:
             # A run from before there were recipes decided nothing, and goes on as what it was.
             begin = about.get(_BEGIN)
@@ -105,14 +108,14 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         rows = local_rows(mesh, run.batch_size)
         batches = open_batches(run, data, data_hash, source, rows, distributed.say)
         distributed.require_same(batches.identity, "the samples that can be trained on")
-        if _stopped(interrupt):
-            return
+        if received := _received(interrupt):
+            return received
         stack.enter_context(memory_advice(run))
         model, validation = _load_model(run, batches, setup), None
         if questions is not None:
             validation = Validation(run, model, questions, workdir)
-        if _stopped(interrupt):
-            return
+        if received := _received(interrupt):
+            return received
         trainer = Trainer(run, model, phases, batches)
         if checkpoints.latest is None:
             trainer.init(start)
@@ -122,8 +125,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         if checkpoints.latest is None and run.recipe == AUTO:
             decided = _decide(run, trainer, lambda: distributed.any_process(interrupt.requested))
             if decided is None:
-                distributed.say(_STOPPED)
-                return
+                return _received(interrupt)
             about |= decided
             if distributed.is_main():  # before any checkpoint, with which the folder is the run's
                 write_json(workdir / RUN_FILE, about)
@@ -133,6 +135,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         hooks = stack.enter_context(closing(Hooks(run, workdir, trainer.done, validation, window)))
 
         # Update until the end, an interruption, or too many updates that are not finite.
+        received = 0
         for batch in trainer.stream:
             hooks.before(trainer.done + 1)
             scalars = trainer.update(batch)
@@ -143,7 +146,8 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
                 hooks.after(trainer.done, scalars, trainer.policy, trainer.phase.name)
             except OSError as error:  # as Ctrl-C has ended the log's reader, too: save first
                 unwritten = error
-            last |= distributed.any_process(interrupt.requested)
+            received = distributed.greatest(interrupt.number)
+            last |= received > 0
             if trainer.done % run.checkpoint_every == 0 or last:
                 trainer.save(checkpoints, about)
             if unwritten is not None:
@@ -156,7 +160,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         if trainer.done < run.steps:
             where = f"step {trainer.done} of {run.steps}"
             distributed.say(f"Stopped after {where}; run the same command to resume")
-            return
+            return received
         policy = trainer.policy()
         if policy.has_stop and unanswered:
             policy = calibrate_policy(
@@ -165,6 +169,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         if distributed.is_main():
             path = save_policy(policy, workdir / POLICY_FILE, {"model": model_hash})
             _LOG.info("Done: %s", path)
+    return 0
 
 
 def _decide(run: Run, trainer: Trainer, stop: Callable[[], bool]) -> JsonObject | None:
@@ -213,12 +218,15 @@ def _read_start(run: Run, setup: Setup) -> Policy | None:
     return policy
 
 
-def _stopped(interrupt: Interrupt) -> bool:
-    """Returns whether to stop before the first update, when there is nothing to save."""
-    stopped = distributed.any_process(interrupt.requested)
-    if stopped:
+def _received(interrupt: Interrupt) -> int:
+    """Returns the signal that stops the run before its first update; 0 without one.
+
+    There is nothing to save yet.
+    """
+    received = distributed.greatest(interrupt.number)
+    if received:
         distributed.say(_STOPPED)
-    return stopped
+    return received
 
 
 def _load_model(run: Run, batches: Batches, setup: Setup) -> VLM:

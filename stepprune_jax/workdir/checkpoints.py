@@ -269,13 +269,16 @@ def _damage(folder: Path) -> str:
 
 
 class Interrupt:
-    """Converts the first SIGINT, SIGTERM or SIGHUP to a flag while active; a second acts as usual.
+    """Notes the first SIGINT, SIGTERM or SIGHUP while active; a second acts as usual.
 
     A signal that is ignored, as SIGHUP is after `nohup`, stays so.
+
+    Attributes:
+        number: number of the signal; 0 before one arrives.
     """
 
     def __init__(self):
-        self.requested = False
+        self.number = 0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -288,13 +291,18 @@ class Interrupt:
     def __exit__(self, *_):
         self._restore()
 
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has arrived."""
+        return self.number > 0
+
     def _restore(self):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
     def _note(self, number, frame):
-        self.requested = True
+        self.number = number
         self._restore()
         # Not print, as a handler may run in the middle of one. Whoever reads stderr may be gone, by
         # the same Ctrl-C.

@@ -53,7 +53,7 @@ def test_a_stopped_run_resumes_bit_for_bit(data, tmp_path, monkeypatch, capsys):
     for line, stage in ((1, "tower"), (2, "language"), (4, "noise")):
         with monkeypatch.context() as patched:
             tiny_run.at_line(patched, line, lambda: os.kill(os.getpid(), signal.SIGINT))
-            assert pretrain(make_run(), broken, data) is None
+            assert pretrain(make_run(), broken, data) == signal.SIGINT
         assert f"Stopped in {stage}" in capsys.readouterr().out
     with monkeypatch.context() as patched:
         tiny_run.at_line(patched, 1, die)

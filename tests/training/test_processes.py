@@ -51,5 +51,6 @@ def test_a_process_alone_is_the_main_one(capsys):
     calls = []
     assert distributed.main_first(lambda: calls.append(1) or len(calls)) == 1
     assert distributed.any_process(True) and not distributed.any_process(False)
+    assert distributed.greatest(15) == 15
     distributed.say("once")
     assert capsys.readouterr().out == "once\n"

@@ -93,7 +93,7 @@ def test_it_resumes_wherever_it_is_stopped(world, both, tmp_path, monkeypatch, c
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_decide", looking)
-        train(auto(world), tmp_path)
+        assert train(auto(world), tmp_path) == signal.SIGTERM
     assert "Stopped before the first update" in capsys.readouterr().out
     assert "begin" not in json.loads((tmp_path / "run.json").read_text())
     for done, lines in ((2, 2), (12, 10), (13, 1)):

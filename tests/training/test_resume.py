@@ -37,11 +37,11 @@ def test_a_stopped_run_resumes_as_if_nothing_had_happened(
 ):
     before = signal.getsignal(signal.SIGTERM)
     at_line(monkeypatch, 2, stop)
-    train(make_run(*world), tmp_path)
+    assert train(make_run(*world), tmp_path) == signal.SIGTERM
     assert "Stopped after step 2 of 6" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == before
     assert not (tmp_path / "policy.safetensors").exists()
-    train(make_run(*world, **{"data.threads": 5}), tmp_path)  # makes no difference
+    assert train(make_run(*world, **{"data.threads": 5}), tmp_path) == 0  # makes no difference
     assert "Resuming after step 2" in capsys.readouterr().out
     assert metrics(tmp_path) == metrics(whole)
     assert (tmp_path / "policy.safetensors").read_bytes() == (

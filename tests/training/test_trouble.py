@@ -59,7 +59,7 @@ def test_a_run_that_is_stopped_while_it_loads_leaves_at_once(world, tmp_path, mo
         return load(*arguments, **options)
 
     monkeypatch.setattr(run, "load_vlm", loading)
-    train(make_run(*world), tmp_path)
+    assert train(make_run(*world), tmp_path) == signal.SIGTERM
     assert "Stopped before the first update" in capsys.readouterr().out
     assert not (tmp_path / "metrics.jsonl").exists()
 
