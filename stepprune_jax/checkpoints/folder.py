@@ -11,6 +11,7 @@ from stepprune_jax.checkpoints.generation_config import read_generation_config
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.checkpoints.weight_files import WEIGHT_NAMES, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
+from stepprune_jax.data.prompts import end_tokens
 from stepprune_jax.extras import MissingPackageError
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import (
@@ -163,12 +164,13 @@ def _read_config(folder: Path) -> Json:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Loads a folder's tokenizer, so that ids are those of the reference programs.
+    """Loads a folder's tokenizer, which gives the ids of the reference programs.
 
-    A ``tokenizer.json`` is used unchanged. A ``tokenizer.model`` alone is read with Llama's rules:
-    a begin-of-sequence id first and a blank before the text, unless ``tokenizer_config.json``
-    specifies otherwise. The automatic class of `transformers` 5 does neither for a folder of model
-    type "llava".
+    A ``tokenizer.json`` is used unchanged. In a folder with only a ``tokenizer.model``, that file
+    is read with Llama's rules: a begin-of-sequence id first and a blank before the text, unless
+    ``tokenizer_config.json`` specifies otherwise. The automatic class of `transformers` 5 does
+    neither for a folder of model type "llava". A warning names a tokenizer that appends an end
+    token to every text, since prompts leave that token out.
     """
     import transformers  # takes half a second, and weights alone do not need it
 
@@ -184,7 +186,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
                     f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer.model"
                 )
             tokenizer = _sentencepiece_tokenizer(folder)
-        tokenizer("?")  # where some wrong settings are noticed
+        ends = end_tokens(tokenizer)  # the first use, which shows some wrong settings
     except (MissingPackageError, FileNotFoundError):
         raise
     except Exception as error:  # the Rust tokenizer raises bare Exceptions
@@ -192,6 +194,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise UserError(
             f"{path} could not be read as a tokenizer, with tokenizer_config.json: {reason}"
         ) from error
+    if ends:
+        text = "".join(tokenizer.convert_ids_to_tokens(ends))
+        warn_once(
+            f"{path}: the tokenizer appends {text} to every text; prompts and training rows leave "
+            "it out, as the model's template has none there"
+        )
     return tokenizer
 
 

@@ -105,6 +105,7 @@ class ConversationEncoder:
         pieces = [split_at_images(prompt, num_images) for prompt, _ in written]
         tokens = self.tokenizer(
             [piece for row in pieces for piece in row],
+            add_special_tokens=False,
             return_offsets_mapping=True,
             return_attention_mask=False,
         )
@@ -113,16 +114,15 @@ class ConversationEncoder:
         text = self.tokenizer(
             words, add_special_tokens=False, return_attention_mask=False
         ).input_ids
-        encoded, size = [], num_images + 1
+        start, encoded, size = start_tokens(self.tokenizer), [], num_images + 1
         for number, (_, supervised) in enumerate(written):
             part = slice(number * size, (number + 1) * size)
             ids = tokens.input_ids[part]
             labels = _labels(pieces[number], ids, tokens.offset_mapping[part], supervised)
-            skip = start_tokens(self.tokenizer, ids[0])
             encoded.append(
                 EncodedConversation(
-                    join_at_images(ids, skip),
-                    join_at_images(labels, skip, IGNORE),
+                    start + join_at_images(ids),
+                    [IGNORE] * len(start) + join_at_images(labels, IGNORE),
                     list(text[number]) if words[number] else [],
                 )
             )

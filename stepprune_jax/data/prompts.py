@@ -17,16 +17,18 @@ IMAGE_TOKEN = -200
 
 
 def tokenize_with_images(
-    tokenizer: Callable[[str], Any], prompt: str, num_images: int | None = None
+    tokenizer: Callable[..., Any], prompt: str, num_images: int | None = None
 ) -> list[int]:
     """Converts a prompt to ids with `IMAGE_TOKEN` at each image mark.
 
-    The text is split at the marks, each piece is tokenised separately with its start token, and
-    only the start token of the first piece is kept. With a Llama tokenizer the piece before an
-    image therefore ends in a lone blank piece, and the piece after it starts with one.
+    The text is split at the marks, and each piece is tokenised separately. With a Llama tokenizer
+    the piece before an image therefore ends in a lone blank piece, and the piece after it starts
+    with one. The prompt begins with the tokenizer's start token. A token that the tokenizer appends
+    to every text is left out, as the end tokens of a prompt are part of its text.
     """
-    encoded = [list(tokenizer(piece).input_ids) for piece in split_at_images(prompt, num_images)]
-    return join_at_images(encoded, start_tokens(tokenizer, encoded[0]))
+    pieces = split_at_images(prompt, num_images)
+    encoded = [tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces]
+    return start_tokens(tokenizer) + join_at_images(encoded)
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> None:
@@ -72,19 +74,29 @@ def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
     return prompt.split(IMAGE_MARK)
 
 
-def start_tokens(tokenizer: Any, ids: Sequence[int]) -> int:
-    """Returns how many tokens a tokenizer put in front of a text: 1 for a start token, or 0."""
-    start = getattr(tokenizer, "bos_token_id", None)
-    return int(start is not None and list(ids[:1]) == [start])
+def start_tokens(tokenizer: Callable[..., Any]) -> list[int]:
+    """Returns the ids that a tokenizer prepends to every text, usually one or none."""
+    return _added_tokens(tokenizer)[0]
 
 
-def join_at_images(
-    pieces: Sequence[Sequence[int]], skip: int, image: int = IMAGE_TOKEN
-) -> list[int]:
-    """Joins pieces split at the images; all but the first lose their start token."""
+def end_tokens(tokenizer: Callable[..., Any]) -> list[int]:
+    """Returns the ids that a tokenizer appends to every text, usually none."""
+    return _added_tokens(tokenizer)[1]
+
+
+def _added_tokens(tokenizer: Callable[..., Any]) -> tuple[list[int], list[int]]:
+    """Returns the ids that a tokenizer prepends and appends to every text."""
+    encoded = tokenizer("?", return_special_tokens_mask=True)
+    ids, is_added = list(encoded.input_ids), list(encoded.special_tokens_mask)
+    start, stop = is_added.index(0), len(ids) - is_added[::-1].index(0)
+    return ids[:start], ids[stop:]
+
+
+def join_at_images(pieces: Sequence[Sequence[int]], image: int = IMAGE_TOKEN) -> list[int]:
+    """Joins the ids of pieces that were split at the images."""
     joined = list(pieces[0])
     for piece in pieces[1:]:
-        joined += [image, *piece[skip:]]
+        joined += [image, *piece]
     return joined
 
 

@@ -6,11 +6,13 @@ import pytest
 import sentencepiece
 import transformers
 
-from stepprune_jax import testing
+from stepprune_jax import testing, user_input
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.load import load_vlm, make_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
+from stepprune_jax.data.encoding import ConversationEncoder
+from stepprune_jax.data.prompts import tokenize_with_images
 
 
 def _config(folder, **fields):
@@ -231,6 +233,51 @@ def test_a_chat_template_that_is_not_followed_is_named_once(copy, caplog):
         assert not any("\n" in line for line in said)
 
 
+def _ends_every_text(folder, end):
+    """Gives a folder's `tokenizer.json` a post-processor that appends an end token."""
+    path = folder / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    number = next(x["id"] for x in raw["added_tokens"] if x["content"] == end)
+    piece = {"SpecialToken": {"id": end, "type_id": 0}}
+    template = raw["post_processor"] or {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {},
+    }
+    template["single"].append(piece)
+    template["special_tokens"][end] = {"id": end, "ids": [number], "tokens": [end]}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    byte_level["use_regex"] = False
+    raw["post_processor"] = {"type": "Sequence", "processors": [byte_level, template]}
+    path.write_text(json.dumps(raw))
+
+
+def _encoded(folder):
+    """The ids of prompts with none, one and two images, and the row of a training sample."""
+    source = folders.inspect_folder(folder)
+    tokenizer, backbone = folders.load_tokenizer(folder), source.backbone
+    prompts = [
+        backbone.conversation([backbone.place_images(text, count), "no", "two?"], "Be brief.")
+        for text, count in (("red?", 0), ("red?", 1), ("is <image> or <image> red?", 2))
+    ]
+    encoder = ConversationEncoder(tokenizer, backbone.place_images, backbone.conversation)
+    rows = [encoder.encode(["red?", "a dog", "two?", "no"], count) for count in range(3)]
+    return [tokenize_with_images(tokenizer, prompt) for prompt in prompts], rows
+
+
+def test_a_tokenizer_that_ends_every_text_changes_no_prompt_and_is_named_once(copy, caplog):
+    expected = _encoded(copy)
+    end = "</s>" if "llava" in (copy / "config.json").read_text() else "<|im_end|>"
+    _ends_every_text(copy, end)
+    raw = transformers.PreTrainedTokenizerFast.from_pretrained(copy)
+    assert raw("red").input_ids[-1] == raw.convert_tokens_to_ids(end)
+    assert not caplog.messages
+    assert _encoded(copy) == expected == _encoded(copy)
+    (message,) = caplog.messages
+    assert message.startswith(f"{copy / 'tokenizer.json'}: ") and f" {end} " in message
+
+
 def test_missing_and_damaged_companions_are_named_before_weights_are_read(tmp_path):
     folder = testing.tiny_llava(tmp_path)
     (folder / "model.safetensors").unlink()  # would fail too, but only later
@@ -292,6 +339,23 @@ def test_a_tokenizer_model_alone_gives_the_ids_of_sentencepiece(sentencepiece_fo
     # The earlier rule puts a blank behind every special token, too.
     again = tokenizer("a</s>USER").input_ids
     assert again == [1, *reference.encode("a"), 2, *reference.encode("USER")]
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_tokenizer_model_that_ends_every_text_changes_no_prompt(
+    sentencepiece_folder, caplog, legacy
+):
+    prompt, all_ids = "USER: <image>\na<image>dog</s>USER", []
+    for ends in (False, True):
+        fields = {"legacy": legacy, "add_eos_token": ends}
+        (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps(fields))
+        tokenizer = folders.load_tokenizer(sentencepiece_folder)
+        assert (tokenizer("a").input_ids[-1] == 2) == ends
+        all_ids.append(tokenize_with_images(tokenizer, prompt))
+    assert all_ids[0] == all_ids[1] and all_ids[0].count(2) == 1
+    user_input.warn_once.cache_clear()
+    folders.load_tokenizer(sentencepiece_folder)
+    assert f"{sentencepiece_folder / 'tokenizer.model'}: the tokenizer appends </s>" in caplog.text
 
 
 def test_the_newer_rule_puts_no_blank_behind_special_tokens(sentencepiece_folder):

@@ -77,8 +77,9 @@ def test_images_at_the_ends_and_side_by_side(tokenizer):
 
 
 def test_a_tokenizer_without_a_start_token_loses_nothing():
-    def plain(text):
-        return types.SimpleNamespace(input_ids=[ord(letter) for letter in text])
+    def plain(text, **_):
+        ids = [ord(letter) for letter in text]
+        return types.SimpleNamespace(input_ids=ids, special_tokens_mask=[0] * len(ids))
 
     assert tokenize_with_images(plain, "a<image>bc") == [97, IMAGE_TOKEN, 98, 99]
 
