@@ -76,6 +76,9 @@ class Backbone(abc.ABC):
         """Returns the folder or hub id of a tower that is stored elsewhere, "" if it is not told.
 
         None, as is usual, if the tower is part of the checkpoint.
+
+        Raises:
+            ValueError: a field of a checkpoint without its tower has an unsupported value.
         """
         del raw
         return None

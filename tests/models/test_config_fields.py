@@ -28,6 +28,12 @@ REFUSED = {
     "image_aspect_ratio": "anyres_max_9",
     "s2": True,
 }
+# Of a later checkpoint, with a tower that is not read, as the fields are refused before.
+TILED = ORIGINAL | {
+    "mm_vision_tower": "google/siglip-so400m-patch14-384",
+    "mm_patch_merge_type": "spatial_unpad",
+}
+PINPOINTS = {"image_grid_pinpoints": [[384, 768], [768, 384]]}
 HARMLESS = {
     "mm_use_im_patch_token": True,
     "mm_patch_merge_type": "flat",
@@ -54,6 +60,9 @@ CASES = [
             {"vision_feature_select_strategy": "full"},
             {VISION: None},
             {VISION: {"model_type": "siglip"}},
+            # Of Pixtral, and of LLaVA-Interleave: fields that are correct beside that tower.
+            {"vision_feature_select_strategy": "full", VISION: {"model_type": "pixtral"}},
+            {"vision_feature_select_strategy": "full", TEXT: {"model_type": "qwen2"}},
             {VISION: {"image_size": [224, 336]}},
             {VISION: {"patch_size": 448}},
             {TEXT: {"num_hidden_layers": 10**9}},
@@ -84,6 +93,14 @@ CASES = [
     ("original", CONFIG, {"mm_vision_tower": True}),
     ("original", CONFIG, {"mm_projector_type": "linear"}),
     *(("original", CONFIG, ORIGINAL | {name: value}) for name, value in REFUSED.items()),
+    ("original", CONFIG, TILED | PINPOINTS | {"image_aspect_ratio": "anyres_max_9"}),
+    *(
+        ("original", CONFIG, TILED | {"image_aspect_ratio": "anyres"} | fields)
+        for fields in (
+            PINPOINTS | {"model_type": "llava_qwen"},
+            {"image_grid_pinpoints": "(1x1),...,(6x6)"},
+        )
+    ),
     ("qwen", CONFIG, YARN),
     ("qwen", CONFIG, {VISION: None}),
     *(("qwen", PROCESSOR, {f"do_{step}": False}) for step in ("resize", "rescale", "normalize")),

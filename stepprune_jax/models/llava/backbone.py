@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +58,14 @@ class Projector(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Llava(Backbone):
-    """LLaVA-1.5, in the Hugging Face layout or the original one."""
+    """LLaVA-1.5, in the Hugging Face layout or the original one.
+
+    `CONFIG` is the class of its configuration.
+    """
 
     config: LlavaConfig
     name = "llava"
+    CONFIG: ClassVar[type[LlavaConfig]] = LlavaConfig
     SUPPORTED = (
         "LLaVA-1.5 in the Hugging Face layout (model_type 'llava' with text_config and "
         "vision_config) or in the original one (a Llama config.json with mm_vision_tower)"
@@ -79,9 +83,11 @@ class Llava(Backbone):
 
     @classmethod
     def vision_folder(cls, raw: Json) -> str | None:
-        if "mm_vision_tower" in raw or "mm_projector_type" in raw:
-            return read_fields(raw, "config.json", {"name": _TOWER})["name"]
-        return None
+        if "mm_vision_tower" not in raw and "mm_projector_type" not in raw:
+            return None
+        tower = read_fields(raw, "config.json", {"name": _TOWER})["name"]
+        cls.CONFIG.check_original(raw)
+        return tower
 
     @classmethod
     def read(cls, raw: Json, vision: Json | None) -> Backbone:

@@ -70,12 +70,14 @@ _LLAVA = {
     "feature_layer": _layer("vision_feature_layer"),
     "projector_activation": one_of("projector_hidden_act", "gelu", "quick_gelu"),
 }
-_LLAVA_ONLY = {
-    "kind": one_of("model_type", None, "llava"),
-    "bias": one_of("multimodal_projector_bias", True),
+_PARTS = {
     "vision": part("vision_config"),
     "text": part("text_config"),
     "tied": switch("tie_word_embeddings", False),
+}
+_LLAVA_ONLY = {
+    "kind": one_of("model_type", None, "llava"),
+    "bias": one_of("multimodal_projector_bias", True),
     # The visual tokens are the patches, without the class token.
     "select": one_of("vision_feature_select_strategy", "default"),
 }
@@ -209,25 +211,39 @@ class LlavaConfig(ModelConfig):
             ValueError: not a LLaVA of this layout, or a field is not supported.
         """
         where = "config.json"
-        parts = read_fields(raw, where, _LLAVA_ONLY)
+        parts = read_fields(raw, where, _PARTS)
         text = parts["text"] | ({"tie_word_embeddings": True} if parts["tied"] else {})
+        # First the two parts: other models' fields around them are correct, and are not to blame.
+        vision, language = ClipConfig.from_hf(parts["vision"]), LlamaConfig.from_hf(text)
+        read_fields(raw, where, _LLAVA_ONLY)
         # Ids may be at the top level (newer files) or in the text part; Llama's are the fallback.
         given = {name: value for name, value in raw.items() if value is not None}
         image = "image_token_id" if "image_token_id" in raw else "image_token_index"
         rules = _LLAVA | {"image_token_id": token(image, 32000)}
         return cls(
-            vision=ClipConfig.from_hf(parts["vision"]),
-            text=LlamaConfig.from_hf(text),
+            vision=vision,
+            text=language,
             **read_fields({**text, **given}, where, rules),
             **more,
         )
+
+    @classmethod
+    def check_original(cls, raw: Json) -> None:
+        """Checks a ``config.json`` of the original layout, before its tower is looked for.
+
+        Raises:
+            ValueError: a field is not supported; the message names it.
+        """
+        LlamaConfig.from_hf(raw)
+        read_fields(raw, "config.json", _ORIGINAL | _ORIGINAL_ONLY)
 
     @classmethod
     def from_original(cls: type[AnyLlava], raw: Json, vision: Json, **more: Any) -> AnyLlava:
         """Builds the config from the original LLaVA-v1.5 layout, whose tower is stored elsewhere.
 
         Args:
-            raw: the parsed `config.json`: Llama's fields plus `mm_*` ones.
+            raw: the parsed `config.json`, checked by `check_original`: Llama's fields plus `mm_*`
+                ones.
             vision: the parsed `config.json` of the CLIP folder named by `mm_vision_tower`.
             **more: fields of a subclass.
 
@@ -235,11 +251,12 @@ class LlavaConfig(ModelConfig):
             The frozen config; `image_token_id` is None, as that vocabulary has no such token.
 
         Raises:
-            ValueError: a field is not supported; the message names it.
+            ValueError: a field of the tower is not supported; the message names it.
         """
         tower = ClipConfig.from_hf(vision)
-        width = {"width": one_of("mm_hidden_size", tower.hidden_size)}
-        read_fields(raw, "config.json", _ORIGINAL_ONLY | width)
+        width = one_of("mm_hidden_size", tower.hidden_size)
+        width = width._replace(expected=f"{tower.hidden_size}, the tower's hidden_size")
+        read_fields(raw, "config.json", {"width": width})
         return cls(
             vision=tower,
             text=LlamaConfig.from_hf(raw),

@@ -41,6 +41,7 @@ class LlavaNext(Llava):
 
     config: LlavaNextConfig
     name = "llava_next"
+    CONFIG = LlavaNextConfig
     SUPPORTED = (
         "LLaVA-NeXT (v1.6) with a Vicuna or Mistral in the Hugging Face layout (model_type "
         "'llava_next') or in the original one (image_aspect_ratio 'anyres')"
@@ -51,8 +52,9 @@ class LlavaNext(Llava):
 
     @classmethod
     def matches(cls, raw: Json) -> bool:
-        tiled = raw.get("image_aspect_ratio") == "anyres" and Llava.matches(raw)
-        return tiled or raw.get("model_type") == "llava_next"
+        # Kinds of tiles that are not supported begin with the same word.
+        is_tiled = str(raw.get("image_aspect_ratio")).startswith("anyres") and Llava.matches(raw)
+        return is_tiled or raw.get("model_type") == "llava_next"
 
     @classmethod
     def read(cls, raw: Json, vision: Json | None) -> Backbone:

@@ -32,6 +32,8 @@ _ORIGINAL_ONLY = {
     "aspect": one_of("image_aspect_ratio", "anyres"),
     "merge": one_of("mm_patch_merge_type", None, "spatial_unpad"),
 }
+# What LLaVA-1.5 has in their place.
+_FLAT = {"image_aspect_ratio": "square", "mm_patch_merge_type": "flat"}
 # Mistral's text model is Llama's with other defaults, and a window that the 7B does not use.
 _MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _MISTRAL_ONLY = {
@@ -109,12 +111,17 @@ class LlavaNextConfig(LlavaConfig):
         return super().from_hf(given, sizes=sizes, is_mistral=_is_mistral(text))
 
     @classmethod
+    def check_original(cls, raw: Json) -> None:
+        """Checks a ``config.json`` of the original layout, before its tower is looked for."""
+        read_fields(raw, "config.json", _ORIGINAL_ONLY | {"sizes": SIZES})
+        super().check_original(_as_llama(raw) | _FLAT)
+
+    @classmethod
     def from_original(cls, raw: Json, vision: Json) -> "LlavaNextConfig":
         """Builds the config from the original layout, which has sizes as (width, height)."""
-        sizes = read_fields(raw, "config.json", _ORIGINAL_ONLY | {"sizes": SIZES})["sizes"]
-        flat = {"image_aspect_ratio": "square", "mm_patch_merge_type": "flat"}
+        sizes = read_fields(raw, "config.json", {"sizes": SIZES})["sizes"]
         more = {"sizes": tuple(size[::-1] for size in sizes), "is_mistral": _is_mistral(raw)}
-        return super().from_original(_as_llama(raw) | flat, vision, **more)
+        return super().from_original(_as_llama(raw) | _FLAT, vision, **more)
 
     def to_hf(self, dtype: str) -> Json:
         """Describes a model with an image token as a ``config.json`` that `from_hf` reads."""

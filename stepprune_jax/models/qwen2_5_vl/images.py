@@ -71,7 +71,10 @@ def settings_from_hf(raw: Json, where: str) -> QwenImageSettings:
 def processor_bounds(vision: PatchTowerConfig, raw: Json, where: str) -> tuple[int, int]:
     """Reads the bounds of an image's area from an image processor dict, and checks its patches."""
     sides = ("patch_size", "temporal_patch_size", "merge_size")
-    read_fields(raw, where, {side: one_of(side, getattr(vision, side)) for side in sides})
+    for side in sides:
+        expected = f"{getattr(vision, side)}, the model's"
+        rule = one_of(side, getattr(vision, side))._replace(expected=expected)
+        read_fields(raw, where, {side: rule})
     edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
     outside = {pixels: size(pixels, None, MOST_PIXELS) for pixels in edges}
     bounds = read_fields(raw, where, outside)
