@@ -11,7 +11,7 @@ from stepprune_jax.checkpoints.generation_config import read_generation_config
 from stepprune_jax.checkpoints.shipped import MODELS, find_shipped_model, or_shipped
 from stepprune_jax.checkpoints.weight_files import WEIGHT_NAMES, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.data.prompts import end_tokens
+from stepprune_jax.data.prompts import begins_pieces_with_a_blank, end_tokens
 from stepprune_jax.extras import MissingPackageError
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import (
@@ -187,6 +187,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
                 )
             tokenizer = _sentencepiece_tokenizer(folder)
         ends = end_tokens(tokenizer)  # the first use, which shows some wrong settings
+        has_more_blanks = begins_pieces_with_a_blank(tokenizer)
     except (MissingPackageError, FileNotFoundError):
         raise
     except Exception as error:  # the Rust tokenizer raises bare Exceptions
@@ -199,6 +200,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         warn_once(
             f"{path}: the tokenizer appends {text} to every text; prompts and training rows leave "
             "it out, as the model's template has none there"
+        )
+    if has_more_blanks:
+        _LOG.info(
+            "%s: text after an image begins with a blank piece, as in LLaVA's own program; the "
+            "processors of transformers have no such piece with this tokenizer (legacy: false)",
+            path,
         )
     return tokenizer
 

@@ -84,6 +84,22 @@ def end_tokens(tokenizer: Callable[..., Any]) -> list[int]:
     return _added_tokens(tokenizer)[1]
 
 
+def begins_pieces_with_a_blank(tokenizer: Any) -> bool:
+    """Returns whether a piece of text begins otherwise than the same text after a special token.
+
+    A Llama tokenizer of `legacy: false` begins a piece with a blank, and omits that blank after a
+    special token, such as the image token of `transformers`. Other tokenizers do not distinguish
+    the two.
+    """
+    special = tokenizer.eos_token
+    if special is None:
+        return False
+    piece, joined = (
+        list(tokenizer(text, add_special_tokens=False).input_ids) for text in ("?", f"{special}?")
+    )
+    return joined[1:] != piece
+
+
 def _added_tokens(tokenizer: Callable[..., Any]) -> tuple[list[int], list[int]]:
     """Returns the ids that a tokenizer prepends and appends to every text."""
     encoded = tokenizer("?", return_special_tokens_mask=True)

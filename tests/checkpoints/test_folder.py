@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 import sentencepiece
 import transformers
+from PIL import Image
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
 from stepprune_jax import testing, user_input
 from stepprune_jax.checkpoints import folder as folders
@@ -12,7 +14,7 @@ from stepprune_jax.checkpoints.load import load_vlm, make_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.checkpoints.shipped import SHAPES_MODEL
 from stepprune_jax.data.encoding import ConversationEncoder
-from stepprune_jax.data.prompts import tokenize_with_images
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 
 
 def _config(folder, **fields):
@@ -366,3 +368,30 @@ def test_the_newer_rule_puts_no_blank_behind_special_tokens(sentencepiece_folder
     ]
     pieces = tokenizer.convert_ids_to_tokens(tokenizer("a</s>USER").input_ids)
     assert pieces[:3] == ["<s>", "▁a", "</s>"] and not pieces[3].startswith("▁")
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_the_log_says_where_ids_differ_from_the_processor_of_transformers(
+    sentencepiece_folder, caplog, legacy
+):
+    """Expects one more blank piece after each image, with a tokenizer of `legacy: false`."""
+    (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps({"legacy": legacy}))
+    with caplog.at_level("INFO"):
+        tokenizer = folders.load_tokenizer(sentencepiece_folder)
+    file = sentencepiece_folder / "tokenizer.model"
+    named = f"{file}: text after an image begins with a blank piece" in caplog.text
+    assert named == (not legacy)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    images = LlavaImageProcessorPil(size={"shortest_edge": 14}, crop_size=14)
+    one_token = {"patch_size": 14, "vision_feature_select_strategy": "default"}
+    one_token["num_additional_image_tokens"] = 1
+    processor = transformers.LlavaProcessor(images, tokenizer, **one_token)
+    prompt, image = "USER: <image>\n<image>\nred dog", Image.new("RGB", (14, 14))
+    (theirs,) = processor([image, image], prompt).input_ids
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    ours = [image_token if x == IMAGE_TOKEN else x for x in tokenize_with_images(tokenizer, prompt)]
+    if not legacy:
+        blank = tokenizer.convert_tokens_to_ids("▁")
+        for place in reversed([n for n, x in enumerate(theirs) if x == image_token]):
+            theirs.insert(place + 1, blank)
+    assert ours == theirs
