@@ -39,8 +39,8 @@ from stepprune_jax.models.llava_next.images import best_size, fitted_size, unpad
 from stepprune_jax.pruners import PRUNERS, build_pruner
 
 # Height and width of images: of each plan of tiles, enlarged and reduced, with bars on either side,
-# and so narrow that no patch of the tiles remains.
-SHAPES = ((50, 70), (20, 90), (9, 8), (64, 31), (47, 48), (24, 50), (4, 400))
+# and so narrow that no patch of the tiles remains, or only the ends of rows.
+SHAPES = ((50, 70), (20, 90), (9, 8), (64, 31), (47, 48), (24, 50), (4, 400), (1, 700), (700, 1))
 STEPS = 6
 
 
@@ -141,6 +141,7 @@ ASKED = (
     ("What is in this picture? " * 3, (1,)),
     ("yes or no", ()),
     ("a dog?", ()),
+    ("two", (7, 8)),
 )
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, UInt8
 from PIL import Image
 
 from stepprune_jax.models.config import Json, Normalisation
-from stepprune_jax.models.images import Bytes, check_aspect
+from stepprune_jax.models.images import Bytes
 from stepprune_jax.models.llava import images
 from stepprune_jax.models.llava.images import LlavaImageSettings
 from stepprune_jax.models.llava_next.config import LlavaNextConfig, Sizes
@@ -89,7 +89,6 @@ def unpadded_grid(height: int, width: int, rows: int, columns: int) -> tuple[int
 
 def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
     """Resizes an RGB image to a tile, and to fit the best of the model's sizes."""
-    check_aspect(image.width, image.height)
     side, patch = config.vision.image_size, config.vision.patch_size
     down, across = best_size(image.height, image.width, config.sizes)
     height, width = fitted_size(image.height, image.width, (down, across))
