@@ -1,6 +1,7 @@
 """Image files, opened safely and converted to RGB, and padded to squares."""
 
 import io
+import re
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,20 @@ _STRIP_ROWS = 256
 LONGEST_SIDE = 32_767
 # Largest ratio of the longer side to the shorter one that Qwen's models take.
 MAX_ASPECT = 200
+# Files that data sets and users often hold in the place of an image, by their first bytes.
+_OTHER_FILES = (
+    (
+        rb"....ftyp(hei|hev|mif|msf)",
+        "is a HEIC photo, which Pillow cannot read: convert it to JPEG or PNG",
+    ),
+    (
+        rb"....ftyp|....moov|\x1aE\xdf\xa3|RIFF....AVI |\x00\x00\x01[\xb3\xba]|FLV",
+        "is a video; expected an image, as videos are not supported",
+    ),
+    (rb"version https://git-lfs", "is a pointer of Git LFS: run `git lfs pull` to get the image"),
+    (rb"\s*<(!doctype html|html)", "is a web page; expected an image: download it again"),
+)
+_LONGEST_START = 64  # bytes
 # What undoes the orientations of EXIF.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -33,7 +48,8 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
     """Opens an image, a file or the bytes of one, and converts it to RGB.
 
     Palettes are resolved, CMYK is converted by Pillow, 16-bit grey keeps its upper eight bits,
-    32-bit grey is refused, as its range is not known, an animation gives its first frame.
+    32-bit grey is refused, as its range is not known, an animation gives its first frame. EPS is
+    refused: Pillow would let Ghostscript run the program that the file is.
 
     Args:
         source: a file, the bytes of one, or a Pillow image.
@@ -59,9 +75,13 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
             if isinstance(source, Image.Image):
                 return _to_rgb(source, as_shown)
             with Image.open(source) as image:
+                if image.format == "EPS":
+                    raise _RefusedError("is an EPS drawing: convert it to PNG")
                 return _to_rgb(image, as_shown)
     except Exception as error:  # Pillow's decoders may raise any kind
-        raise UserError(f"{name} {_problem(error)}") from error
+        unknown = isinstance(error, UnidentifiedImageError)
+        problem = _unknown_format(source) if unknown else _problem(error)
+        raise UserError(f"{name} {problem}") from error
 
 
 class _RefusedError(ValueError):
@@ -75,16 +95,33 @@ def _problem(error: Exception) -> str:
         f"unpacks to more pixels than Pillow allows ({reason}). A small file that grows to "
         "gigabytes can be an attack; if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS"
     )
-    known = {
+    limit = re.search("MAX_TEXT_[A-Z]+", reason)  # Pillow's limits on the metadata of a PNG
+    if limit is not None:
+        return (
+            f"has more text or a larger colour profile than Pillow allows ({reason}): save it "
+            f"without them; if you trust it, raise PIL.PngImagePlugin.{limit.group()}"
+        )
+    messages = {
         _RefusedError: reason,
         Image.DecompressionBombError: bomb,
-        UnidentifiedImageError: "is not an image in a format that Pillow reads",
         MemoryError: "needs more memory than is available",
     }
     return next(
-        (text for kind, text in known.items() if isinstance(error, kind)),
+        (text for kind, text in messages.items() if isinstance(error, kind)),
         f"is a damaged image: {reason}",
     )
+
+
+def _unknown_format(source: str | Path | io.BytesIO) -> str:
+    """Says what a file is that Pillow does not recognize, by its first bytes."""
+    if isinstance(source, io.BytesIO):
+        start = source.getvalue()[:_LONGEST_START]
+    else:
+        with open(source, "rb") as file:
+            start = file.read(_LONGEST_START)
+    kinds = (text for form, text in _OTHER_FILES if re.match(form, start, re.DOTALL | re.I))
+    empty = "" if start else ": the file is empty"
+    return next(kinds, f"is not an image in a format that Pillow reads{empty}")
 
 
 def is_shown_otherwise(path: str | Path) -> bool:
