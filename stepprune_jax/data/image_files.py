@@ -25,7 +25,7 @@ class ImagePathError(UserError):
 
 def image_name(value: Mapping[str, object], where: str) -> str:
     """Reads the field "image" of an object."""
-    name = words(value, "image", where)
+    name = words(value, "image", where, "the name of one image")
     outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
     if outside or os.path.isabs(name) or PureWindowsPath(name).drive:
         raise ImagePathError(

@@ -25,7 +25,7 @@ from stepprune_jax.data.llava import Conversation, parse_conversation
 from stepprune_jax.user_input import UserError, naming
 
 # Version of the index format; a change invalidates older files.
-_FORM = 5
+_FORM = 6
 # Conversations tokenised in one call.
 _PART = 256
 

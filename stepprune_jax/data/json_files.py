@@ -124,13 +124,15 @@ def field(
     return found
 
 
-def words(value: Mapping[str, object], name: str, where: str) -> str:
-    """Reads a field that must be a non-blank string."""
+def words(
+    value: Mapping[str, object], name: str, where: str, expected: str = "a text that is not blank"
+) -> str:
+    """Reads a field that must be a non-blank string; an error says what was `expected`."""
 
     def holds(text: object) -> bool:
         return isinstance(text, str) and bool(text.strip()) and not _SURROGATE.search(text)
 
-    return field(value, name, where, holds, "a text that is not blank")
+    return field(value, name, where, holds, expected)
 
 
 def identity(value: Mapping[str, object], name: str, where: str) -> str:

@@ -27,6 +27,8 @@ _FOREIGN = {
     **dict.fromkeys(("images", "video", "videos"), '"image" with the name of one image, or none'),
     **dict.fromkeys(("system", "system_prompt"), "the model's own system prompt"),
 }
+# The mark of a video, as in the files of Video-LLaVA, LLaVA-Video and LLaMA-Factory.
+_VIDEO_MARK = "<video>"
 
 
 class Conversation(NamedTuple):
@@ -65,8 +67,7 @@ def parse_conversation(entry: object, where: str) -> Conversation:
     the first question, wherever its mark is.
     """
     value = as_object(entry, where)
-    for name, expected in _FOREIGN.items():
-        require(not value.get(name), f'{where}: "{name}" is not followed, expected {expected}')
+    _refuse_foreign(value, where)
     image = image_name(value, where) if value.get("image") is not None else None
     return Conversation(image, _turns(value, where, image is not None))
 
@@ -77,6 +78,7 @@ def read_questions(file: str | Path, image_root: str | Path) -> list[Question]:
     for record in read_json_lines(file):
         where, value = record
         name = _new_id(record, seen)
+        _refuse_foreign(value, where)
         text = _bare(words(value, "text", where), "text", where)
         category = words(value, "category", where) if "category" in value else "default"
         image = existing_image(image_root, image_name(value, where), where)
@@ -104,6 +106,12 @@ def read_for(file: str | Path, questions: Sequence[Question], kind: str) -> list
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"{file}: no {kind} for question_id {missing[0]!r}{others}")
     return [matched[question.question_id] for question in questions]
+
+
+def _refuse_foreign(value: Mapping[str, object], where: str) -> None:
+    """Raises if a sample has a field of another format that changes its meaning."""
+    for name, expected in _FOREIGN.items():
+        require(not value.get(name), f'{where}: "{name}" is not followed, expected {expected}')
 
 
 def _are_some(value: object) -> bool:
@@ -139,7 +147,10 @@ def _without_marks(text: str, place: str, number: int, has_image: bool) -> str:
 
 
 def _bare(text: str, name: str, where: str) -> str:
-    """Returns the text of a field without image marks, of which it must not consist."""
+    """Returns the text of a field without image marks; raises if nothing else is in it."""
+    # In the middle of a text it may be about HTML.
+    marked = text.lstrip().startswith(_VIDEO_MARK) or text.rstrip().endswith(f"\n{_VIDEO_MARK}")
+    require(not marked, f'{where}: "{name}" has {_VIDEO_MARK}, but videos are not supported')
     if IMAGE_MARK not in text:
         return text
     bare = text.replace(IMAGE_MARK, "").strip()

@@ -44,7 +44,7 @@ def test_conversations_are_read_as_they_are_meant(root):
         root,
         {"id": "x", "image": "a.png", "conversations": says("<image>\nWhat?", "red", "And?", "no")},
         {"id": 1.5, "image": "deep/c.png", "conversations": says("What is this?\n<image>", "dog")},
-        {"conversations": says("How do I write <image> in HTML?", " So:\n")},
+        {"conversations": says("How do I write <image> and <video> in HTML?", " So:\n")},
         {"id": "", "conversations": says("left over", "Hello?", "Hi.", first="gpt")},
         {"image": "b.png", "conversations": says("What?", "a <image> mark"), "video": ""},
     )
@@ -53,7 +53,7 @@ def test_conversations_are_read_as_they_are_meant(root):
     assert samples[0].turns == ("What?", "red", "And?", "no")
     assert samples[1].turns == ("What is this?", "dog")
     assert samples[2].image is None and samples[3].turns == ("Hello?", "Hi.")
-    assert samples[2].turns == ("How do I write  in HTML?", " So:\n")
+    assert samples[2].turns == ("How do I write  and <video> in HTML?", " So:\n")
     assert samples[4].turns == ("What?", "a  mark")
 
 
@@ -83,6 +83,9 @@ OUTSIDE = '"image" must be a path inside the image folder'
         ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
         ({"images": ["a.png"], "conversations": says("a", "b")}, '"images" is not followed, expec'),
         ({"video": "a.mp4", "conversations": says("a", "b")}, '"video" is not followed'),
+        ({"image": "a.png", "conversations": says("<video>\na", "b")}, "has <video>, but videos"),
+        ({"conversations": says("a", "b", "And?\n<video>", "c")}, "has <video>, but videos"),
+        ({"image": ["a.png"], "conversations": GOOD}, "is a list, expected the name of one image"),
         ({"system": "Be brief.", "conversations": says("a", "b")}, '"system" is not followed'),
         ({"conversations": says("a", "b", "<image>c", "d"), "image": "a.png"}, "first question"),
         ({"image": "../a.png", "conversations": GOOD}, OUTSIDE),
@@ -135,6 +138,8 @@ def answer(number, text="x"):
         ("test", [question(), question()], "2: \"question_id\" '1' was already given at line 1"),
         ("test", [question(2, text="<image>\n")], '1: "text" is empty except for <image>'),
         ("test", [question(2, image="../a.png")], f"1: {OUTSIDE}"),
+        ("test", [question(2, image=None, video="a.mp4")], '1: "video" is not followed, expected'),
+        ("test", [question(2, text="<video>\nWhat?")], '1: "text" has <video>, but videos are not'),
         ("test", [question(2, image="no.png")], '1: "image": no file at '),
         ("test", [question(2, image="x\0y")], '1: "image": no file at '),
         ("answers", [answer(1)], ".jsonl: no answer for question_id '2' and 1 more"),
