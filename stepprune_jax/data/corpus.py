@@ -1,7 +1,6 @@
 """A training file as rows, each tokenised on demand."""
 
 import hashlib
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +15,6 @@ from stepprune_jax.data.encoding import (
     last_answer,
 )
 from stepprune_jax.data.index import Index, Samples
-
-# A fast tokenizer must not be called by two threads at once.
-_TOKENIZER = threading.Lock()
 
 
 class LengthLimits(NamedTuple):
@@ -105,9 +101,7 @@ class Corpus:
         """Tokenises some rows."""
         parts = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
         turns = [self._samples.turns(*part) for part in parts.tolist()]
-        with _TOKENIZER:
-            encoded = self._encoder.encode_all(turns, 1)
-        return [make_row(row, self._limits) for row in encoded]
+        return [make_row(row, self._limits) for row in self._encoder.encode_all(turns, 1)]
 
     @property
     def file(self) -> Path:

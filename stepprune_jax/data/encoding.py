@@ -9,6 +9,7 @@ import numpy as np
 
 from stepprune_jax.data.prompts import (
     IMAGE_MARK,
+    TOKENIZER_LOCK,
     check_ids,
     join_at_images,
     split_at_images,
@@ -103,18 +104,20 @@ class ConversationEncoder:
         self.check()
         written = [self._write(turns, num_images) for turns in conversations]
         pieces = [split_at_images(prompt, num_images) for prompt, _ in written]
-        tokens = self.tokenizer(
-            [piece for row in pieces for piece in row],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-        )
-        check_ids(itertools.chain.from_iterable(tokens.input_ids), self.vocab_size)
         words = [user_words(turns) for turns in conversations]
-        text = self.tokenizer(
-            words, add_special_tokens=False, return_attention_mask=False
-        ).input_ids
-        start, encoded, size = start_tokens(self.tokenizer), [], num_images + 1
+        with TOKENIZER_LOCK:
+            tokens = self.tokenizer(
+                [piece for row in pieces for piece in row],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+            )
+            text = self.tokenizer(
+                words, add_special_tokens=False, return_attention_mask=False
+            ).input_ids
+            start = start_tokens(self.tokenizer)
+        check_ids(itertools.chain.from_iterable(tokens.input_ids), self.vocab_size)
+        encoded, size = [], num_images + 1
         for number, (_, supervised) in enumerate(written):
             part = slice(number * size, (number + 1) * size)
             ids = tokens.input_ids[part]

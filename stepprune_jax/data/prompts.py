@@ -4,6 +4,7 @@ A prompt is text with `IMAGE_MARK` at each image; as ids it has `IMAGE_TOKEN` th
 token of any vocabulary and is replaced by visual tokens inside the model.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from stepprune_jax.user_input import UserError
 
 IMAGE_MARK = "<image>"
 IMAGE_TOKEN = -200
+# A call of a fast tokenizer first changes settings of the tokenizer, which all threads share.
+TOKENIZER_LOCK = threading.Lock()
 
 
 def tokenize_with_images(
@@ -27,8 +30,9 @@ def tokenize_with_images(
     to every text is left out, as the end tokens of a prompt are part of its text.
     """
     pieces = split_at_images(prompt, num_images)
-    encoded = [tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces]
-    return start_tokens(tokenizer) + join_at_images(encoded)
+    with TOKENIZER_LOCK:
+        encoded = [tokenizer(piece, add_special_tokens=False).input_ids for piece in pieces]
+        return start_tokens(tokenizer) + join_at_images(encoded)
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> None:
@@ -123,7 +127,10 @@ def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
     user's turns are included, since a later question may refer to an earlier one.
     """
     text = user_words(turns)
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids) if text else ()
+    if not text:
+        return ()
+    with TOKENIZER_LOCK:
+        return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def user_words(turns: Sequence[str]) -> str:

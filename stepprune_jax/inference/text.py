@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from stepprune_jax.data.prompts import TOKENIZER_LOCK
 from stepprune_jax.models.config import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -18,9 +19,10 @@ def answer_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 def _decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Decodes ids without special tokens."""
     # Cleaning up would rewrite earlier text depending on what follows.
-    return tokenizer.decode(
-        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    with TOKENIZER_LOCK:
+        return tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 class TextStream:

@@ -1,3 +1,5 @@
+import threading
+import time
 import types
 
 import numpy as np
@@ -5,12 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import (
     IMAGE_TOKEN,
     pad_batch,
+    question_ids,
     tokenize_with_images,
     truncated_images,
 )
+from stepprune_jax.inference.text import answer_text
 from stepprune_jax.models.llava import Llava
 
 SYSTEM = (
@@ -104,3 +109,42 @@ def test_batches_are_padded_at_the_right_end():
     np.testing.assert_array_equal(length, [3, 2])
     assert ids.dtype == length.dtype == np.int32
     assert pad_batch([[1], []], width=2)[0].tolist() == [[1, 0], [0, 0]]
+
+
+class CountingTokenizer:
+    """A tokenizer that counts the threads inside its calls; a call takes 10 ms."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.threads, self.most_threads = tokenizer, 0, 0
+
+    def _counted(self, function, arguments, options):
+        self.threads += 1
+        self.most_threads = max(self.most_threads, self.threads)
+        time.sleep(0.01)
+        result = function(*arguments, **options)
+        self.threads -= 1
+        return result
+
+    def __call__(self, *arguments, **options):
+        return self._counted(self.tokenizer, arguments, options)
+
+    def decode(self, *arguments, **options):
+        return self._counted(self.tokenizer.decode, arguments, options)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def test_threads_call_a_tokenizer_one_after_the_other(tokenizer):
+    counting = CountingTokenizer(tokenizer)
+    encoder = ConversationEncoder(counting, Llava.place_images, Llava.conversation)
+    calls = [
+        lambda: tokenize_with_images(counting, "Is it windy?"),
+        lambda: question_ids(counting, ["Is it windy?"]),
+        lambda: encoder.encode(["Is it windy?", "Yes."], 1),
+        lambda: answer_text(counting, [5, 6]),
+    ]
+    threads = [threading.Thread(target=call) for call in calls * 2]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert counting.most_threads == 1
