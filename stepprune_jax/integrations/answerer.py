@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import expect, require
 
 DTYPES = ("bfloat16", "float32", "float16")
+_logger = logging.getLogger(__name__)
 _GREEDY = Sampling(repetition_penalty=1.0)
 
 
@@ -71,8 +73,9 @@ class AskedQuestion(NamedTuple):
     """A question of another program.
 
     Attributes:
-        text: the user's whole message; an image mark in it is ignored.
-        images: the images, which come before the text.
+        text: the user's message. Several images stand where `<image>` marks them. Without marks,
+            images stand in front of the text, as a single image always does.
+        images: the images.
         max_new_tokens: longest answer.
         until: strings that end the answer and are not part of it.
     """
@@ -135,17 +138,15 @@ def answer_questions(
         report: called with the number of questions done, chunk by chunk.
 
     Returns:
-        One answer per question.
+        One answer per question. A warning counts the questions whose marks do not match their
+        images: their marks are dropped, and their images stand in front.
 
     Raises:
         ValueError: a longest answer below 1, or an image that cannot be read.
     """
     for most in {w.max_new_tokens for w in wanted}:
         expect("max_new_tokens", most, most >= 1, "an integer from 1")
-    wanted = [
-        w._replace(text=w.text.replace(IMAGE_MARK, "").strip()) if IMAGE_MARK in w.text else w
-        for w in wanted
-    ]
+    wanted = _with_usable_marks(wanted)
     texts, done = [""] * len(wanted), 0
     for longest in sorted({w.max_new_tokens for w in wanted}):
         alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]
@@ -163,6 +164,31 @@ def answer_questions(
             done += len(places)
             report(done)
     return texts
+
+
+def _with_usable_marks(questions: Sequence[AskedQuestion]) -> list[AskedQuestion]:
+    """Keeps the marks of several images if there is one for each, and drops all other marks."""
+    usable, mismatched = [], []
+    for question in questions:
+        mark_count, image_count = question.text.count(IMAGE_MARK), len(question.images)
+        if mark_count not in (0, image_count):
+            mismatched.append(question)
+        if mark_count and not mark_count == image_count > 1:
+            question = question._replace(text=question.text.replace(IMAGE_MARK, "").strip())
+        usable.append(question)
+    if mismatched:
+        text, images, *_ = mismatched[0]
+        _logger.warning(
+            "%d of %d questions: %d %s mark(s) for %d image(s) in %.80r, for example; their marks "
+            "are dropped, and their images stand in front",
+            len(mismatched),
+            len(questions),
+            text.count(IMAGE_MARK),
+            IMAGE_MARK,
+            len(images),
+            text,
+        )
+    return usable
 
 
 def _question(number: int, wanted: AskedQuestion) -> BenchmarkQuestion:

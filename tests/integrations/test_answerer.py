@@ -1,6 +1,7 @@
 """Answers to another program's questions, without that program."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from small_world import stepprune
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
+from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import Generator, RunOptions, Sampling, encode, generate
 from stepprune_jax.inference.sets import Answers
 from stepprune_jax.integrations import answerer as module
@@ -113,8 +115,66 @@ def test_an_image_that_two_ask_about_goes_through_the_tower_once(llava_folder, m
     assert apart.features is None and len(apart.sizes) == 2
 
 
+@pytest.fixture(scope="module")
+def answerer(llava_folder):
+    return load_answerer(AnswererOptions(pretrained=llava_folder, dtype="float32"))
+
+
+@pytest.fixture
+def ids_read(monkeypatch):
+    """The ids of the prompts that are answered; each answer is empty, so no program compiles."""
+    ids = []
+
+    def answer(generator, request):
+        ids.extend(request.ids)
+        return [SimpleNamespace(text="")] * len(request.ids)
+
+    def answer_set(generator, encoded, batching):
+        rows = zip(encoded.prompts.ids, encoded.prompts.length, strict=True)
+        ids.extend(tuple(row[:length].tolist()) for row, length in rows)
+        return [Answers([""] * len(encoded.prompts.ids), np.zeros(0), [], np.zeros(0))]
+
+    monkeypatch.setattr(Generator, "answer", answer)
+    monkeypatch.setattr(Generator, "answer_set", answer_set)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("text", "places", "read_as"),
+    [
+        ("red <image> or <image> two", (0, 2), "red <image> or <image> two"),
+        ("red or two", (0, 2), "<image>\n<image>\nred or two"),
+        ("red <image> two", (0,), "<image>\nred  two"),
+        ("red or two", (), "red or two"),
+    ],
+)
+def test_marks_of_images_are_where_generate_has_them(
+    answerer, ids_read, caplog, text, places, read_as
+):
+    question_images = tuple(images()[place][0] for place in places)
+    answer_questions(answerer, [AskedQuestion(text, question_images, 1)])
+    prompt = answerer.generator.model.backbone.conversation([read_as])
+    assert ids_read == [tuple(tokenize_with_images(answerer.generator.model.tokenizer, prompt))]
+    assert "mark" not in caplog.text
+
+
+@pytest.mark.parametrize(("text", "places"), [("<image> a <image> b", (0,)), ("<image> a b", ())])
+def test_marks_that_do_not_match_the_images_are_dropped_with_a_warning(
+    answerer, ids_read, caplog, text, places
+):
+    question_images = tuple(images()[place][0] for place in places)
+    answer_questions(
+        answerer, [AskedQuestion("dog", (), 1), AskedQuestion(text, question_images, 1)]
+    )
+    (line,) = [record.getMessage() for record in caplog.records if "mark" in record.getMessage()]
+    marks = text.count("<image>")
+    assert f"1 of 2 questions: {marks} <image> mark(s) for {len(question_images)} image(s)" in line
+    assert repr(text) in line and "\n" not in line
+    assert all(ids.count(IMAGE_TOKEN) <= len(question_images) for ids in ids_read)
+
+
 @pytest.mark.slow
-def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_folder, tmp_path):
+def test_several_images_are_answered_as_by_generate(llava_folder, tmp_path):
     policy = save_policy(stepprune(draw=0.0), tmp_path / "policy.bin")
     settings = AnswererOptions(pretrained=llava_folder, dtype="float32", policy=policy, budget=2)
     answerer, (first, _, second, _), done = load_answerer(settings), images(), []
@@ -123,9 +183,9 @@ def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_fold
     answerer = answerer._replace(generator=generator)
     both = first + second
     asked = [
-        AskedQuestion("<image> <image> red", first, 12),
-        AskedQuestion("<image> dog", (), 12),
-        AskedQuestion("<image> two dog", both, 12),
+        AskedQuestion("<image> red", first, 12),
+        AskedQuestion("dog", (), 12),
+        AskedQuestion("two <image> dog <image> red", both, 12),
         AskedQuestion(" ?", both[::-1], 12),
     ]
     texts = answer_questions(answerer, asked, done.append)
@@ -133,8 +193,7 @@ def test_marks_are_ignored_and_several_images_answered_as_by_generate(llava_fold
     plain = Sampling(repetition_penalty=1.0)
     how = {"options": RunOptions(12), "sampling": plain}
     for text, (prompt, shown, *_) in zip(texts, asked, strict=True):
-        question = prompt.replace("<image> ", "")
-        (said,) = generate(model, [question], [shown], generator.pruner, **how)
+        (said,) = generate(model, [prompt], [shown], generator.pruner, **how)
         assert text == said.text.strip() and said.kept == 2 * len(shown)
 
 
