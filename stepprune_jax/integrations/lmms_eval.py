@@ -60,7 +60,7 @@ class StepPruneModel(lmms):
             batch_size: questions per batch on each device.
             device: ignored; jax chooses, by JAX_PLATFORMS.
             max_batch_size: ignored.
-            **options: further fields of `answerer.Settings`.
+            **options: further fields of `answerer.AnswererOptions`.
 
         Raises:
             FileNotFoundError: model or policy is missing.
@@ -139,4 +139,4 @@ def _check_greedy(settings: Mapping[str, object], where: str) -> None:
 
 def manifest() -> ModelManifest:
     """Returns the manifest for lmms-eval's entry point group `lmms_eval.models`."""
-    return ModelManifest(model_id=NAME, simple_class_path=f"{__name__}.StepPrune")
+    return ModelManifest(model_id=NAME, simple_class_path=f"{__name__}.{StepPruneModel.__name__}")

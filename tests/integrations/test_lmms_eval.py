@@ -1,111 +1,140 @@
-"""The model class for lmms-eval, driven as lmms-eval drives it; only where that is installed."""
+"""The model class for lmms-eval, with the recorded interface of lmms-eval in its place."""
 
 import importlib
-import pathlib
+import re
 import tomllib
-import warnings
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from interfaces import signature_of
+from lmms_eval_stub import RECORD, Instance, integration
+from packaging.requirements import Requirement
+from PIL import Image
 
-from experiments.shapes import write_world
-from stepprune_jax.checkpoints.shipped import ASSETS, SHAPES_MODEL
-from stepprune_jax.data.images import open_image
-from stepprune_jax.data.llava import read_questions
-from stepprune_jax.inference import RunOptions, generate
+from stepprune_jax.integrations.answerer import AnswererOptions, AskedQuestion
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("lmms_eval")
-    from lmms_eval.api.instance import Instance
-    from lmms_eval.models.registry_v2 import ModelRegistryV2
-
-    from stepprune_jax.integrations import lmms_eval as module
-
-POLICY = ASSETS / "policies" / "literal.safetensors"
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GREEDY = {"max_new_tokens": 3, "temperature": 0.0, "num_beams": 1, "do_sample": False}
+IMAGES = [Image.new("RGB", (8, 8), color) for color in ("red", "green")]
+DOCUMENTS = [{"images": IMAGES[:1]}, {"images": IMAGES}, {"images": None}]
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """Six questions about two scenes of the shapes world, the last without its image."""
-    folder = write_world(tmp_path_factory.mktemp("w") / "w", seed=8, train=0, validation=0, test=2)
-    asked = read_questions(folder / "test.jsonl", folder / "images")[:6]
-    found = [{"text": q.text, "image": open_image(q.image)} for q in asked]
-    return [*found[:-1], found[-1] | {"image": None}]
+def module():
+    with integration() as module:
+        yield module
 
 
-@pytest.fixture(scope="module")
-def model(documents):
-    found = module.StepPruneModel(
-        str(SHAPES_MODEL),
-        batch_size="2",
-        device="cpu",
-        policy=str(POLICY),
-        budget=16,
-        dtype="float32",
-    )
-    found.task_dict["shapes"] = {"test": documents}
-    return found
+@pytest.fixture
+def model(module, monkeypatch):
+    """A model without weights; it answers a question with the text of the question."""
+    monkeypatch.setattr(module, "load_answerer", lambda options: options)
+    model = module.StepPruneModel("shapes", batch_size="2", budget=16)
+    model.task_dict["shapes"] = {"test": DOCUMENTS}
+    return model
 
 
-def pictures_of(document):
-    return [] if document["image"] is None else [document["image"]]
+@pytest.fixture
+def questions(module, monkeypatch):
+    """The questions that went to the answerer."""
+    recorded = []
+
+    def answer(answerer, questions, report):
+        recorded.extend(questions)
+        report(len(questions))
+        return [question.text for question in questions]
+
+    monkeypatch.setattr(module, "answer_questions", answer)
+    return recorded
 
 
-def request(number, text, settings, visuals=pictures_of):
+def request(number, text="Which?", settings=GREEDY, visuals=lambda document: document["images"]):
+    values = (text, dict(settings), visuals, number, "shapes", "test")
+    assert len(values) == len(RECORD["request_arguments"])
     about = {"task": "shapes", "doc_id": number, "repeats": 1}
-    arguments = (text, settings, visuals, number, "shapes", "test")
-    return Instance(request_type="generate_until", arguments=arguments, idx=0, metadata=about)
+    return Instance("generate_until", values, 0, about)
 
 
-def test_lmms_eval_finds_the_class():
-    project = tomllib.loads((pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text())
-    place = project["project"]["entry-points"]["lmms_eval.models"][module.NAME]
-    name, _, function = place.partition(":")
-    registry = ModelRegistryV2()
-    registry.register_manifest(getattr(importlib.import_module(name), function)())
-    assert registry.get_model_class("stepprune_jax") is module.StepPruneModel
+def test_the_recorded_version_is_the_one_that_is_installed():
+    version = RECORD["version"]
+    for requirement in map(Requirement, PROJECT["optional-dependencies"]["lmms-eval"]):
+        assert requirement.name != "lmms-eval" or requirement.specifier.contains(version)
+    for file in ("Makefile", "docs/evaluation.md"):
+        assert re.findall(r"lmms-eval==([\w.]+)", (ROOT / file).read_text()) == [version]
 
 
-def test_requests_are_answered_as_generate_answers(model, documents):
-    kept = []
-    model.cache_hook.add_partial = lambda *about: kept.append(about)
-    requests = [request(n, d["text"], dict(GREEDY)) for n, d in enumerate(documents)]
-    found = model.generate_until(requests)
-    said = generate(
-        model._answerer.generator.model,
-        [d["text"] for d in documents],
-        [d["image"] for d in documents],
-        model._answerer.generator.pruner,
-        options=RunOptions(3),
-    )
-    assert found == [answer.text for answer in said] and len(set(found)) > 1
-    expected = zip(requests, found, strict=True)
-    assert kept == [("generate_until", r.args[:2], text) for r, text in expected]
+def test_the_entry_point_leads_to_a_model_class(module):
+    entry_points = PROJECT["entry-points"][RECORD["entry_point_group"]]
+    place, _, function = entry_points["stepprune_jax"].partition(":")
+    manifest = getattr(importlib.import_module(place), function)()
+    place, _, name = manifest.simple_class_path.rpartition(".")
+    model_class = getattr(importlib.import_module(place), name)
+    assert manifest.model_id == "stepprune_jax" and manifest.chat_class_path is None
+    assert issubclass(model_class, module.lmms) and model_class.is_simple
 
 
-def test_answers_end_at_until(model, documents):
-    (whole,) = model.generate_until([request(0, documents[0]["text"], dict(GREEDY))])
-    assert len(whole) > 1
-    settings = GREEDY | {"until": whole[1:]}
-    assert model.generate_until([request(0, documents[0]["text"], settings)]) == [whole[:1]]
+def test_methods_take_what_lmms_eval_passes(module):
+    for name, signature in RECORD["abstract_methods"].items():
+        assert signature_of(getattr(module.StepPruneModel, name)) == signature
+
+
+def test_the_constructor_takes_what_lmms_eval_passes(module, monkeypatch):
+    options = []
+    monkeypatch.setattr(module, "load_answerer", options.append)
+    passed = {"batch_size": "4", "max_batch_size": 8, "device": "cpu"}
+    assert passed.keys() == {*RECORD["constructor_keywords"]}
+    module.StepPruneModel("shapes", seed=3, **passed)
+    assert options == [AnswererOptions(pretrained="shapes", seed=3, batch_size=4)]
+    with pytest.raises(TypeError, match="'budgets'"):
+        module.StepPruneModel("shapes", budgets=3)
+
+
+def test_the_page_lists_every_argument_of_a_model():
+    text = (ROOT / "docs" / "evaluation.md").read_text().partition("## lmms-eval")[2]
+    example, more_names = re.search(
+        r"--model_args (\S+)[^O]*Other arguments: (.*?)\. ", text
+    ).groups()
+    listed = [pair.partition("=")[0] for pair in example.split(",")]
+    listed += re.findall(r"`(\w+)`", more_names)
+    assert {*listed, "batch_size"} == {field.name for field in fields(AnswererOptions)}
+
+
+def test_requests_are_questions_in_their_order(model, questions):
+    reported = []
+    model.cache_hook.add_partial = lambda *values: reported.append(values)
+    settings = GREEDY | {"max_new_tokens": None, "until": "x"}
+    requests = [request(0, "a"), request(1, "b", settings), request(2, "c")]
+    assert model.generate_until(requests) == ["a", "b", "c"]
+    assert questions == [
+        AskedQuestion("a", (IMAGES[0],), 3),
+        AskedQuestion("b", tuple(IMAGES), 1024, ("x",)),
+        AskedQuestion("c", (), 3),
+    ]
+    answers = zip(requests, "abc", strict=True)
+    assert reported == [("generate_until", one.args[:2], text) for one, text in answers]
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.2}, {"do_sample": True}, {"num_beams": 4}])
-def test_what_is_not_greedy_is_refused(model, settings):
+def test_settings_that_are_not_greedy_are_refused(model, questions, settings):
     (name,) = settings
     with pytest.raises(ValueError, match=f"shapes, test, document 1: answers are greedy .*{name}"):
-        model.generate_until([request(1, "?", settings)])
+        model.generate_until([request(1, settings=settings)])
+    assert not questions
 
 
-def test_settings_without_effect_are_told(model):
+def test_settings_without_effect_are_named(model, questions):
     with pytest.warns(UserWarning, match="without effect: image_aspect_ratio"):
-        model.generate_until([request(1, "?", GREEDY | {"image_aspect_ratio": "original"})])
+        model.generate_until([request(1, settings=GREEDY | {"image_aspect_ratio": "original"})])
 
 
-def test_several_pictures_are_answered_and_videos_refused(model):
-    twice = [request(0, "?", dict(GREEDY), visuals=lambda document: pictures_of(document) * 2)]
-    assert len(model.generate_until(twice)) == 1
-    film = [request(0, "?", dict(GREEDY), visuals=lambda document: ["film.mp4"])]
+def test_videos_are_refused(model, questions):
     with pytest.raises(ValueError, match=r"document 0: expected images, got 1 visual.*: str"):
-        model.generate_until(film)
+        model.generate_until([request(0, visuals=lambda document: ["film.mp4"])])
+
+
+def test_other_kinds_of_tasks_are_refused(model):
+    for method in (model.loglikelihood, model.generate_until_multi_round):
+        with pytest.raises(NotImplementedError, match="output_type generate_until"):
+            method([])
