@@ -1,41 +1,15 @@
-"""Code in README, docs, notebooks and examples runs; no link is dead; the reference is complete."""
+"""Code of pages and examples runs, and its names exist; links lead somewhere; the reference is whole."""
 
 import importlib
-import json
-import pathlib
 import re
 
 import pytest
+from page_code import problems
+from pages import EXAMPLES, HOSTS, NOTEBOOKS, PAGES, ROOT, blocks, cells, prose, shown
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
-NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SLOW = {".ipynb", ".py"}  # a minute each
 SLOW_PAGES = {"composing.md", "hosts.md"}  # which compile 200 programs each
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
-
-
-def cells(notebook, kind):
-    read = json.loads(notebook.read_text(encoding="utf-8"))
-    return [cell for cell in read["cells"] if cell["cell_type"] == kind]
-
-
-def blocks(file):
-    """Code of a page, notebook or example, each block on the line where the file has it."""
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".py":
-        return [text]
-    if file.suffix == ".ipynb":  # a command of the notebook's own, as %pip, does nothing
-        sources = ("".join(cell["source"]) for cell in cells(file, "code"))
-        return [re.sub(r"^( *)%.*", r"\1pass", source, flags=re.MULTILINE) for source in sources]
-    found = BLOCK.finditer(text)
-    return ["\n" * (text.count("\n", 0, match.start()) + 1) + match.group(1) for match in found]
-
-
-def shown(file):
-    return str(file.relative_to(ROOT))
 
 
 def is_slow(file):
@@ -59,6 +33,38 @@ def test_code_runs(file, monkeypatch):
         exec(compile(block, str(file), "exec"), namespace)
 
 
+@pytest.mark.parametrize("file", [*PAGES, *NOTEBOOKS, *EXAMPLES, *HOSTS], ids=shown)
+def test_names_of_code_exist_and_calls_bind(file):
+    assert problems(blocks(file)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("import stepprune_jax as sp\nsp.generat(model)", "stepprune_jax has no generat"),
+        ("from stepprune_jax.pruning import Nothing", "No module named"),
+        ("from stepprune_jax.pruning import Grid\nGrid(keep=4)", "argument 'keep'"),
+        ("from stepprune_jax import load_policy\nload_policy()", "missing a required argument"),
+        (
+            "from stepprune_jax import generate\n"
+            "for answer in generate(model, [text]):\n    print(answer.times)",
+            "Answer has no times",
+        ),
+        (
+            "from stepprune_jax.efficiency.model_shapes import find_backbone\n"
+            "from stepprune_jax.flops import vision_flops\n"
+            "vision_flops(find_backbone('llava-7b').config, [(24, 24)])",
+            "backbone is a ModelConfig, expected Backbone",
+        ),
+        ("def half(x):\n    return x / two", "two: is not defined"),
+    ],
+)
+def test_a_fault_of_code_is_named(code, problem):
+    free = "model = text = None\n"
+    (line,) = problems([free + code])
+    assert problem in line
+
+
 @pytest.mark.slow
 def test_a_policy_learns_in_front_of_ones_own_model(capsys):
     """Four records of its choice answer most questions, and the diagnosis finds nothing wrong."""
@@ -71,10 +77,7 @@ def test_a_policy_learns_in_front_of_ones_own_model(capsys):
 
 @pytest.mark.parametrize("file", [*PAGES, *NOTEBOOKS], ids=shown)
 def test_links_lead_somewhere(file):
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".ipynb":
-        text = "".join("".join(cell["source"]) for cell in cells(file, "markdown"))
-    for target in LINK.findall(text):
+    for target in LINK.findall(prose(file)):
         assert (file.parent / target).exists(), f"{file.name} links to {target}"
 
 

@@ -87,7 +87,7 @@ def _more_dots(scene, one, two):
     return yes(counts[one] > counts[two]), list(scene.dots)
 
 
-_RULES = [
+RULES = [
     ("color", r"What color is the (\w+)\?", lambda s, kind: (the(s, kind).color, [the(s, kind)])),
     ("shape", r"What shape is (\w+)\?", lambda s, color: (the(s, color).kind, [the(s, color)])),
     ("existence", r"Is there a (\w+ \w+)\?", _existence),
@@ -105,6 +105,6 @@ _RULES = [
 
 def answer(scene, text):
     """(family, answer, the shapes or dots that were asked about)."""
-    found = [(family, re.fullmatch(rule, text), act) for family, rule, act in _RULES]
+    found = [(family, re.fullmatch(rule, text), act) for family, rule, act in RULES]
     ((family, match, act),) = [entry for entry in found if entry[1]]
     return family, *act(scene, *match.groups())
