@@ -1,4 +1,4 @@
-"""Code of pages and examples runs, and its names exist; links lead somewhere; the reference is whole."""
+"""Code of pages runs, and its names exist; links lead somewhere; the reference is complete."""
 
 import importlib
 import re
