@@ -1,5 +1,6 @@
 """A single table of parameter specifications: initial values, shapes and sharding axes."""
 
+import functools
 import math
 import re
 from typing import Any, Literal, NamedTuple
@@ -149,17 +150,38 @@ def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
 
 @implicit_promotion()
 def draw_params(key: jax.Array, specs: Any, dtype: DTypeLike = jnp.float32) -> Any:
-    """Draws the weights that a table of `ParamSpec`, or a part of one, describes."""
+    """Draws the weights that a table of `ParamSpec`, or a part of one, describes.
+
+    All weights are drawn by one compiled program.
+    """
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
+    return treedef.unflatten(_draw(key, tuple(leaves), jnp.dtype(dtype)))
 
-    def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:
-        if spec.init in ("ones", "zeros"):
-            return jnp.full(spec.shape, float(spec.init == "ones"), dtype)
-        std = 0.02 if spec.init == "token" else 1 / math.sqrt(spec.shape[0])
-        return std * jax.random.normal(key, spec.shape, dtype)
 
-    keys = jax.random.split(key, len(leaves))
-    return treedef.unflatten([draw(k, spec) for k, spec in zip(keys, leaves, strict=True)])
+@functools.partial(jax.jit, static_argnames=("specs", "dtype"))
+def _draw(key: jax.Array, specs: tuple[ParamSpec, ...], dtype: jnp.dtype) -> list[jax.Array]:
+    """Draws weight i from the i-th part of `key`.
+
+    Weights of one size share a loop, as XLA takes a quarter of a second to compile each draw. The
+    barrier keeps the scaling out of the draw, so that no weight depends on how XLA fuses the two.
+    """
+    keys = jax.random.split(key, len(specs))
+    places: dict[int, list[int]] = {}
+    for place, spec in enumerate(specs):
+        if spec.init in ("fan_in", "token"):
+            places.setdefault(math.prod(spec.shape), []).append(place)
+    weights = [jnp.full(spec.shape, float(spec.init == "ones"), dtype) for spec in specs]
+    for size, members in places.items():
+
+        def normal(key: jax.Array, size: int = size) -> jax.Array:
+            return jax.random.normal(key, (size,), dtype)
+
+        drawn = jax.lax.optimization_barrier(jax.lax.map(normal, keys[jnp.array(members)]))
+        for place, weight in zip(members, drawn, strict=True):
+            spec = specs[place]
+            std = 0.02 if spec.init == "token" else 1 / math.sqrt(spec.shape[0])
+            weights[place] = std * weight.reshape(spec.shape)
+    return weights
 
 
 def abstract_policy(config: PolicyConfig) -> Params:

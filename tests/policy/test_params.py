@@ -30,6 +30,22 @@ def test_init_has_the_abstract_shapes_and_each_weight_exactly_one_rule(config):
         assert sum(bool(re.search(pattern, path)) for pattern, _ in rules) == 1
 
 
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_each_weight_is_a_scaled_normal_draw_of_its_own_key_by_one_program(make_key, caplog):
+    """Results depend on the values of a seed."""
+    config, key = PolicyConfig(feature_width=20, text_width=0, num_heads=4, width=8), make_key(5)
+    with jax.log_compiles():
+        params = policy.init_policy(key, config)
+    compiled = [text for text in caplog.messages if "Finished XLA compilation" in text]
+    assert len(compiled) == 1, compiled
+    leaves = jax.tree.leaves(tables.param_specs(config), is_leaf=tables._is_spec)
+    keys = jax.random.split(key, len(leaves))
+    for key, spec, weight in zip(keys, leaves, jax.tree.leaves(params), strict=True):
+        std = {"fan_in": spec.shape[0] ** -0.5, "token": 0.02}.get(spec.init, 0.0)
+        expected = std * jax.random.normal(key, spec.shape) + (spec.init == "ones")
+        np.testing.assert_array_equal(weight, expected)
+
+
 @pytest.mark.slow
 def test_sharded_weights_give_the_same_loss():
     config = CONFIGS[0]
