@@ -33,6 +33,7 @@ from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import WeightTarget, flatten, unflatten
 from stepprune_jax.parallel import sharding
 from stepprune_jax.parallel.placement import prepare_to_answer
+from stepprune_jax.policy.params import count_weights
 from stepprune_jax.user_input import UserError, expect
 
 USES = ("answers", "training", "embeddings")
@@ -68,6 +69,11 @@ class VLM(NamedTuple):
     image_settings: Processor = None
     folder: Path | None = None
     repetition_penalty: float = 1.0
+
+    def __repr__(self) -> str:
+        """Returns one line, without the weights."""
+        weights = f"{count_weights(self.params):,} weights"
+        return f"VLM({type(self.backbone).__name__}, {weights}, folder={self.folder})"
 
     @property
     def config(self) -> ModelConfig:

@@ -21,6 +21,7 @@ from stepprune_jax.checkpoints.policy import POLICY_FILE, load_policy, read_conf
 from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with
 from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
+from stepprune_jax.policy.params import count_weights
 from stepprune_jax.pruners import selector_of
 from stepprune_jax.settings import is_number
 from stepprune_jax.trained import Policy
@@ -145,7 +146,7 @@ def model_card(
         batch_size=config["batch_size"],
         feature_width=policy.config.feature_width,
         text_width=policy.config.text_width,
-        count=f"{sum(leaf.size for leaf in jax.tree.leaves(policy.params)):,}",
+        count=f"{count_weights(policy.params):,}",
         stop_bias=f"{policy.stop_bias:g}",
         figures="\n".join(lines) or "None were logged.",
         config=json.dumps(config, indent=1),

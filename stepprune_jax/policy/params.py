@@ -189,6 +189,11 @@ def abstract_policy(config: PolicyConfig) -> Params:
     return jax.eval_shape(lambda key: init_policy(key, config), jax.random.key(0))
 
 
+def count_weights(params: Any) -> int:
+    """Counts the numbers in a tree of arrays, or of anything with shapes."""
+    return sum(math.prod(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(params))
+
+
 def cast_weights(params: Params, dtype: DTypeLike | None) -> Params:
     """Casts a policy's dense layers once, for inference, so that no program does so in each step.
 

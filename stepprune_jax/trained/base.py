@@ -15,7 +15,7 @@ from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.host import AnyKey, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
-from stepprune_jax.policy.params import draw_params
+from stepprune_jax.policy.params import count_weights, draw_params
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Pruner, Ranker, Ranking, Schedule, View
@@ -79,6 +79,19 @@ class Weighted(Pruner):
     calibration: Calibration | None = dataclasses.field(default=None, kw_only=True)
 
     leaves: ClassVar[tuple[str, ...]] = ("params", "stats", "stop_bias", "budget")
+
+    def __init_subclass__(cls, **keywords: Any):
+        super().__init_subclass__(**keywords)
+        if "__repr__" not in cls.__dict__:  # `dataclass` would add one that prints all weights
+            cls.__repr__ = Weighted.__repr__
+
+    def __repr__(self) -> str:
+        """Returns one line: the number of weights, and the fields that differ from defaults."""
+        weights = f"{count_weights(self.params):,} weights" if self.params else "no weights"
+        parts = [f"budget={self.budget}", weights, *_changed_fields(self)]
+        parts += ["calibrated"] * (self.calibration is not None)
+        config = f"{type(self.config).__name__}({', '.join(_changed_fields(self.config))})"
+        return f"{type(self).__name__}({', '.join(parts)}, config={config})"
 
     @classmethod
     def init(
@@ -198,6 +211,17 @@ class Weighted(Pruner):
             if width != expected
         ]
         require(not wrong, "the policy does not fit the model: " + "; ".join(wrong))
+
+
+def _changed_fields(value: Any) -> list[str]:
+    """Returns "name=value" of the simple fields of a dataclass that differ from their defaults."""
+    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    simple = float, int, bool, str, tuple, type(None)
+    return [
+        f"{field.name}={content!r}"
+        for field, content in fields
+        if type(content) in simple and content != field.default
+    ]
 
 
 def carrying(tokens: Float[Array, "b n d"], real: Bool[Array, "b n"]) -> Bool[Array, "b n"]:

@@ -76,6 +76,11 @@ def test_values_are_rounded_to_the_wanted_dtype(llava_folder, llava_model):
     _assert_same(half, jax.tree.map(lambda x: x.astype(jnp.bfloat16), llava_model.params))
 
 
+def test_a_model_is_printed_in_one_line(llava_folder, llava_model):
+    weights = sum(leaf.size for leaf in jax.tree.leaves(llava_model.params))
+    assert repr(llava_model) == f"VLM(Llava, {weights:,} weights, folder={llava_folder})"
+
+
 def test_a_mesh_has_the_same_weights_of_which_each_byte_is_read_once(tmp_path, monkeypatch):
     # Divisible by four devices.
     text = {"vocab_size": 448, "num_key_value_heads": 2}

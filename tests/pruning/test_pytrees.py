@@ -9,6 +9,7 @@ from views import select, view
 
 from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import Budget, FastV, Grid
+from stepprune_jax.trained import AutoSelect
 
 UNTRAINED = [kind for kind in PRUNERS.values() if kind.config_type is None]
 TRAINED = {"stepprune": stepprune, "autoselect": one_shot}
@@ -80,3 +81,15 @@ def test_an_untrained_pruner_is_told_apart_by_its_fields():
     assert len(traced) == 1
     first, *others = map(jax.tree.structure, (FastV(4), FastV("4"), FastV(5), FastV(4, layer=3)))
     assert [first == other for other in others] == [True, False, False]
+
+
+def test_a_policy_is_printed_in_one_line():
+    policy = one_shot().replace(diversity=0.5, stop_bias=jnp.float32(1))
+    weights = sum(leaf.size for leaf in jax.tree.leaves(policy.params))
+    fields = "feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2, encoder_layers=1"
+    config = f"config=AutoSelectConfig({fields})"
+    expected = f"AutoSelect(budget=1/3, {weights:,} weights, diversity=0.5, {config})"
+    assert repr(policy.with_budget("1/3")) == expected
+    empty = AutoSelect(config=policy.config)
+    assert repr(empty) == f"AutoSelect(budget=unset, no weights, {config})"
+    assert len(repr(stepprune())) < 300
