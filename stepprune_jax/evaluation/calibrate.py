@@ -1,8 +1,8 @@
 """Stop biases at which a policy meets each budget on average, computed once and cached in a file.
 
-A policy's own stop gives one mean K. For another mean, a bias is added to its stop logits, computed
-on questions without reading their answers: those of a data folder's validation split, or some of
-the public benchmarks' own, the same number of each.
+A learned stop has one mean count. For another mean count, a bias is added to the stop logits. The
+bias is computed on questions without their answers: on the validation split of a data folder, or on
+the same number of questions from each public benchmark.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,10 +35,14 @@ Biases = Mapping[str, Mapping[int | str, float]]  # by row name and budget
 
 
 class Sample(NamedTuple):
-    """Questions with an image each that biases are computed on, and their name in the file.
+    """Questions on which stop biases are computed; each has an image.
 
-    Biases are rounded to `decimals`; None leaves them exact. An exact bias is the margin of some
-    question, whose K then depends on the last bit of a sum, and so on the batch size.
+    Attributes:
+        about: fields that identify the questions in the file of biases.
+        questions: the questions.
+        decimals: decimals of the biases; None leaves them exact. An exact bias equals the margin of
+            some question, so the count of that question depends on the last bit of a sum, and thus
+            on the batch size.
     """
 
     about: Mapping[str, str]
@@ -47,17 +51,22 @@ class Sample(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """Stop margins before each step of rollouts that do not stop; infinite behind their end."""
+    """Stop margins before each step of rollouts without a stop; infinite past the end."""
 
     margin: Float[np.ndarray, "q t"]
     sizes: Int[np.ndarray, "q"]
 
 
 class StopBiases(NamedTuple):
-    """The stop biases of the policies that stop by themselves, by row name, in a file.
+    """The file of stop biases of all policies with a learned stop.
 
-    `model` is what they depend on besides policy and sample. The file also keeps those of earlier
-    policies and models.
+    The file also keeps the biases of earlier policies and models.
+
+    Attributes:
+        path: the file.
+        model: fields that identify the model.
+        digests: fingerprint of each policy, by row name.
+        budgets: budgets that need a bias.
     """
 
     path: Path
@@ -68,10 +77,10 @@ class StopBiases(NamedTuple):
     def known(self, sample: Sample) -> Biases:
         """Returns the biases of rows that have one for every budget, by row name and budget."""
         entries = self._read()
-        found = {name: self._entry(entries, name, sample)["biases"] for name in self.digests}
+        biases_of = {name: self._entry(entries, name, sample)["biases"] for name in self.digests}
         return {
             name: {budget: biases[str(budget)] for budget in self.budgets}
-            for name, biases in found.items()
+            for name, biases in biases_of.items()
             if {str(budget) for budget in self.budgets} <= biases.keys()
         }
 
@@ -114,22 +123,26 @@ class StopBiases(NamedTuple):
         self, entries: Mapping[str, list[JsonObject]], name: str, sample: Sample
     ) -> JsonObject:
         """Returns the entry of a row's policy with this model and sample, or a new one."""
-        mine = {"policy": self.digests[name], **self.model, **sample.about}
+        identity = {"policy": self.digests[name], **self.model, **sample.about}
         for entry in entries.get(name, []):
-            if {key: entry[key] for key in entry if key not in ("biases", "questions")} == mine:
+            if {key: entry[key] for key in entry if key not in ("biases", "questions")} == identity:
                 return entry
-        return {**mine, "biases": {}}
+        return {**identity, "biases": {}}
 
 
-def spread(asked: Mapping[str, Sequence[BenchmarkQuestion]], most: int) -> list[BenchmarkQuestion]:
-    """Chooses `most` questions with an image, or all for 0, spread evenly over the benchmarks."""
+def spread(
+    questions_of: Mapping[str, Sequence[BenchmarkQuestion]], question_limit: int
+) -> list[BenchmarkQuestion]:
+    """Chooses questions with an image, spread over the benchmarks; a limit of 0 keeps all."""
     chosen = []
-    for questions in asked.values():
-        shown = [question for question in questions if question.image is not None]
-        each = max(1, most // len(asked)) if most else 0
-        chosen += [shown[at] for at in spread_over(len(shown), each)]
+    for questions in questions_of.values():
+        with_image = [question for question in questions if question.image is not None]
+        limit_per_benchmark = max(1, question_limit // len(questions_of)) if question_limit else 0
+        chosen += [
+            with_image[position] for position in spread_over(len(with_image), limit_per_benchmark)
+        ]
     if not chosen:
-        raise UserError(f"no question of {', '.join(asked)} has an image for stop biases")
+        raise UserError(f"no question of {', '.join(questions_of)} has an image for stop biases")
     return chosen
 
 
@@ -171,13 +184,14 @@ def calibrate_policy(
 
 def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:
     """Computes the stop biases at which a policy meets budgets, as `Budget.parse` reads them."""
-    least = min(policy.min_tokens, margins.margin.shape[1])
+    min_tokens = min(policy.min_tokens, margins.margin.shape[1])
     margin = jnp.asarray(margins.margin)
-    bound = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1
+    max_bias = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1
     means = [
         np.mean([Budget.parse(budget).count(int(size)) for size in margins.sizes])
         for budget in budgets
     ]
     return [
-        float(calibrate_stop_bias(margin, mean, min_tokens=least, max_bias=bound)) for mean in means
+        float(calibrate_stop_bias(margin, mean, min_tokens=min_tokens, max_bias=max_bias))
+        for mean in means
     ]

@@ -22,18 +22,21 @@ def markdown_cell(value: Cell) -> str:
 
 
 def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Cell]], texts: int = 0) -> str:
-    """Formats a Markdown table, in which all but columns of text are right-aligned.
+    """Formats a Markdown table. Columns of text are left-aligned, other columns right-aligned.
 
-    These are the first `texts` ones, or those with a text in the first row.
+    Columns of text are the first `texts` columns. If `texts` is 0, they are the columns with a text
+    in the first row.
     """
-    left = [at < texts if texts else isinstance(value, str) for at, value in enumerate(rows[0])]
-    lines = [[markdown_cell(name) for name in header], ["---" if x else "---:" for x in left]]
+    is_text = [
+        column < texts if texts else isinstance(value, str) for column, value in enumerate(rows[0])
+    ]
+    lines = [[markdown_cell(name) for name in header], ["---" if x else "---:" for x in is_text]]
     lines += [[markdown_cell(value) for value in row] for row in rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def csv_table(table: Sequence[dict[str, Cell]]) -> str:
-    """Formats objects with the same fields as CSV, in which no text is a spreadsheet's formula."""
+    """Formats objects with the same fields as CSV, and escapes texts that look like formulas."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in (list(table[0]), *(row.values() for row in table)):

@@ -54,8 +54,13 @@ def generate_answers(
 ) -> dict[str, Path]:
     """Answers the unanswered questions of all benchmarks.
 
-    Returns the folders of answer files by benchmark, workdir/answers/BENCHMARK, which all processes
-    must see. `policy` is that of the default row, if not the run's own.
+    Args:
+        run: settings of the evaluation.
+        workdir: folder of the run, which all processes must see.
+        policy: policy of the default row; None for the policy of the run in `workdir`.
+
+    Returns:
+        The folder of answer files of each benchmark, workdir/answers/BENCHMARK.
     """
     folder = Path(workdir) / ANSWERS
     source = run.model.inspect()
@@ -103,16 +108,16 @@ def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
 def read_tasks(conditions: Conditions) -> list["Task"]:
     """Reads the questions of every benchmark, and those that stop biases are computed on."""
     run, names = conditions.run, conditions.settings.benchmark_names
-    asked = {name: run.questions(name) for name in names}
-    own = {name: q for name, q in asked.items() if not BENCHMARKS[name].calibration}
-    stops = any(policy.has_stop for policy in conditions.policies.values())
-    most, common, tasks = conditions.settings.validation_questions, None, []
-    if own and stops:
-        common = Sample({}, spread(own, most), decimals=3)
-    for name, questions in asked.items():
-        sample = common
-        if name not in own:
-            sample = read_sample(run, name) if stops else None
+    questions_of = {name: run.questions(name) for name in names}
+    uncalibrated = {name: q for name, q in questions_of.items() if not BENCHMARKS[name].calibration}
+    has_stop = any(policy.has_stop for policy in conditions.policies.values())
+    question_limit, shared_sample, tasks = conditions.settings.validation_questions, None, []
+    if uncalibrated and has_stop:
+        shared_sample = Sample({}, spread(uncalibrated, question_limit), decimals=3)
+    for name, questions in questions_of.items():
+        sample = shared_sample
+        if name not in uncalibrated:
+            sample = read_sample(run, name) if has_stop else None
         tasks.append(Task(conditions, BENCHMARKS[name], questions, sample))
     return tasks
 
@@ -121,10 +126,12 @@ def read_sample(run: EvaluationRun, name: str) -> Sample:
     """Reads the questions that a benchmark has for calibration."""
     benchmark, root = BENCHMARKS[name], run.root(name)
     questions = benchmark.read_questions(root, benchmark.calibration)
-    chosen = spread_over(len(questions), run.eval.validation_questions)
-    questions = [questions[at] for at in chosen]
-    about = digest([f"{question.image.name} {question.text}" for question in questions])
-    return Sample({"split": "validation", "sample": about}, questions)
+    positions = spread_over(len(questions), run.eval.validation_questions)
+    questions = [questions[position] for position in positions]
+    digest_of_questions = digest(
+        [f"{question.image.name} {question.text}" for question in questions]
+    )
+    return Sample({"split": "validation", "sample": digest_of_questions}, questions)
 
 
 class _OpenRow(NamedTuple):
@@ -171,19 +178,19 @@ class Task:
     def is_missing(self) -> bool:
         """Returns whether an answer or a stop bias is missing; checks the provenance of files."""
 
-        def look() -> bool:
+        def has_missing() -> bool:
             biases = {} if self.sample is None else self._biases.known(self.sample)
             files = [file for _, file in self._files(biases)]
             for file in files:
                 check_claim(file)
-            lacks = self.sample is not None and biases.keys() < self._biases.digests.keys()
-            return lacks or any([outstanding(file, self.questions) for file in files])
+            lacks_biases = self.sample is not None and biases.keys() < self._biases.digests.keys()
+            return lacks_biases or any([outstanding(file, self.questions) for file in files])
 
         # The processes agree, and none writes while another still reads.
-        return distributed.any_process(distributed.main_first(look))
+        return distributed.any_process(distributed.main_first(has_missing))
 
     def run(self, model: VLM) -> str:
-        """Answers missing questions, chunk by chunk in step with the other processes.
+        """Answers missing questions, chunk by chunk; all processes work on their chunks in step.
 
         Returns:
             The questions with logits that are not finite; empty if there are none.
@@ -198,12 +205,12 @@ class Task:
             )
         rows = self._claim(self._files(biases))
         answerer = _Answerer(self, model, size, rows)
-        todo = sorted(frozenset().union(*(row.missing for row in rows)))
+        missing_numbers = sorted(frozenset().union(*(row.missing for row in rows)))
         chunk = chunk_size(model, size)
-        chunks = share(todo, chunk, jax.process_index(), jax.process_count())
-        mine = frozenset(itertools.chain.from_iterable(chunks))
+        chunks = share(missing_numbers, chunk, jax.process_index(), jax.process_count())
+        local_numbers = frozenset(itertools.chain.from_iterable(chunks))
         with tqdm(
-            total=sum(len(mine & row.missing) for row in rows),
+            total=sum(len(local_numbers & row.missing) for row in rows),
             desc=self.benchmark.name,
             unit="answer",
             mininterval=0.2 if sys.stderr.isatty() else 10,
@@ -223,7 +230,7 @@ class Task:
     def _claim(self, rows: Sequence[tuple[TableRow, AnswerFile]]) -> list[_OpenRow]:
         """Opens the answer files, and lists missing answers."""
 
-        def look() -> list[_OpenRow]:
+        def open_rows() -> list[_OpenRow]:
             for _, file in rows if distributed.is_main() else ():
                 claim(file)
             return [
@@ -231,20 +238,20 @@ class Task:
                 for row, file in rows
             ]
 
-        opened = distributed.main_first(look)
+        opened = distributed.main_first(open_rows)
         distributed.any_process(False)  # none writes while another still reads
         return opened
 
 
-def share(todo: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
+def share(numbers: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
     """Returns one process's share of questions, in chunks of `size`.
 
-    Every process has equally many chunks, of which the last ones may be empty.
+    Every process has the same number of chunks. The last chunks may be empty.
     """
-    begin, end = (len(todo) * place // count for place in (index, index + 1))
-    chunks = math.ceil(math.ceil(len(todo) / count) / size)
-    cuts = [min(begin + size * number, end) for number in range(chunks + 1)]
-    return [list(todo[first:last]) for first, last in itertools.pairwise(cuts)]
+    begin, end = (len(numbers) * place // count for place in (index, index + 1))
+    chunks = math.ceil(math.ceil(len(numbers) / count) / size)
+    bounds = [min(begin + size * number, end) for number in range(chunks + 1)]
+    return [list(numbers[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
 class _Answerer:
@@ -265,85 +272,104 @@ class _Answerer:
             sizes = tuple(sorted({*steps, n}))
         self._batching = Batching(size, sizes, WIDTHS)
         self._options = task.options
-        shown = [n for n, question in enumerate(task.questions) if question.image is not None]
-        most = len(shown) if task.benchmark.keep_order else min(settings.samples, len(shown))
-        self._samples = {shown[number * len(shown) // most] for number in range(most)}
+        with_image = [n for n, question in enumerate(task.questions) if question.image is not None]
+        sample_count = (
+            len(with_image) if task.benchmark.keep_order else min(settings.samples, len(with_image))
+        )
+        self._samples = {
+            with_image[number * len(with_image) // sample_count] for number in range(sample_count)
+        }
 
     def answer(self, numbers: Sequence[int], bar: tqdm) -> None:
         """Answers some questions, and writes each row's answers before the next row begins."""
-        lacking = [(row, [n for n in numbers if n in row.missing]) for row in self._rows]
-        lacking = [(row, mine) for row, mine in lacking if mine]
-        if not lacking:
+        rows_to_answer = [(row, [n for n in numbers if n in row.missing]) for row in self._rows]
+        rows_to_answer = [
+            (row, missing_numbers) for row, missing_numbers in rows_to_answer if missing_numbers
+        ]
+        if not rows_to_answer:
             return
         model, config, questions = self._model, self._model.config, self._task.questions
         encoded = encode_questions(
             model,
             [questions[number] for number in numbers],
             batch_size=self._batching.batch_size,
-            taps=[tap for row, _ in lacking for tap in row.row.pruner.taps(config)],
+            taps=[tap for row, _ in rows_to_answer for tap in row.row.pruner.taps(config)],
             execution=self._options.execution,
             numbers=numbers,
         )
-        plain = self._answer_plain(encoded)
-        seen = encoded.take(np.flatnonzero(encoded.prompts.has_image))
-        for _, group in itertools.groupby(lacking, lambda pair: pair[0].row.shared):
-            self._answer_group(list(group), seen, plain, bar)
+        lines_without_image = self._answer_plain(encoded)
+        with_image = encoded.take(np.flatnonzero(encoded.prompts.has_image))
+        for _, group in itertools.groupby(rows_to_answer, lambda pair: pair[0].row.shared):
+            self._answer_group(list(group), with_image, lines_without_image, bar)
 
     def _answer_group(
         self,
         group: Sequence[tuple[_OpenRow, list[int]]],
-        seen: EncodedQuestions,
-        plain: dict[int, AnswerLine],
+        with_image: EncodedQuestions,
+        lines_without_image: dict[int, AnswerLine],
         bar: tqdm,
     ) -> None:
         """Answers the rows of one method, whose tokens are put in order once, and writes them."""
-        numbers = seen.prompts.number
-        places = [np.flatnonzero(np.isin(numbers, mine)) for _, mine in group]
-        variants = [(row.row.pruner, at) for (row, _), at in zip(group, places, strict=True)]
+        numbers = with_image.prompts.number
+        places = [np.flatnonzero(np.isin(numbers, missing_numbers)) for _, missing_numbers in group]
+        variants = [
+            (row.row.pruner, positions) for (row, _), positions in zip(group, places, strict=True)
+        ]
         generator = Generator(self._model, variants[0][0], options=self._options)
-        answered = generator.answer_set(seen, self._batching, variants, partial=True)
-        for (row, mine), at, answers in zip(group, places, answered, strict=True):
+        answered = generator.answer_set(with_image, self._batching, variants, partial=True)
+        for (row, missing_numbers), positions, answers in zip(group, places, answered, strict=True):
             bar.set_postfix_str(row.file.path.stem, refresh=False)
-            lines = plain | self._lines(seen.take(at), row.row, answers)
+            lines = lines_without_image | self._lines(with_image.take(positions), row.row, answers)
             questions = self._task.questions
-            self.without_answer |= {n for n in mine if n not in lines}
-            answerable = [n for n in mine if n in lines]
+            self.without_answer |= {n for n in missing_numbers if n not in lines}
+            answerable = [n for n in missing_numbers if n in lines]
             objects = [answer_object(row.file, n, questions[n], lines[n]) for n in answerable]
             append(row.file.part(jax.process_index()), objects)
-            bar.update(len(mine))
+            bar.update(len(missing_numbers))
 
     def _lines(
-        self, seen: EncodedQuestions, row: TableRow, answers: Answers
+        self, with_image: EncodedQuestions, row: TableRow, answers: Answers
     ) -> dict[int, AnswerLine]:
         """Returns the lines of one row of the table by number of the question, if it has one."""
         lines = {}
-        grids, sizes = seen.images.grid[seen.prompts.image_of[:, 0]].tolist(), seen.sizes.tolist()
-        asked = np.stack([seen.prompts.length - 1, seen.prompts.num_words, answers.kept], axis=1)
-        for at, number in enumerate(seen.prompts.number.tolist()):
-            if not answers.finite[at]:
+        grids, sizes = (
+            with_image.images.grid[with_image.prompts.image_of[:, 0]].tolist(),
+            with_image.sizes.tolist(),
+        )
+        counts = np.stack(
+            [with_image.prompts.length - 1, with_image.prompts.num_words, answers.kept], axis=1
+        )
+        for position, number in enumerate(with_image.prompts.number.tolist()):
+            if not answers.finite[position]:
                 continue
-            text, words, kept = asked[at].tolist()
+            text, words, kept = counts[position].tolist()
             flops = first_token_flops(
-                self._model.backbone, row.pruner.bare, tuple(grids[at]), text, words, kept
+                self._model.backbone, row.pruner.bare, tuple(grids[position]), text, words, kept
             )
             fields = {"gflops": sum(flops.values()) / 1e9}
             if number in self._samples and row.budget.kind != "all":
-                order = answers.order[at].tolist()
-                order = self._model.backbone.cells(grids[at], order).tolist()
-                fields |= {"order": order, "grid": grids[at], "visual_tokens": sizes[at]}
-            taken = milliseconds(answers.seconds[at])
-            lines[number] = AnswerLine(answers.texts[at], int(answers.kept[at]), taken, fields)
+                order = answers.order[position].tolist()
+                order = self._model.backbone.cells(grids[position], order).tolist()
+                fields |= {
+                    "order": order,
+                    "grid": grids[position],
+                    "visual_tokens": sizes[position],
+                }
+            answer_ms = milliseconds(answers.seconds[position])
+            lines[number] = AnswerLine(
+                answers.texts[position], int(answers.kept[position]), answer_ms, fields
+            )
         return lines
 
     def _answer_plain(self, encoded: EncodedQuestions) -> dict[int, AnswerLine]:
-        """Answers questions without an image, for which all methods agree."""
+        """Answers questions without an image; the answers are the same for all methods."""
         rows = np.flatnonzero(~encoded.prompts.has_image)
         if not len(rows):
             return {}
-        some = encoded.take(rows)._replace(seconds=0.0)
+        without_image = encoded.take(rows)._replace(seconds=0.0)
         generator = Generator(self._model, AllTokens(), options=self._options)
-        (answers,) = generator.answer_set(some, self._batching, partial=True)
-        numbers = some.prompts.number.tolist()
+        (answers,) = generator.answer_set(without_image, self._batching, partial=True)
+        numbers = without_image.prompts.number.tolist()
         rows = zip(numbers, answers.texts, answers.seconds, answers.finite, strict=True)
         return {
             number: AnswerLine(text, 0, milliseconds(seconds))

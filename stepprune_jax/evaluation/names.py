@@ -7,12 +7,12 @@ DOWNSAMPLED = "downsample"
 # The policy trained by the run in the working directory.
 DEFAULT = "StepPrune"
 _STOP = ", own stop"
-# The row in which that policy stops by itself.
+# The row of that policy with its learned stop.
 OWN_STOP = f"{DEFAULT}{_STOP}"
 
 
 def own_stop(method: str) -> str:
-    """Returns the name of the row in which a method uses its own stop."""
+    """Returns the name of the row of a method with its learned stop."""
     return f"{method}{_STOP}"
 
 

@@ -10,27 +10,38 @@ from stepprune_jax.pruning import Pruner
 from stepprune_jax.trained import Selector
 
 
-@functools.lru_cache(1 << 14)  # questions are alike in their lengths
+@functools.lru_cache(1 << 14)  # many questions have the same lengths
 def first_token_flops(
     backbone: Backbone, pruner: Pruner, grid: tuple[int, int], text: int, words: int, kept: int
 ) -> dict[str, float | int]:
     """Counts the operations of one prompt with one image, up to the first token, by part.
 
-    `words` of the `text` tokens are the user's. `kept` counts where the method decides; other
-    budgets follow from the pruner, which is `Pruner.bare`. `choice` is 0 for methods without
-    training.
+    Args:
+        backbone: the model.
+        pruner: the method without its weights, `Pruner.bare`. It determines the number of kept
+            tokens if its budget is exact.
+        grid: rows and columns of the image's tokens.
+        text: number of text tokens of the prompt.
+        words: number of text tokens that the user wrote.
+        kept: number of kept tokens, read if the method decides it.
+
+    Returns:
+        The operations of "tower", "choice", "projector" and "prefill". "choice" is 0 for methods
+        without training.
     """
     config = backbone.config
     n = int(backbone.num_tokens(np.array([grid]))[0])
-    stops = not pruner.budget.is_exact
-    visual = pruner.layer_tokens(config, n, kept if stops else None)
+    method_decides = not pruner.budget.is_exact
+    visual = pruner.layer_tokens(config, n, kept if method_decides else None)
     projected = n if pruner.after_projector else visual[0]
     vision = vision_flops(backbone, [grid])
     choice = 0
     if isinstance(pruner, Selector) and pruner.encoder_config is not None:
         steps = pruner.pointer_steps(kept)
-        work = policy_flops(pruner.encoder_config, n, words, steps or 0, exact=not stops)
-        choice = work["encoder"] if steps is None else work["total"]
+        policy_work = policy_flops(
+            pruner.encoder_config, n, words, steps or 0, exact=not method_decides
+        )
+        choice = policy_work["encoder"] if steps is None else policy_work["total"]
     return {
         "tower": vision["tower"],
         "choice": choice,

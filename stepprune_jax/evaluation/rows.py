@@ -38,12 +38,12 @@ class TableRow(NamedTuple):
         return "exact" if self.budget.is_exact else "adaptive"
 
     def count(self, num_tokens: int) -> int | None:
-        """Returns the tokens kept of an image, on average if adaptive; None for an own stop."""
+        """Returns the tokens kept of an image, a mean if adaptive; None for a learned stop."""
         return self.budget.value if self.budget.kind == "mean" else self.budget.count(num_tokens)
 
     @property
     def shared(self) -> tuple[Pruner, str | None]:
-        """Equal for rows of one method and policy that differ in their budget alone."""
+        """A key that is equal for rows that differ in their budget only."""
         return dataclasses.replace(self.pruner.bare, budget=Budget()), self.policy
 
 
@@ -54,17 +54,17 @@ def plan_rows(
     biases: Biases,
     seed: int,
 ) -> list[TableRow]:
-    """Plans the rows that the settings ask for, but for pruners that do not support the model.
+    """Plans the rows of the settings; skips pruners that do not support the model.
 
-    These are all tokens, the methods without training at each budget, then each policy: exact,
-    adaptive if it has biases, and its own stop if requested.
+    The rows are all tokens, the methods without training at each budget, then each policy: with
+    exact budgets, with mean budgets if it has biases, and with its learned stop if requested.
     """
     budgets = [Budget.parse(budget) for budget in settings.budgets]
-    rows, n, given = [], config.max_image_tokens, settings.pruner_options
+    rows, n, options_of = [], config.max_image_tokens, settings.pruner_options
     for name, kind in PRUNERS.items():
         if kind.config_type is not None:
             continue
-        options = ({"seed": seed} if kind.is_random else {}) | given.get(name, {})
+        options = ({"seed": seed} if kind.is_random else {}) | options_of.get(name, {})
         for budget in [Budget()] if kind.budgets == ("all",) else budgets:
             row = TableRow(kind.label, budget, build_pruner(name, budget, options=options))
             try:
@@ -75,26 +75,32 @@ def plan_rows(
                 continue
             rows.append(row)
     for name, policy in policies.items():
-        made = {"policy": policy, "options": given.get(policy.name)}
-        rows += [TableRow(name, b, build_pruner(None, b, **made), name) for b in budgets]
-        decides = not policy.has_stop and "own" in policy.budgets
-        if name not in biases and not decides:
+        fields = {"policy": policy, "options": options_of.get(policy.name)}
+        rows += [TableRow(name, b, build_pruner(None, b, **fields), name) for b in budgets]
+        counts_by_threshold = not policy.has_stop and "own" in policy.budgets
+        if name not in biases and not counts_by_threshold:
             continue
-        for asked, exact in zip(settings.budgets, budgets, strict=True) if policy.has_stop else ():
-            budget, bias = Budget("mean", exact.count(n)), biases[name][asked]
+        for budget_setting, exact in (
+            zip(settings.budgets, budgets, strict=True) if policy.has_stop else ()
+        ):
+            budget, bias = Budget("mean", exact.count(n)), biases[name][budget_setting]
             pruner = build_pruner(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, pruner, name))
         if name in settings.own_stops:
-            own = Budget("own")
-            made = {"options": given.get(policy.name)} if decides else {"stop_bias": 0.0}
-            pruner = build_pruner(None, own, policy=policy, **made)
-            rows.append(TableRow(own_stop(name), own, pruner, name))
+            learned_stop_budget = Budget("own")
+            fields = (
+                {"options": options_of.get(policy.name)}
+                if counts_by_threshold
+                else {"stop_bias": 0.0}
+            )
+            pruner = build_pruner(None, learned_stop_budget, policy=policy, **fields)
+            rows.append(TableRow(own_stop(name), learned_stop_budget, pruner, name))
     return [row for row in rows if settings.wants(row.policy or row.label)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditions:
-    """What determines answers besides row and question, and the folder for them."""
+    """Conditions of all answers of a run: its settings, model, policies, and folder of answers."""
 
     run: EvaluationRun
     source: ModelFolder
@@ -136,43 +142,43 @@ class Conditions:
             for row in rows
         ]
         for row, file in zip(rows, files, strict=True):
-            other = owners.setdefault(file.path, row)
-            if other is not row:
+            owner = owners.setdefault(file.path, row)
+            if owner is not row:
                 raise UserError(
-                    f"{file.path} would hold the answers of {other.label!r} at {other.budget} and "
+                    f"{file.path} would hold the answers of {owner.label!r} at {owner.budget} and "
                     f"of {row.label!r} at {row.budget}: remove one budget, or give the row "
                     "another name"
                 )
         return files
 
     def _provenance(
-        self, row: TableRow, benchmark: Benchmark, questions: str, asked: int
+        self, row: TableRow, benchmark: Benchmark, questions: str, num_questions: int
     ) -> Provenance:
-        made = {
+        settings = {
             "weights": self.weights,
             "dtype": self.run.model.dtype,
             "positions": self.settings.positions,
             "max_new_tokens": self.settings.longest_answer(benchmark),
         }
         if self.run.model.weights != "full":
-            made["language_weights"] = self.run.model.weights
+            settings["language_weights"] = self.run.model.weights
         if row.policy is not None:
-            made["policy"] = self.digests[row.policy]
+            settings["policy"] = self.digests[row.policy]
         pruner, exact = row.pruner, row.budget.is_exact
         base = {field.name for field in dataclasses.fields(Weighted)}
         for field in dataclasses.fields(pruner):
             if field.name not in base:
                 value = getattr(pruner, field.name)
-                made[field.name] = list(value) if isinstance(value, tuple) else value
+                settings[field.name] = list(value) if isinstance(value, tuple) else value
         if pruner.version > 1:
-            made["version"] = pruner.version
-        made |= self.source.config.image_bounds
+            settings["version"] = pruner.version
+        settings |= self.source.config.image_bounds
         if row.budget.kind == "rate":
-            made["share"] = str(row.budget)
+            settings["share"] = str(row.budget)
         return Provenance(
             benchmark=benchmark.name,
             questions=questions,
-            asked=asked,
+            asked=num_questions,
             method=row.label,
             mode=row.mode,
             budget=row.count(self.num_tokens),
@@ -180,7 +186,7 @@ class Conditions:
             stop_bias=float(pruner.stop_bias) if pruner.has_stop and not exact else None,
             # The last part of the folder or hub id; the hub's own folders are hashes.
             model=local_path(self.source.origins[0]).resolve().name,
-            made=made,
+            made=settings,
         )
 
 

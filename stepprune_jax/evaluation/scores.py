@@ -17,7 +17,7 @@ from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import UserError
 
 SCORES = "scores.json"
-# The fields from which tables are built.
+# Fields that tables read, each with its check.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "benchmark": lambda value: value in BENCHMARKS,
     **dict.fromkeys(("method", "mode", "questions"), lambda value: isinstance(value, str)),
@@ -39,21 +39,21 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
     `mean_k`, `sd_k`, `min_k`, `max_k` and `gflops` are of the questions with an image. Without a
     headline, `problem` is the reason. Figures are None if no answer has them.
     """
-    made, answers, problem = file.provenance, [], None
+    provenance, answers, problem = file.provenance, [], None
     try:
         answers = _whole_lines(file)
     except UserError as error:  # a line that another program may have written
         problem = str(error)
     return {
-        "benchmark": made.benchmark,
-        "method": made.method,
-        "mode": made.mode,
-        "budget": made.budget,
-        "num_tokens": made.num_tokens,
-        "model": made.model,
-        "questions": made.questions,
+        "benchmark": provenance.benchmark,
+        "method": provenance.method,
+        "mode": provenance.mode,
+        "budget": provenance.budget,
+        "num_tokens": provenance.num_tokens,
+        "model": provenance.model,
+        "questions": provenance.questions,
         "seed": seed,
-        "asked": made.asked,
+        "asked": provenance.asked,
         "answered": len(answers),
         **_score(file, root, len(answers), problem),
         **_measured(answers),
@@ -61,38 +61,53 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
 
 
 def score_hard(files: Sequence[AnswerFile], root: Path) -> dict[Path, JsonObject]:
-    """Scores complete answer files of a benchmark on the questions that need what pruning may drop.
+    """Scores complete answer files of a benchmark on the questions that pruning can get wrong.
 
-    They are those of VTC-Bench (https://arxiv.org/abs/2510.07143): right with all tokens, and wrong
-    where the image is downsampled to the file's own budget. What a coarser image answers as well
-    does not tell methods apart.
+    The questions follow VTC-Bench (https://arxiv.org/abs/2510.07143): their answer is correct with
+    all tokens, and wrong if the image is downsampled to the budget of the file. A question that a
+    coarser image also answers does not distinguish methods.
 
     Args:
         files: the files, among them one of all tokens and some of `DOWNSAMPLED`.
         root: folder of the annotations.
 
     Returns:
-        By file, as far as they are known: `hard`, the percentage of these questions that are right,
-        and `hard_questions`, their number.
+        For each file with such questions: `hard`, the percentage of correct answers, and
+        `hard_questions`, the number of questions.
     """
-    right: dict[Path, dict[tuple[str, object], bool]] = {}
+    correct_by_file: dict[Path, dict[tuple[str, object], bool]] = {}
     for file in files:
         with contextlib.suppress(OSError, ValueError):  # as the score reports
             grades = BENCHMARKS[file.provenance.benchmark].judge(root, file.path)
             keys = [(answer.id, answer.fields.get("prompt")) for answer in read_answers(file.path)]
-            known = zip(keys, grades, strict=True)
-            right[file.path] = {key: grade >= 0.5 for key, grade in known if grade is not None}
-    made = {(f.provenance.method, f.provenance.budget): right.get(f.path, {}) for f in files}
-    whole = next((right for (method, _), right in made.items() if method == ALL), {})
-    found: dict[Path, JsonObject] = {}
+            graded = zip(keys, grades, strict=True)
+            correct_by_file[file.path] = {
+                key: grade >= 0.5 for key, grade in graded if grade is not None
+            }
+    correct_by_row = {
+        (f.provenance.method, f.provenance.budget): correct_by_file.get(f.path, {}) for f in files
+    }
+    with_all_tokens = next(
+        (
+            correct_by_file
+            for (method, _), correct_by_file in correct_by_row.items()
+            if method == ALL
+        ),
+        {},
+    )
+    scores: dict[Path, JsonObject] = {}
     for file in files:
-        coarse = made.get((DOWNSAMPLED, file.provenance.budget), {})
-        hard = [key for key, good in whole.items() if good and not coarse.get(key, True)]
-        if hard and file.path in right:
-            good = sum(right[file.path].get(key, False) for key in hard)
-            share = round(100 * good / len(hard), 2)
-            found[file.path] = {"hard": share, "hard_questions": len(hard)}
-    return found
+        downsampled = correct_by_row.get((DOWNSAMPLED, file.provenance.budget), {})
+        hard_keys = [
+            key
+            for key, num_correct in with_all_tokens.items()
+            if num_correct and not downsampled.get(key, True)
+        ]
+        if hard_keys and file.path in correct_by_file:
+            num_correct = sum(correct_by_file[file.path].get(key, False) for key in hard_keys)
+            share = round(100 * num_correct / len(hard_keys), 2)
+            scores[file.path] = {"hard": share, "hard_questions": len(hard_keys)}
+    return scores
 
 
 def _whole_lines(file: AnswerFile) -> list[GivenAnswer]:
@@ -111,8 +126,10 @@ def _measured(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
     if not answers:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms", "gflops"))
     # Another program may have written the file.
-    given = [answer.fields.get("kept") for answer in answers]
-    kept = np.array([count if is_count(count, 0) else 0 for count in given])[about_images(answers)]
+    recorded_counts = [answer.fields.get("kept") for answer in answers]
+    kept = np.array([count if is_count(count, 0) else 0 for count in recorded_counts])[
+        about_images(answers)
+    ]
     times, flops = (
         [value for value in (answer.fields.get(name) for answer in answers) if is_number(value)]
         for name in ("ms", "gflops")
@@ -129,9 +146,9 @@ def _measured(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
 
 def _score(file: AnswerFile, root: Path, answered: int, problem: str | None) -> JsonObject:
     """Returns the scorer's figures, or the reason why there are none."""
-    asked = file.provenance.asked
-    problem = problem or f"{answered:,} of {asked:,} questions answered so far"
-    if answered >= asked:
+    num_questions = file.provenance.asked
+    problem = problem or f"{answered:,} of {num_questions:,} questions answered so far"
+    if answered >= num_questions:
         try:
             score = BENCHMARKS[file.provenance.benchmark].score(root, file.path)
             return {**score._asdict(), "problem": None}
@@ -142,10 +159,12 @@ def _score(file: AnswerFile, root: Path, answered: int, problem: str | None) -> 
 
 def _is_score(score: JsonObject) -> bool:
     """Returns whether an object has the fields that tables are built from."""
-    good = all(holds(score[name]) for name, holds in _FIELDS.items())
+    is_valid = all(is_valid_value(score[name]) for name, is_valid_value in _FIELDS.items())
     # Only of a run that downsamples.
-    good = good and all(is_number(score.get(name, 0)) for name in ("hard", "hard_questions"))
-    return good and (score["mean_k"] is None) == (score["sd_k"] is None)
+    is_valid = is_valid and all(
+        is_number(score.get(name, 0)) for name in ("hard", "hard_questions")
+    )
+    return is_valid and (score["mean_k"] is None) == (score["sd_k"] is None)
 
 
 def read_scores(workdir: str | Path) -> list[JsonObject]:
@@ -155,9 +174,9 @@ def read_scores(workdir: str | Path) -> list[JsonObject]:
         raise FileNotFoundError(f"no file {path}: run eval.py with this --workdir first")
     try:
         scores = read_json_list(path, "score")
-        good = all(map(_is_score, scores))
+        are_valid = all(map(_is_score, scores))
     except (UserError, AttributeError, KeyError, TypeError):
-        good = False
-    if not good:
+        are_valid = False
+    if not are_valid:
         raise UserError(f"{path} is not a list of scores, as eval.py writes them")
     return scores

@@ -52,16 +52,15 @@ class EvalSettings(Settings, path="config.eval"):
         textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
             empty for all.
-        options: options of pruners without a learned stop, instead of their defaults, such as
-            "fastv layer=3 average=False; autoselect diversity=0.1"; those of a trained one are for
-            all its rows.
+        options: options by pruner, such as "fastv layer=3 average=False; autoselect diversity=0.1".
+            Options of a trained method apply to all its rows. A learned stop takes no options.
         samples: questions of each public benchmark whose selections are stored for drawing.
         budgets: exact numbers of tokens, which are means for a learned stop; or shares of each
             image's tokens, such as "1/3" or "33.3%".
         batch_size: questions per batch.
         max_new_tokens: longest answer, in tokens; None for the limit of the benchmark's program.
-        positions: position ids of kept tokens, "original", "compact", or "own" for those of each
-            method's authors.
+        positions: position ids of kept tokens, "original", "compact", or "own" for the
+            choice of each method's authors.
         rows: further trained rows: policy files by name of the row. A row whose file is missing is
             left out, unless `methods` names it.
         own_stops: rows with a learned stop that are also evaluated without a bias, and rows of
@@ -103,15 +102,15 @@ class EvalSettings(Settings, path="config.eval"):
         self.expect("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
         self.expect("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
         labels = self.labels
-        known = [name for name, kind in PRUNERS.items() if kind.label in labels]
-        known = list(dict.fromkeys([*known, *labels]))
-        lower = {name.lower() for name in known}
-        strange = [name for name in _listed(self.methods) if name.lower() not in lower]
-        self.expect("methods", not strange, f"some of {', '.join(known)}")
+        accepted = [name for name, kind in PRUNERS.items() if kind.label in labels]
+        accepted = list(dict.fromkeys([*accepted, *labels]))
+        lower = {name.lower() for name in accepted}
+        unknown = [name for name in _listed(self.methods) if name.lower() not in lower]
+        self.expect("methods", not unknown, f"some of {', '.join(accepted)}")
         # A stop's biases are calibrated without options.
-        known = [name for name, kind in PRUNERS.items() if not kind.has_stop]
-        expected = f"options after names of {', '.join(known)}"
-        self.expect("options", {*known} >= self.pruner_options.keys(), expected)
+        accepted = [name for name, kind in PRUNERS.items() if not kind.has_stop]
+        expected = f"options after names of {', '.join(accepted)}"
+        self.expect("options", {*accepted} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
@@ -130,9 +129,9 @@ class EvalSettings(Settings, path="config.eval"):
 
     def names(self, label: str) -> bool:
         """Returns whether `methods` names a row, by its label or by the name of its pruner."""
-        wanted = _listed(self.methods.lower())
-        known = [kind.name for kind in PRUNERS.values() if kind.label == label]
-        return any(name in wanted for name in (label.lower(), *known))
+        listed_names = _listed(self.methods.lower())
+        pruner_names = [kind.name for kind in PRUNERS.values() if kind.label == label]
+        return any(name in listed_names for name in (label.lower(), *pruner_names))
 
     def wants(self, label: str) -> bool:
         """Returns whether a row is to be answered."""
@@ -142,12 +141,12 @@ class EvalSettings(Settings, path="config.eval"):
     def labels(self) -> list[str]:
         """Labels of the rows, in the order of tables."""
         untrained = [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-        own = [label for label in self.learned if label not in self.rows]
-        return [*untrained, *self.rows, *own]
+        trained_labels = [label for label in self.learned if label not in self.rows]
+        return [*untrained, *self.rows, *trained_labels]
 
     @property
     def learned(self) -> list[str]:
-        """Labels of methods with weights, of which one is the run's."""
+        """Labels of methods with weights. The run trains one of these methods."""
         return [kind.label for kind in weighted().values()]
 
 
@@ -183,20 +182,20 @@ class EvaluationRun(Settings):
         return local_path(self.eval.data)
 
     def questions(self, benchmark: str) -> list[BenchmarkQuestion]:
-        """Reads the questions of a benchmark; errors are those of `Benchmark.read_questions`."""
+        """Reads the questions of a benchmark; raises errors as `Benchmark.read_questions`."""
         file, ocr = self.eval.questions.get(benchmark, ""), self.eval.textvqa_ocr
         return BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
 
 
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
-    """Finds the policy of the default row: that of the run, unless another one is given."""
+    """Returns the policy file of the default row: `policy`, or the file of the run in `workdir`."""
     if policy is not None:
         return policy_file(policy)
-    own = local_path(workdir) / POLICY_FILE
-    if not own.is_file():
+    run_policy = local_path(workdir) / POLICY_FILE
+    if not run_policy.is_file():
         hint = "run train.py with this --workdir first, or pass a policy as --policy"
-        raise FileNotFoundError(f"{own} does not exist; {hint}")
-    return own
+        raise FileNotFoundError(f"{run_policy} does not exist; {hint}")
+    return run_policy
 
 
 def read_policies(
@@ -214,16 +213,16 @@ def read_policies(
     name. It has to be there, unless `methods` is for other rows.
     """
     load = load_policy if source is None else functools.partial(load_policy_for, source)
-    policies, own = {}, None
-    wanted = [label for label in settings.learned if settings.wants(label)]
-    needed = any(label not in settings.rows for label in wanted)
-    if wanted:
+    policies, run_policy = {}, None
+    trained_labels = [label for label in settings.learned if settings.wants(label)]
+    needs_run_policy = any(label not in settings.rows for label in trained_labels)
+    if trained_labels:
         try:
-            own = load(own_policy(workdir, policy))
+            run_policy = load(own_policy(workdir, policy))
         except FileNotFoundError:
-            if needed:
+            if needs_run_policy:
                 raise
-    label = None if own is None else own.label
+    label = None if run_policy is None else run_policy.label
     for name in [name for name in settings.rows if settings.wants(name) and name != label]:
         try:
             policies[name] = load(policy_file(settings.rows[name]))
@@ -231,9 +230,9 @@ def read_policies(
             if settings.names(name):
                 raise FileNotFoundError(f"row {name!r}: {error}") from error
             distributed.say(f"no row {name!r}: {error}")
-    if label in wanted:
-        policies[label] = own
-    elif needed:
+    if label in trained_labels:
+        policies[label] = run_policy
+    elif needs_run_policy:
         settings.expect("methods", False, f"{label} among them, the row of the run's policy")
     return policies
 
@@ -244,9 +243,9 @@ def check_policies(
     """Rejects policies that do not fit the model or cannot keep the budgets, by their rows."""
     n = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
-    fits = max(counts, default=0) <= n
-    settings.expect("budgets", fits, f"at most the {n} visual tokens of the model")
-    most = max(Budget.parse(budget).count(n) for budget in settings.budgets)
+    is_valid = max(counts, default=0) <= n
+    settings.expect("budgets", is_valid, f"at most the {n} visual tokens of the model")
+    max_count = max(Budget.parse(budget).count(n) for budget in settings.budgets)
     for name, policy in policies.items():
         try:
             policy.check_fits(config)
@@ -254,4 +253,4 @@ def check_policies(
             raise UserError(f"row {name!r}: {error}") from error
         steps = policy.schedule(config, n).most
         expected = f"at most the {steps} steps of row {name!r} for {n} visual tokens"
-        settings.expect("budgets", most <= steps, expected)
+        settings.expect("budgets", max_count <= steps, expected)

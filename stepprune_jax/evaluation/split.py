@@ -20,15 +20,15 @@ def read_split(folder: str | Path, name: str) -> Split:
     return Split(questions, read_answers(folder / f"{name}_answers.jsonl", questions))
 
 
-def thin(split: Split, most: int) -> Split:
-    """Returns at most `most` questions of a split, spread evenly over it; 0 keeps all."""
-    if not 0 < most < len(split.questions):
+def thin(split: Split, limit: int) -> Split:
+    """Returns at most `limit` questions of a split, spread evenly over it; 0 keeps all."""
+    if not 0 < limit < len(split.questions):
         return split
-    chosen = spread_over(len(split.questions), most)
-    return Split(*([part[at] for at in chosen] for part in split))
+    positions = spread_over(len(split.questions), limit)
+    return Split(*([part[position] for position in positions] for part in split))
 
 
-def spread_over(total: int, most: int) -> list[int]:
-    """Returns at most `most` evenly spread numbers below `total`; 0 keeps all."""
-    count = min(most, total) if most else total
+def spread_over(total: int, limit: int) -> list[int]:
+    """Returns at most `limit` evenly spread numbers below `total`; 0 keeps all."""
+    count = min(limit, total) if limit else total
     return [number * total // count for number in range(count)]

@@ -68,11 +68,11 @@ class BenchmarkTable(NamedTuple):
 
     def average(self, row: MethodScores) -> float | None:
         """Averages retention; None unless the row has every score that all tokens have."""
-        bound = _headlines(self.whole) if self.whole else {}
-        mine = _headlines(row)
-        if not bound or not bound.keys() <= mine.keys() or not all(bound.values()):
+        reference = _headlines(self.whole) if self.whole else {}
+        headlines = _headlines(row)
+        if not reference or not reference.keys() <= headlines.keys() or not all(reference.values()):
             return None
-        return average_retention([mine[name] for name in bound], list(bound.values()))
+        return average_retention([headlines[name] for name in reference], list(reference.values()))
 
 
 def _headlines(row: MethodScores) -> dict[str, float]:
@@ -84,7 +84,7 @@ def _headlines(row: MethodScores) -> dict[str, float]:
 def average_retention(
     scores: Sequence[int | float | Decimal], upper_bound: Sequence[int | float | Decimal]
 ) -> float:
-    """Computes "Avg.", 100 x the unweighted mean of scores over those of the unpruned model."""
+    """Computes "Avg.", 100 x the unweighted mean of score / score of the unpruned model."""
     if not scores:
         raise ValueError("average retention needs at least one score")
     ratios = [float(s) / float(u) for s, u in zip(scores, upper_bound, strict=True)]
@@ -94,39 +94,45 @@ def average_retention(
 def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()) -> BenchmarkTable:
     """Merges the scores of runs, which must agree in questions, N, and scores with all tokens.
 
-    Rows of the same name that differ are named after their runs. If one run has not answered all
-    questions of a row, another's result is used. Methods are in the order of `labels`; others
+    Rows with the same name but different results get the names of their runs. A row that answered
+    all questions replaces a row that did not. Methods are in the order of `labels`; others
     follow, with the default policy last.
     """
-    every = [(run, score) for run, scores in runs.items() for score in scores]
-    _check_same(every, "num_tokens", "visual tokens")
-    for name in {score["benchmark"] for _, score in every}:
-        mine = [(run, score) for run, score in every if score["benchmark"] == name]
-        _check_same(mine, "questions", f"questions of {name}")
-        whole = [(run, score) for run, score in mine if score["method"] == ALL and _whole(score)]
-        _check_same(whole, "headline", f"score of {ALL} on {name}")
-    clashes = _clashes(every)
+    all_scores = [(run, score) for run, scores in runs.items() for score in scores]
+    _check_same(all_scores, "num_tokens", "visual tokens")
+    for name in {score["benchmark"] for _, score in all_scores}:
+        of_benchmark = [(run, score) for run, score in all_scores if score["benchmark"] == name]
+        _check_same(of_benchmark, "questions", f"questions of {name}")
+        reference_scores = [
+            (run, score) for run, score in of_benchmark if score["method"] == ALL and _whole(score)
+        ]
+        _check_same(reference_scores, "headline", f"score of {ALL} on {name}")
+    clashes = _clashes(all_scores)
     rows: dict[tuple[str, str, int | None], dict[str, Score]] = {}
-    for run, score in every:
+    for run, score in all_scores:
         method = f"{score['method']} ({run})" if score["method"] in clashes else score["method"]
         row = rows.setdefault((method, score["mode"], score["budget"]), {})
         if _whole(score) or score["benchmark"] not in row:
             row[score["benchmark"]] = score
-    asked = {score["benchmark"] for _, score in every}
+    benchmarks_with_scores = {score["benchmark"] for _, score in all_scores}
     labels = _labels(labels, (method for method, _, _ in rows))
     order = sorted(rows, key=lambda row: row_place(*row, labels))
     return BenchmarkTable(
-        benchmarks=[name for name in BENCHMARKS if name in asked],
-        num_tokens=every[0][1]["num_tokens"],
+        benchmarks=[name for name in BENCHMARKS if name in benchmarks_with_scores],
+        num_tokens=all_scores[0][1]["num_tokens"],
         rows=[MethodScores(*key, rows[key]) for key in order],
     )
 
 
 def _labels(labels: Sequence[str], methods: Iterable[str]) -> list[str]:
     """Orders methods: given ones or those without training, other policies, the default one."""
-    known = [*labels] or [kind.label for kind in PRUNERS.values() if kind.config_type is None]
-    others = sorted({*methods} - {*known}, key=lambda name: (name.startswith(DEFAULT), name))
-    return known + others
+    known_labels = [*labels] or [
+        kind.label for kind in PRUNERS.values() if kind.config_type is None
+    ]
+    other_methods = sorted(
+        {*methods} - {*known_labels}, key=lambda name: (name.startswith(DEFAULT), name)
+    )
+    return known_labels + other_methods
 
 
 def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: str) -> None:
@@ -145,16 +151,16 @@ def _whole(score: Score) -> bool:
     return score["answered"] >= score["asked"]
 
 
-def _clashes(every: Sequence[tuple[str, Score]]) -> set[str]:
-    """Returns the methods for which runs have different results."""
-    seen: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
+def _clashes(all_scores: Sequence[tuple[str, Score]]) -> set[str]:
+    """Returns the methods whose results differ between runs."""
+    result_of: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
     clashes = set()
-    for _, score in every:
+    for _, score in all_scores:
         if not _whole(score):
             continue
         key = score["benchmark"], score["method"], score["mode"], score["budget"]
         result = score["headline"], score["mean_k"]
-        if seen.setdefault(key, result) != result:
+        if result_of.setdefault(key, result) != result:
             clashes.add(score["method"])
     return clashes
 
@@ -174,16 +180,18 @@ def sections(table: BenchmarkTable) -> list[Section]:
     ]
     if _has_hard(table):
         kinds.insert(1, ("Scores on hard questions, in percent of their number", _hard_cell, []))
-    found = []
-    for title, cell, further in kinds:
+    tables = []
+    for title, cell, average_column in kinds:
         rows = []
         for row in table.rows:
             scores = [row.scores.get(name) for name in table.benchmarks]
             cells = [None if score is None else cell(score) for score in scores]
-            more = [_decimals(table.average(row), 1)] if further else []
-            rows.append([_tokens(table, row), row.method, row.mode, *cells, *more])
-        found.append(Section(title, ["tokens", "method", "mode", *titles, *further], rows, 3))
-    return found
+            average_cell = [_decimals(table.average(row), 1)] if average_column else []
+            rows.append([_tokens(table, row), row.method, row.mode, *cells, *average_cell])
+        tables.append(
+            Section(title, ["tokens", "method", "mode", *titles, *average_column], rows, 3)
+        )
+    return tables
 
 
 def _decimals(value: float | None, decimals: int) -> str | None:
@@ -216,27 +224,29 @@ def _k_cell(score: Score) -> str | None:
 
 def notes(table: BenchmarkTable) -> list[str]:
     """Lists remarks, and warnings, each once with the rows that it applies to."""
-    found: dict[str, list[str]] = {remark: [] for remark in table.remarks}
+    rows_of_note: dict[str, list[str]] = {remark: [] for remark in table.remarks}
     for row in table.rows:
         for name, score in row.scores.items():
             for text in (*score["warnings"], *filter(None, [score["problem"]])):
                 line = f"{BENCHMARKS[name].title}: {text}"
-                found.setdefault(line, []).append(f"{row.method} {row.mode}")
+                rows_of_note.setdefault(line, []).append(f"{row.method} {row.mode}")
     if _has_hard(table):
-        found["hard questions are right with all tokens, and wrong if downsampled to as many"] = []
+        rows_of_note[
+            "hard questions are right with all tokens, and wrong if downsampled to as many"
+        ] = []
     if _gains_no_time(table):
-        found[
+        rows_of_note[
             "choosing tokens of a model as small as this one takes longer than it saves: "
             "`python -m stepprune_jax.efficiency --model llava-7b` times a large one"
         ] = []
     if not table.whole:
-        found[f"no row of {ALL}, so no retention"] = []
-    elif left := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
-        titles = ", ".join(BENCHMARKS[name].title for name in left)
-        found[f"retention excludes {titles}, where {ALL} has no score"] = []
+        rows_of_note[f"no row of {ALL}, so no retention"] = []
+    elif unscored := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
+        titles = ", ".join(BENCHMARKS[name].title for name in unscored)
+        rows_of_note[f"retention excludes {titles}, where {ALL} has no score"] = []
     return [
         text + (f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows))
-        for text, rows in found.items()
+        for text, rows in rows_of_note.items()
     ]
 
 
@@ -244,12 +254,12 @@ def _gains_no_time(table: BenchmarkTable) -> bool:
     """Returns whether most rows that save operations take longer than all tokens."""
     if table.whole is None:
         return False
-    (time, work), longer = (table.whole.mean(field) for field in ("ms", "gflops")), []
+    (full_time, full_work), is_slower = (table.whole.mean(field) for field in ("ms", "gflops")), []
     for row in table.rows[1:]:
-        own_time, own_work = row.mean("ms"), row.mean("gflops")
-        if None not in (time, work, own_time, own_work) and own_work < work:
-            longer.append(own_time > time)
-    return 2 * sum(longer) > len(longer)
+        row_time, row_work = row.mean("ms"), row.mean("gflops")
+        if None not in (full_time, full_work, row_time, row_work) and row_work < full_work:
+            is_slower.append(row_time > full_time)
+    return 2 * sum(is_slower) > len(is_slower)
 
 
 def as_markdown(table: BenchmarkTable) -> str:
@@ -282,15 +292,24 @@ def as_objects(table: BenchmarkTable) -> list[dict[str, Cell]]:
 def _object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
     """Returns all figures of a row on the only benchmark."""
     (score,), benchmark = row.scores.values(), BENCHMARKS[table.benchmarks[0]]
-    whole = next(iter(table.whole.scores.values())) if table.whole else {}
-    bound, headline, rate, retention = whole.get("headline"), score["headline"], None, None
-    if headline is not None and bound:
+    reference = next(iter(table.whole.scores.values())) if table.whole else {}
+    reference_headline, headline, rate, retention = (
+        reference.get("headline"),
+        score["headline"],
+        None,
+        None,
+    )
+    if headline is not None and reference_headline:
         # Exactly a ratio of right answers where the scores are, so that ties are rounded alike.
-        retention = round(100 * float(Fraction(headline / bound).limit_denominator(10**6)), 2)
+        retention = round(
+            100 * float(Fraction(headline / reference_headline).limit_denominator(10**6)), 2
+        )
     if row.budget is not None:
         rate = pruning_rate(row.budget, table.num_tokens)
     elif score["mean_k"] is not None:  # no budget says what share of an image an own stop keeps
-        rate = pruning_rate(score["mean_k"], max(1, round(whole.get("mean_k") or table.num_tokens)))
+        rate = pruning_rate(
+            score["mean_k"], max(1, round(reference.get("mean_k") or table.num_tokens))
+        )
     return {
         "method": row.method,
         "mode": row.mode,
