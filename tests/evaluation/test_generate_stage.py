@@ -265,7 +265,7 @@ def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_p
     other = save_policy(stepprune(5), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"holds answers with another provenance.* policy: "):
         generate_answers(config, run, policy=other)
-    with pytest.raises(ValueError, match=r"of another provenance.* language_weights: "):
+    with pytest.raises(ValueError, match=r"with another provenance.* language_weights: "):
         generate_answers(config.replace({"model.weights": "int8"}), run)
 
 
