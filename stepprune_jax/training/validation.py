@@ -198,7 +198,7 @@ class Validation:
                     category=question.category,
                     text=question.text,
                     answer=judged(answers.texts[i], self._split.answers[i], bool(right[i])),
-                    right=bool(right[i]),
+                    is_correct=bool(right[i]),
                     grid=max(grid),
                 )
             )

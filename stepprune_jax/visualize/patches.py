@@ -1,4 +1,4 @@
-"""An image with its kept patches bright and the rest dimmed."""
+"""Images with bright kept patches and dimmed dropped patches."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from stepprune_jax.data.images import open_image, pad_to_square
 from stepprune_jax.visualize.style import INK
 
 _BRIGHTNESS = 0.4  # brightness of dropped patches
-_MOST_NUMBERS = 99  # three digits do not fit a patch
+_MAX_NUMBERED = 99  # three digits do not fit a patch
 _RAMP = "plasma"
 
 
@@ -75,15 +75,15 @@ def draw_panel(
 ) -> Image.Image:
     """Draws an image with its kept patches bright, outlined and marked in the order of choice.
 
-    Marks are numbers if they are legible: not too many, in patches of at least 20 pixels. Otherwise
-    they are dots, from dark to bright.
+    Marks are numbers if at most 99 patches are kept and a patch has at least 20 pixels. Otherwise
+    marks are dots, from dark to bright.
     """
     kept = np.isin(np.arange(grid * grid), order).reshape(grid, grid)
     panel = Image.fromarray(dim(read_square(source, side), kept))
     draw = ImageDraw.Draw(panel)
     _outline(draw, kept, side)
     patch = side // grid
-    if len(order) <= _MOST_NUMBERS and patch >= 20:
+    if len(order) <= _MAX_NUMBERED and patch >= 20:
         typeface = font(max(9, round(0.43 * patch)), bold=True)
         for number, token in enumerate(order, 1):
             left, top, right, bottom = patch_box(token, grid, side)

@@ -332,7 +332,7 @@ def _overlays(
                 category=f"of {answer.fields['visual_tokens']:,}",
                 text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
                 answer=shortened(answer.text, 28),
-                right=None if np.isnan(grade) else bool(grade >= 0.5),
+                is_correct=None if np.isnan(grade) else bool(grade >= 0.5),
                 grid=max(grid),
             )
         )

@@ -40,14 +40,14 @@ _STYLE = {
 
 def looks(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Assigns colour and marker to each method; a method's own stop is a star in its colour."""
-    others = [name for name in dict.fromkeys(map(without_own_stop, methods))]
-    others = [name for name in others if name not in (ALL, DEFAULT)]
-    known = {ALL: (INK, "o"), DEFAULT: ("#0072b2", "o")}
-    for number, name in enumerate(others):
+    other_methods = [name for name in dict.fromkeys(map(without_own_stop, methods))]
+    other_methods = [name for name in other_methods if name not in (ALL, DEFAULT)]
+    look_of = {ALL: (INK, "o"), DEFAULT: ("#0072b2", "o")}
+    for number, name in enumerate(other_methods):
         turn, place = divmod(number, len(_PALETTE))
-        known[name] = _PALETTE[place], _MARKERS[turn % len(_MARKERS)]
-    stars = {n: (known[without_own_stop(n)][0], "*") for n in methods if n not in known}
-    return known | stars
+        look_of[name] = _PALETTE[place], _MARKERS[turn % len(_MARKERS)]
+    stars = {n: (look_of[without_own_stop(n)][0], "*") for n in methods if n not in look_of}
+    return look_of | stars
 
 
 @contextlib.contextmanager

@@ -50,11 +50,11 @@ def test_answers_are_cut_to_a_length():
 
 def test_text_is_broken_to_fit():
     typeface = patches.font(14)
-    lines = overlays.wrap_pixels("word " * 40, 200, typeface, most=2)
+    lines = overlays.wrap_pixels("word " * 40, 200, typeface, max_lines=2)
     assert len(lines) == 2 and lines[-1].endswith("…")
     assert all(typeface.getlength(line) <= 200 for line in lines)
-    assert overlays.wrap_pixels("short", 200, typeface, most=2) == ["short"]
-    assert len(overlays.wrap_pixels("w" * 300, 200, typeface, most=2)) == 2
+    assert overlays.wrap_pixels("short", 200, typeface, max_lines=2) == ["short"]
+    assert len(overlays.wrap_pixels("w" * 300, 200, typeface, max_lines=2)) == 2
 
 
 def test_every_row_has_a_look_of_its_own_and_own_stops_are_stars():
