@@ -20,6 +20,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.cli.command_line import Parser, check_address, exit_with, integer_from
+from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.pruners import PRUNERS
@@ -30,6 +31,7 @@ from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import Local
 from stepprune_jax.serving.messages import Defaults, Reader, check_defaults
 from stepprune_jax.serving.metrics import Metrics
+from stepprune_jax.serving.warm_up import Extent, warm_up
 from stepprune_jax.user_input import expect, local_path, require
 
 _NAME = "stepprune-serve"
@@ -69,6 +71,12 @@ def _parser() -> Parser:
     add("--cors", nargs="+", default=[], metavar="ORIGIN", help=text)
     add("--batch_size", type=integer_from(1), default=8, help="requests that are run together")
     add("--batch_wait_ms", type=float, default=5.0, help="longest wait for others to join")
+    add = parser.add_argument_group("warm-up").add_argument
+    text = "compile all programs of images up to this size before the server listens; models with "
+    text += "one size of images need no size"
+    add("--warm_up", nargs="?", const="", metavar="WIDTHxHEIGHT", help=text)
+    text = "with --warm_up: longest text of a prompt, in tokens"
+    add("--warm_up_text", type=integer_from(1), default=128, help=text)
     add = parser.add_argument_group("limits").add_argument
     add("--queue", type=integer_from(1), default=128, help="requests at a time; others get 429")
     add("--max_megabytes", type=integer_from(1), default=16, help="of a request, and of a file")
@@ -104,6 +112,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         f"--engine: the {source.backbone.name} model adds deep features inside its language model, "
         "which an engine's prompt embeddings do not carry; expected no --engine",
     )
+    extent = _extent(flags, source.config)
     mean = flags.mean_budget
     defaults = Defaults(
         flags.pruner,
@@ -131,7 +140,9 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
         seconds = flags.engine_timeout
         backend = Engine(model, flags.engine, metrics, seconds=seconds, **batching)
     else:
-        backend = Local(model, metrics, **batching)
+        backend = Local(model, metrics, max_tokens=flags.max_tokens, **batching)
+    if extent is not None:
+        warm_up(reader, backend, extent)
     _logger.info("serving %s on http://%s:%s/v1", reader.name, flags.host, flags.port)
     app = Front(reader, backend, metrics, flags.queue).app(flags.cors)
     return app, flags.host, flags.port
@@ -155,6 +166,18 @@ def _check_flags(flags: argparse.Namespace) -> None:
         is_allowed = origin == "*" or (_is_address(origin) and origin.count("/") == 2)
         expect("--cors", origin, is_allowed, "http://HOST:PORT without a path, or *")
     check_address(flags.host, flags.port)
+
+
+def _extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | None:
+    """Returns the requests that --warm_up compiles programs for; None without it."""
+    text = flags.warm_up
+    if text is None:
+        return None
+    width, _, height = text.partition("x")
+    is_size = width.isdecimal() and height.isdecimal() and int(width) and int(height)
+    expected = "the largest image as WIDTHxHEIGHT, such as 1344x1344"
+    expect("--warm_up", text, bool(is_size) or not (text or config.sizes_vary), expected)
+    return Extent((int(width), int(height)) if is_size else (1, 1), flags.warm_up_text)
 
 
 def _limits(flags: argparse.Namespace) -> RequestLimits:

@@ -83,7 +83,7 @@ class Generator:
         return pipeline.place_pruner(self.model, self.pruner)
 
     @functools.cached_property
-    def _sampling(self) -> Sampling:
+    def resolved(self) -> Sampling:
         """How tokens are drawn, as programs read it."""
         return self.sampling.resolve(self.model.config.eos_token_ids, self.model.repetition_penalty)
 
@@ -103,7 +103,7 @@ class Generator:
         batch = pipeline.prepare(
             self.model, self.placed, request.prompts(), request.images, self.options
         )
-        return pipeline.begin(self.model, batch, self._sampling)
+        return pipeline.begin(self.model, batch, self.resolved)
 
     def answer(
         self, request: Request, trace: Callable[[Begun], None] | None = None
@@ -124,7 +124,7 @@ class Generator:
         begun = self.begin(request)
         if trace is not None:
             trace(begun)
-        state = pipeline.finish(self.model, begun.state, self._sampling, self.options)
+        state = pipeline.finish(self.model, begun.state, self.resolved, self.options)
         return self._answers(request, begun, state)
 
     def stream(
@@ -154,7 +154,7 @@ class Generator:
         texts = [TextStream(self.model.tokenizer) for _ in range(rows)]
         before = np.zeros(rows, bool)
         first = pipeline.Drawn(*jax.device_get((state.token, state.finished, state.finite)))
-        later = pipeline.decode(self.model, state, self._sampling, self.options)
+        later = pipeline.decode(self.model, state, self.resolved, self.options)
         events = itertools.chain([(state, first)], later)
         for step, (after, drawn) in enumerate(events, 1):
             state = after

@@ -137,6 +137,44 @@ def row_lengths(
     return slots, length_bucket(int(text.max()), limit, 16)
 
 
+def list_texts(
+    config: ModelConfig,
+    pruner: Pruner,
+    counts: Sequence[int],
+    texts: range,
+    limit: int,
+) -> list[int]:
+    """Lists lengths of text that together have every shape of rows that a range of lengths has.
+
+    Args:
+        config: the model's configuration.
+        pruner: the pruner.
+        counts: tokens of each image of a row that enter the language model.
+        texts: the lengths of text.
+        limit: the longest row.
+
+    Returns:
+        Lengths of the range, ascending, one for each shape.
+    """
+    of_image = np.asarray(counts, np.int32).reshape(1, -1)
+    cuts = pruner.cuts(config, config.max_image_tokens) if len(counts) else ()
+    stages = [of_image, *survivors(config, pruner, of_image, len(cuts)).sum(3)]
+    reads_text = any(cut.rows == "text" for cut in cuts)
+
+    def shape(text: int) -> tuple[list[int], int]:
+        slots, padded = row_lengths(np.array([text]), stages, limit)
+        return slots, padded if reads_text else 0
+
+    def distinct(first: int, last: int) -> list[int]:
+        if first == last or shape(first) == shape(last):  # sizes grow with the text
+            return [first]
+        middle = (first + last) // 2
+        lower, upper = distinct(first, middle), distinct(middle + 1, last)
+        return lower + (upper[1:] if shape(lower[-1]) == shape(upper[0]) else upper)
+
+    return distinct(texts[0], texts[-1]) if texts else []
+
+
 def length_bucket(length: int, limit: int, smallest: int = 64) -> int:
     """Returns the first of a `ladder` of lengths up to the limit that is large enough, or it."""
     return next((size for size in ladder(limit, smallest) if size >= length), limit)

@@ -175,6 +175,18 @@ class Backbone(abc.ABC):
             ValueError: an image that the model cannot take.
         """
 
+    def list_sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """Lists (width, height) of images that together have every shape of pixels.
+
+        Of each shape there are the images with the fewest and the most tokens, and with the most
+        tokens that leave padding. A family with images of one shape lists one size.
+
+        Args:
+            width: width of the largest image, in pixels; an image may also be turned.
+            height: its height.
+        """
+        return [(width, height)]
+
     def cut(self, image: Resized) -> Pixels:
         """Returns a resized image as the family's pixels, without the axis of images."""
         return image

@@ -59,6 +59,11 @@ def _evict_programs() -> None:
             function.clear_cache()
 
 
+def has_evicted_programs() -> bool:
+    """Returns whether programs on CPUs have been dropped because their number was too large."""
+    return _evicted.total() > 0
+
+
 def jit_for_weights(
     function: Callable[..., Any],
     static: tuple[str, ...],

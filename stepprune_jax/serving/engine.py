@@ -9,7 +9,7 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import NamedTuple
 
 import httpx2
@@ -80,6 +80,8 @@ def embed(model: VLM, chats: Sequence[Chat]) -> list[ReadyPrompt]:
 class Engine:
     """Answers with an engine."""
 
+    samples = False  # the engine draws tokens
+
     def __init__(
         self,
         model: VLM,
@@ -101,15 +103,25 @@ class Engine:
             batch_seconds: longest time that one waits for others.
         """
         self._model, self._address, self._name = model, address.rstrip("/"), None
+        self.batch_size = batch_size
         timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS, pool=None)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
         # No proxy of the environment: the engine is one's own.
         self._client = httpx2.AsyncClient(
             base_url=self._address, timeout=timeout, limits=limits, trust_env=False
         )
+        # The number of images bounds the programs.
         self.batcher = Batcher(
-            self._run, lambda chat: id(chat.pruner), batch_size, batch_seconds, metrics
+            self._run,
+            lambda chat: (id(chat.pruner), chat.num_images),
+            batch_size,
+            batch_seconds,
+            metrics,
         )
+
+    def warm(self, chats: Sequence[Chat], shapes: set[Hashable]) -> int:
+        """Compiles the programs of a batch; returns the visual tokens of the first request."""
+        return embed(self._model, chats)[0].started.kept
 
     def _run(self, jobs: Sequence[Job]) -> None:
         """Reports its row to each job."""

@@ -121,6 +121,11 @@ class Chat(NamedTuple):
     usage: bool = False
     with_ids: bool = False
 
+    @property
+    def num_images(self) -> int:
+        """Number of images of all messages."""
+        return len(self.request.image_of[0])
+
 
 class Reader:
     """Reads requests for one model; may be used by several threads.
@@ -201,6 +206,10 @@ class Reader:
         stop = fields.get("stop", ())
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         return Chat(request, pruner, sampling, options, passed, stop, stream, usage, with_ids)
+
+    def usual(self, *, is_sampled: bool) -> tuple[Pruner, Sampling, RunOptions]:
+        """Returns how requests are answered that have no fields for it, or only a temperature."""
+        return self._how({"temperature": 1.0, "seed": 0} if is_sampled else {})
 
     def check_name(self, name: str) -> None:
         """Raises a RequestError if a model is not the one that is served."""

@@ -32,7 +32,7 @@ def client(llava_model, request):
 
 def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
     """Lengths of the answers differ; that of their program is a power of two."""
-    asked = [("red dog?", [noise(1)], 5), ("two", [], 8), ("no", [noise(2), noise(3)], 7)]
+    asked = [("red dog?", [noise(1)], 5), ("two", [noise(2)], 8), ("no", [noise(3)], 7)]
     asked.append(("dog", [noise(4)], 6))
     before = programs.num_compiled()
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -58,7 +58,7 @@ def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model):
     metrics, model = Metrics(), broken_at(llava_model, "▁dog")
     read = Reader(model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
     local = Local(model, metrics, batch_size=4, batch_seconds=5.0)
-    questions = [("red?", [noise(1)], 5), ("two", [], 8), ("no", [noise(2), noise(3)], 7)]
+    questions = [("red?", [noise(1)], 5), ("two", [noise(2)], 8), ("no", [noise(3)], 7)]
 
     def ask_one(client, question, images, longest):
         try:
@@ -82,7 +82,7 @@ def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model):
 
 @pytest.mark.parametrize("client", [0.5], indirect=True)
 def test_a_stop_ends_an_answer_alone_and_in_a_batch(client, llava_model):
-    asked = [("red dog?", [noise(1)], 8), ("two", [], 8)]
+    asked = [("red dog?", [noise(1)], 8), ("two", [noise(2)], 8)]
     whole = [ask(client, *one).choices[0] for one in asked]
     stop = whole[0].message.content[len(whole[0].message.content) // 2 :][:2]
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
@@ -95,6 +95,19 @@ def test_a_stop_ends_an_answer_alone_and_in_a_batch(client, llava_model):
     chunks = [chunk.choices[0] for chunk in ask(client, *asked[0], stop=stop, stream=True)]
     assert "".join(x.delta.content for x in chunks) == found[0].message.content
     assert chunks[-1].finish_reason == "stop" and len(chunks) == len(found[0].token_ids)
+
+
+@pytest.mark.parametrize("client", [0.0], indirect=True)
+def test_requests_with_other_numbers_of_images_run_in_batches_of_their_own(client, llava_model):
+    """Otherwise each mixture would be one more program."""
+    asked = [("two", [], 8), ("no", [noise(2), noise(3)], 7)]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda one: ask(client, *one), asked))
+    prompts, images, _ = zip(*asked, strict=True)
+    pruner = build_pruner(policy=PLAIN)
+    expected = generate(llava_model, prompts, images, pruner, options=RunOptions(8))
+    for (*_, longest), answer, alone in zip(asked, answers, expected, strict=True):
+        assert tuple(answer.choices[0].token_ids) == alone.token_ids[:longest]
 
 
 @pytest.mark.parametrize("client", [0.0], indirect=True)

@@ -104,6 +104,19 @@ class LlavaNext(Llava):
     def resize(self, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
         return images.resize(self.config, settings, image)
 
+    def list_sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        counts: dict[int, dict[int, tuple[int, int]]] = {}
+        step = self.config.vision.patch_size
+        for rows in range(1, max(1, height // step) + 1):
+            for columns in range(1, max(1, width // step) + 1):
+                for size in ((columns * step, rows * step), (rows * step, columns * step)):
+                    tiles, grid = images.layout(self.config, *size)
+                    (count,) = self.num_tokens(np.array([grid])).tolist()
+                    counts.setdefault(tiles, {})[count] = size
+        return [
+            sizes[choose(sizes)] for _, sizes in sorted(counts.items()) for choose in (min, max)
+        ]
+
     def cut(self, image: BothSizes) -> Tiles:
         return images.to_tiles(image)
 

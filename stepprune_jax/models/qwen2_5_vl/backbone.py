@@ -83,6 +83,9 @@ class QwenBackbone(Backbone):
     def resize(self, settings: QwenImageSettings, image: Image.Image) -> Bytes:
         return images.resize(self.config, settings, image)
 
+    def list_sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        return images.list_sizes(self.config, width, height)
+
     def cut(self, image: Bytes) -> Patches:
         return images.to_patches(self.config.vision, image)
 

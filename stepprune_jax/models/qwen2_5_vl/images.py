@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
+from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.models.config import Json, one_of, part, read_fields, size
 from stepprune_jax.models.images import (
     RESAMPLE,
@@ -127,6 +128,28 @@ def target_size(config: PatchModelConfig, height: int, width: int) -> tuple[int,
         scale = math.sqrt(config.min_pixels / (height * width))
         rounded = [math.ceil(side * scale / factor) * factor for side in sides]
     return rounded[0], rounded[1]
+
+
+def list_sizes(config: PatchModelConfig, width: int, height: int) -> list[tuple[int, int]]:
+    """Lists sizes of images with every shape of patches; see `Backbone.list_sizes`."""
+    factor = config.vision.factor
+    most_columns, most_rows = (max(1, round(side / factor)) for side in (width, height))
+    counts: dict[int, dict[int, tuple[int, int]]] = {}
+    for rows in range(1, most_rows + 1):
+        for columns in range(1, most_columns + 1):
+            if max(rows, columns) > MAX_ASPECT * min(rows, columns):
+                continue
+            high, wide = target_size(config, rows * factor, columns * factor)
+            count = high * wide // factor**2
+            counts.setdefault(padded_tokens(count), {})[count] = wide, high
+    return list(
+        dict.fromkeys(
+            sizes[choose(those)]
+            for padded, sizes in sorted(counts.items())
+            for choose, those in ((min, sizes), (max, sizes), (max, sizes.keys() - {padded}))
+            if those
+        )
+    )
 
 
 def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.Image) -> Bytes:
