@@ -138,14 +138,14 @@ class Generator:
 
         Yields:
             (row, id, text) of each token as it is drawn. The text has become final with the token,
-            and is often empty; the texts of a row concatenate to that of its answer.
+            and is often empty; the texts of a row concatenate to the text of its answer. The id is
+            -1, and the row ends, where the model's logits are not finite.
 
         Returns:
             One `Answer` per prompt, as the value of the generator.
 
         Raises:
-            NotFiniteError: as `answer`, once all other prompts have their answers. A prompt's
-                tokens end before the one whose logits are not finite.
+            NotFiniteError: as `answer`, once all other prompts have their answers.
         """
         begun = self.begin(request)
         if trace is not None:
@@ -158,7 +158,10 @@ class Generator:
         events = itertools.chain([(state, first)], later)
         for step, (after, drawn) in enumerate(events, 1):
             state = after
-            for row in np.flatnonzero(~before & drawn.finite).tolist():
+            for row in np.flatnonzero(~before).tolist():
+                if not drawn.finite[row]:
+                    yield row, -1, ""
+                    continue
                 piece = texts[row].add(int(drawn.token[row]))
                 if drawn.finished[row] or step == longest:
                     piece += texts[row].finish()

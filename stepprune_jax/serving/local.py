@@ -3,6 +3,7 @@
 A batch is answered to its end before the next one starts, so this serves a few users.
 """
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Hashable, Sequence
@@ -111,20 +112,21 @@ class Local:
                 job.put(Started(*numbers))
 
         generator, request = self._prepare([job.chat for job in jobs])
-        try:
+        with contextlib.suppress(NotFiniteError):  # each request has been told
             for row, token, _ in generator.stream(request, start):
                 if row < len(jobs) and remaining[row]:  # otherwise the row is padding, or has ended
                     remaining[row] -= 1
                     finish = "stop" if token in stops else None if remaining[row] else "length"
-                    remaining[row] = 0 if finish else remaining[row]
-                    jobs[row].put(Tokens((token,), finish))
+                    remaining[row] = 0 if finish or token < 0 else remaining[row]
+                    jobs[row].put(Tokens((token,), finish) if token >= 0 else _failure())
                 if all(job.gone or not count for job, count in zip(jobs, remaining, strict=True)):
                     break  # nobody waits for more
-        except NotFiniteError as error:
-            for row in error.numbers:
-                if row < len(jobs) and remaining[row]:
-                    _logger.warning("a request has no answer: %s", error.REASON)
-                    jobs[row].put(RequestError(500, error.REASON))
+
+
+def _failure() -> RequestError:
+    """Logs that the logits of a request are not finite, and returns what its client is told."""
+    _logger.warning("a request has no answer: %s", NotFiniteError.REASON)
+    return RequestError(500, NotFiniteError.REASON)
 
 
 def _shape(batch: Batch) -> Hashable:

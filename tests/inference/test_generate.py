@@ -238,7 +238,7 @@ def test_a_row_is_streamed_up_to_the_token_that_breaks_it(model):
             events.append(event)
     assert caught.value.answers == [answers[0], None]
     ids_of = [[token for row, token, _ in events if row == number] for number in (0, 1)]
-    assert ids_of == [list(first), list(second[: second.index(broken) + 1])]
+    assert ids_of == [list(first), [*second[: second.index(broken) + 1], -1]]
 
 
 def test_no_more_than_ten_prompts_are_named():

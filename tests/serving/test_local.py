@@ -8,7 +8,7 @@ from servers import ask, opened, serving
 from small_world import broken_at, stepprune
 from visual import noise
 
-from stepprune_jax.inference import RunOptions, answer_text, generate, programs
+from stepprune_jax.inference import Generator, RunOptions, answer_text, generate, programs
 from stepprune_jax.pruners import build_pruner
 from stepprune_jax.serving.app import Front
 from stepprune_jax.serving.images import RequestLimits
@@ -53,11 +53,19 @@ def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
         assert choice.finish_reason == ("stop" if stopped else "length")
 
 
-def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model):
+def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model, monkeypatch):
     """Four requests share a batch; one reads the broken token, with its status and its line."""
     metrics, model = Metrics(), broken_at(llava_model, "▁dog")
     read = Reader(model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
-    local = Local(model, metrics, batch_size=4, batch_seconds=5.0)
+    local, steps = Local(model, metrics, batch_size=4, batch_seconds=5.0, max_tokens=200), []
+    stream = Generator.stream
+
+    def watched(*given):
+        for event in stream(*given):
+            steps.append(event)
+            yield event
+
+    monkeypatch.setattr(Generator, "stream", watched)
     questions = [("red?", [noise(1)], 5), ("two", [noise(2)], 8), ("no", [noise(3)], 7)]
 
     def ask_one(client, question, images, longest):
@@ -72,6 +80,7 @@ def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model):
         *answers, error = threads.map(lambda job: ask_one(client, *job), jobs)
     assert metrics.registry.get_sample_value("stepprune_batch_rows_sum") == 4
     assert metrics.registry.get_sample_value("stepprune_batch_rows_count") == 1
+    assert len(steps) <= 8 * 4  # nobody waits for the broken row
     assert error.status_code == 500 and "the model's logits are not finite. Either" in str(error)
     prompts, images, _ = zip(*questions, strict=True)
     pruner = build_pruner(policy=PLAIN)
