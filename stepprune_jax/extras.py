@@ -22,6 +22,7 @@ _EXTRA = {
     "prometheus_client": "serve",
     "starlette": "serve",
     "uvicorn": "serve",
+    "flatbuffers": "export",
 }
 
 

@@ -49,6 +49,13 @@ def test_a_missing_extra_is_named_in_one_line(code, said):
     assert last == f"{said}{name} is not installed: pip install 'stepprune-jax[vlm]'"
 
 
+def test_the_extra_of_an_export_is_named_before_it_is_compiled():
+    block = "import sys; sys.modules['flatbuffers'] = None;"
+    export = "load_policy('shapes').export('x', num_tokens=9, num_words=3)"
+    last = run(f"{block} import stepprune_jax; stepprune_jax.{export}").stderr.splitlines()[-1]
+    assert last.endswith("flatbuffers is not installed: pip install 'stepprune-jax[export]'")
+
+
 def test_another_missing_module_is_not_taken_for_an_extra():
     from stepprune_jax.extras import explain
 

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
+from stepprune_jax.extras import need
 from stepprune_jax.policy import DecoderFns, Inputs, Limits, Progress, Pruned, gather
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
@@ -155,9 +156,12 @@ class Policy(Selector):
             The path.
 
         Raises:
+            MissingPackageError: flatbuffers is not installed.
             ValueError: as `select`.
         """
         from jax import export  # needs another package in old versions of jax
+
+        need("flatbuffers", "Policy.export writes a program")
 
         most = options.get("max_steps") or self.longest(num_tokens)
         own = self.budget.count(num_tokens) if self.budget.kind in EXACT else None
