@@ -13,6 +13,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.policy import PolicyConfig
+from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
+from stepprune_jax.policy.selection import BLOCK, MOST_TABLE_BYTES
+from stepprune_jax.policy.tables import table_bytes, tabulates_pairs
 from stepprune_jax.user_input import expect
 
 
@@ -49,51 +52,101 @@ def _matmuls(rows: int, *shapes: tuple[int, int]) -> int:
 
 
 def policy_flops(
-    config: PolicyConfig, num_tokens: int, text_length: int, kept: int, *, exact: bool = True
+    config: PolicyConfig,
+    num_tokens: int,
+    text_length: int,
+    kept: int,
+    *,
+    exact: bool = True,
+    group: int | None = None,
 ) -> dict[str, int]:
     """Counts the FLOPs of the policy's inference of one image that keeps `kept` tokens.
 
-    Without an `exact` budget the policy stops by itself, which takes one more step and, with
-    `stop="hazard"`, a decoder layer of its own. Returns those of the `encoder`; `memory`, the
-    slots' keys and values for all their readers; `tables` over pairs of slots; `steps`; `hazard`;
-    and their `total`.
+    Without an `exact` budget the policy stops by itself: the stop takes one more token and, with
+    `stop="hazard"`, another decoder layer. `group` tokens share a pointer distribution; None stands
+    for the configuration's number.
+
+    Returns:
+        Counts of the `encoder`; of `memory`, the keys and values of slots for all their readers; of
+        `tables` over slots; of the pointer's `steps`; of the `hazard`; and their `total`.
     """
-    d, n, m = config.policy_width, num_tokens, num_tokens + 1
-    hidden = config.mlp_ratio * d
-    length = text_length if config.text_width else 0
-    s = n + length
-    encoder = _matmuls(length, (config.text_width, d))
-    if length and config.first_query == "question":
-        encoder += _matmuls(length, (d, 1), (1, d)) + _matmuls(1, (d, d))
-    if d != config.feature_width:
-        encoder += _matmuls(n, (config.feature_width, d))
-    for block in range(config.encoder_layers):
-        rows = n if block == config.encoder_layers - 1 else s
-        encoder += _matmuls(s, (d, d), (d, d)) + _matmuls(rows, (d, d), (d, d), (s, d), (d, s))
-        encoder += _matmuls(rows, (d, hidden), (hidden, d))
-    # Attention over a history reads all T_max rows, including masked ones.
-    cache = config.steps(n)
-    history = _matmuls(1, *[(d, d)] * 4, (d, cache), (cache, d))
-    finish = _matmuls(1, (d, d), (d, d), (d, m), (m, d), (d, hidden), (hidden, d))
-    values = _matmuls(m, (d, d), (d, d))
-    # Queries, keys and values of the history, their scores; keys of the pointer, folded.
-    tables = _matmuls(m, (d, d), (d, d), (d, d), (d, m)) + _matmuls(m, (d, d), (d, 1))
-    step = _matmuls(1, (m, d), (d, d), (d, m))
-    inner = config.decoder_layers - 1
-    if inner:
-        step += inner * (finish + history)
+    n, m, d = num_tokens, num_tokens + 1, config.policy_width
+    token_count, inner, group = kept + (not exact), config.decoder_layers - 1, group or config.group
+    history_rows = config.steps(n)
+    if exact:  # the loop has the steps of the count's bucket
+        history_rows = choose_bucket(min(kept, history_rows), bucket_ladder(history_rows))
+    has_tables = table_bytes(config, m) <= MOST_TABLE_BYTES
+    if has_tables:
+        tables, step = _table_loop_flops(config, n, history_rows, group)
+        step_count = -(-token_count // group)
+        history_rows = _round_to_blocks(history_rows, group)
     else:
-        tables += _matmuls(m, (d, m), (d, d))
-    stops = config.stop == "hazard" and not exact
-    steps = kept + (not exact)
+        tables, step, step_count = 0, _step_flops(config, n, history_rows), token_count
+    runs_hazard = config.stop == "hazard" and not (exact and has_tables)
     parts = {
-        "encoder": encoder,
-        "memory": _matmuls(m, (d, d)) + (inner + stops) * values,
+        "encoder": _encoder_flops(config, n, text_length if config.text_width else 0),
+        "memory": _matmuls(m, (d, d)) + (inner + runs_hazard) * _matmuls(m, (d, d), (d, d)),
         "tables": tables,
-        "steps": steps * step,
-        "hazard": stops * steps * (history + finish + 2 * d),
+        "steps": step_count * step,
+        "hazard": runs_hazard * token_count * (_layer_flops(config, n, history_rows) + 2 * d),
     }
     return parts | {"total": sum(parts.values())}
+
+
+def _encoder_flops(config: PolicyConfig, n: int, length: int) -> int:
+    """Counts the encoder's FLOPs for n image tokens and `length` words."""
+    d, s = config.policy_width, n + length
+    hidden, total = config.mlp_ratio * d, _matmuls(length, (config.text_width, d))
+    if length and config.first_query == "question":
+        total += _matmuls(length, (d, 1), (1, d)) + _matmuls(1, (d, d))
+    if d != config.feature_width:
+        total += _matmuls(n, (config.feature_width, d))
+    for block in range(config.encoder_layers):
+        rows = n if block == config.encoder_layers - 1 else s
+        total += _matmuls(s, (d, d), (d, d)) + _matmuls(rows, (d, d), (d, d), (s, d), (d, s))
+        total += _matmuls(rows, (d, hidden), (hidden, d))
+    return total
+
+
+def _history_flops(config: PolicyConfig, rows: int) -> int:
+    """Counts a query's attention over a history, whose rows are all read, masked or not."""
+    d = config.policy_width
+    return _matmuls(1, *[(d, d)] * 4, (d, rows), (rows, d))
+
+
+def _layer_flops(config: PolicyConfig, n: int, rows: int) -> int:
+    """Counts a decoder layer for a query: its history of `rows`, its cross-attention, its MLP."""
+    d, m, hidden = config.policy_width, n + 1, config.mlp_ratio * config.policy_width
+    finish = _matmuls(1, (d, d), (d, d), (d, m), (m, d), (d, hidden), (hidden, d))
+    return _history_flops(config, rows) + finish
+
+
+def _round_to_blocks(steps: int, group: int) -> int:
+    """Rounds the steps of a loop over tables up to a multiple of the loop's block of groups."""
+    block = -(-min(BLOCK, steps) // group) * group
+    return -(-steps // block) * block
+
+
+def _table_loop_flops(config: PolicyConfig, n: int, steps: int, group: int) -> tuple[int, int]:
+    """Counts the FLOPs of `tables.tabulate`, and of a pointer step that reads the tables."""
+    d, m, inner = config.policy_width, n + 1, config.decoder_layers - 1
+    # With one decoder layer a step needs only the last query of the group before it.
+    queries, products = (group, 1) if inner else (1, 2)
+    # Queries, keys and values of the history; folded keys of the pointer, and their offsets.
+    tables = _matmuls(m, *[(d, d)] * 4, (d, 1)) + (not inner) * _matmuls(m, (d, d))
+    layer = _layer_flops(config, n, _round_to_blocks(steps, group) + group - 1)
+    step = queries * (_matmuls(1, (m, d), (d, d)) + inner * layer) + _matmuls(m, (d, 1))
+    # Scores of the history, and with one decoder layer residuals times folded keys.
+    if tabulates_pairs(m, steps):
+        return tables + products * _matmuls(m, (d, m)), step
+    return tables, step + queries * products * _matmuls(m, (d, 1))
+
+
+def _step_flops(config: PolicyConfig, n: int, rows: int) -> int:
+    """Counts the FLOPs of `decoder.pointer_step` without the hazard."""
+    d, inner = config.policy_width, config.decoder_layers - 1
+    pointer = _history_flops(config, rows) + _matmuls(1, (d, d), (d, n + 1))
+    return inner * _layer_flops(config, n, rows) + pointer
 
 
 def llm_flops(
@@ -121,6 +174,12 @@ def llm_flops(
         mlp=sum(tokens) * 3 * config.hidden_size * config.intermediate_size,
         head=num_logits * config.hidden_size * config.vocab_size,
     )
+
+
+def query_key_flops(config: LlamaConfig, tokens: int) -> int:
+    """Counts the FLOPs of a layer's queries and keys for one row of tokens."""
+    heads = config.num_heads + config.num_kv_heads
+    return _matmuls(tokens, (config.hidden_size, heads * config.head_dim))
 
 
 def vision_flops(backbone: Backbone, grids: Sequence[tuple[int, int]]) -> dict[str, int]:

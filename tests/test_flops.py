@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.interpreters import partial_eval
 
 from stepprune_jax import policy
 from stepprune_jax.efficiency.model_shapes import MODELS
@@ -102,19 +103,53 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     assert vision_flops(backbone, [config.grid] * 2)["total"] == 2 * one["total"]
 
 
-@pytest.mark.parametrize(("layers", "stop"), [(1, "hazard"), (2, "aligned")])
-def test_the_policys_formula_is_what_is_traced(layers, stop):
-    # A block of 16 steps, the whole of T_max: the loop around it is counted once.
-    widths = {"feature_width": 24, "text_width": 12, "width": 16, "num_heads": 4}
-    config = policy.PolicyConfig(**widths, decoder_layers=layers, stop=stop, max_steps=16)
-    shape = jax.ShapeDtypeStruct
+def traced_choice(config, limits, num_tokens=40):
+    """Operations of a traced choice; those that no result needs are left out."""
 
     def run(params, image, text):
-        return policy.choose(params, config, policy.Inputs(image, text))
+        return policy.choose(params, config, policy.Inputs(image, text), limits)
 
-    inputs = (shape((1, 40, 24), jnp.float32), shape((1, 5, 12), jnp.float32))
-    traced = traced_flops(jax.make_jaxpr(run)(policy.abstract_policy(config), *inputs))
-    assert traced == policy_flops(config, 40, 5, 15, exact=False)["total"]
+    shape = jax.ShapeDtypeStruct
+    inputs = (shape((1, num_tokens, 24), jnp.float32), shape((1, 5, 12), jnp.float32))
+    traced = jax.make_jaxpr(run)(policy.abstract_policy(config), *inputs).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    return traced_flops(needed)
+
+
+# The loop is counted once: T_max is one block of 16 tokens.
+WIDTHS = {"feature_width": 24, "text_width": 12, "width": 16, "num_heads": 4, "max_steps": 16}
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(("layers", "stop"), [(1, "hazard"), (2, "aligned"), (3, "hazard")])
+def test_the_policys_formula_is_what_is_traced(layers, stop, group):
+    config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers, stop=stop, group=group)
+    learned_stop = policy_flops(config, 40, 5, 15, exact=False)
+    assert traced_choice(config, policy.Limits()) == learned_stop["total"]
+    assert traced_choice(config, policy.Limits(16)) == policy_flops(config, 40, 5, 16)["total"]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_tables_over_pairs_count_only_where_they_are_computed(layers, monkeypatch):
+    monkeypatch.setattr("stepprune_jax.policy.layers.MANY_QUERIES", 64)
+    monkeypatch.setattr("stepprune_jax.policy.layers.QUERIES", {"default": 1})
+    config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers)
+    for num_tokens in (62, 64):  # 4 x 16 steps are fewer than 65 slots
+        counted = traced_choice(config, policy.Limits(16), num_tokens)
+        assert counted == policy_flops(config, num_tokens, 5, 16)["total"]
+    slot = [policy_flops(config, n, 5, 16)["tables"] / (n + 1) for n in (62, 64)]
+    assert slot[0] - slot[1] == 2 * 63 * 16 * (2 if layers == 1 else 1)
+    config = policy.PolicyConfig(feature_width=1024, decoder_layers=layers)
+    at_320, at_1464 = (policy_flops(config, 2928, 64, kept)["tables"] for kept in (320, 1464))
+    assert at_1464 - at_320 == 2 * 2929**2 * 1024 * (2 if layers == 1 else 1)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_loop_without_tables_counts_the_decoders_own_steps(layers, monkeypatch):
+    for module in ("flops", "policy.selection"):
+        monkeypatch.setattr(f"stepprune_jax.{module}.MOST_TABLE_BYTES", 1)
+    config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers)
+    assert traced_choice(config, policy.Limits(1)) == policy_flops(config, 40, 5, 1)["total"]
 
 
 def test_traced_operations_by_hand():

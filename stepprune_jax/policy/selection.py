@@ -45,7 +45,14 @@ from stepprune_jax.policy.rollout import (
     straight_through,
     strongest,
 )
-from stepprune_jax.policy.tables import Walk, start_walk, tabulate, take_rows, walk_logits
+from stepprune_jax.policy.tables import (
+    Walk,
+    start_walk,
+    table_bytes,
+    tabulate,
+    take_rows,
+    walk_logits,
+)
 from stepprune_jax.policy.trajectory import (
     biased_stop,
     first_true,
@@ -218,8 +225,7 @@ def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> b
     """Returns whether its slots can be tabulated, as the built-in decoder's, within a bound."""
     b, m, _ = episode.slots.shape
     rows = b if isinstance(b, int) else 1  # `jax.export` may leave the batch open
-    width = layers.score_dtype(episode.slots.dtype).itemsize
-    size = width * rows * m**2 * (config.num_heads + 1)
+    size = rows * table_bytes(config, m, episode.slots.dtype)
     own = decoder.init is pointer_init and decoder.step is pointer_step
     return own and size <= MOST_TABLE_BYTES
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy import layers
@@ -84,6 +85,16 @@ def _centred(x: Array) -> Array:
     return x - jnp.mean(x, axis=-1, keepdims=True)
 
 
+def table_bytes(config: PolicyConfig, slots: int, dtype: DTypeLike = jnp.float32) -> int:
+    """Returns the bytes of a row's tables over pairs of slots, for activations of `dtype`."""
+    return layers.score_dtype(jnp.dtype(dtype)).itemsize * slots**2 * (config.num_heads + 1)
+
+
+def tabulates_pairs(slots: int, steps: int) -> bool:
+    """Returns whether an episode of `steps` steps computes its tables over pairs of slots."""
+    return slots <= layers.MANY_QUERIES or 4 * steps > slots
+
+
 def tabulate(
     params: Params,
     config: PolicyConfig,
@@ -106,8 +117,7 @@ def tabulate(
         layers.split_heads(layers.dense(history["attention"][name], y), config.num_heads)
         for name in ("query", "key", "value")
     )
-    slots = memory.shape[1]
-    pairs = slots <= layers.MANY_QUERIES or 4 * steps > slots
+    pairs = tabulates_pairs(memory.shape[1], steps)
     score = None
     if pairs:
         score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide)

@@ -373,8 +373,9 @@ class Selector(Weighted, Ranker):
         """The `PolicyConfig` of its encoder, by which operations are counted; None without one."""
         return None
 
-    def pointer_steps(self, count: int) -> int | None:
-        """Returns the steps in which its decoder chooses `count` tokens; None without a decoder."""
+    @property
+    def pointer_group(self) -> int | None:
+        """Tokens that its decoder takes from one pointer distribution; None without a decoder."""
         return None
 
     def inputs(self, view: View) -> Inputs:

@@ -118,9 +118,10 @@ class StepPrune(Policy):
         """The configuration itself."""
         return self.config
 
-    def pointer_steps(self, count: int) -> int:
-        """Returns one for each group of tokens."""
-        return -(-count // (self.group or self.config.group))
+    @property
+    def pointer_group(self) -> int:
+        """The method's own group, or the configuration's."""
+        return self.group or self.config.group
 
     # Selection.
 
