@@ -7,6 +7,12 @@ DOCS_VENV ?= .venv-docs
 CORE_VENV ?= .venv-core
 SERVING_VENV ?= .venv-serving
 LMMS_EVAL_VENV ?= .venv-lmms-eval
+DEMO_VENV ?= .venv-demo
+HOSTS_VENV ?= .venv-hosts
+# Hosts need Python 3.12. OPENPI is a clone of openpi that has its environment in .venv, with pytest,
+# hypothesis, beartype and this package.
+PYTHON312 ?= python3.12
+OPENPI ?=
 PUBLISHED ?= .venv-published
 AOT_FLAGS ?=
 RUN ?= runs/shapes
@@ -20,7 +26,11 @@ DEMO_CONFIG ?= configs/sampled.py:shapes
 DATA ?= $(RUN)/data
 PY = $(VENV)/bin/python
 
-.PHONY: demo report test test-lab test-core test-serving test-lmms-eval test-published test-slow fuzz lint bench aot docs tutorials env clean
+# Parts that need optional packages; each target builds its environment.
+INTEGRATIONS = test-serving test-lmms-eval test-demo test-tutorials test-hosts docs
+
+.PHONY: demo report test test-lab test-core test-integrations $(INTEGRATIONS) test-published test-slow fuzz lint bench aot \
+  tutorials env clean
 
 env: $(VENV)/.installed
 
@@ -103,6 +113,35 @@ $(LMMS_EVAL_VENV)/.installed: pyproject.toml
 	$(@D)/bin/pip install --quiet --no-deps lmms-eval==0.7.3
 	$(@D)/bin/pip install --quiet loguru pytz datasets accelerate evaluate pytablewriter sacrebleu \
 	  jinja2 pyyaml tenacity httpx openai python-dotenv "filelock<4"
+
+# Runs every part with its real packages: some 30 minutes on two cores. CONTRIBUTING.md has a table.
+test-integrations: $(INTEGRATIONS)
+
+# The browser page in a headless Chromium, which pip does not install.
+test-demo: $(DEMO_VENV)/.installed
+	@which chromium || which chromium-browser || { echo "test-demo needs Chromium: apt-get install chromium"; exit 1; }
+	$(DEMO_VENV)/bin/python -c "import gradio, playwright"  # a missing package would skip the tests
+	JAX_PLATFORMS=cpu $(DEMO_VENV)/bin/python -m pytest -m slow tests/demo/test_browser.py
+
+$(DEMO_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet -e ".[demo]" beartype hypothesis playwright pytest
+	touch $@
+
+# The examples in front of other people's models, with the packages of those models.
+test-hosts: $(HOSTS_VENV)/.installed
+	$(HOSTS_VENV)/bin/python -c "import gemma, maxtext"
+	JAX_PLATFORMS=cpu $(HOSTS_VENV)/bin/python -m pytest -m slow tests/examples
+	$(if $(OPENPI),JAX_PLATFORMS=cpu $(OPENPI)/.venv/bin/python -m pytest -m slow tests/examples/test_pi0.py)
+
+# TensorFlow, which gemma imports, needs an older protobuf than the newest sentencepiece.
+$(HOSTS_VENV)/.installed: pyproject.toml
+	$(PYTHON312) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet -e . "gemma>=4,<5" "sentencepiece<0.2.2" beartype hypothesis pytest
+	$(@D)/bin/pip install --quiet --no-deps maxtext==0.2.5
+	$(@D)/bin/pip install --quiet omegaconf pathwaysutils jinja2 qwix aqtp tokamax drjax tiktoken sympy transformers
 	touch $@
 
 # Answers of SmolLM2-135M-Instruct, whose weights a wheel holds: 95 MB of packages, some two minutes.
@@ -149,12 +188,17 @@ $(AOT_VENV)/.installed: requirements.txt requirements-dev.txt pyproject.toml
 docs: $(DOCS_VENV)/.installed
 	$(DOCS_VENV)/bin/sphinx-build -M html docs docs/_build -W --keep-going
 
-# Runs the notebooks and keeps their outputs, without what other libraries say.
+# Runs the notebooks, without messages of other libraries.
+RUN_NOTEBOOKS = JAX_PLATFORMS=cpu TRANSFORMERS_VERBOSITY=error PYTHONWARNINGS="ignore:IProgress not found" \
+  $(DOCS_VENV)/bin/jupyter nbconvert --log-level=ERROR --to notebook --execute --coalesce-streams \
+  --ExecutePreprocessor.record_timing=False docs/tutorials/*.ipynb
+
+# Keeps the outputs in the notebooks.
 tutorials: $(DOCS_VENV)/.installed
-	JAX_PLATFORMS=cpu TRANSFORMERS_VERBOSITY=error \
-	PYTHONWARNINGS="ignore:IProgress not found" \
-	$(DOCS_VENV)/bin/jupyter nbconvert --log-level=ERROR --to notebook --inplace --execute \
-	  --ExecutePreprocessor.record_timing=False docs/tutorials/*.ipynb
+	$(RUN_NOTEBOOKS) --inplace
+
+test-tutorials: $(DOCS_VENV)/.installed
+	$(RUN_NOTEBOOKS) --output-dir $(CURDIR)/docs/_build/tutorials
 
 $(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(DOCS_VENV)
@@ -164,3 +208,4 @@ $(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(DEMO_VENV) $(HOSTS_VENV) $(PUBLISHED) docs/_build runs build *.egg-info

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_ins
 from host_example import numbers, run_example
 
 import stepprune_jax as sp
@@ -17,6 +18,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # gemma 
 @pytest.fixture(scope="module")
 def example():
     return run_example("gemma3.py")
+
+
+def test_the_signatures_are_those_of_the_package():
+    assert stand_ins.changed_signatures("gemma") == []
 
 
 def uneven(example):

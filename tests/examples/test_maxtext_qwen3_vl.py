@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_ins
 from host_example import run_example
 
 pytest.importorskip("maxtext", reason="MaxText is not installed: docs/hosts.md says how")
@@ -16,6 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # MaxText
 @pytest.fixture(scope="module")
 def example():
     return vars(run_example("maxtext_qwen3_vl.py"))
+
+
+def test_the_signatures_are_those_of_the_package():
+    assert stand_ins.changed_signatures("maxtext") == []
 
 
 def close(ours, theirs):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stand_ins
 from host_example import numbers, run_example
 
 import stepprune_jax as sp
@@ -19,6 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # openpi 
 @pytest.fixture(scope="module")
 def example():
     return run_example("pi0.py")
+
+
+def test_the_signatures_are_those_of_the_package():
+    assert stand_ins.changed_signatures("openpi") == []
 
 
 def test_all_tokens_give_the_hosts_own_result(example):
