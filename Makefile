@@ -13,6 +13,7 @@ HOSTS_VENV ?= .venv-hosts
 # hypothesis, beartype and this package.
 PYTHON312 ?= python3.12
 OPENPI ?=
+BOARDS ?= .venv-boards
 PUBLISHED ?= .venv-published
 AOT_FLAGS ?=
 RUN ?= runs/shapes
@@ -27,7 +28,7 @@ DATA ?= $(RUN)/data
 PY = $(VENV)/bin/python
 
 # Parts that need optional packages; each target builds its environment.
-INTEGRATIONS = test-serving test-lmms-eval test-demo test-tutorials test-hosts docs
+INTEGRATIONS = test-serving test-lmms-eval test-boards test-demo test-tutorials test-hosts docs
 
 .PHONY: demo report test test-lab test-core test-integrations $(INTEGRATIONS) test-published test-slow fuzz lint bench aot \
   tutorials env clean
@@ -105,7 +106,7 @@ $(SERVING_VENV)/.installed:
 test-lmms-eval: env $(LMMS_EVAL_VENV)/.installed
 	$(PY) -m pytest -m slow tests/integrations/test_lmms_eval_command.py
 
-# Only the packages that lmms-eval imports for a model and a task; torch is the CPU build.
+# The packages that lmms-eval imports for a model and a task; torch as in requirements-dev.txt.
 $(LMMS_EVAL_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
@@ -142,6 +143,14 @@ $(HOSTS_VENV)/.installed: pyproject.toml
 	$(@D)/bin/pip install --quiet -e . "gemma>=4,<5" "sentencepiece<0.2.2" beartype hypothesis pytest
 	$(@D)/bin/pip install --quiet --no-deps maxtext==0.2.5
 	$(@D)/bin/pip install --quiet omegaconf pathwaysutils jinja2 qwix aqtp tokamax drjax tiktoken sympy transformers
+	touch $@
+
+# Events of TensorBoard and an offline run of Weights & Biases: 190 MB of packages, some seconds.
+test-boards: env $(BOARDS)/.installed
+	$(PY) -m pytest -m slow tests/workdir/test_boards.py
+
+$(BOARDS)/.installed:
+	$(PY) -m pip install --quiet --target $(@D) tensorboardX==2.6.5 wandb==0.30.0
 	touch $@
 
 # Answers of SmolLM2-135M-Instruct, whose weights a wheel holds: 95 MB of packages, some two minutes.
@@ -209,3 +218,5 @@ $(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
 clean:
 	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
 	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(DEMO_VENV) $(HOSTS_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
+
+	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(BOARDS) $(PUBLISHED) docs/_build runs build *.egg-info

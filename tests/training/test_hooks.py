@@ -1,6 +1,7 @@
 """Training hooks: validation, boards, a profile; none of them changes a number."""
 
 import dataclasses
+import inspect
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interfaces import parse_signature, read_record
 from PIL import Image
 from tiny_run import ASKED, looks, make_run, metrics, write_data
 from visual import visual_of
@@ -168,26 +170,45 @@ def test_questions_that_are_not_there_are_reported_before_anything_is_loaded(wor
     assert not (tmp_path / "run").exists()
 
 
+def check_call(function, *arguments, **options):
+    """Raises a TypeError unless a recorded function of tensorboardX or wandb takes arguments."""
+    parameters = parse_signature(read_record("boards")[function])
+    inspect.Signature(parameters).bind(*arguments, **options)
+
+
 class Recorder(types.ModuleType):
     """Stands for tensorboardX and its writer, and for wandb and its run."""
 
-    def begin(self, *arguments, **options):
+    def SummaryWriter(self, *arguments, **options):  # noqa: N802
+        check_call("SummaryWriter", *arguments, **options)
+        return self.begin(options)
+
+    def init(self, *arguments, **options):
+        check_call("init", *arguments, **options)
+        return self.begin(options)
+
+    def begin(self, options):
         self.begun.append(options)
         self.calls = {}
         return self
 
-    SummaryWriter = init = begin
-
-    def add_scalar(self, name, value, step):
+    def add_scalar(self, *arguments, **options):
+        check_call("add_scalar", self, *arguments, **options)
+        name, value, step = arguments
         self.calls[name, step] = value
 
-    def log(self, scalars, step):
-        self.calls |= {(name, step): value for name, value in scalars.items()}
+    def log(self, *arguments, **options):
+        check_call("log", self, *arguments, **options)
+        (scalars,) = arguments
+        self.calls |= {(name, options["step"]): value for name, value in scalars.items()}
 
     def close(self):
+        check_call("close", self)
         self.calls["closed"] = True
 
-    finish = close
+    def finish(self):
+        check_call("finish", self)
+        self.calls["closed"] = True
 
 
 def test_boards_show_what_the_files_have(world, tmp_path, monkeypatch):
