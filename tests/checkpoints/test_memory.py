@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from processes import LONGEST
 from shards import write_index
 
 from stepprune_jax import testing
@@ -74,7 +75,7 @@ def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path, weigh
         capture_output=True,
         text=True,
         env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
-        timeout=120,
+        timeout=LONGEST,
     )
     assert run.returncode == 0, run.stderr
     size, extra = map(int, run.stdout.split())

@@ -2,6 +2,20 @@
 
 import importlib.util
 
+import pytest
+
 PACKAGES = ("httpx2", "prometheus_client", "starlette", "uvicorn")
 MISSING = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
 collect_ignore_glob = ["test_*.py", "engine/*"] if MISSING else []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_server():
+    """Gives an engine on a busy machine time to accept a connection."""
+    from servers import PATIENCE
+
+    from stepprune_jax.serving import engine
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_CONNECT_SECONDS", PATIENCE)
+        yield

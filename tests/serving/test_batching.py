@@ -13,12 +13,14 @@ class Worker:
     def __init__(self):
         self.batches, self.may_run, self.metrics = [], threading.Event(), Metrics()
         self.may_run.set()
+        self.is_running = threading.Event()
         self.batcher = Batcher(self.run, self.key, 3, 0.0, self.metrics)
 
     def key(self, chat):
         return None if chat == "alone" else chat[0]
 
     def run(self, jobs):
+        self.is_running.set()
         self.may_run.wait()
         self.batches.append([job.chat for job in jobs])
         for job in jobs:
@@ -43,13 +45,15 @@ def ask_while_busy(worker, *chats):
 
     async def run():
         worker.may_run.clear()
+        worker.is_running.clear()
         busy = asyncio.ensure_future(worker.ask("busy"))
-        while worker.batcher.waiting or not busy:
+        while not worker.is_running.is_set():
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
         asked = [asyncio.ensure_future(worker.ask(chat)) for chat in chats]
-        await asyncio.sleep(0.01)
+        while worker.batcher.waiting < len(chats):
+            await asyncio.sleep(0.001)
         worker.may_run.set()
+        await busy
         return await asyncio.gather(*asked, return_exceptions=True)
 
     return asyncio.run(run())

@@ -9,7 +9,17 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-from servers import FakeEngine, ask, front_before, opened, serving, until, user
+from servers import (
+    PATIENCE,
+    FakeEngine,
+    ask,
+    begin_chat,
+    front_before,
+    opened,
+    serving,
+    until,
+    user,
+)
 from small_world import stepprune
 from visual import noise
 
@@ -35,7 +45,7 @@ def front(model, engine, **options):
 
 @pytest.fixture(scope="module")
 def address(llava_model, fake):
-    with front(llava_model, fake.address, seconds=0.3) as address:
+    with front(llava_model, fake.address) as address:
         yield address
 
 
@@ -101,7 +111,7 @@ def test_the_engine_gets_the_row_that_would_enter_the_language_model(client, fak
 def test_rows_of_a_batch_do_not_depend_on_each_other(llava_model, fake):
     """Requests with several counts and lengths in one batch, as each alone."""
     fake.seen.clear()
-    served = front(llava_model, fake.address, batch_size=3, batch_seconds=10.0)
+    served = front(llava_model, fake.address, batch_size=3, batch_seconds=PATIENCE)
     asked = {"red dog?": [noise(1)], "two": [noise(4)], "yes or no: is this a dog?": [noise(2)]}
     before = programs.num_compiled()
     with served as address, opened(address) as client:
@@ -177,7 +187,6 @@ def test_pages_of_a_given_origin_alone_may_ask(llava_model, address):
     [
         ("refuses", 400, "the engine answers 400: the prompt is too long"),
         ("fails", 503, "the engine answers 500: EngineCore died"),
-        ("slow", 503, "too slow"),
         ("breaks", 503, "the engine failed: EngineCore died"),
         ("ends", 503, "ended its answer early"),
     ],
@@ -194,6 +203,15 @@ def test_what_goes_wrong_with_the_engine_is_told(client, fake, address, mode, st
     until(lambda: figures(address)["in_flight"] == 0)
     fake.mode = "well"
     assert ask_one(client).usage.completion_tokens == 4
+
+
+def test_an_engine_that_is_too_slow_is_told(llava_model, fake):
+    fake.mode = "slow"
+    with front(llava_model, fake.address, seconds=0.05) as address, opened(address) as client:
+        for stream in (True, False):
+            with pytest.raises(openai.InternalServerError, match="too slow") as caught:
+                ask_one(client, stream=stream)
+            assert caught.value.status_code == 503
 
 
 def test_an_engine_that_is_killed_and_started_again(llava_model):
@@ -232,30 +250,29 @@ def test_the_work_for_a_client_that_went_away_is_dropped(address, fake, client, 
     fake.mode, before = "endless", fake.dropped
     body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": 200}
     body["stream"] = stream
-    with httpx2.Client(base_url=address, timeout=0.5) as hasty:
-        if stream:
-            with hasty.stream("POST", "/v1/chat/completions", json=body) as answer:
-                next(answer.iter_lines())
-        else:
-            with pytest.raises(httpx2.ReadTimeout):
-                hasty.post("/v1/chat/completions", json=body)
+    connection = begin_chat(address, body)
+    until(lambda: fake.running == 1)
+    if stream:
+        assert connection.getresponse().readline().startswith(b"data: {")
+    connection.close()
     until(lambda: fake.dropped == before + 1 and fake.running == 0)
     until(lambda: figures(address)["in_flight"] == 0)
     assert figures(address)['requests_total{status="499"}'] >= 1
 
 
 def test_more_requests_than_the_queue_holds_are_refused_at_once(address, fake, client):
-    fake.mode, found = "endless", []
-    body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": 10}
-
-    def post():
-        answer = httpx2.post(f"{address}/v1/chat/completions", json=body, timeout=30)
-        found.append((answer.status_code, answer.headers.get("retry-after")))
-
-    threads = [threading.Thread(target=post) for _ in range(4 * MOST)]
-    [thread.start() for thread in threads], [thread.join() for thread in threads]
-    assert len(found) == 4 * MOST and {*found} == {(200, None), (429, "1")}
-    assert found.count((200, None)) >= MOST
+    fake.mode, fake.held = "holds", True
+    body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": 2}
+    accepted = [begin_chat(address, body) for _ in range(MOST)]
+    until(lambda: figures(address)["in_flight"] == MOST)
+    for _ in range(3):
+        refused = httpx2.post(f"{address}/v1/chat/completions", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    fake.held = False
+    for connection in accepted:
+        assert connection.getresponse().status == 200
+        connection.close()
+    until(lambda: figures(address)["in_flight"] == 0)
     assert figures(address)["in_flight"] == figures(address)["queue"] == 0
 
 

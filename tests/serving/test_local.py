@@ -4,7 +4,7 @@ import concurrent.futures
 
 import openai
 import pytest
-from servers import ask, opened, serving
+from servers import PATIENCE, ask, opened, serving
 from small_world import broken_at, stepprune
 from visual import noise
 
@@ -19,7 +19,7 @@ from stepprune_jax.serving.metrics import Metrics
 PLAIN = stepprune(draw=0.0)  # a row then has the same answer wherever it stands in a batch
 
 
-@pytest.fixture(scope="module", params=[5.0])
+@pytest.fixture(scope="module", params=[PATIENCE])
 def client(llava_model, request):
     """A server that waits for a batch, unless it is full, for so many seconds."""
     metrics = Metrics()

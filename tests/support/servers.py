@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import http.client
 import io
 import json
 import threading
@@ -10,6 +11,7 @@ import time
 
 import openai
 import uvicorn
+from interfaces import read_record
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -55,11 +57,17 @@ def user(text, *images):
     return {"role": "user", "content": [{"type": "text", "text": text}, *shown]}
 
 
+# vLLM ignores unknown fields of a request.
+REQUEST_FIELDS = {*read_record("vllm")["fields"]["completion_request"].split()}
+# Seconds before a test takes a wait for a hang: many times what a busy machine needs.
+PATIENCE = 600.0
+
+
 class FakeEngine:
     """What a front needs of vLLM, without a model: token ids count up from the row's length.
 
     Attributes:
-        mode: "well", or how it misbehaves.
+        mode: "well", how it misbehaves, or "holds": it waits with its tokens until `held` is false.
         name: what requests call its model.
         seen: the requests, with the embeddings as bytes.
         clients: the connections that they came by.
@@ -69,7 +77,7 @@ class FakeEngine:
 
     def __init__(self, mode="well", tokens=4):
         self.mode, self.tokens, self.seen, self.running, self.dropped = mode, tokens, [], 0, 0
-        self.name, self.clients = "the engine's", set()
+        self.name, self.clients, self.held = "the engine's", set(), False
 
     def app(self):
         return Starlette(
@@ -88,6 +96,7 @@ class FakeEngine:
 
     async def _complete(self, request):
         fields = await request.json()
+        assert fields.keys() <= REQUEST_FIELDS, fields.keys() - REQUEST_FIELDS
         fields["prompt_embeds"] = base64.b64decode(fields["prompt_embeds"])
         self.seen.append(fields)
         self.clients.add(request.client)
@@ -107,6 +116,8 @@ class FakeEngine:
                 last = number + 1 == most
                 choice = {"text": "?", "token_ids": [10 + number]}
                 choice["finish_reason"] = "length" if last else None
+                while self.mode == "holds" and self.held:
+                    await asyncio.sleep(0.01)
                 if self.mode == "slow" or (self.mode == "endless" and number):
                     await asyncio.sleep(0.05 if self.mode == "endless" else 5)
                 if self.mode == "breaks" and number == 2:
@@ -129,14 +140,14 @@ def front_before(engine, model, most=256, limits=None, batching=None, origins=()
     metrics = Metrics()
     defaults = Defaults(positions="compact", **defaults)
     reader = Reader(model, "tiny", defaults, limits or RequestLimits(), engine=True)
-    backend = Engine(model, engine, metrics, **(batching or {}))
+    backend = Engine(model, engine, metrics, **{"seconds": PATIENCE} | (batching or {}))
     with serving(Front(reader, backend, metrics, most).app(origins)) as address:
         yield address
 
 
 def opened(address):
     """OpenAI's client of a server."""
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def ask(client, question, images, most, **fields):
@@ -152,9 +163,17 @@ def ask(client, question, images, most, **fields):
     )
 
 
-def until(condition, seconds=5):
+def begin_chat(address, body):
+    """Sends a chat, and returns the connection, which has not read the answer."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=PATIENCE)
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    return connection
+
+
+def until(condition):
     """Waits until something holds."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.01)

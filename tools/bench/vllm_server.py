@@ -32,11 +32,12 @@ class Vllm:
     Attributes:
         address: its address.
         name: the model's name there.
+        port: its port.
     """
 
     def __init__(self, model: Path, log: Path, *flags: str, port: int | None = None):
         """Starts it, with its output in a file; further flags are passed on."""
-        port = port or free_port()
+        self.port = port = port or free_port()
         self.address, self.name, self._log = f"http://127.0.0.1:{port}", str(model), Path(log)
         command = [PYTHON, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
         given = ["--model", model, "--host", "127.0.0.1", "--port", port, *flags]
@@ -52,13 +53,18 @@ class Vllm:
     def wait(self, seconds: float = 300) -> "Vllm":
         """Waits until it answers."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and self._process.poll() is None:
+        while time.monotonic() < end and self.is_alive:
             with contextlib.suppress(httpx2.TransportError):
                 if httpx2.get(f"{self.address}/health").status_code == 200:
                     return self
             time.sleep(0.5)
         self.kill()
         raise RuntimeError(f"vLLM did not start:\n{self._log.read_text()[-3000:]}")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process of the server is there."""
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """Kills it with all of its processes."""

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from servers import PATIENCE
 from tiny_qwen import qwen_tokenizer, tiny_qwen, tiny_qwen_config
 
 from stepprune_jax import testing
@@ -53,17 +54,27 @@ def wide_qwen(tmp_path_factory):
     )
 
 
+# Tiny models need neither compiled kernels nor a measurement of the memory that images take.
+_FLAGS = ("--dtype", "float32", "--enforce-eager", "--skip-mm-profiling", *CHAT)
+
+
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
-    """Starts an engine for a model's folder, once for each."""
-    started = {}
+    """Starts an engine for a model's folder once, and again at its address if it was killed."""
+    engines, settings = {}, pytest.MonkeyPatch()
+    # The model then runs in the engine's process: one process less imports torch and vLLM.
+    settings.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
     def run(folder):
-        if folder not in started:
+        engine = engines.get(folder)
+        if engine is None or not engine.is_alive:
             log = tmp_path_factory.mktemp("vllm") / "log"
-            started[folder] = Vllm(folder, log, "--dtype", "float32", *CHAT).wait()
-        return started[folder]
+            port = None if engine is None else engine.port
+            engine = engines[folder] = Vllm(folder, log, *_FLAGS, port=port)
+            engine.wait(4 * PATIENCE)
+        return engine
 
     yield run
-    for engine in started.values():
+    settings.undo()
+    for engine in engines.values():
         engine.kill()

@@ -15,6 +15,7 @@ from stepprune_jax.pruners import build_pruner
 MOST = 12
 COMPACT = RunOptions(MOST, "compact")
 CLIENTS = 16
+FOUR = {"batch_size": 4}
 
 
 def loaded(folder, use="answers"):
@@ -57,7 +58,7 @@ def compare(model, address, policy, asked):
     assert len(counts) > 5, counts
 
 
-def test_two_hundred_requests_to_a_llava(wide_llava, start):
+def test_requests_to_a_llava(wide_llava, start):
     model, policy = (
         loaded(wide_llava),
         stepprune(text_width=64),
@@ -66,8 +67,9 @@ def test_two_hundred_requests_to_a_llava(wide_llava, start):
     pruners = [("stepprune", None), ("stepprune", 4), ("grid", 9), ("random", 9), ("all", None)]
     pruners += [("visionzip", 6), ("divprune", 9)]
     # The front has no layers of the language model.
-    with front_before(engine.address, loaded(wide_llava, "embeddings"), policy=policy) as address:
-        compare(model, address, policy, list(requests(200, pruners)))
+    front_model = loaded(wide_llava, "embeddings")
+    with front_before(engine.address, front_model, batching=FOUR, policy=policy) as address:
+        compare(model, address, policy, list(requests(64, pruners)))
 
 
 def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
@@ -76,8 +78,8 @@ def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
     policy = stepprune(feature_width=64, text_width=64).replace(stats=None)
     engine = start(wide_qwen)
     pruners = [("stepprune", None), ("grid", 4), ("all", None)]
-    with front_before(engine.address, model, policy=policy) as address:
-        compare(model, address, policy, list(requests(48, pruners, (16, 60))))
+    with front_before(engine.address, model, batching=FOUR, policy=policy) as address:
+        compare(model, address, policy, list(requests(24, pruners, (16, 60))))
 
 
 def test_with_all_tokens_the_answers_are_vllms_own(wide_llava, start):
@@ -89,7 +91,7 @@ def test_with_all_tokens_the_answers_are_vllms_own(wide_llava, start):
         opened(address) as front,
         opened(engine.address) as vllm,
     ):
-        for number, text in enumerate(TEXTS * 6):
+        for number, text in enumerate(TEXTS * 3):
             found = ask(front, text, [noise(number)], MOST)
             own = vllm.chat.completions.create(
                 model=engine.name,
