@@ -106,7 +106,7 @@ def documented():
         ):
             if kind == "currentmodule":
                 module = f"{name}."
-            elif kind in ("autoclass", "autofunction", "py:data"):
+            elif kind in ("autoclass", "autoexception", "autofunction", "py:data"):
                 found.append(find(name if name.startswith("stepprune") else module + name))
     return found
 

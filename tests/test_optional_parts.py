@@ -1,4 +1,4 @@
-"""Optional parts fit their packages, which `make test` does not have: by recorded signatures."""
+"""Optional parts call their packages, which `make test` does not have, by recorded signatures."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ PARTS += [
 
 
 def definitions(path):
-    """What a module defines at its top level, without importing it."""
+    """Reads the names that a module defines at its top level, without importing it."""
     tree = ast.parse(importlib.util.find_spec(path).loader.get_source(path))
     named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     assigned = (node for node in tree.body if isinstance(node, ast.Assign))

@@ -61,9 +61,11 @@ def check_settings(arguments):
         configurations.load(names[0], [change for change in changes if "=" in change])
 
 
+# Commands of the results run at the commit that the page names.
+TODAY = [page for page in (*PAGES, *NOTEBOOKS) if page.name != "RESULTS.md"]
 SHOWN = [
     pytest.param(words, id=f"{shown(page)}-{' '.join(words)[:40]}")
-    for page in (*PAGES, *NOTEBOOKS)
+    for page in TODAY
     for words, _ in commands(page)
 ]
 
@@ -110,7 +112,7 @@ def resolves(name):
 
 def texts():
     """The pages, the project's own settings, and the library with its docstrings and messages."""
-    for page in (*PAGES, *NOTEBOOKS):
+    for page in TODAY:
         yield shown(page), prose(page)
     settings = (ROOT / name for name in ("pyproject.toml", "Makefile", "setup.py"))
     for file in (*settings, *(ROOT / "stepprune_jax").rglob("*.py")):

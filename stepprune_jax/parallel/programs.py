@@ -59,9 +59,9 @@ def _evict_programs() -> None:
             function.clear_cache()
 
 
-def has_evicted_programs() -> bool:
-    """Returns whether programs on CPUs have been dropped because their number was too large."""
-    return _evicted.total() > 0
+def num_evicted() -> int:
+    """Returns how many programs on CPUs have been dropped because of `MAX_PROGRAMS`."""
+    return _evicted.total()
 
 
 def jit_for_weights(

@@ -21,7 +21,7 @@ from stepprune_jax.inference.plan import exact_counts, list_texts
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling
-from stepprune_jax.parallel.programs import has_evicted_programs
+from stepprune_jax.parallel.programs import num_evicted
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.serving.batching import padded
 from stepprune_jax.serving.engine import Engine
@@ -85,7 +85,7 @@ def warm_up(reader: Reader, backend: Engine | Local, extent: Extent) -> None:
     Raises:
         UserError: a batch does not fit into the memory of the device.
     """
-    begin, before = time.perf_counter(), num_compiled()
+    begin, before, evicted_before = time.perf_counter(), num_compiled(), num_evicted()
     work = _WarmUp(reader, backend, extent)
     for kind in work.kinds():
         try:
@@ -97,7 +97,7 @@ def warm_up(reader: Reader, backend: Engine | Local, extent: Extent) -> None:
             raise UserError(f"{problem}: lower --batch_size or the sizes") from error
     count, seconds = num_compiled() - before, time.perf_counter() - begin
     _logger.info("warm-up: %d programs in %.0f s", count, seconds)
-    if has_evicted_programs():
+    if num_evicted() > evicted_before:
         _logger.warning(
             "warm-up: a process on CPUs keeps fewer programs, so the first ones are compiled again "
             "when requests need them: lower --batch_size or the sizes"

@@ -51,8 +51,8 @@ def test_a_page_is_built_with_and_without_examples(app, llava_model):
 
 def test_the_button_shows_both_answers_and_the_picture(app, ask, monkeypatch):
     answer = Answer("two", (7, 2), 144, 3, ((0, 5, 9),), ((12, 12),))
-    shown = Comparison((answer, Times(0.5, 0.0, 9.0)), (answer, Times(2.0, 1.5, 9.0)), PICTURE)
-    monkeypatch.setattr(app, "compare", lambda *_: shown)
+    comparison = Comparison((answer, Times(0.5, 0.0, 9.0)), (answer, Times(2.0, 1.5, 9.0)), PICTURE)
+    monkeypatch.setattr(app, "compare", lambda *_: comparison)
     full, pruned, picture = ask(PICTURE, "how many?", "grid", EXACTLY, 3)
     times = "first token after 500.0 ms, 9.0 tokens/s"
     assert full == {"value": "two", "label": "all tokens: 3 of 144", "info": times}

@@ -132,7 +132,8 @@ def ids_read(monkeypatch):
     def answer_set(generator, encoded, batching):
         rows = zip(encoded.prompts.ids, encoded.prompts.length, strict=True)
         ids.extend(tuple(row[:length].tolist()) for row, length in rows)
-        return [Answers([""] * len(encoded.prompts.ids), np.zeros(0), [], np.zeros(0))]
+        count = len(encoded.prompts.ids)
+        return [Answers([""] * count, np.zeros(0), [], np.zeros(0), np.ones(count, bool))]
 
     monkeypatch.setattr(Generator, "answer", answer)
     monkeypatch.setattr(Generator, "answer_set", answer_set)

@@ -50,7 +50,7 @@ def _class(name, parameters):
 
 
 def stand_in_modules(package):
-    """The modules of a package by name; each has the recorded functions alone."""
+    """Builds the modules of a package, by name, with the recorded functions and classes."""
     modules = {}
     for name, parameters in RECORD[package]["signatures"].items():
         parts = name.split(".")
@@ -66,14 +66,14 @@ def stand_in_modules(package):
             owner = getattr(owner, part)
         value = mock.MagicMock()
         if parameters is not None:
-            is_class = parts[-1][0].isupper() and parts[-1] != "Module"
+            is_class = parts[-1][0].isupper()
             value = _class(parts[-1], parameters) if is_class else _function(parameters)
         setattr(owner, parts[-1], value)
     return modules
 
 
 def install(monkeypatch, package):
-    """Puts the stand-in of a package where `import` finds it; returns its modules."""
+    """Lets `import` find the modules of `stand_in_modules`; returns them."""
     modules = stand_in_modules(package)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -63,7 +63,7 @@ def test_without_a_validation_split_there_is_no_calibration(world, tmp_path):
         ({"--policy": AUTOSELECT}, "autoselect has no learned stop to calibrate"),
         ({"--policy": "absent"}, "nor a shipped policy of that name (shapes, shapes_qwen"),
         ({"--data": "absent"}, "absent"),
-        ({"--out": "."}, "--out is '.', expected a file in a folder"),
+        ({"--out": "."}, "--out is '.', expected a file that can be created or written to"),
     ],
 )
 def test_mistakes_are_user_errors(tmp_path, changes, message):
