@@ -216,7 +216,5 @@ $(DOCS_VENV)/.installed: requirements.txt pyproject.toml setup.py
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
-	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(DEMO_VENV) $(HOSTS_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
-
-	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(BOARDS) $(PUBLISHED) docs/_build runs build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) $(DOCS_VENV) $(CORE_VENV)-* $(SERVING_VENV) $(LMMS_EVAL_VENV) $(BOARDS) $(DEMO_VENV) \
+	  $(HOSTS_VENV) $(PUBLISHED) docs/_build runs build *.egg-info
