@@ -115,7 +115,7 @@ $(LMMS_EVAL_VENV)/.installed: pyproject.toml
 	$(@D)/bin/pip install --quiet loguru pytz datasets accelerate evaluate pytablewriter sacrebleu \
 	  jinja2 pyyaml tenacity httpx openai python-dotenv "filelock<4"
 
-# Runs every part with its real packages: some 30 minutes on two cores. CONTRIBUTING.md has a table.
+# Runs every part with its real packages. CONTRIBUTING.md has a table.
 test-integrations: $(INTEGRATIONS)
 
 # The browser page in a headless Chromium, which pip does not install.
