@@ -17,7 +17,7 @@ import transformers
 from hf_reference import assert_close, random_reference
 from quick import quick_or_slow
 from small_world import one_shot, stepprune
-from tiny_llava_next import SIZES, tiny_llava_next
+from tiny_llava_next import SIZES, tiny_llava_next, tiny_next_config
 from transformers.image_processing_utils import get_patch_output_size, select_best_resolution
 from transformers.image_utils import ChannelDimension
 from transformers.models.llava_next.image_processing_pil_llava_next import (
@@ -34,7 +34,12 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.llava_next.backbone import LlavaNext, LlavaNextMistral
+from stepprune_jax.models.llava_next.backbone import (
+    LlavaNext,
+    LlavaNextLlama3,
+    LlavaNextMistral,
+    LlavaNextYi,
+)
 from stepprune_jax.models.llava_next.images import best_size, fitted_size, unpadded_grid
 from stepprune_jax.pruners import PRUNERS, build_pruner
 
@@ -265,7 +270,8 @@ LAYOUTS = (tiny_llava_next, layouts.new_next, layouts.original_next)
 def test_every_layout_is_loaded_and_written(tmp_path, write, mistral):
     folder = write(tmp_path / "from", mistral=mistral)
     model = load_vlm(folder, dtype=jnp.float32, progress=False)
-    assert model.backbone.name == "llava_next" and model.config.is_mistral == mistral
+    assert model.backbone.name == "llava_next"
+    assert model.config.prompts == ("mistral" if mistral else "vicuna")
     save_vlm(model, tmp_path / "to")
     again = load_vlm(tmp_path / "to", dtype=jnp.float32, progress=False)
     assert type(again.backbone) is type(model.backbone)
@@ -299,6 +305,54 @@ def test_prompts_are_those_of_the_authors():
     assert instruct(turns[:1]) == "[INST] <image>\nWhat? [/INST]"
     assert instruct(turns) == "[INST] <image>\nWhat? [/INST] A dog. </s>[INST] Why? [/INST]"
     assert instruct(["Q"], "Be brief.") == "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nQ [/INST]"
+
+
+# The chat templates of the Hugging Face files have the turns without the system's words.
+LLAMA_3_SYSTEM = (
+    "<|start_header_id|>system<|end_header_id|>\n\nYou are a helpful language and vision "
+    "assistant. You are able to understand the visual content that the user provides, and assist "
+    "the user with a variety of tasks using natural language.<|eot_id|>"
+)
+LLAMA_3_TURNS = (
+    "<|start_header_id|>user<|end_header_id|>\n\n<image>\nWhat?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nA dog.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nWhy?<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+YI_SYSTEM = "<|im_start|>system\nAnswer the questions.<|im_end|>"
+YI_TURNS = (
+    "<|im_start|>user\n<image>\nWhat?<|im_end|><|im_start|>assistant\nA dog.<|im_end|>"
+    "<|im_start|>user\nWhy?<|im_end|><|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "system", "said"),
+    [
+        (128_256, LlavaNextLlama3, LLAMA_3_SYSTEM, LLAMA_3_TURNS),
+        (128_320, LlavaNextLlama3, LLAMA_3_SYSTEM, LLAMA_3_TURNS),
+        (64_000, LlavaNextYi, YI_SYSTEM, YI_TURNS),
+        (64_064, LlavaNextYi, YI_SYSTEM, YI_TURNS),
+    ],
+)
+def test_prompts_follow_the_vocabulary(rows, kind, system, said):
+    """Reads vocabularies of the 34B and of Llama 3, in the original layout and in the other."""
+    backbone = LlavaNext.read(tiny_next_config(rows), None)
+    assert type(backbone) is kind
+    turns = [backbone.place_images("What?", 1), "A dog.", "Why?"]
+    assert backbone.conversation(turns) == system + said == backbone.conversation([*turns, None])
+    assert backbone.published_prompts(turns) == (system + said, said)
+    closed, _ = (system + said).split("A dog.")
+    assert backbone.conversation(turns[:2]) == f"{closed}A dog.{kind.END}"
+    asked = backbone.conversation(turns, "Be brief.")
+    assert asked == kind.BEGIN.format("system") + f"Be brief.{kind.END}" + said
+    for count in range(1, 4):
+        assert backbone.conversation(turns).startswith(backbone.conversation(turns[:count]))
+
+
+@pytest.mark.parametrize("rows", [32_000, 32_064, 63_999, 64_065, 128_255, 152_064])
+def test_other_vocabularies_have_the_prompts_of_vicuna(rows):
+    assert type(LlavaNext.read(tiny_next_config(rows), None)) is LlavaNext
 
 
 @pytest.mark.parametrize(

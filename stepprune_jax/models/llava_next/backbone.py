@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ class LlavaNext(Llava):
     name = "llava_next"
     CONFIG = LlavaNextConfig
     SUPPORTED = (
-        "LLaVA-NeXT (v1.6) with a Vicuna or Mistral in the Hugging Face layout (model_type "
-        "'llava_next') or in the original one (image_aspect_ratio 'anyres')"
+        "LLaVA-NeXT (v1.6) with a Vicuna, Mistral, Yi or Llama 3 in the Hugging Face layout "
+        "(model_type 'llava_next') or in the original one (image_aspect_ratio 'anyres')"
     )
     CONTEXT_LIMIT = CONTEXT
     PROCESSOR = "LlavaNextProcessor"
@@ -62,7 +62,7 @@ class LlavaNext(Llava):
             config = LlavaNextConfig.from_hf(raw)
         else:
             config = LlavaNextConfig.from_original(raw, vision)
-        return LlavaNextMistral(config) if config.is_mistral else LlavaNext(config)
+        return _BY_PROMPTS[config.prompts](config)
 
     @classmethod
     def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str | None:
@@ -245,3 +245,56 @@ class LlavaNextMistral(LlavaNext):
         # The Hugging Face files have the blank behind the end of an answer, older ones with a slip.
         text = cls.conversation(turns)
         return text, *(text.replace(" </s>", end) for end in ("</s> ", "<\\s> "))
+
+
+class _Turns(LlavaNext):
+    """LLaVA-NeXT with prompts of turns that all end with the same token.
+
+    `BEGIN` precedes a turn and has a field for its role, `END` follows it, and `SYSTEM` is what the
+    system says.
+    """
+
+    BEGIN: ClassVar[str]
+    END: ClassVar[str]
+    SYSTEM: ClassVar[str]
+
+    @classmethod
+    def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
+        begin = [cls.BEGIN.format(role) for role in ("system", "user", "assistant")]
+        text = begin[0] + (cls.SYSTEM if system is None else system) + cls.END
+        for number, message in enumerate([*turns, None][: len(turns) + len(turns) % 2]):
+            is_open = number % 2 == 1 and not message
+            text += begin[1 + number % 2] + (message or "") + ("" if is_open else cls.END)
+        return text
+
+    @classmethod
+    def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:
+        # The template of the Hugging Face files has no words of the system.
+        text = cls.conversation(turns)
+        return text, text.removeprefix(cls.BEGIN.format("system") + cls.SYSTEM + cls.END)
+
+
+class LlavaNextLlama3(_Turns):
+    """LLaVA-NeXT with the prompts of Llama 3 Instruct."""
+
+    BEGIN, END = "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"
+    SYSTEM = (
+        "You are a helpful language and vision assistant. You are able to understand the visual "
+        "content that the user provides, and assist the user with a variety of tasks using natural "
+        "language."
+    )
+
+
+class LlavaNextYi(_Turns):
+    """LLaVA-NeXT with the prompts of the 34B, whose language model is a Yi."""
+
+    BEGIN, END = "<|im_start|>{}\n", "<|im_end|>"
+    SYSTEM = "Answer the questions."
+
+
+_BY_PROMPTS = {
+    "vicuna": LlavaNext,
+    "mistral": LlavaNextMistral,
+    "llama_3": LlavaNextLlama3,
+    "yi": LlavaNextYi,
+}

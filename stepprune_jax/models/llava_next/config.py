@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from stepprune_jax.models.config import FieldRule, Json, one_of, part, read_fields
+from stepprune_jax.models.config import LLAMA, FieldRule, Json, one_of, part, read_fields
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import naming, require
@@ -36,6 +36,9 @@ _ORIGINAL_ONLY = {
 _FLAT = {"image_aspect_ratio": "square", "mm_patch_merge_type": "flat"}
 # Mistral's text model is Llama's with other defaults, and a window that the 7B does not use.
 _MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+# Tokens of the vocabularies whose special tokens prompts use. Files may have up to 64 more rows.
+_VOCABULARIES = {"llama_3": 128_256, "yi": 64_000}
+_MORE_ROWS = 64
 _MISTRAL_ONLY = {
     "window": FieldRule("sliding_window", 0, lambda x: None, "null"),
     "kind": one_of("model_type", "mistral", "llava_mistral"),
@@ -48,11 +51,12 @@ class LlavaNextConfig(LlavaConfig):
 
     Attributes:
         sizes: (height, width) of each; multiples of the tower's side.
-        is_mistral: whether prompts are those of Mistral instead of Vicuna, as its text model is.
+        prompts: template of the prompts, by the language model: "vicuna", "mistral", "llama_3" or
+            "yi".
     """
 
     sizes: Sizes = ()
-    is_mistral: bool = False
+    prompts: str = "vicuna"
 
     def __post_init__(self):
         super().__post_init__()
@@ -108,7 +112,7 @@ class LlavaNextConfig(LlavaConfig):
         known = {"text": part("text_config"), "sizes": SIZES}
         text, sizes = read_fields(raw, "config.json", known).values()
         given = raw | {"model_type": "llava", "text_config": _as_llama(text)}
-        return super().from_hf(given, sizes=sizes, is_mistral=_is_mistral(text))
+        return super().from_hf(given, sizes=sizes, prompts=_prompts(text))
 
     @classmethod
     def check_original(cls, raw: Json) -> None:
@@ -120,13 +124,13 @@ class LlavaNextConfig(LlavaConfig):
     def from_original(cls, raw: Json, vision: Json) -> "LlavaNextConfig":
         """Builds the config from the original layout, which has sizes as (width, height)."""
         sizes = read_fields(raw, "config.json", {"sizes": SIZES})["sizes"]
-        more = {"sizes": tuple(size[::-1] for size in sizes), "is_mistral": _is_mistral(raw)}
+        more = {"sizes": tuple(size[::-1] for size in sizes), "prompts": _prompts(raw)}
         return super().from_original(_as_llama(raw) | _FLAT, vision, **more)
 
     def to_hf(self, dtype: str) -> Json:
         """Describes a model with an image token as a ``config.json`` that `from_hf` reads."""
         raw = super().to_hf(dtype)
-        if self.is_mistral:
+        if self.prompts == "mistral":
             kind = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
             raw["text_config"] |= kind | {"sliding_window": None}
         return raw | {
@@ -139,6 +143,15 @@ class LlavaNextConfig(LlavaConfig):
 
 def _is_mistral(text: Json) -> bool:
     return str(text.get("model_type")).endswith("mistral")
+
+
+def _prompts(text: Json) -> str:
+    """Returns the template of a language model's prompts, by its type and its vocabulary."""
+    if _is_mistral(text):
+        return "mistral"
+    rows = read_fields(text, "text_config", {"rows": LLAMA["vocab_size"]})["rows"]
+    fitting = [x for x, size in _VOCABULARIES.items() if 0 <= rows - size <= _MORE_ROWS]
+    return fitting[0] if fitting else "vicuna"
 
 
 def _as_llama(text: Json) -> Json:
