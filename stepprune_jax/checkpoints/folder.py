@@ -158,8 +158,8 @@ def _read_config(folder: Path) -> Json:
     read_fields(config, str(path), {"weights": _WEIGHTS})
     quantized = config.get("quantization_config")
     if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        raise UserError(f"{path}: quantised weights ({method!r}) are not supported")
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise UserError(f"{path}: quantized weights ({method or quantized!r}) are not supported")
     return config
 
 

@@ -34,7 +34,7 @@ from stepprune_jax.models.weights import WeightTarget, flatten, unflatten
 from stepprune_jax.parallel import sharding
 from stepprune_jax.parallel.placement import prepare_to_answer
 from stepprune_jax.policy.params import count_weights
-from stepprune_jax.user_input import UserError, expect
+from stepprune_jax.user_input import UserError, expect, require
 
 USES = ("answers", "training", "embeddings")
 # Weights that are read at once.
@@ -44,6 +44,9 @@ _LISTED = 40
 # Rows copied at once in a transposition, and the padding of that tile: rows a power of two apart
 # would fall on the same few cache lines.
 _TILE, _PAD = 64, 32
+# Ends of the names that quantized weights have in the files of GPTQ, AWQ, bitsandbytes, float8 and
+# compressed-tensors.
+_QUANTIZED = (".qweight", ".absmax", ".SCB", ".weight_scale", ".weight_scale_inv", ".weight_packed")
 # Bytes of the embeddings that are compared with a head at once.
 _PIECE = 1 << 24
 
@@ -307,7 +310,10 @@ def _collect(
             )
     for name, entry in entries.items():
         if name not in wanted and not backbone.is_harmless(name):
-            problems["unused"].append(f"{entry.name} in {entry.path.name}")
+            where = f"{entry.name} in {entry.path.name}"
+            is_full = not name.endswith(_QUANTIZED)
+            require(is_full, f"{source.folder}: quantized weights ({where}) are not supported")
+            problems["unused"].append(where)
     if problems:
         lines = [f"the weights in {source.folder} do not fit its configuration:"]
         for kind, items in problems.items():

@@ -136,6 +136,19 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
         assert part in message
 
 
+@pytest.mark.parametrize(
+    "name", ["qweight", "weight.absmax", "weight_scale", "weight_scale_inv", "weight_packed", "SCB"]
+)
+def test_quantized_tensors_without_a_word_in_the_configuration_are_refused_in_one_line(
+    tmp_path, name
+):
+    folder, layer = testing.tiny_llava(tmp_path), "language_model.model.layers.1.mlp.up_proj"
+    _rewrite(folder, lambda tensors: tensors.update({f"{layer}.{name}": np.ones(3, np.int8)}))
+    with pytest.raises(ValueError, match=f"quantized weights .{layer}.{name} in model") as error:
+        _load(folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
 def test_known_extras_are_harmless_and_others_are_not(tmp_path):
     folder = testing.tiny_llava(tmp_path)
     harmless = {"language_model.model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(6)}

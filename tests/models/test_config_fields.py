@@ -57,6 +57,7 @@ CASES = [
             {"multimodal_projector_bias": False},
             {"projector_hidden_act": "relu"},
             {"quantization_config": "int4"},
+            {"quantization_config": {"load_in_8bit": True}},
             {"vision_feature_select_strategy": "full"},
             {VISION: None},
             {VISION: {"model_type": "siglip"}},
