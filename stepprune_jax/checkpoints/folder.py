@@ -233,10 +233,16 @@ def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
         folder, legacy=legacy, add_bos_token=begins
     )
     if legacy:
+        # A special token that is normalized would get the blank below as well, and match no text.
+        normalizers, backend = tokenizers.normalizers, tokenizer.backend_tokenizer
+        for token in backend.get_added_tokens_decoder().values():
+            if token.normalized:
+                flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
+                raw = tokenizers.AddedToken(token.content, normalized=False, **flags)
+                (backend.add_special_tokens if token.special else backend.add_tokens)([raw])
         # SentencePiece puts its blank before any text, even one that starts with a blank.
-        normalizers = tokenizers.normalizers
-        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+        backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         )
-        tokenizer.backend_tokenizer.pre_tokenizer = None
+        backend.pre_tokenizer = None
     return tokenizer

@@ -324,7 +324,16 @@ def sentencepiece_folder(tmp_path_factory):
 TEXTS = ("What is this?", "A chat. USER: ", "\nWhat is in this", " What", "a  dog\n\n", "é 狗", "")
 
 
-@pytest.mark.parametrize("fields", [{}, {"legacy": True, "add_bos_token": True}])
+# As published files list their special tokens: some with "normalized", some without.
+LISTED = {
+    str(number): {"content": token, "normalized": True, "special": True}
+    for number, token in enumerate(("<unk>", "<s>", "</s>"))
+}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"legacy": True, "add_bos_token": True}, {"added_tokens_decoder": LISTED}]
+)
 def test_a_tokenizer_model_alone_gives_the_ids_of_sentencepiece(sentencepiece_folder, fields):
     written = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
     (sentencepiece_folder / "tokenizer_config.json").write_text(json.dumps(written | fields))
