@@ -1,0 +1,288 @@
+"""The published configurations of each family's variants, beside how `transformers` reads them."""
+
+import json
+
+import pytest
+import transformers
+
+from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.efficiency.model_shapes import KNOWN
+from stepprune_jax.models.llava import Llava
+from stepprune_jax.models.llava_next.backbone import (
+    LlavaNext,
+    LlavaNextLlama3,
+    LlavaNextMistral,
+    LlavaNextYi,
+)
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
+from stepprune_jax.models.qwen3_vl import Qwen3_VL
+
+pytestmark = pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")
+
+PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+CLIP = {
+    "hidden_size": 1024,
+    "image_size": 336,
+    "intermediate_size": 4096,
+    "model_type": "clip_vision_model",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "patch_size": 14,
+    "projection_dim": 768,
+    "vocab_size": 32000,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32064,
+}
+VICUNA = {
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 32064,
+}
+YI = {
+    "eos_token_id": 7,
+    "hidden_size": 7168,
+    "intermediate_size": 20480,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 56,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 5000000.0,
+    "use_cache": False,
+    "vocab_size": 64064,
+}
+LLAMA_3 = {
+    "bos_token_id": 128000,
+    "eos_token_id": 128009,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "vocab_size": 128320,
+}
+LLAMA_31 = {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
+
+def next_config(text, image_token, **changes):
+    """The `config.json` of a LLaVA-NeXT in the Hugging Face layout."""
+    return {
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_grid_pinpoints": PINPOINTS,
+        "image_seq_length": 576,
+        "image_token_index": image_token,
+        "model_type": "llava_next",
+        "projector_hidden_act": "gelu",
+        "text_config": text,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "use_image_newline_parameter": True,
+        "vision_config": CLIP,
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        **changes,
+    }
+
+
+QWEN_7B = KNOWN["qwen2.5-vl-7b"]
+QWEN_TOWER = QWEN_7B["vision_config"]
+QWEN_32B = QWEN_7B | {
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "max_window_layers": 64,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "pad_token_id": 151643,
+    "sliding_window": 32768,
+    "vision_config": QWEN_TOWER
+    | {"in_channels": 3, "intermediate_size": 3456, "out_hidden_size": 5120},
+}
+QWEN_72B = QWEN_7B | {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vision_config": QWEN_TOWER | {"intermediate_size": 3456, "out_hidden_size": 8192},
+}
+# `transformers` 4.53 writes the text fields twice, with ids of images that are null in the part.
+QWEN_SAVED = QWEN_7B | {
+    "text_config": {
+        **{name: x for name, x in QWEN_7B.items() if not isinstance(x, dict)},
+        "image_token_id": None,
+        "layer_types": ["full_attention"] * 28,
+        "model_type": "qwen2_5_vl_text",
+        "rope_scaling": {
+            "mrope_section": [16, 24, 24],
+            "rope_type": "default",
+            "type": "default",
+        },
+        "sliding_window": None,
+        "video_token_id": None,
+    },
+}
+QWEN3_8B = KNOWN["qwen3-vl-8b"]
+QWEN3_32B = QWEN3_8B | {
+    "text_config": QWEN3_8B["text_config"]
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+    },
+    "vision_config": QWEN3_8B["vision_config"] | {"out_hidden_size": 5120},
+}
+VARIANTS = {
+    "llava-1.5-7b-hf": (Llava, KNOWN["llava-7b"]),
+    "llava-v1.6-mistral-7b-hf": (LlavaNextMistral, next_config(MISTRAL, 32000)),
+    "llava-v1.6-vicuna-7b-hf": (LlavaNext, next_config(VICUNA, 32000, pad_token_id=32001)),
+    "llava-v1.6-34b-hf": (LlavaNextYi, next_config(YI, 64002)),
+    "llama3-llava-next-8b-hf": (LlavaNextLlama3, next_config(LLAMA_3, 128256)),
+    "with Llama 3.1": (LlavaNextLlama3, next_config(LLAMA_3 | LLAMA_31, 128256)),
+    "Qwen2.5-VL-3B": (Qwen2_5_VL, KNOWN["qwen2.5-vl-3b"]),
+    "Qwen2.5-VL-7B": (Qwen2_5_VL, QWEN_7B),
+    "Qwen2.5-VL-7B saved by 4.53": (Qwen2_5_VL, QWEN_SAVED),
+    "Qwen2.5-VL-32B": (Qwen2_5_VL, QWEN_32B),
+    "Qwen2.5-VL-72B": (Qwen2_5_VL, QWEN_72B),
+    "Qwen3-VL-2B": (Qwen3_VL, KNOWN["qwen3-vl-2b"]),
+    "Qwen3-VL-4B": (Qwen3_VL, KNOWN["qwen3-vl-4b"]),
+    "Qwen3-VL-8B": (Qwen3_VL, QWEN3_8B),
+    "Qwen3-VL-32B": (Qwen3_VL, QWEN3_32B),
+}
+PROCESSORS = {
+    "llava": {"image_processor_type": "CLIPImageProcessor", "size": 336, "crop_size": 336},
+    "llava_next": {
+        "image_grid_pinpoints": PINPOINTS,
+        "image_processor_type": "LlavaNextImageProcessor",
+        "size": {"shortest_edge": 336},
+        "crop_size": {"height": 336, "width": 336},
+    },
+    "qwen2_5_vl": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "max_pixels": 12845056,
+        "min_pixels": 3136,
+        "patch_size": 14,
+    },
+    "qwen3_vl": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "patch_size": 16,
+        "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    },
+}
+
+
+def write(folder, raw, generation=None):
+    """Writes a folder without weights."""
+    for name, value in (
+        ("config.json", raw),
+        ("preprocessor_config.json", PROCESSORS.get(raw["model_type"], PROCESSORS["llava"])),
+        *([("generation_config.json", generation)] if generation else []),
+    ):
+        (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_published_fields_are_read_as_by_transformers(tmp_path, name):
+    kind, raw = VARIANTS[name]
+    backbone = inspect_folder(write(tmp_path, raw)).backbone
+    assert type(backbone) is kind
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    text, ours = config.get_text_config(), backbone.config.text
+    rope = text.rope_parameters
+    assert ours.vocab_size == text.vocab_size and ours.num_layers == text.num_hidden_layers
+    assert (ours.hidden_size, ours.intermediate_size) == (text.hidden_size, text.intermediate_size)
+    heads = (text.num_attention_heads, text.num_key_value_heads)
+    assert (ours.num_heads, ours.num_kv_heads) == heads
+    assert ours.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // heads[0])
+    assert (ours.rms_norm_eps, ours.rope_theta) == (text.rms_norm_eps, rope["rope_theta"])
+    assert ours.max_positions == text.max_position_embeddings
+    assert ours.tie_embeddings == config.tie_word_embeddings
+    assert list(ours.rope_sections) == rope.get("mrope_section", [])
+    scaling = ours.rope_scaling
+    assert (scaling.kind if scaling else "default") == rope["rope_type"]
+    assert backbone.config.image_token_id == config.image_token_id
+    layers = getattr(config.vision_config, "num_hidden_layers", None) or config.vision_config.depth
+    assert backbone.config.vision.num_layers == layers
+
+
+QWEN_1_5 = LLAMA_3 | {"model_type": "qwen2", "rope_theta": 1000000.0, "vocab_size": 152064}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+REFUSED = {
+    "llava-next-72b-hf": (next_config(QWEN_1_5, 151646), "model_type is 'qwen2'"),
+    "Qwen3-VL-30B-A3B": (QWEN3_8B | {"model_type": "qwen3_vl_moe"}, "a mixture of experts"),
+    "Qwen3-VL-8B-FP8": (QWEN3_8B | FP8, r"quantized weights \('fp8'\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_variants_are_refused_in_one_line(tmp_path, name):
+    raw, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        inspect_folder(write(tmp_path, raw))
+    assert "\n" not in str(error.value)
+
+
+# Of the authors: the tower in a folder, pinpoints as (width, height), no image token.
+ORIGINAL = {
+    "image_aspect_ratio": "anyres",
+    "image_crop_resolution": 224,
+    "image_grid_pinpoints": PINPOINTS,
+    "image_split_resolution": 224,
+    "mm_hidden_size": 1024,
+    "mm_patch_merge_type": "spatial_unpad",
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_resampler_type": None,
+    "mm_use_im_start_end": False,
+    "mm_vision_select_feature": "patch",
+    "mm_vision_select_layer": -2,
+    "mm_vision_tower": "clip",
+    "rope_scaling": None,
+    "unfreeze_mm_vision_tower": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (LlavaNext, VICUNA | {"model_type": "llava", "vocab_size": 32000}),
+        (LlavaNextMistral, MISTRAL | {"model_type": "llava_mistral", "vocab_size": 32000}),
+        (LlavaNextYi, YI | {"model_type": "llava", "vocab_size": 64000}),
+        (LlavaNextLlama3, LLAMA_3 | {"model_type": "llava_llama", "vocab_size": 128256}),
+    ],
+)
+def test_files_of_the_authors_give_the_same_model(tmp_path, kind, text):
+    tower = tmp_path / "clip"
+    tower.mkdir()
+    write(tower, {"model_type": "clip", "vision_config": CLIP})
+    stops = {"eos_token_id": [128001, 128009]}
+    source = inspect_folder(write(tmp_path, text | ORIGINAL, stops))
+    assert type(source.backbone) is kind and source.vision_folder == tower
+    assert source.config.eos_token_ids == (128001, 128009)
+    assert source.config.max_image_tokens == 2928 and source.config.image_token_id is None
