@@ -108,6 +108,8 @@ def _added_tokens(tokenizer: Callable[..., Any]) -> tuple[list[int], list[int]]:
     """Returns the ids that a tokenizer prepends and appends to every text."""
     encoded = tokenizer("?", return_special_tokens_mask=True)
     ids, is_added = list(encoded.input_ids), list(encoded.special_tokens_mask)
+    if all(is_added):  # a vocabulary without this character
+        return ids, []
     start, stop = is_added.index(0), len(ids) - is_added[::-1].index(0)
     return ids[:start], ids[stop:]
 

@@ -89,6 +89,16 @@ def test_a_tokenizer_without_a_start_token_loses_nothing():
     assert tokenize_with_images(plain, "a<image>bc") == [97, IMAGE_TOKEN, 98, 99]
 
 
+def test_a_tokenizer_of_a_few_letters_keeps_its_start_token():
+    def without_marks(text, add_special_tokens=True, **_):
+        ids = [ord(letter) for letter in text if letter.isalpha()]
+        start = [1] * add_special_tokens
+        mask = [1] * len(start) + [0] * len(ids)
+        return types.SimpleNamespace(input_ids=start + ids, special_tokens_mask=mask)
+
+    assert tokenize_with_images(without_marks, "a<image>b") == [1, 97, IMAGE_TOKEN, 98]
+
+
 @settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.just(IMAGE_TOKEN), st.integers(0, 9)), max_size=12),

@@ -1,4 +1,4 @@
-"""The published configurations of each family's variants, beside how `transformers` reads them."""
+"""Published configurations of each family's variants are read as `transformers` reads them."""
 
 import json
 
