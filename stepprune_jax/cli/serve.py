@@ -72,8 +72,8 @@ def _parser() -> Parser:
     add("--batch_size", type=integer_from(1), default=8, help="requests that are run together")
     add("--batch_wait_ms", type=float, default=5.0, help="longest wait for others to join")
     add = parser.add_argument_group("warm-up").add_argument
-    text = "compile all programs of images up to this size before the server listens; models with "
-    text += "one size of images need no size"
+    text = "compile all programs of images up to this size before the server listens; LLaVA and "
+    text += "LLaVA-NeXT need no size"
     add("--warm_up", nargs="?", const="", metavar="WIDTHxHEIGHT", help=text)
     text = "with --warm_up: longest text of a prompt, in tokens"
     add("--warm_up_text", type=integer_from(1), default=128, help=text)
@@ -176,7 +176,8 @@ def _extent(flags: argparse.Namespace, config: ModelConfig) -> Extent | None:
     width, _, height = text.partition("x")
     is_size = width.isdecimal() and height.isdecimal() and int(width) and int(height)
     expected = "the largest image as WIDTHxHEIGHT, such as 1344x1344"
-    expect("--warm_up", text, bool(is_size) or not (text or config.sizes_vary), expected)
+    needs_size = config.sizes_vary and not config.is_tiled
+    expect("--warm_up", text, bool(is_size) or not (text or needs_size), expected)
     return Extent((int(width), int(height)) if is_size else (1, 1), flags.warm_up_text)
 
 

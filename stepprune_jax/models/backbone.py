@@ -175,18 +175,6 @@ class Backbone(abc.ABC):
             ValueError: an image that the model cannot take.
         """
 
-    def list_sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """Lists (width, height) of images that together have every shape of pixels.
-
-        Of each shape there are the images with the fewest and the most tokens, and with the most
-        tokens that leave padding. A family with images of one shape lists one size.
-
-        Args:
-            width: width of the largest image, in pixels; an image may also be turned.
-            height: its height.
-        """
-        return [(width, height)]
-
     def cut(self, image: Resized) -> Pixels:
         """Returns a resized image as the family's pixels, without the axis of images."""
         return image
@@ -245,6 +233,19 @@ class Backbone(abc.ABC):
 
         They are `jax.ShapeDtypeStruct`s, used to plan memory before any image is read.
         """
+
+    def list_pixels(self, width: int, height: int) -> list[Pixels]:
+        """Lists made-up pixels of one image each, of every shape that images up to a size have.
+
+        Of each shape there are images with the fewest and the most tokens, and with the most tokens
+        that leave padding.
+
+        Args:
+            width: width of the largest image; an image may also be turned.
+            height: height of the largest image.
+        """
+        del width, height  # the images of most families have one shape
+        return [jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.max_pixels(1))]
 
     @abc.abstractmethod
     def grids(self, pixels: Pixels) -> Int[np.ndarray, "i 2"]:

@@ -1,8 +1,8 @@
 """Compiles all programs that requests up to a size can reach, before the server listens.
 
 Programs depend on the shapes of a batch alone: on the numbers of requests and images, and on the
-padded sizes of images, words and rows. Requests with black images and made-up ids, one of each
-shape, therefore compile the programs of all requests.
+padded sizes of images, words and rows. Requests with made-up images and ids, one of each shape,
+therefore compile the programs of all requests.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from PIL import Image
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference.base import Images, RunOptions, read_images
@@ -21,6 +20,7 @@ from stepprune_jax.inference.plan import exact_counts, list_texts
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling
+from stepprune_jax.models.images import Pixels
 from stepprune_jax.parallel.programs import num_evicted
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.serving.batching import padded
@@ -55,7 +55,6 @@ class _Kind(NamedTuple):
     rows: int
     is_sampled: bool
     images: Images | None = None
-    size: tuple[int, int] | None = None  # width and height of the images, if sizes vary
 
     @property
     def num_images(self) -> int:
@@ -63,11 +62,11 @@ class _Kind(NamedTuple):
         return 0 if self.images is None else len(self.images.sizes)
 
     def __str__(self) -> str:
-        how = f"{self.rows} request{'s' * (self.rows > 1)}, {self.num_images or 'no'} image"
-        how += "s" * (self.num_images != 1)
-        if self.size is not None:
-            how += f" of {self.size[0]} x {self.size[1]} pixels each"
-        return how + ", sampled" * self.is_sampled
+        text = f"{self.rows} request{'s' * (self.rows > 1)}, {self.num_images or 'no'} image"
+        text += "s" * (self.num_images != 1)
+        if self.images is not None:
+            text += f" of {self.images.sizes[0]} tokens"
+        return text + ", sampled" * self.is_sampled
 
 
 def warm_up(reader: Reader, backend: Engine | Local, extent: Extent) -> None:
@@ -112,14 +111,12 @@ class _WarmUp:
         self._model, self._shapes = reader.model, set[Hashable]()
         shortest = read_request(self._model, ["."], system="").ids[0]
         self._first_text = max(1, len(shortest) - _SLACK)
-        sizes = self._model.backbone.list_sizes(*extent.size)
-        self._images = {size: self._draw(size, 1) for size in sizes}
+        self._pixels = self._model.backbone.list_pixels(*extent.size)
+        self._sizes = np.concatenate([self._draw(pixels, 1).sizes for pixels in self._pixels])
 
-    def _draw(self, size: tuple[int, int], count: int) -> Images:
-        """Returns black images of one size."""
-        backbone, image = self._model.backbone, Image.new("RGB", size)
-        pixels = backbone.preprocess(self._model.image_settings, [image])
-        return read_images(backbone, [pixels] * count)
+    def _draw(self, pixels: Pixels, count: int) -> Images:
+        """Returns copies of an image."""
+        return read_images(self._model.backbone, [pixels] * count)
 
     def kinds(self) -> Iterator[_Kind]:
         """Yields batches of all numbers of requests and images, and of all sizes of images."""
@@ -128,9 +125,8 @@ class _WarmUp:
             for is_sampled in (False, True)[: 1 + (rows == 1 and self._backend.samples)]:
                 yield _Kind(rows, is_sampled)
                 for count in range(1, _MOST_IMAGES + 1):
-                    for size in self._images:
-                        shown = size if self._model.config.sizes_vary else None
-                        yield _Kind(rows, is_sampled, self._draw(size, count), shown)
+                    for pixels in self._pixels:
+                        yield _Kind(rows, is_sampled, self._draw(pixels, count))
 
     def run(self, kind: _Kind) -> None:
         """Compiles the programs of a kind of batch, for texts and words of all lengths."""
@@ -195,8 +191,7 @@ class _WarmUp:
         if not kind.num_images:
             return 0
         config = self._model.config
-        sizes = np.concatenate([images.sizes for images in self._images.values()])
-        smallest = exact_counts(config, pruner, sizes).min()
+        smallest = exact_counts(config, pruner, self._sizes).min()
         counts = exact_counts(config, pruner, kind.images.sizes)
         return int(counts[:large].sum() + (kind.num_images - large) * smallest)
 

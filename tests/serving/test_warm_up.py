@@ -73,6 +73,30 @@ CASES = [
 ]
 
 
+def drawn_image(draw, size):
+    """A black image with sides of up to the size's, in either orientation."""
+    return Image.new("RGB", tuple(draw.randint(1, side) for side in draw.sample(size, 2)))
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen", (70, 44)), ("next", (72, 48))])
+def test_listed_pixels_have_all_shapes_with_the_fewest_and_the_most_tokens(models, name, size):
+    model, draw, counts = models[name], random.Random(1), {}
+    backbone = model.backbone
+
+    def shape_and_count(image):
+        pixels = backbone.preprocess(model.image_settings, [image])
+        (count,) = backbone.num_tokens(backbone.grids(pixels)).tolist()
+        return pixels.values.shape, count
+
+    for pixels in backbone.list_pixels(*size):
+        (count,) = backbone.num_tokens(backbone.grids(pixels)).tolist()
+        counts.setdefault(pixels.values.shape, []).append(count)
+    assert len(counts) > 2
+    for _ in range(100):
+        shape, count = shape_and_count(drawn_image(draw, size))
+        assert min(counts[shape]) <= count <= max(counts[shape])
+
+
 @pytest.mark.parametrize(("name", "pruner", "budget", "size"), CASES, ids=str)
 def test_every_batch_of_requests_has_a_planned_shape(models, name, pruner, budget, size):
     model, draw = models[name], random.Random(0)
@@ -84,10 +108,7 @@ def test_every_batch_of_requests_has_a_planned_shape(models, name, pruner, budge
     planned.batcher.close()
 
     def image():
-        width, height = (draw.randint(1, side) for side in draw.sample(size, 2))
-        while max(width, height) > 200 * min(width, height):
-            width = height
-        return Image.new("RGB", (width, height))
+        return drawn_image(draw, size)
 
     for _ in range(20):
         count, rows, heat = draw.choice((0, 1, 1, 2)), draw.choice((1, 2)), draw.choice((0, 1))

@@ -104,19 +104,6 @@ class LlavaNext(Llava):
     def resize(self, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
         return images.resize(self.config, settings, image)
 
-    def list_sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        counts: dict[int, dict[int, tuple[int, int]]] = {}
-        step = self.config.vision.patch_size
-        for rows in range(1, max(1, height // step) + 1):
-            for columns in range(1, max(1, width // step) + 1):
-                for size in ((columns * step, rows * step), (rows * step, columns * step)):
-                    tiles, grid = images.layout(self.config, *size)
-                    (count,) = self.num_tokens(np.array([grid])).tolist()
-                    counts.setdefault(tiles, {})[count] = size
-        return [
-            sizes[choose(sizes)] for _, sizes in sorted(counts.items()) for choose in (min, max)
-        ]
-
     def cut(self, image: BothSizes) -> Tiles:
         return images.to_tiles(image)
 
@@ -128,6 +115,18 @@ class LlavaNext(Llava):
         pair = jax.ShapeDtypeStruct((count, 2), np.int32)
         values = jax.ShapeDtypeStruct((count, tiles, 3, side, side), np.uint8)
         return Tiles(values, pair, pair)
+
+    def list_pixels(self, width: int, height: int) -> list[Tiles]:
+        del width, height  # there are few shapes
+        side, patches, listed = self.config.vision.image_size, self.config.grid[0], []
+        # Of the plans of a number of tiles, the one with the most rows has the most tokens.
+        for tiles, plan in {math.prod(plan): plan for plan in sorted(self.config.plans)}.items():
+            values = np.zeros((1, 1 + tiles, 3, side, side), np.uint8)
+            # A narrow image has no row of patches in its tiles.
+            for rows in (0, patches * plan[0]):
+                grid = np.array([[rows, patches * plan[1]]], np.int32)
+                listed.append(Tiles(values, grid, np.array([plan], np.int32)))
+        return listed
 
     def grids(self, pixels: Tiles) -> Int[np.ndarray, "i 2"]:
         return np.asarray(pixels.grid, np.int32)

@@ -87,14 +87,6 @@ def unpadded_grid(height: int, width: int, rows: int, columns: int) -> tuple[int
     return rows, columns - (columns - filled) // 2 * 2
 
 
-def layout(config: LlavaNextConfig, width: int, height: int) -> tuple[int, tuple[int, int]]:
-    """Returns the number of tiles of an image, one of them the image itself, and its grid."""
-    side, patches = config.vision.image_size, config.grid[0]
-    down, across = (length // side for length in best_size(height, width, config.sizes))
-    grid = unpadded_grid(height, width, down * patches, across * patches)
-    return 1 + down * across, grid
-
-
 def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
     """Resizes an RGB image to a tile, and to fit the best of the model's sizes."""
     side, patch = config.vision.image_size, config.vision.patch_size

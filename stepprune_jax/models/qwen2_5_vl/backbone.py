@@ -83,9 +83,6 @@ class QwenBackbone(Backbone):
     def resize(self, settings: QwenImageSettings, image: Image.Image) -> Bytes:
         return images.resize(self.config, settings, image)
 
-    def list_sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        return images.list_sizes(self.config, width, height)
-
     def cut(self, image: Bytes) -> Patches:
         return images.to_patches(self.config.vision, image)
 
@@ -99,6 +96,9 @@ class QwenBackbone(Backbone):
             jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.uint8),
             jax.ShapeDtypeStruct((count, 2), np.int32),
         )
+
+    def list_pixels(self, width: int, height: int) -> list[Patches]:
+        return images.list_pixels(self.config, width, height)
 
     def squared(self, pixels: Patches) -> Patches:
         side = math.isqrt(self.config.max_image_tokens)

@@ -227,11 +227,14 @@ class PatchModelConfig(ModelConfig):
         one token high and up to `MAX_ASPECT` times as wide; and one that was enlarged to
         `min_pixels` gets up to one more row and column.
         """
-        most, least = (
-            pixels / self.vision.factor**2 for pixels in (self.max_pixels, self.min_pixels)
-        )
-        enlarged = least + 1 + math.sqrt(least) * (MAX_ASPECT + 1) / math.sqrt(MAX_ASPECT)
-        return int(max(most, math.sqrt(MAX_ASPECT * most), enlarged))
+        most = self.max_pixels / self.vision.factor**2
+        return int(max(most, math.sqrt(MAX_ASPECT * most), self.enlarged_tokens))
+
+    @property
+    def enlarged_tokens(self) -> int:
+        """Visual tokens of the largest image that was enlarged to `min_pixels`."""
+        least = self.min_pixels / self.vision.factor**2
+        return int(least + 1 + math.sqrt(least) * (MAX_ASPECT + 1) / math.sqrt(MAX_ASPECT))
 
 
 @dataclasses.dataclass(frozen=True)

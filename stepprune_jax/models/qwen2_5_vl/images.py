@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
-from stepprune_jax.data.images import MAX_ASPECT
 from stepprune_jax.models.config import Json, one_of, part, read_fields, size
 from stepprune_jax.models.images import (
     RESAMPLE,
@@ -130,28 +129,6 @@ def target_size(config: PatchModelConfig, height: int, width: int) -> tuple[int,
     return rounded[0], rounded[1]
 
 
-def list_sizes(config: PatchModelConfig, width: int, height: int) -> list[tuple[int, int]]:
-    """Lists sizes of images with every shape of patches; see `Backbone.list_sizes`."""
-    factor = config.vision.factor
-    most_columns, most_rows = (max(1, round(side / factor)) for side in (width, height))
-    counts: dict[int, dict[int, tuple[int, int]]] = {}
-    for rows in range(1, most_rows + 1):
-        for columns in range(1, most_columns + 1):
-            if max(rows, columns) > MAX_ASPECT * min(rows, columns):
-                continue
-            high, wide = target_size(config, rows * factor, columns * factor)
-            count = high * wide // factor**2
-            counts.setdefault(padded_tokens(count), {})[count] = wide, high
-    return list(
-        dict.fromkeys(
-            sizes[choose(those)]
-            for padded, sizes in sorted(counts.items())
-            for choose, those in ((min, sizes), (max, sizes), (max, sizes.keys() - {padded}))
-            if those
-        )
-    )
-
-
 def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.Image) -> Bytes:
     """Returns the bytes of an RGB image at its target size."""
     height, width = target_size(config, image.height, image.width)
@@ -187,3 +164,19 @@ def padded_tokens(count: int) -> int:
     """
     step = max(BLOCK_TOKENS, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
+
+
+def list_pixels(config: PatchModelConfig, width: int, height: int) -> list[Patches]:
+    """Lists made-up patches of every padded number; see `Backbone.list_pixels`."""
+    vision = config.vision
+    rows, columns = (max(1, round(side / vision.factor)) for side in (height, width))
+    count = max(1, config.min_pixels // vision.factor**2)
+    most = min(config.max_image_tokens, max(rows * columns, config.enlarged_tokens))
+    listed = []
+    while count <= most:
+        padded = padded_tokens(count)
+        values = np.zeros((1, padded * vision.unit, 3 * vision.patch_size**2), np.uint8)
+        for tokens in sorted({count, max(count, padded - 1), padded}):
+            listed.append(Patches(values, np.array([[1, tokens]], np.int32)))
+        count = padded + 1
+    return listed
