@@ -31,6 +31,11 @@ def expect(name: str, value: object, fits: bool, expected: str) -> None:
     require(fits, f"{name} is {value!r}, expected {expected}")
 
 
+def expect_type(name: str, value: object, kind: type, expected: str) -> None:
+    """Raises a UserError that names a value and what was `expected`, unless it is of a type."""
+    require(isinstance(value, kind), f"{name} is a {type(value).__name__}, expected {expected}")
+
+
 @contextlib.contextmanager
 def naming(place: str | Path, *others: type[Exception]) -> Iterator[None]:
     """Puts a place, such as a file, in front of the user's errors, unless they begin with it.

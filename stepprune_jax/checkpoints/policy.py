@@ -30,7 +30,14 @@ from stepprune_jax.pruners import selector_of, weighted
 from stepprune_jax.settings import is_number
 from stepprune_jax.trained import SelectorConfig, Weighted
 from stepprune_jax.trained.calibration import read_calibration
-from stepprune_jax.user_input import UserError, expect, local_path, naming, require
+from stepprune_jax.user_input import (
+    UserError,
+    expect,
+    expect_type,
+    local_path,
+    naming,
+    require,
+)
 from stepprune_jax.version import version
 
 POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub
@@ -63,7 +70,12 @@ def save_policy(
         ValueError: the weights do not fit the configuration, or `stop_bias` is not a number that
             float32 holds.
     """
+    expect_type("policy", policy, Weighted, "a policy, such as StepPrune.init returns")
+    require(
+        policy.params is not None, "policy has no weights, expected a policy from init or train"
+    )
     path, stop_bias = local_path(path), float(policy.stop_bias)
+    require(not path.is_dir(), f"{path} is a folder, expected a file such as {path / POLICY_FILE}")
     expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
     wanted = _wanted(policy.config, policy.stats is not None)
     tensors = weights.flatten(policy.params)

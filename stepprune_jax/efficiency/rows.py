@@ -80,7 +80,10 @@ def read_rows(
             }
             known = {field.name for field in dataclasses.fields(kind)}
             shape = kind(**{name: value for name, value in widths.items() if name in known})
-            learned = selector_of(shape).replace(params={})
+            method = selector_of(shape)
+            # The shapes of the weights, which `draw_learned` draws.
+            params = jax.eval_shape(method.draw_params, jax.random.key(0))
+            learned = method.replace(params=params)
         # A mean is calibrated once weights and images are there.
         bias = 0.0 if learned and budget.startswith("mean") else None
         built = build_pruner(

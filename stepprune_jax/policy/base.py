@@ -91,6 +91,63 @@ class Inputs(NamedTuple):
         shape = self.image.shape[:2]
         return jnp.ones(shape, bool) if self.image_mask is None else jnp.asarray(self.image_mask)
 
+    def check(self, feature_width: int, text_width: int) -> None:
+        """Checks types and shapes, which traced arrays have as well.
+
+        Args:
+            feature_width: width of the image tokens.
+            text_width: width of the word embeddings.
+
+        Raises:
+            ValueError: names the field, its shape or type, and the expected one.
+        """
+        tokens = f"(b, n, {feature_width}), n tokens of each image"
+        rows = _require_array("image", self.image, (None, None, feature_width), tokens)
+        if rows[1] == 0:
+            raise ValueError("image has 0 tokens, expected at least 1 of each image")
+        _require_mask("image_mask", self.image_mask, rows[:2])
+        if self.text is not None:
+            width = f"({rows[0]}, l, {text_width}), the embeddings of the l words of each question"
+            if np.shape(self.text) == (rows[0], text_width):
+                width += "; of one vector for each question, text[:, None]"
+            words = _require_array("text", self.text, (rows[0], None, text_width), width)
+            _require_mask("text_mask", self.text_mask, words[:2])
+        elif self.text_mask is not None:
+            raise ValueError("text_mask is given without text, expected both")
+        if self.stats is not None:
+            if not isinstance(self.stats, FeatureStats):
+                kind = type(self.stats).__name__
+                raise ValueError(f"stats is a {kind}, expected FeatureStats or None")
+            if np.shape(self.stats.mean) != (feature_width,):
+                channels = np.shape(self.stats.mean)
+                raise ValueError(f"stats.mean is of shape {channels}, expected ({feature_width},)")
+
+
+def _require_array(
+    name: str, value: Any, shape: tuple[int | None, ...], expected: str
+) -> tuple[int, ...]:
+    """Returns the shape of an array of floating dtype; None in `shape` stands for any size."""
+    if not isinstance(value, AnyArray):
+        kind = type(value).__name__
+        raise ValueError(f"{name} is a {kind}, expected an array of shape {expected}")
+    sizes = zip(value.shape, shape, strict=False)
+    if value.ndim != len(shape) or any(want not in (None, size) for size, want in sizes):
+        raise ValueError(f"{name} is of shape {value.shape}, expected {expected}")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(f"{name} is of dtype {value.dtype}, expected floating point: {expected}")
+    return value.shape
+
+
+def _require_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless a mask is absent, or boolean and of the shape of its rows."""
+    if value is None:
+        return
+    if np.shape(value) != shape:
+        raise ValueError(f"{name} is of shape {np.shape(value)}, expected {shape}")
+    if not isinstance(value, AnyArray) or value.dtype != bool:
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise ValueError(f"{name} is of dtype {kind}, expected bool: True at real entries")
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,

@@ -1,8 +1,9 @@
 """Cross-modal encoder (Eq. 3) and the decoder memory with its stop slot (Eq. 4)."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
@@ -53,17 +54,23 @@ def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, 
     return allowed.at[:n, :n].set(jnp.tri(n, dtype=bool)).at[n:, :n].set(False) & keys
 
 
-def _check(config: PolicyConfig, inputs: Inputs) -> None:
-    """Checks the shapes of inputs against each other and against the configuration's widths."""
-    rows = np.shape(inputs.image)[:2]
-    wanted = {"image": (*rows, config.feature_width), "image_mask": rows}
-    if inputs.text is not None:
-        words = (*rows[:1], *np.shape(inputs.text)[1:2])
-        wanted |= {"text": (*words, config.text_width), "text_mask": words}
-    for name, shape in wanted.items():
-        value = getattr(inputs, name)
-        if value is not None and np.shape(value) != shape:
-            raise ValueError(f"{name} is of shape {np.shape(value)}, expected {shape}")
+def read_inputs(params: Params, config: PolicyConfig, inputs: Inputs) -> Inputs:
+    """Returns inputs that fit a policy, without text that the policy does not read.
+
+    Raises:
+        ValueError: an argument of another type, or an array of another shape or dtype.
+    """
+    for name, value, kind, example in (
+        ("params", params, Mapping, "the weights of a policy, such as policy.params"),
+        ("config", config, PolicyConfig, "a PolicyConfig"),
+        ("inputs", inputs, Inputs, "Inputs(image, text)"),
+    ):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is a {type(value).__name__}, expected {example}")
+    if not config.text_width:
+        inputs = inputs._replace(text=None, text_mask=None)
+    inputs.check(config.feature_width, config.text_width)
+    return inputs
 
 
 @implicit_promotion()
@@ -94,9 +101,7 @@ def encode_and_ask(
 
     The latter is scaled by g_txt; see `PolicyConfig.first_query`.
     """
-    if not config.text_width:
-        inputs = inputs._replace(text=None, text_mask=None)
-    _check(config, inputs)
+    inputs = read_inputs(params, config, inputs)
     image, real = standardise(jnp.asarray(inputs.image), inputs.stats), inputs.real
     n, dtype = image.shape[1], layers.compute_dtype(config, image.dtype)
     x = jnp.where(real[..., None], image, 0).astype(dtype)

@@ -22,6 +22,7 @@ from stepprune_jax.policy.base import (
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.encoder import read_inputs
 from stepprune_jax.policy.host import implicit_promotion
 from stepprune_jax.policy.rollout import read_limits
 from stepprune_jax.policy.selection import choose
@@ -135,6 +136,7 @@ def prune(
             "prune reads the counts on the host and cannot be jitted: jit choose(params, config, "
             "inputs, ...) and gather(picks, image, capacity), or Policy.select"
         )
+    inputs = read_inputs(params, config, inputs)
     limits = as_arrays(limits, config, *inputs.image.shape[:2])
     picks = _choose(params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder, key=key)
     bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))

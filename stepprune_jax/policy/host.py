@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Key, UInt32
 # The implementation whose draws under `vmap` are those of each key, on any device.
 THREEFRY = "threefry2x32"
 
+AnyKeys = TypeVar("AnyKeys")
 AnyKey = Key[Array, "*n"] | UInt32[Array, "*n words"]
 
 
@@ -28,21 +30,36 @@ def jax_defaults() -> Iterator[None]:
         yield
 
 
-def threefry(key: Array | np.ndarray) -> Key[Array, "*n"]:
-    """Returns keys of threefry for keys of any implementation; its own stay as they are.
+def is_typed_key(key: object) -> bool:
+    """Returns whether `key` is an array of `jax.random.key`, not a raw key."""
+    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
-    Those of ``rbg`` draw the same for all rows under `vmap`.
+
+def check_key(key: AnyKeys) -> AnyKeys:
+    """Returns `key`, one key or an array of keys.
 
     Raises:
-        ValueError: `key` is neither a `jax.random.key` nor a raw one of `jax.random.PRNGKey`.
+        ValueError: `key` is neither a `jax.random.key` nor a raw key of `jax.random.PRNGKey`.
     """
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    is_key = is_typed_key(key)
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32:
+        is_key = key.shape[-1:] in ((2,), (4,))
+    if not is_key:
+        raise ValueError(f"key is {key!r}, expected a jax.random.key or a jax.random.PRNGKey")
+    return key
+
+
+def threefry(key: Array | np.ndarray) -> Key[Array, "*n"]:
+    """Returns keys of threefry for keys of any implementation; keys of threefry stay unchanged.
+
+    Keys of ``rbg`` draw the same for all rows under `vmap`.
+
+    Raises:
+        ValueError: as `check_key`.
+    """
+    data = check_key(key)
+    if isinstance(key, jax.Array) and is_typed_key(key):
         if str(jax.random.key_impl(key)) == THREEFRY:
             return key
         data = jax.random.key_data(key)
-    else:
-        data = key
-        raw = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32
-        if not raw or key.shape[-1:] not in ((2,), (4,)):
-            raise ValueError(f"key is {key!r}, expected a jax.random.key or a jax.random.PRNGKey")
     return jax.random.wrap_key_data(jnp.asarray(data)[..., :2], impl=THREEFRY)

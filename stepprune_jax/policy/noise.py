@@ -51,7 +51,8 @@ def noise_gate(
     x, alpha = jnp.asarray(x), jnp.asarray(alpha)
     wide = layers.score_dtype(x.dtype)
     if noise is None:
-        assert key is not None  # it is drawn from
+        if key is None:
+            raise ValueError("key is None, expected a key, or the noise itself as `noise`")
         noise = jax.random.normal(key, x.shape, wide)
     alpha = alpha.astype(wide)[..., None]
     kept, replaced = _bounded_sqrt(alpha), _bounded_sqrt(1 - alpha)
@@ -114,6 +115,8 @@ def update_stats(
         x: features.
         mask: True at real tokens.
     """
+    if x.ndim != 3 or x.shape[2] != len(stats.mean):
+        raise ValueError(f"x is of shape {x.shape}, expected (b, n, {len(stats.mean)})")
     weight = jnp.ones(x.shape[:2], bool) if mask is None else mask
     weight = weight.astype(jnp.float32)
     x = jnp.where(weight[..., None] > 0, x, 0).astype(jnp.float32)

@@ -31,7 +31,8 @@ from stepprune_jax.policy.budget import (
 )
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.encoder import read_inputs
+from stepprune_jax.policy.host import check_key, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.policy.rollout import longest
@@ -75,7 +76,8 @@ def gate(
     Raises:
         ValueError: features or embeddings of another width, or masks of another shape.
     """
-    budget_key, noise_key = jax.random.split(key)
+    inputs = read_inputs(params, config, inputs)
+    budget_key, noise_key = jax.random.split(check_key(key))
     # The history is that of the best tokens, as printed.
     count, limits = jnp.sum(inputs.real, axis=1), Limits(draw=0.0)
     most = longest(config, count)

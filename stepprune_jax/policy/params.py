@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.host import check_key, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 
 # Normal with variance 1 / fan-in, or with a standard deviation of .02.
@@ -155,7 +155,7 @@ def draw_params(key: jax.Array, specs: Any, dtype: DTypeLike = jnp.float32) -> A
     All weights are drawn by one compiled program.
     """
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
-    return treedef.unflatten(_draw(key, tuple(leaves), jnp.dtype(dtype)))
+    return treedef.unflatten(_draw(check_key(key), tuple(leaves), jnp.dtype(dtype)))
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "dtype"))
@@ -215,10 +215,15 @@ def cast_weights(params: Params, dtype: DTypeLike | None) -> Params:
     return params | inner | cast
 
 
-def param_paths(tree: Params) -> list[str]:
-    """Returns the `/`-joined path of every leaf, in the order of `jax.tree.leaves`."""
+def flat_params(tree: Params) -> dict[str, Any]:
+    """Returns every leaf by its `/`-joined path, in the order of `jax.tree.leaves`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
-    return ["/".join(entry.key for entry in path) for path, _ in flat]
+    return {"/".join(str(getattr(entry, "key", entry)) for entry in path): x for path, x in flat}
+
+
+def param_paths(tree: Params) -> list[str]:
+    """Returns the paths of `flat_params`."""
+    return list(flat_params(tree))
 
 
 def partition_rules(

@@ -65,7 +65,8 @@ def read_limits(
     if limits.budget is not None:
         if low is not None or high is not None:
             raise ValueError("budget is given with min_tokens or max_tokens, expected one of them")
-        exact = row_counts("budget", limits.budget, 1, steps, batch)
+        bound = f", T_max (max_steps) of {num_tokens} tokens"
+        exact = row_counts("budget", limits.budget, 1, steps, batch, bound)
         return steps, group, RowLimits(exact, exact)
     least = min(config.min_tokens, steps) if low is None else low
     least = row_counts("min_tokens", least, 0, steps, batch)
@@ -82,14 +83,19 @@ def longest(config: PolicyConfig, tokens: Int[AnyArray, "b"]) -> Int[Array, "b"]
     return jnp.maximum(1, most)
 
 
-def row_counts(name: str, value: ArrayLike, low: int, high: int, batch: int) -> Int[Array, "b"]:
-    """Returns a count per row; raises if it can be read and is not in `[low, high]`."""
+def row_counts(
+    name: str, value: ArrayLike, low: int, high: int, batch: int, bound: str = ""
+) -> Int[Array, "b"]:
+    """Returns a count per row; raises if it can be read and is not in `[low, high]`.
+
+    `bound` says in the message where `high` comes from.
+    """
     if not isinstance(value, Tracer):
         found = np.asarray(value)
         if found.dtype.kind not in "iu" or found.shape not in ((), (batch,)):
             raise ValueError(f"{name} is {value!r}, expected an integer or one for each row")
         if not ((found >= low) & (found <= high)).all():
-            raise ValueError(f"{name} is {value}, expected within [{low}, {high}]")
+            raise ValueError(f"{name} is {value}, expected within [{low}, {high}]{bound}")
     return jnp.broadcast_to(jnp.asarray(value, jnp.int32), (batch,))
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from stepprune_jax.policy.base import DecoderFns, Draw, Inputs, Limits, Params, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
+from stepprune_jax.policy.encoder import read_inputs
 from stepprune_jax.policy.host import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.selection import begin, first_picks, roll_out
@@ -54,6 +55,12 @@ def sample(
     Raises:
         ValueError: as `select`.
     """
+    inputs, keys = read_inputs(params, config, inputs), threefry(keys)
+    if keys.ndim != 1:
+        raise ValueError(
+            f"keys is of shape {keys.shape}, expected (g,), a key for each draw: "
+            "jax.random.split(key, g)"
+        )
     b, limits = inputs.image.shape[0], dataclasses.replace(limits, draw=1.0)
     started = begin(params, config, inputs, limits, text_gate, stop_bias, decoder)
 
@@ -62,7 +69,7 @@ def sample(
         episode = started._replace(key=jax.random.split(order_key, b))
         return read_draw(roll_out(params, config, episode, decoder, "parallel"), stop_key)
 
-    return jax.vmap(one)(threefry(keys))
+    return jax.vmap(one)(keys)
 
 
 def read_draw(t: Trajectory, key: Array) -> Draw:
@@ -86,4 +93,6 @@ def leave_one_out(reward: Float[Array, "g b"]) -> Float[Array, "g b"]:
     (Kool et al., 2019, https://openreview.net/forum?id=r1lgTGL5DE).
     """
     g = len(reward)
+    if g < 2:
+        raise ValueError(f"reward has {g} draw of each row, expected at least 2")
     return (reward - jnp.mean(reward, axis=0)) * (g / (g - 1))

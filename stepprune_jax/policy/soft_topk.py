@@ -32,8 +32,8 @@ def _log_density(u: Array) -> Array:
     return -jnp.abs(u) - jnp.log(2.0).astype(u.dtype)
 
 
-def _cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array, "*b n"]:
-    """Returns logarithms of the running sums of e^z along the last axis."""
+def cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array, "*b n"]:
+    """Returns logarithms of the running sums of e^z along the last axis; differentiable."""
     axis = z.ndim - 1
 
     def scan(z):
@@ -50,8 +50,8 @@ def _threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float[Array,
     """Closed form: between neighbouring scores the total mass is A e^b + B e^-b + C in b."""
     n = z.shape[-1]
     z = jnp.sort(z, axis=-1)
-    below = _cumlogsumexp(z)  # log sum_{j <= i} e^z_j
-    above = _cumlogsumexp(-z, reverse=True)  # log sum_{j >= i} e^-z_j
+    below = cumlogsumexp(z)  # log sum_{j <= i} e^z_j
+    above = cumlogsumexp(-z, reverse=True)  # log sum_{j >= i} e^-z_j
     # Strictly above, with an empty sum after the last score.
     above = jnp.concatenate([above[..., 1:], jnp.full_like(z[..., :1], _ABSENT)], axis=-1)
     rank = jnp.arange(1, n + 1)

@@ -5,12 +5,14 @@ numbers of a kind. Its kind is static.
 """
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from stepprune_jax.user_input import UserError
@@ -25,6 +27,8 @@ _VALUES = {
     "mean": "a positive number",
     "own": "no number",
 }
+# Texts that `Budget.parse` reads.
+_READABLE = "a count such as 64, a share such as 1/3 or 22.2%, mean:32, own, or all"
 # Largest denominator of a share that is a leaf. The products of `Budget.counts` fit in int32 then.
 _LARGEST_LEAF = 10_000
 
@@ -86,6 +90,9 @@ class Budget:
         """
         if isinstance(text, Budget):
             return text
+        if not isinstance(text, str | numbers.Number | jax.Array | np.ndarray):
+            kind = type(text).__name__
+            raise UserError(f"budget is a {kind}, expected {_READABLE}")
         text = str(text)
         if text in ("all", "own"):
             return cls(text)
@@ -99,10 +106,7 @@ class Budget:
                 return cls("rate", Fraction(text))
             return cls("count", int(text))
         except (ValueError, ZeroDivisionError) as error:
-            raise UserError(
-                f"budget is {text!r}, expected a count such as 64, a share such as 1/3 or 22.2%, "
-                "mean:32, own, or all"
-            ) from error
+            raise UserError(f"budget is {text!r}, expected {_READABLE}") from error
 
     @property
     def is_exact(self) -> bool:

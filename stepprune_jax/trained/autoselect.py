@@ -31,6 +31,7 @@ from stepprune_jax.policy.params import param_specs as policy_specs
 from stepprune_jax.policy.rollout import gumbel, read_key
 from stepprune_jax.policy.scores import cosine_anneal
 from stepprune_jax.policy.selection import first_picks
+from stepprune_jax.policy.soft_topk import cumlogsumexp
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
@@ -307,9 +308,10 @@ class AutoSelect(Policy):
             noisy = jax.lax.stop_gradient(drawn(found, jax.random.split(key, b), 1.0))
             order = best_first(noisy)
             ordered = jnp.take_along_axis(found, order, axis=1)
-            left = jax.lax.cumlogsumexp(ordered, axis=1, reverse=True)
+            # Of the softmax over this token and all later ones.
+            log_sum = cumlogsumexp(ordered, reverse=True)
             kept = jnp.arange(n) < most[:, None]
-            log_prob = jnp.sum(jnp.where(kept, ordered - left, 0), axis=1)
+            log_prob = jnp.sum(jnp.where(kept, ordered - log_sum, 0), axis=1)
             return first_picks(order, most, n), log_prob
 
         picks, log_prob = jax.vmap(one)(threefry(keys))

@@ -15,7 +15,7 @@ from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.config import is_number
 from stepprune_jax.policy.host import AnyKey, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
-from stepprune_jax.policy.params import count_weights, draw_params
+from stepprune_jax.policy.params import count_weights, draw_params, flat_params
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.base import Pruner, Ranker, Ranking, Schedule, View
@@ -109,6 +109,9 @@ class Weighted(Pruner):
             stats: statistics of the features, gathered with `update_stats`; None to skip
                 standardisation.
             **options: other fields by name.
+
+        Raises:
+            ValueError: an argument of another type.
         """
         method = cls(config=config, stats=stats, **options)
         return method.replace(params=method.draw_params(key))
@@ -125,6 +128,15 @@ class Weighted(Pruner):
     def draw_params(self, key: Array) -> Weights:
         """Draws weights of `param_dtype`; consumes `key`."""
         return draw_params(key, self.specs(), self.param_dtype)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, kind in (("config", self.config_type), ("stats", FeatureStats | None)):
+            value = getattr(self, name)
+            if kind is not None and not isinstance(value, kind):
+                wanted = kind.__name__ if isinstance(kind, type) else "FeatureStats, or None"
+                message = f"{self.name}: {name} is a {type(value).__name__}, expected "
+                raise UserError(message + wanted)
 
     def replace(self: AnyWeighted, **changes: Any) -> AnyWeighted:
         """Returns a copy with some fields replaced."""
@@ -173,8 +185,8 @@ class Weighted(Pruner):
         require(self.has_stop, f"{self.name} has no learned stop, and so no mean budget")
         if self.calibration is None:
             raise UserError(
-                f"the policy has no calibration, which a mean budget needs: create one with "
-                f"{CALIBRATE}, or give a stop bias"
+                "the policy has no calibration, which a mean budget needs: create one with "
+                f"policy.calibrate in Python or {CALIBRATE} in a shell, or give a stop bias"
             )
         return self.calibration
 
@@ -194,10 +206,28 @@ class Weighted(Pruner):
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
         """Also rejects a method without weights, and weights of another model."""
-        needs = f"the pruner {self.name!r} is trained: it needs a policy (load_policy, --policy)"
-        require(self.params is not None, needs)
+        self.check_weights()
         self.check_fits(config)
         super().check(config, num_tokens)
+
+    def check_weights(self, without: str = "") -> None:
+        """Raises a UserError unless the weights have the names and shapes of the configuration.
+
+        Args:
+            without: name of a part that is not checked, such as "decoder" for a custom decoder.
+        """
+        built = f"load_policy or {type(self).__name__}.init in Python, --policy in a command"
+        message = f"the pruner {self.name!r} is trained: it needs a policy with weights ({built})"
+        require(self.params is not None, message)
+        specs = {path: spec.shape for path, spec in flat_params(self.specs()).items()}
+        shapes = {path: jnp.shape(leaf) for path, leaf in flat_params(self.params).items()}
+        wrong = [
+            f"{path} is {shapes.get(path, 'missing')}, expected {specs.get(path, 'none')}"
+            for path in sorted(specs.keys() | shapes.keys())
+            if specs.get(path) != shapes.get(path) and path.partition("/")[0] != without
+        ]
+        kind = type(self.config).__name__
+        require(not wrong, f"{self.name}: params do not fit its {kind}: {'; '.join(wrong[:3])}")
 
     def check_fits(self, config: ModelConfig) -> None:
         """Raises a ValueError unless the weights have the widths of a model."""

@@ -4,9 +4,10 @@ Its weights, configuration, statistics and stop belong together in one object, s
 can be forgotten in front of a model of one's own.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.extras import need
-from stepprune_jax.policy import DecoderFns, Inputs, Limits, Progress, Pruned, gather
+from stepprune_jax.policy import POINTER, DecoderFns, Inputs, Limits, Progress, Pruned, gather
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
+from stepprune_jax.policy.config import is_integer
 from stepprune_jax.policy.gathering import run_gather
+from stepprune_jax.policy.host import check_key
 from stepprune_jax.policy.objective import ONE_LOSS, require_losses
-from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.trained.base import Aux, Selector
 from stepprune_jax.trained.calibration import calibrate
 from stepprune_jax.trained.diagnosis import Diagnosis, measure, run_choose
@@ -32,9 +35,14 @@ from stepprune_jax.trained.policy_gradient import (
     read_signal,
     set_rewards,
 )
-from stepprune_jax.user_input import expect, local_path, require
+from stepprune_jax.user_input import UserError, expect, expect_type, local_path, nearest, require
 
 AnyPolicy = TypeVar("AnyPolicy", bound="Policy")
+
+# Options of `prune` and `select` that are fields of `Limits`.
+_LIMITS = ("min_tokens", "max_tokens", "max_steps", "group")
+# Platforms that `jax.export` lowers programs for.
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Policy(Selector):
@@ -44,6 +52,10 @@ class Policy(Selector):
     pass it to a jitted function as an argument. Its subclasses are the methods, such as
     `StepPrune`.
     """
+
+    # Further options of `choose`, and of `loss`.
+    choice_options: ClassVar[tuple[str, ...]] = ("key",)
+    loss_options: ClassVar[tuple[str, ...]] = ()
 
     def prune(
         self,
@@ -74,10 +86,12 @@ class Policy(Selector):
             The kept tokens in the smallest bucket that holds every row.
 
         Raises:
-            TypeError: called inside a jitted function.
-            ValueError: features of another width, or limits out of range.
+            TypeError: called inside a jitted function, or an unknown option.
+            ValueError: a policy without weights, arrays of another shape or dtype, no text for a
+                policy that reads it, or limits out of range.
         """
-        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        self._check_options("prune", options, (*_LIMITS, *self.choice_options))
+        inputs = self._read_inputs(image, text, image_mask, text_mask, options)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((self, inputs))):
             raise TypeError(
                 "prune reads the counts on the host and cannot be jitted: jit "
@@ -117,8 +131,16 @@ class Policy(Selector):
 
         Returns:
             The kept tokens, padded to `capacity`.
+
+        Raises:
+            TypeError: an unknown option.
+            ValueError: as `prune`, or a capacity that is no integer from 1 to n.
         """
-        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        self._check_options("select", options, ("budget", *_LIMITS, *self.choice_options))
+        inputs = self._read_inputs(image, text, image_mask, text_mask, options)
+        n = inputs.image.shape[1]
+        fits = is_integer(capacity) and 1 <= capacity <= n
+        expect("capacity", capacity, fits, f"an integer from 1 to {n}, the tokens of an image")
         limits = self._limits(inputs, options.pop("budget", None), options)
         picks = self.choose(inputs, limits, **options)
         # Outside a jitted function, too, rows that keep more lose their last choices.
@@ -162,7 +184,12 @@ class Policy(Selector):
         from jax import export  # needs another package in old versions of jax
 
         need("flatbuffers", "Policy.export writes a program")
-
+        for name, value, least in (("num_tokens", num_tokens, 1), ("num_words", num_words, 0)):
+            fits = is_integer(value) and value >= least
+            expect(name, value, fits, f"an integer from {least}")
+        named = not isinstance(platforms, str) and {*platforms} <= {*_PLATFORMS}
+        expect("platforms", platforms, named, f"a sequence of {', '.join(_PLATFORMS)}")
+        self.check_weights()
         most = options.get("max_steps") or self.longest(num_tokens)
         own = self.budget.count(num_tokens) if self.budget.kind in EXACT else None
         size = capacity or options.get("budget") or own or most
@@ -213,17 +240,22 @@ class Policy(Selector):
             The loss, and scalars that show whether it learns.
 
         Raises:
-            ValueError: a language-modelling loss that is no scalar.
+            TypeError: an unknown option.
+            ValueError: a language-modelling loss that is no scalar, or a key, a function or a
+                progress of another type; and as `prune`.
         """
-        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        self._check_options("train_loss", options, ("progress", *self.loss_options))
+        inputs = self._read_inputs(image, text, image_mask, text_mask, options)
         progress = options.pop("progress", Progress())
+        expect_type("progress", progress, Progress, "Progress(share, text_gate)")
+        _expect_function("lm_loss_fn", lm_loss_fn)
 
         def scalar_loss(tokens):
             loss = lm_loss_fn(tokens)
             require_losses("lm_loss_fn", loss, (), ONE_LOSS)
             return jnp.asarray(loss)
 
-        return self.loss(key, inputs, scalar_loss, progress, **options)
+        return self.loss(check_key(key), inputs, scalar_loss, progress, **options)
 
     def policy_gradient_loss(
         self,
@@ -257,8 +289,10 @@ class Policy(Selector):
         Raises:
             ValueError: a method that draws no sets, or losses of another shape than [b, g].
         """
-        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
-        settings = _drawing(settings)
+        inputs = self._read_inputs(image, text, image_mask, text_mask)
+        settings = self._read_settings(settings)
+        _expect_function("answer_loss_fn", answer_loss_fn)
+        key = check_key(key)
         return policy_gradient_loss(self, settings, key, inputs, answer_loss_fn, Progress())
 
     def try_sets(
@@ -284,8 +318,11 @@ class Policy(Selector):
         Raises:
             ValueError: as `policy_gradient_loss`.
         """
-        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
-        return read_signal([set_rewards(self, _drawing(settings), key, inputs, answer_loss_fn)])
+        inputs = self._read_inputs(image, text, image_mask, text_mask)
+        settings = self._read_settings(settings)
+        _expect_function("answer_loss_fn", answer_loss_fn)
+        rewards = set_rewards(self, settings, check_key(key), inputs, answer_loss_fn)
+        return read_signal([rewards])
 
     def diagnose(
         self,
@@ -326,8 +363,12 @@ class Policy(Selector):
             ValueError: as `prune`, losses that are not one for each row, or an unknown recipe.
         """
         expect("recipe", recipe, recipe in ("", "gate", "sets"), "gate or sets, or nothing")
-        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
-        key = jax.random.key(0) if key is None else key
+        _expect_function("loss_fn", loss_fn)
+        inputs = self._read_inputs(image, text, image_mask, text_mask)
+        is_list = isinstance(budgets, Sequence) and len(budgets) > 0
+        fits = is_list and all(map(is_integer, budgets))
+        expect("budgets", budgets, fits, "a list of numbers of tokens, such as [16, 64]")
+        key = jax.random.key(0) if key is None else check_key(key)
         return [
             measure(self, inputs, loss_fn, budget, jax.random.fold_in(key, i), recipe)
             for i, budget in enumerate(budgets)
@@ -353,11 +394,14 @@ class Policy(Selector):
         """
         require(self.has_stop, f"{self.name} has no learned stop to calibrate")
         options = {} if decoder is None else {"decoder": decoder}
-        rolled = self.program()
-        parts = [
-            (_margins(rolled, Inputs(image, text, stats=self.stats), **options), jnp.shape(image))
-            for image, text in batches
-        ]
+        self._check_options("calibrate", options, ("decoder",))
+        rolled, parts = self.program(), []
+        for number, batch in enumerate(batches):
+            pair = isinstance(batch, tuple | list) and len(batch) == 2
+            shown = f"a pair (image, text), got {type(batch).__name__}"
+            require(pair, f"batches[{number}]: expected {shown}")
+            inputs = self._read_inputs(*batch, None, None, options)
+            parts.append((_margins(rolled, inputs, **options), jnp.shape(inputs.image)))
         require(bool(parts), "batches is empty, expected at least one")
         steps = max(margin.shape[1] for margin, _ in parts)
         rows = [
@@ -367,24 +411,68 @@ class Policy(Selector):
         sizes = np.concatenate([np.full(b, n) for _, (b, n, _) in parts])
         return self.replace(calibration=calibrate(np.concatenate(rows), sizes, self.min_tokens))
 
+    def _read_inputs(
+        self,
+        image: Any,
+        text: Any,
+        image_mask: Any,
+        text_mask: Any,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Inputs:
+        """Returns the inputs of a call, once policy and arrays are checked; raises as `prune`."""
+        decoder = options.get("decoder", POINTER)
+        self.check_weights(without="" if decoder is POINTER else "decoder")
+        width = self.config.text_width if self.reads_text else 0
+        if width == 0:
+            text, text_mask = None, None
+        elif text is None:
+            raise UserError(
+                f"text is None, expected word embeddings (b, l, {width}), as this policy reads the "
+                f"question; for no question give zeros of shape (b, 1, {width}) and a text_mask of "
+                "False"
+            )
+        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        inputs.check(self.config.feature_width, width)
+        return inputs
+
+    def _check_options(self, name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+        """Raises a TypeError for an unknown option of a method, a ValueError for a bad value."""
+        for option in options.keys() - {*known}:
+            function = f"{type(self).__name__}.{name}"
+            listed = f"its options: {', '.join(known) or 'none'}.{nearest(option, known)}"
+            raise TypeError(f"{function} has no option {option!r}; {listed}")
+        if "decoder" in options:
+            expect_type("decoder", options["decoder"], DecoderFns, "DecoderFns(init, step)")
+        if options.get("key") is not None:
+            check_key(options["key"])
+
+    def _read_settings(self, settings: PolicyGradientSettings | None) -> PolicyGradientSettings:
+        """Returns settings with sets to draw, by default 8; raises as `policy_gradient_loss`."""
+        draws = f"{self.name} draws no sets of tokens: train it with train_loss"
+        require(self.draws_sets, draws)
+        settings = PolicyGradientSettings(samples=8) if settings is None else settings
+        expect_type("settings", settings, PolicyGradientSettings, "PolicyGradientSettings")
+        require(settings.samples > 0, "settings.samples is 0, expected an integer from 2")
+        return settings
+
     def _limits(self, inputs: Inputs, budget: Any, options: dict[str, Any]) -> Limits:
         """Takes the fields of `Limits` out of options; without a budget its own holds."""
-        names = ("min_tokens", "max_tokens", "max_steps", "group")
         if budget is None:
             self.require_kind(self.budget)
+        elif isinstance(budget, str | float | Budget):
+            message = f"budget is {str(budget)!r}, expected a count, or one for each row; a share, "
+            raise UserError(message + "a mean or the learned stop is set by policy.with_budget")
         if budget is None and self.budget.kind == "count":
             budget = self.budget.value
         if budget is None and self.budget.kind == "rate":
             sizes = jnp.sum(inputs.real, axis=1, dtype=jnp.int32)
             budget = self.budget.counts(sizes, inputs.image.shape[1])
-        return Limits(budget, **{name: options.pop(name, None) for name in names})
+        return Limits(budget, **{name: options.pop(name, None) for name in _LIMITS})
 
 
-def _drawing(settings: PolicyGradientSettings | None) -> PolicyGradientSettings:
-    """Returns settings with sets to draw, by default 8."""
-    settings = settings or PolicyGradientSettings(samples=8)
-    require(settings.samples > 0, "settings.samples is 0, expected an integer from 2")
-    return settings
+def _expect_function(name: str, value: Any) -> None:
+    """Raises a UserError that names an argument unless it can be called."""
+    require(callable(value), f"{name} is a {type(value).__name__}, expected a function")
 
 
 @jax.jit

@@ -48,6 +48,8 @@ class StepPrune(Policy):
     draws_sets: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig
     version: ClassVar[int] = 3
+    choice_options: ClassVar[tuple[str, ...]] = ("key", "decoder")
+    loss_options: ClassVar[tuple[str, ...]] = ("length_weight", "decoder")
 
     def __post_init__(self):
         super().__post_init__()

@@ -126,7 +126,7 @@ def test_thousands_of_requests_at_once(model, wide_llava, start):
 
 
 def test_a_load_reads_the_answers_of_vllm_and_of_the_front(model, wide_llava, start):
-    """The figures of a load are those of `tests/serving/test_load.py`."""
+    """The figures of a load are those of `tests/tools/test_serving_benchmark.py`."""
     engine = start(wide_llava)
     with front_before(engine.address, model, batching=ONE_BY_ONE) as address:
         alone = asyncio.run(load(engine.address, engine.name, WAYS[0], 4, 8, 3, 0))
