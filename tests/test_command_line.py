@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import commands
@@ -20,6 +21,7 @@ from stepprune_jax.cli.command_line import (
     Parser,
     add_config,
     command,
+    exit_with,
     file_to_write,
     one_line_errors,
     read_config,
@@ -131,6 +133,35 @@ def python(*arguments, **environment):
         capture_output=True,
         text=True,
     )
+
+
+class EndedError(Exception):
+    """Stands for the end of a process."""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(UserError("x"), 2), (KeyError("a bug"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_a_failed_process_does_not_wait_for_the_others(monkeypatch, capsys, error, status):
+    """By jax's own exit it would wait five minutes, and they for it."""
+
+    def fail():
+        raise error
+
+    def end(status):
+        raise EndedError(status)
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises((SystemExit, KeyError)):  # a process without others exits as usual
+        exit_with("prog", fail)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.raises(EndedError, match=f"^{status}$"):
+        exit_with("prog", fail)
+    assert "prog: error: x\n" in capsys.readouterr().err or status != 2
+    for done in (None, 0, 130):
+        with pytest.raises(SystemExit):
+            exit_with("prog", lambda done=done: done)
 
 
 def test_output_has_every_character():

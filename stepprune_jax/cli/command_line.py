@@ -9,6 +9,7 @@ import shlex
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ T = TypeVar("T")
 _ABSENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _SIGPIPE = 13  # `signal` has no name for it on Windows
 _REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
+
+# Seconds between the report of a failure and the end of its process: all processes can report.
+_LAST_WORDS = 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -238,7 +242,7 @@ def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr
     """Calls the main function of a command inside `one_line_errors` and exits with its status."""
     name = program(name)
     show_messages(progress)
-    with one_line_errors(name):
+    with _end_at_once(), one_line_errors(name):
         status = main()
     sys.exit(status)
 
@@ -246,6 +250,28 @@ def exit_with(name: str, main: Callable[[], int | None], progress: str = "stderr
 def signal_status(number: int) -> int:
     """Returns the exit status of a program that a signal ends, as shells count it; 0 for none."""
     return 128 + number if number else 0
+
+
+@contextlib.contextmanager
+def _end_at_once() -> Iterator[None]:
+    """Ends a failed process at once if it is one of several.
+
+    Otherwise jax waits five minutes for the running processes, which wait for this one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        jax = sys.modules.get("jax")
+        status = error.code if isinstance(error, SystemExit) else 1
+        if not status or jax is None or not jax.distributed.is_initialized():
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        time.sleep(_LAST_WORDS)
+        os._exit(status if isinstance(status, int) else 1)
 
 
 def _lacks_plugin() -> bool:

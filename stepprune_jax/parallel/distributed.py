@@ -7,7 +7,7 @@ else runs identically in each process.
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +23,8 @@ T = TypeVar("T")
 # Limit of virtual CPU devices. Each device takes threads and memory.
 _MAX_CPU_DEVICES = 512
 _PLAIN = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+# The number of processes, as torchrun and implementations of MPI set it.
+_FOREIGN = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def use_cores(count: int) -> None:
@@ -54,6 +56,9 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
     Plain variables JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and
     JAX_PROCESS_ID come first; then a Slurm step of several tasks (one for each GPU, or one for
     each node); then the hosts of a TPU slice; then an indexed Kubernetes job, as GKE runs them.
+
+    Raises:
+        ValueError: plain variables that do not fit, or the variables of torchrun or mpirun.
     """
     plain = [environment.get(name) for name in _PLAIN]
     if plain[1] == "1":
@@ -73,6 +78,12 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return {}
     if "JOB_COMPLETION_INDEX" in environment and "KUBERNETES_SERVICE_HOST" in environment:
         return {"cluster_detection_method": "k8s"}
+    for name in _FOREIGN:  # otherwise each process would be a separate run
+        require(
+            _count(environment, name) < 2,
+            f"{name} is {environment.get(name)}, but torchrun and mpirun are not supported: set "
+            f"{', '.join(_PLAIN)}, or {_PLAIN[1]}=1 for a process alone",
+        )
     return None
 
 
@@ -111,11 +122,11 @@ def say(text: str) -> None:
 def main_first(function: Callable[[], T]) -> T:
     """Calls a function in the main process first, and then in the remaining processes.
 
-    Meant for functions that write files in the main process and read them in all processes. If the
-    main process fails, the remaining processes raise a ValueError.
+    Meant for functions that write files in the main process and read them in all processes. If one
+    process fails, every process raises an error.
     """
     result = together(lambda: function() if is_main() else None)
-    return result if is_main() else function()
+    return together(lambda: result if is_main() else function())
 
 
 def together(function: Callable[[], T]) -> T:
@@ -130,6 +141,13 @@ def together(function: Callable[[], T]) -> T:
         raise failure
     require(not failed, "another process of this run failed; its message gives the reason")
     return result
+
+
+def each_together(items: Iterator[T]) -> Iterator[T]:
+    """Yields the items that each process reads; if one process fails to read, all raise."""
+    end = object()
+    while (item := together(lambda: next(items, end))) is not end:
+        yield item
 
 
 def require_same(digest: str, what: str) -> None:

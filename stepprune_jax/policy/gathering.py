@@ -95,6 +95,7 @@ def as_arrays(limits: Limits, config: PolicyConfig, batch: int, num_tokens: int)
     return dataclasses.replace(limits, min_tokens=least, max_tokens=most, group=group)
 
 
+@jax.transfer_guard("allow")  # a function of the host, whatever a program forbids elsewhere
 @implicit_promotion()
 def prune(
     params: Params,

@@ -181,7 +181,7 @@ def _mix(tables: Tables, at: Int[Array, "b g"], seen: Bool[Array, "b g q"]):
     score = jnp.where(seen[:, :, None], score, layers.MASKED)
     weights = jax.nn.softmax(score, axis=-1).astype(tables.value.dtype)
     mixed = jnp.einsum("bghs,bhcs->bghc", weights, tables.value)
-    return mixed.reshape(*at.shape, -1)
+    return mixed.reshape(*at.shape, mixed.shape[-2] * mixed.shape[-1])
 
 
 def walk_logits(

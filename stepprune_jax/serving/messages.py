@@ -35,6 +35,7 @@ _PRUNERS = 64  # The most pruners that are kept for later requests.
 _LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
 _ROLES = ("user", "assistant")
 _SYSTEM = ("system", "developer")
+_PARTS = ("text", "image_url")
 # What an engine gets as it was sent.
 _PASSED = ("seed", "stop", *ENGINE)
 
@@ -300,8 +301,12 @@ class Reader:
         texts = []
         for place, given in enumerate(parts):
             at = f"{where}.content[{place}]"
+            kind = given.get("type") if isinstance(given, dict) else None
+            # Before its fields, which other kinds of parts, such as a video, name otherwise.
+            message = f"{at}.type is {shown(kind)}, expected 'text' or 'image_url'"
+            refuse_unless(kind in (None, *_PARTS), "messages", message)
             part = read_fields(given, at, PART)
-            if part.get("type") == "image_url" and role == "user":
+            if kind == "image_url" and role == "user":
                 at = f"{at}.image_url"
                 few = len(images) < self.limits.images
                 refuse_unless(few, "messages", f"{at} is one more than {len(images)} images")

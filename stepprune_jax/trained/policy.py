@@ -57,6 +57,7 @@ class Policy(Selector):
     choice_options: ClassVar[tuple[str, ...]] = ("key",)
     loss_options: ClassVar[tuple[str, ...]] = ()
 
+    @jax.transfer_guard("allow")  # a function of the host, whatever a program forbids elsewhere
     def prune(
         self,
         image: Float[AnyArray, "b n d"],
@@ -374,6 +375,7 @@ class Policy(Selector):
             for i, budget in enumerate(budgets)
         ]
 
+    @jax.transfer_guard("allow")
     def calibrate(
         self: AnyPolicy,
         batches: Iterable[tuple[AnyArray, AnyArray | None]],
@@ -431,7 +433,9 @@ class Policy(Selector):
                 f"question; for no question give zeros of shape (b, 1, {width}) and a text_mask of "
                 "False"
             )
-        inputs = Inputs(image, text, image_mask, text_mask, self.stats)
+        # The statistics are leaves of a policy: an optimizer of all leaves would change them.
+        stats = jax.lax.stop_gradient(self.stats)
+        inputs = Inputs(image, text, image_mask, text_mask, stats)
         inputs.check(self.config.feature_width, width)
         return inputs
 

@@ -83,8 +83,10 @@ class StepPrune(Policy):
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
     ) -> tuple[Draw, Float[Array, "g b"]]:
         """Draws as `policy.sample`, at a token price of each row's own; see `price_range`."""
-        # Not 1, which may give the same key as the second part of a split, by which draws stop.
-        price_key, size = jax.random.fold_in(keys[0], 2), jnp.sum(inputs.real, axis=1)
+        # Not 1, which may give the same key as the second part of a split, by which draws stop. A
+        # clone, because jax's check of key reuse counts a key that is indexed as used.
+        first_key = jax.random.clone(keys)[0]
+        price_key, size = jax.random.fold_in(first_key, 2), jnp.sum(inputs.real, axis=1)
         log_price = draw_log_prices(price_key, self.config, len(size))
         draw = policy.sample(
             self.params,

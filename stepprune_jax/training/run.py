@@ -136,7 +136,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
 
         # Update until the end, an interruption, or too many updates that are not finite.
         received = 0
-        for batch in trainer.stream:
+        for batch in distributed.each_together(trainer.stream):
             hooks.before(trainer.done + 1)
             scalars = trainer.update(batch)
             last = trainer.done == run.steps

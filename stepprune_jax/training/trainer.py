@@ -1,6 +1,7 @@
 """A selector in training: what an interrupted run resumes from, and the updates that change it."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -11,7 +12,7 @@ from jaxtyping import Array
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.checkpoints.policy import config_metadata
 from stepprune_jax.data.json_files import JsonObject
-from stepprune_jax.models.images import stack_images
+from stepprune_jax.models.images import Pixels, stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
@@ -92,7 +93,8 @@ class Trainer:
         for number in range(min(-(-min(_QUESTIONS, epoch) // size), self._run.steps)):
             if stop():
                 return None
-            batch = place_rows(setup.forward.mesh, self._batches[number], size)
+            read = functools.partial(self._batches.__getitem__, number)
+            batch = place_rows(setup.forward.mesh, distributed.together(read), size)
             arguments = self.state.params, self.stats, batch, jax.random.fold_in(key, number)
             tried = step.try_sets(self._model.params, *arguments, setup=setup)
             # At once, as batches that wait take memory. The last batch may begin another epoch.
@@ -166,7 +168,12 @@ class Trainer:
         backbone, mesh = self._setup.backbone, self._setup.forward.mesh
         size = self._run.batch_size
         images = self._batches.first_images(self._run.data.stats_images)
-        while part := list(itertools.islice(images, size)):
+
+        def read() -> list[Pixels]:
+            return list(itertools.islice(images, size))
+
+        # Until one process has no more: it may be the only one that cannot read an image.
+        while not distributed.any_process(not (part := distributed.together(read))):
             pixels = stack_images(part + part[:1] * (size - len(part)))
             tokens = backbone.num_tokens(backbone.grids(pixels))
             real = np.arange(size) < len(part)

@@ -30,6 +30,10 @@ FOLDER = "checkpoints"
 DAMAGED = "damaged"
 # The hashes of a checkpoint's files: Orbax would return wrong numbers where a bit has changed.
 _HASHES = "hashes.json"
+# Seconds that a process waits for a file of another.
+_PATIENCE = 60
+# Beginnings of names of files that an operating system adds: macOS on foreign disks, and NFS.
+_SYSTEM_FILES = ("._", ".DS_Store", ".nfs")
 # In TensorStore's messages for a full disk, missing permissions, and others of the system.
 _REFUSED = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "os_error_code")
 
@@ -139,6 +143,8 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
             f"{workdir} has checkpoints but no {RUN_FILE}, so it is unknown which run they are of: "
             "give another --workdir, or remove the folder"
         )
+    if not distributed.is_main():
+        _await_shared(path)
     try:
         old = read_json_object(path)
         changes = config.changes(old["config"])
@@ -152,6 +158,18 @@ def claim(workdir: Path, config: Settings, model: str, data: str) -> JsonObject:
             "original settings. These differ:\n  " + "\n  ".join(changes)
         )
     return old | run
+
+
+def _await_shared(path: Path) -> None:
+    """Waits until a file of the main process is visible here: NFS may show it a minute later."""
+    for _ in range(_PATIENCE):
+        if path.is_file():
+            return
+        time.sleep(1)
+    raise UserError(
+        f"no file at {path}, which process 0 of this run has written: expected a --workdir that "
+        "all processes share"
+    )
 
 
 class Checkpoints:
@@ -254,7 +272,8 @@ def _shapes(tree: PyTree) -> dict[str, str]:
 def _contents(folder: Path, step: int) -> dict[str, int | str]:
     """Returns the number of a checkpoint, and the hashes of its files."""
     paths = [path for part in ("arrays", "beside") for path in sorted((folder / part).rglob("*"))]
-    hashes = {str(x.relative_to(folder)): file_identity(x) for x in paths if x.is_file()}
+    paths = [x for x in paths if x.is_file() and not x.name.startswith(_SYSTEM_FILES)]
+    hashes = {str(x.relative_to(folder)): file_identity(x) for x in paths}
     return {"step": step, **hashes}
 
 

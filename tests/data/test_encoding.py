@@ -13,6 +13,7 @@ from stepprune_jax import testing
 from stepprune_jax.data.encoding import IGNORE
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.models.llava import Llava
+from stepprune_jax.models.llava_next.backbone import LlavaNextMistral
 from stepprune_jax.testing import llava_encoder
 
 
@@ -29,6 +30,13 @@ def test_assistant_words_and_their_ends_are_supervised(tokenizer):
     assert encoded.labels[encoded.ids.index(IMAGE_TOKEN)] == IGNORE
     said = tokenizer("What is this?\ntwo?", add_special_tokens=False).input_ids
     assert encoded.text == said
+
+
+def test_answers_to_mistrals_prompts_are_supervised(tokenizer):
+    encoder = llava_encoder(tokenizer)
+    encoder = dataclasses.replace(encoder, conversation=LlavaNextMistral.conversation)
+    encoded = encoder.encode(["What is this?", "red dog", "two?", "no"], 1)
+    assert tokenizer.decode(supervised(encoded)) == "red dog </s> no </s>"
 
 
 def test_ids_that_the_model_has_no_embeddings_for_are_refused(tokenizer):

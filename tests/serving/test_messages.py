@@ -105,6 +105,7 @@ def test_methods_share_the_weights_of_the_policy(plain):
 
 TOO_LARGE = noise(3, (101, 100))
 BROKEN = data_url(noise(4))[:422]
+VIDEO = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}
 TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
 
 
@@ -144,7 +145,13 @@ TEXT = "data:image/png;base64," + base64.b64encode(b"no image").decode()
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
             400,
             "messages",
-            "messages[0].content[0] is {'type': 'audio'}, expected a text",
+            "messages[0].content[0].type is 'audio', expected 'text' or 'image_url'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [VIDEO]}]},
+            400,
+            "messages",
+            "messages[0].content[0].type is 'video_url', expected 'text' or 'image_url'",
         ),
     ],
     ids=lambda value: str(value)[:40],

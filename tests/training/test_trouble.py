@@ -2,12 +2,17 @@
 
 import json
 import os
+import pathlib
+import shutil
 import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import free_port, outputs
 from tiny_run import make_run, metrics, write_data, write_questions
 
 from stepprune_jax.training import run, step, train
@@ -78,6 +83,31 @@ def test_a_folder_with_questions_of_its_own_is_refused_before_anything_is_writte
         train(make_run(world[0], data), data)
     assert isinstance(refused.value, UserError)
     assert {path: path.read_bytes() for path in data.glob("*.*")} == before
+
+
+@pytest.mark.slow
+def test_an_image_that_one_of_two_processes_cannot_read_ends_both(world, tmp_path):
+    model, data = world
+    other = shutil.copytree(data, tmp_path / "other")
+    image = other / "images" / "3.png"
+    image.write_bytes(image.read_bytes()[:100])
+    plain = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    script = pathlib.Path(__file__).with_name("one_process.py")
+    changes = json.dumps({"mesh": "data", "data.stats_images": 0})
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, "1", model, folder, tmp_path / "run", changes],
+            env=os.environ | plain | {"JAX_PROCESS_ID": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, folder in enumerate((data, other))
+    ]
+    first, second = outputs(processes)
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "another process of this run failed" in first
+    assert "3.png is a damaged image" in second
 
 
 def exhaust(*_, **__):

@@ -104,6 +104,13 @@ def test_whatever_file_is_damaged_no_wrong_number_comes_back(two, tmp_path, dama
     assert set(taken) <= {10, 20} and taken.count(10) >= 4  # arrays and what belongs to them
 
 
+@pytest.mark.parametrize("name", ["._manifest.ocdbt", ".DS_Store", ".nfs000000000000001"])
+def test_a_file_that_an_operating_system_adds_is_no_damage(copy, name, capsys):
+    (copy / "checkpoints" / "20" / "arrays" / name).write_bytes(b"\0\5\x16\7")
+    assert_state(restore(copy), 20)
+    assert not capsys.readouterr().err and not (copy / "damaged").exists()
+
+
 def replace_by_pipe(step):
     path = next(path for path in files(step) if "/d/" in str(path))
     path.unlink()
