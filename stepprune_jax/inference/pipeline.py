@@ -34,7 +34,11 @@ from stepprune_jax.inference.base import (
 )
 from stepprune_jax.inference.plan import (
     Choice,
+    enters_known,
     fit_context,
+    has_joint_bucket,
+    joint_rows,
+    joint_text,
     length_bucket,
     padded_rows,
     padded_to,
@@ -162,18 +166,25 @@ def prepare(
     """Plans a batch, and chooses its tokens unless that is part of its last program.
 
     Rows have `width` slots for text and the padded tokens of their images; without it they are
-    padded to the next of a ladder of lengths. `sizes` and `ranking` are those of `choose`. A prompt
-    that is longer than the context is truncated, with a warning.
+    padded to the next of a ladder of lengths, or to those of a joint bucket (see `plan`). `sizes`
+    and `ranking` are those of `choose`. A prompt that is longer than the context is truncated, with
+    a warning.
     """
     config, mesh = model.config, mesh_of(model.params)
-    capacity, padded, cuts, chooses = 0, 1, (), False
+    capacity, padded, cuts, chooses, n = 0, 1, (), False, 0
+    num_images = prompts.image_of.shape[1] if prompts.has_image.any() else 0
+    joint = width is None and images is not None and has_joint_bucket(config, num_images)
+    if joint:
+        words = padded_to(prompts.words, joint_text(config, pruner, prompts))
+        prompts = prompts._replace(words=words)
     if images is None or not prompts.has_image.any():
         choice, pruner, tokens = pair_up(prompts.image_of), AllTokens(), _no_tokens(model)
         size, grid, counts = np.zeros(1, np.int32), np.ones((1, 2), np.int32), choice.counts
     else:
         choice = _plan_choice(model, pruner, prompts, images, sizes)
         size, grid = images.sizes[choice.image], images.grid[choice.image]
-        cuts = pruner.cuts(config, _padded_tokens(model, images))
+        n = _padded_tokens(model, images)
+        cuts = pruner.cuts(config, n)
         # Where the counts are known and the tower has not run, the last program chooses.
         chooses = images.features is None and pruner.budget.is_exact
         if chooses:
@@ -190,7 +201,13 @@ def prepare(
     after = survivors(config, pruner, of_image, len(cuts))
     left, j = [of_image, *after.sum(3)], choice.slot.shape[1]
     if width is None:
-        slots, text = row_lengths(prompts.length - choice.shown.sum(1), left, limit)
+        if joint and enters_known(config, pruner):
+            text = prompts.words.shape[1]
+            slots = joint_rows(config, pruner, n, text, left, limit)
+        else:
+            slots, text = row_lengths(prompts.length - choice.shown.sum(1), left, limit)
+            if joint:  # One program for images of all sizes; one more slot reveals truncated rows.
+                tokens = programs.run_resize(tokens, capacity=slots[0] + 1, mesh=mesh)
         # The most ids that so many slots can take, and one more for a row that is truncated, so
         # that the program depends on the length of the rows alone.
         ids = padded_to(prompts.ids, slots[0] + j + 1)
@@ -361,8 +378,8 @@ def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice:
             (
                 image.astype(np.int32),
                 grid,
-                # In tiles some tokens carry nothing, and pruners mask them.
-                sizes if model.config.is_tiled or (sizes < n).any() else None,
+                # An image that fills its bucket has the program of smaller ones.
+                sizes if model.config.sizes_vary or (sizes < n).any() else None,
                 words[prompt],
                 num_words[prompt],
                 prompts.number[prompt],

@@ -2,10 +2,15 @@
 
 These are numpy arrays and numbers, computed once for a batch before any of its programs runs.
 Shapes are rounded up to buckets, so that few programs serve all batches.
+
+Where images have any number of tokens, batches with one image in a row have joint buckets: the
+padded sizes of image and text decide every shape of the program, so a stream reaches one program
+for each pair of the two. A learned stop has two programs. The padded sizes of image and words
+decide the first, which chooses; the length of the row decides the second.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +19,14 @@ from jaxtyping import Bool, Int
 from stepprune_jax.data.prompts import truncated_images
 from stepprune_jax.inference.base import Prompts
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket, ladder, row_bucket
+from stepprune_jax.policy.buckets import (
+    bucket_ladder,
+    choose_bucket,
+    kept_bucket,
+    ladder,
+    row_bucket,
+    text_bucket,
+)
 from stepprune_jax.pruning import Pruner
 
 
@@ -77,7 +89,11 @@ def plan_choice(
     elif sizes is None:
         sizes = bucket_ladder(schedule.most)
     counts = exact_counts(config, pruner, image_sizes[pairs.image])
-    capacity = choose_bucket(counts, sizes) if pruner.budget.is_exact else schedule.most
+    capacity = schedule.most
+    if pruner.budget.is_exact:
+        # Where images have any number of tokens, n alone decides the capacity.
+        least = schedule.bound if varies_freely(config) else 0
+        capacity = choose_bucket(np.append(counts, least), sizes)
     return pairs._replace(counts=counts, capacity=capacity, sizes=sizes)
 
 
@@ -137,6 +153,57 @@ def row_lengths(
     return slots, length_bucket(int(text.max()), limit, 16)
 
 
+def varies_freely(config: ModelConfig) -> bool:
+    """Returns whether images have any number of tokens, rather than numbers that tiles allow."""
+    return config.sizes_vary and not config.is_tiled
+
+
+def has_joint_bucket(config: ModelConfig, images: int) -> bool:
+    """Returns whether batches with up to `images` images in a row have joint buckets."""
+    return images == 1 and varies_freely(config)
+
+
+def enters_known(config: ModelConfig, pruner: Pruner) -> bool:
+    """Returns whether the size of an image decides how many tokens enter the language model."""
+    return pruner.schedule(config, config.max_image_tokens).enter is not None
+
+
+def joint_text(config: ModelConfig, pruner: Pruner, prompts: Prompts) -> int:
+    """Returns the padded number of words of a joint bucket.
+
+    Where the counts are known, this is the padded number of text tokens as well.
+    """
+    longest = int(prompts.num_words.max(initial=1))
+    if enters_known(config, pruner):
+        longest = max(longest, int((prompts.length - (prompts.image_of >= 0).sum(1)).max()))
+    return text_bucket(longest)
+
+
+def joint_rows(
+    config: ModelConfig,
+    pruner: Pruner,
+    n: int,
+    text: int,
+    counts: Sequence[Int[np.ndarray, "b j"]],
+    limit: int,
+) -> list[int]:
+    """Returns the row length of each stage of a joint bucket, which has room for n image tokens.
+
+    Args:
+        config: the model's configuration.
+        pruner: the pruner.
+        n: padded number of tokens of each image.
+        text: padded number of text tokens.
+        counts: [b, j] tokens of each image at each stage.
+        limit: the longest row.
+    """
+    schedule, rows = pruner.schedule(config, n), []
+    for tokens, count in zip((schedule.enter, *map(sum, schedule.after)), counts, strict=True):
+        needed = max(tokens or 0, int(count.sum(1).max()))
+        rows.append(min(limit, text + (n if needed == n else kept_bucket(needed))))
+    return rows
+
+
 def list_texts(
     config: ModelConfig,
     pruner: Pruner,
@@ -160,10 +227,13 @@ def list_texts(
     cuts = pruner.cuts(config, config.max_image_tokens) if len(counts) else ()
     stages = [of_image, *survivors(config, pruner, of_image, len(cuts)).sum(3)]
     reads_text = any(cut.rows == "text" for cut in cuts)
+    is_joint = has_joint_bucket(config, len(counts)) and enters_known(config, pruner)
 
-    def shape(text: int) -> tuple[list[int], int]:
+    def shape(text: int) -> Hashable:
+        if is_joint:
+            return text_bucket(text)
         slots, padded = row_lengths(np.array([text]), stages, limit)
-        return slots, padded if reads_text else 0
+        return *slots, padded if reads_text else 0
 
     def distinct(first: int, last: int) -> list[int]:
         if first == last or shape(first) == shape(last):  # sizes grow with the text

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Ordered
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.inference import decoding
@@ -155,6 +156,28 @@ def begin(
     return state, trace
 
 
+def resize(kept: Kept, *, capacity: int, mesh: Mesh | None) -> Kept:
+    """Cuts or pads the kept tokens to a capacity that holds every row."""
+
+    def fit(part: Array, padding: int | bool) -> Array:
+        part = part[:, :capacity]
+        widths = [(0, 0), (0, capacity - part.shape[1]), *[(0, 0)] * (part.ndim - 2)]
+        return jnp.pad(part, widths, constant_values=padding)
+
+    return constrain_rows(
+        mesh,
+        Kept(
+            index=fit(kept.index, -1),
+            place=fit(kept.place, 0),
+            tokens=fit(kept.tokens, 0),
+            valid=fit(kept.valid, False),
+            count=kept.count,
+            order=None if kept.order is None else fit(kept.order, -1),
+            note=None if kept.note is None else fit(kept.note, 0),
+        ),
+    )
+
+
 run_encode = jit_for_weights(encode, ("backbone", "taps", "plan"), answers=True)
 run_see = jit_for_weights(see, ("backbone", "plan"))
 run_choose = jit_for_weights(choose, ("backbone", "plan"), answers=True)
@@ -163,10 +186,12 @@ run_place = jit_for_weights(place, ("backbone", "plan"))
 run_halt = jit_for_weights(halt, ("backbone", "plan"), answers=True)
 run_begin = jit_for_weights(begin, ("backbone", "plan"), answers=True)
 run_take = jax.jit(jax_defaults()(take_first), static_argnames="capacity")
+run_resize = jax.jit(jax_defaults()(resize), static_argnames=("capacity", "mesh"))
 
 
 def num_compiled() -> int:
     """Counts these programs and those of decoding compiled so far in this process."""
     programs = (run_encode, run_choose, run_rank, run_place, run_halt, run_begin)
     programs += (decoding.run_decode,)
-    return run_take._cache_size() + sum(program.num_compiled() for program in programs)
+    count = run_take._cache_size() + run_resize._cache_size()
+    return count + sum(program.num_compiled() for program in programs)

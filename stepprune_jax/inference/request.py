@@ -19,7 +19,7 @@ from stepprune_jax.data.prompts import (
 from stepprune_jax.inference.base import Images, Prompts, read_images
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels, join_images
-from stepprune_jax.policy.buckets import row_bucket
+from stepprune_jax.policy.buckets import row_bucket, words_bucket
 from stepprune_jax.user_input import UserError, naming, require
 
 ImageLike = str | Path | bytes | Image.Image
@@ -46,7 +46,7 @@ class Request(NamedTuple):
         """Returns the prompts as arrays, padded to buckets."""
         # Few widths, since each pair of a width and a row length is a program.
         longest = max(map(len, self.question_ids))
-        words = pad_batch(self.question_ids, multiple=max(16, 1 << (longest - 1).bit_length()))
+        words = pad_batch(self.question_ids, multiple=words_bucket(longest))
         b, j = len(self.ids), row_bucket(max(map(len, self.image_of)))
         image_of = np.full((b, j), -1, np.int32)
         for row, numbers in enumerate(self.image_of):

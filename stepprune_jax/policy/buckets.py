@@ -41,6 +41,22 @@ def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
     return (*(size for size in sizes if size < largest), largest)
 
 
+def text_bucket(length: int) -> int:
+    """Rounds a number of text tokens up to 64, 128, 256, 512, ..."""
+    return 64 << max(0, (length - 1).bit_length() - 6)
+
+
+def words_bucket(count: int) -> int:
+    """Rounds a number of the user's words up to 16, 32, 64, 128, ..."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def kept_bucket(count: int) -> int:
+    """Rounds a number of kept tokens up to a multiple of 16, one of eight sizes per doubling."""
+    step = max(16, 1 << max(0, (count - 1).bit_length() - 4))
+    return -(-count // step) * step
+
+
 def row_bucket(count: int, exact: Iterable[int] = ()) -> int:
     """Rounds a number of rows up to 0, 1, 2, 3, 4, 6, 8, 12, 16, ..., or one of `exact`."""
     sizes, base = {0, 1}, 1

@@ -16,12 +16,18 @@ import numpy as np
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference.base import Images, RunOptions, read_images
-from stepprune_jax.inference.plan import exact_counts, list_texts
+from stepprune_jax.inference.plan import (
+    enters_known,
+    exact_counts,
+    has_joint_bucket,
+    list_texts,
+)
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.parallel.programs import num_evicted
+from stepprune_jax.policy.buckets import text_bucket
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.serving.batching import padded
 from stepprune_jax.serving.engine import Engine
@@ -132,13 +138,14 @@ class _WarmUp:
         """Compiles the programs of a kind of batch, for texts and words of all lengths."""
         config = self._model.config
         pruner, sampling, options = self._reader.usual(is_sampled=kind.is_sampled)
-        counted = pruner.schedule(config, config.max_image_tokens).enter is not None
+        counted, is_joint = enters_known(config, pruner), has_joint_bucket(config, kind.num_images)
         pruner = pruner if counted else _stopping(pruner)
         # No token ends an answer, so that a second token is computed.
         sampling = sampling._replace(stop_ids=(-1,) * len(config.eos_token_ids))
         how = pruner, sampling, options
-        reads_text = kind.num_images > 0 and pruner.reads_text
-        for words in self._list_words() if reads_text else [1]:
+        # Where text and words share a bucket, the lengths of text cover those of words.
+        reads_text = kind.num_images > 0 and pruner.reads_text and not (is_joint and counted)
+        for words in self._list_words(is_joint) if reads_text else [1]:
             first = self._first_text + max(0, words - 1 - _SLACK)
             if counted or not kind.num_images:
                 kept = self._count(pruner, kind, kind.num_images)
@@ -159,13 +166,14 @@ class _WarmUp:
             _logger.info("compiled in %.1f s: %s, rows of %d tokens", seconds, kind, text + kept)
         return kept
 
-    def _list_words(self) -> list[int]:
+    def _list_words(self, is_joint: bool) -> list[int]:
         """Lists numbers of words that together have every padded number."""
         numbers, words = [], 1
         while words <= max(1, self._extent.text - self._first_text + _SLACK):
             numbers.append(words)
             request = Request(((1,),), ((1,) * words,), None, ((),))
-            words = request.prompts().words.shape[1] + 1
+            padded_words = request.prompts().words.shape[1]
+            words = 1 + (text_bucket(padded_words) if is_joint else padded_words)
         return numbers
 
     def _list_texts(self, kind: _Kind, pruner: Pruner, kept: int, first: int) -> list[int]:
@@ -175,11 +183,11 @@ class _WarmUp:
         lengths. A text that is longer or shorter than theirs makes rows of the same lengths.
         """
         config, count, most = self._model.config, kind.num_images, 0
-        if count:
+        if count and not (has_joint_bucket(config, count) and enters_known(config, pruner)):
             n = self._model.backbone.padded_tokens(kind.images.pixels)
             most = count * pruner.schedule(config, n).bound
         limit = self._model.backbone.CONTEXT_LIMIT
-        last = min(self._extent.text + most, limit) - kept
+        last = min(self._extent.text + most, limit) - (kept if most else 0)
         each = [kept // max(1, count)] * count
         return list_texts(config, pruner, each, range(max(1, first), last + 1), limit)
 

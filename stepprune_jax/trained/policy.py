@@ -464,8 +464,9 @@ class Policy(Selector):
         if budget is None:
             self.require_kind(self.budget)
         elif isinstance(budget, str | float | Budget):
-            message = f"budget is {str(budget)!r}, expected a count, or one for each row; a share, "
-            raise UserError(message + "a mean or the learned stop is set by policy.with_budget")
+            shown = str(budget) if isinstance(budget, Budget) else repr(budget)
+            message = f"budget is {shown}, expected a count, or one for each row; a share, a mean "
+            raise UserError(message + "or the learned stop is set by policy.with_budget")
         if budget is None and self.budget.kind == "count":
             budget = self.budget.value
         if budget is None and self.budget.kind == "rate":

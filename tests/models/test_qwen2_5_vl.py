@@ -177,7 +177,9 @@ def test_sizes_and_their_bound_equal_the_reference(pair, height, width, least, m
     assert ours == smart_resize(height, width, **bounds)
     tokens = ours[0] * ours[1] // 784
     assert tokens <= config.max_image_tokens
-    assert tokens <= padded_tokens(tokens) <= max(64, tokens * 5 / 4)
+    padded = padded_tokens(tokens, config.max_image_tokens)
+    assert tokens <= padded <= max(160, 2 * tokens)
+    assert padded <= max(64, config.max_image_tokens * 5 / 4)
 
 
 # The same for all tests, which thus share a program.

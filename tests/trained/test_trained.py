@@ -234,7 +234,11 @@ def test_the_temperature_of_draws_is_an_option(config):
     greedy = build_pruner(budget=3, policy=policy, options={"draw": "0"})
     assert greedy.config == drawn.config == config and config.draw > 0
     still = policy.replace(config=dataclasses.replace(config, draw=0)).with_budget(3)
-    inputs = jax.random.normal(jax.random.key(1), (B, N, WIDTHS["feature_width"])), None
+    image_key, text_key = jax.random.split(jax.random.key(1))
+    inputs = (
+        jax.random.normal(image_key, (B, N, config.feature_width)),
+        jax.random.normal(text_key, (B, 3, config.text_width)),
+    )
     found = [x.prune(*inputs).index.tolist() for x in (drawn, greedy, still)]
     assert found[0] != found[1] == found[2]
     with pytest.raises(ValueError, match=r"draw is -1\.0, expected"):

@@ -93,7 +93,8 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     whole = open_tiny(run, tmp_path)
     setup = make_setup(run, inspect_folder(world[0]).backbone)
     batch = whole[0]
-    assert batch.pixels.values.shape[1] == 4 * padded_tokens(max(TOKENS))
+    padded = padded_tokens(max(TOKENS), setup.backbone.config.max_image_tokens)
+    assert batch.pixels.values.shape[1] == 4 * padded
     largest = setup.backbone.max_pixels(1)
     parts = [
         Batches(whole._corpus, whole._images, 12, run.seed, 64, loading=Loading(local=rows))[0]

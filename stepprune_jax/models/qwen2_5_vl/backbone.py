@@ -84,14 +84,14 @@ class QwenBackbone(Backbone):
         return images.resize(self.config, settings, image)
 
     def cut(self, image: Bytes) -> Patches:
-        return images.to_patches(self.config.vision, image)
+        return images.to_patches(self.config, image)
 
     def normalise(self, pixels: Patches) -> Patches:
         return images.normalise_patches(self.config, pixels)
 
     def max_pixels(self, count: int) -> Patches:
-        vision = self.config.vision
-        patches = images.padded_tokens(self.config.max_image_tokens) * vision.unit
+        vision, largest = self.config.vision, self.config.max_image_tokens
+        patches = images.padded_tokens(largest, largest) * vision.unit
         return Patches(
             jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.uint8),
             jax.ShapeDtypeStruct((count, 2), np.int32),

@@ -43,6 +43,12 @@ _AREA = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 # Images are padded to a multiple of this many tokens, whose patches are a block of the tower's
 # attention.
 BLOCK_TOKENS = 16
+# Tokens that images are padded to, multiples of `BLOCK_TOKENS`. Each size is a program of several
+# seconds of compilation, and padding costs time: `python -m tools.bench.buckets` counts both.
+IMAGE_SIZES = (
+    *(16, 48, 160, 320, 608, 960, 1376, 1888),
+    *(2496, 3264, 4224, 5504, 7168, 9344, 12288, 16384),
+)
 
 
 class QwenImageSettings(NamedTuple):
@@ -135,12 +141,14 @@ def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.I
     return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
 
 
-def to_patches(vision: PatchTowerConfig, image: Bytes) -> Patches:
+def to_patches(config: PatchModelConfig, image: Bytes) -> Patches:
     """Cuts a resized image into padded patches, without the axis of images."""
+    vision = config.vision
     p, k = vision.patch_size, vision.merge_size
     rows, columns = (side // vision.factor for side in image.shape[1:])
     parts = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
-    patches = np.zeros((padded_tokens(rows * columns) * vision.unit, 3 * p * p), np.uint8)
+    slots = padded_tokens(rows * columns, config.max_image_tokens)
+    patches = np.zeros((slots * vision.unit, 3 * p * p), np.uint8)
     filled = patches[: rows * columns * vision.unit].reshape(parts.shape)
     filled[:] = parts
     return Patches(patches, np.array([rows, columns], np.int32))
@@ -156,12 +164,18 @@ def normalise_patches(config: PatchModelConfig, pixels: Patches) -> Patches:
     return Patches(where(real[..., None], parts.reshape(values.shape), 0), grid)
 
 
-def padded_tokens(count: int) -> int:
-    """Returns the bucket of an image with `count` tokens: four per doubling, at least 16.
+def padded_tokens(count: int, largest: int) -> int:
+    """Returns the number of tokens that an image with `count` tokens is padded to.
 
-    16, 32, 48, 64, 80, 96, 112, 128, 160, 192, ...: padding adds at most a quarter to an image of
-    64 tokens or more.
+    The number is the next of `IMAGE_SIZES`, but not above the padded number of the `largest` image:
+    `largest` rounded up to one of four numbers per doubling.
     """
+    size = next((size for size in IMAGE_SIZES if size >= count), _quarter_step(count))
+    return min(size, _quarter_step(largest))
+
+
+def _quarter_step(count: int) -> int:
+    """Rounds up to 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, ...: four sizes per doubling."""
     step = max(BLOCK_TOKENS, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 
@@ -174,9 +188,9 @@ def list_pixels(config: PatchModelConfig, width: int, height: int) -> list[Patch
     most = min(config.max_image_tokens, max(rows * columns, config.enlarged_tokens))
     listed = []
     while count <= most:
-        padded = padded_tokens(count)
+        padded = padded_tokens(count, config.max_image_tokens)
         values = np.zeros((1, padded * vision.unit, 3 * vision.patch_size**2), np.uint8)
-        for tokens in sorted({count, max(count, padded - 1), padded}):
+        for tokens in sorted({count, padded}):
             listed.append(Patches(values, np.array([[1, tokens]], np.int32)))
         count = padded + 1
     return listed

@@ -1,0 +1,117 @@
+"""Shapes that a stream of requests reaches: few, listed in advance, compiled in advance."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from generation_reference import ByQuestion
+from tiny_llava_next import tiny_next_config
+from tiny_qwen import qwen_tokenizer, tiny_qwen3_config, tiny_qwen_config
+from visual import noise
+
+from stepprune_jax.checkpoints.load import VLM
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.inference import Generator, Request, RunOptions, pipeline
+from stepprune_jax.inference.base import read_images
+from stepprune_jax.inference.programs import num_compiled
+from stepprune_jax.models import vlm
+from stepprune_jax.models.llava import Llava
+from stepprune_jax.models.llava.images import LlavaImageSettings
+from stepprune_jax.models.llava_next import LlavaNext
+from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
+from stepprune_jax.models.qwen2_5_vl.images import QwenImageSettings
+from stepprune_jax.models.qwen3_vl import Qwen3_VL
+from stepprune_jax.pruners import build_pruner
+from stepprune_jax.pruning import AllTokens
+from stepprune_jax.testing import tiny_hf_config
+
+SIDE = 8  # pixels of a token's side
+
+
+def qwen(max_tokens, kind=Qwen3_VL, config=tiny_qwen3_config):
+    """A Qwen for images of 4 to `max_tokens` tokens, and its settings, without weights."""
+    backbone = kind.read(config(qwen_tokenizer()), None)
+    bounds = {"min_pixels": 4 * SIDE**2, "max_pixels": max_tokens * SIDE**2}
+    return backbone.replace(**bounds), QwenImageSettings()
+
+
+def one_layer(tokenizer):
+    """Describes a Qwen2.5-VL that compiles in little time."""
+    raw = tiny_qwen_config(tokenizer, num_hidden_layers=1)
+    return raw | {
+        "vision_config": raw["vision_config"] | {"depth": 1, "fullatt_block_indexes": [0]}
+    }
+
+
+FAMILIES = {
+    "qwen3_vl": lambda: qwen(1000),
+    "llava_next": lambda: (
+        LlavaNext.read(tiny_next_config(), None),
+        LlavaImageSettings(resize_to=24, crop_to=24),
+    ),
+    "llava": lambda: (
+        Llava.read(tiny_hf_config(), None),
+        LlavaImageSettings(resize_to=24, crop_to=24),
+    ),
+}
+PRUNERS = {
+    "all": AllTokens(),
+    "random": build_pruner("random", "2/9"),
+    "fastv": build_pruner("fastv", "1/3", options={"layer": 1}),
+    "sparsevlm": build_pruner("sparsevlm", "1/2"),
+    "cdpruner": build_pruner("cdpruner", 4),
+}
+
+
+def make_request(backbone, settings, size, text, words):
+    """A request about an image of a size, (height, width) in pixels."""
+    pixels = backbone.preprocess(settings, [noise(0, size)])
+    ids = (IMAGE_TOKEN, *[5] * text)
+    return Request((ids,), (ids[1 : words + 1],), read_images(backbone, [pixels]), ((0,),))
+
+
+def shapes(model, pruner, request):
+    """Returns the plan and the shapes that decide the program of a request."""
+    batch = pipeline.prepare(model, pruner, request.prompts(), request.images, RunOptions(1))
+    leaves, tree = jax.tree.flatten((batch.tokens, batch.texts))
+    return batch.plan, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def test_the_padded_sizes_of_image_and_text_decide_all_shapes():
+    """Those of 65 to 128 text tokens and 161 to 320 visual tokens, here."""
+    backbone, settings = qwen(1000)
+    model = VLM(vlm.abstract_params(backbone), backbone)
+    sizes, texts = ((7 * SIDE, 23 * SIDE), (16 * SIDE, 20 * SIDE), (99, 150)), (65, 90, 128)
+    for pruner in PRUNERS.values():
+        pairs = itertools.product(sizes, texts)
+        reached = {
+            shapes(model, pruner, make_request(backbone, settings, *pair, 30)) for pair in pairs
+        }
+        assert len(reached) == 1
+
+
+@pytest.mark.parametrize("pruner", [AllTokens(), build_pruner("grid", 64)], ids=str)
+def test_at_most_fourteen_programs_serve_images_of_all_sizes(pruner):
+    """By the published bounds, of 64 to 16,384 tokens."""
+    backbone = qwen(16_384)[0].replace(min_pixels=64 * SIDE**2)
+    model, reached = VLM(vlm.abstract_params(backbone), backbone), set()
+    for pixels in backbone.list_pixels(*[128 * SIDE] * 2):
+        images = read_images(backbone, [pixels])
+        request = Request(((IMAGE_TOKEN, *[5] * 50),), ((5,) * 30,), images, ((0,),))
+        reached.add(shapes(model, pruner, request))
+    assert len(reached) <= 14
+
+
+def test_images_of_one_padded_size_share_the_programs_of_a_learned_stop():
+    """The pruner decides how many tokens it keeps."""
+    backbone, settings = qwen(40, Qwen2_5_VL, one_layer)
+    model = VLM(vlm.init_params(jax.random.key(0), backbone, jnp.float32), backbone)
+    generator = Generator(model, ByQuestion(), options=RunOptions(1))
+    sizes = ((64, 40), (50, 63), (40, 64), (64, 44))
+    counts = []
+    for size, text in zip(sizes, (70, 75, 66, 72), strict=True):
+        generator.begin(make_request(backbone, settings, size, text, text - 15))
+        counts.append(num_compiled())
+    # The first two have rows of two lengths; the others have rows of one of them.
+    assert counts[0] < counts[1] == counts[2] == counts[3]
