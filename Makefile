@@ -23,7 +23,7 @@ FUZZ_FLAGS ?=
 # Half of the test questions of the README's table and some of its rows: `make report` does all.
 DEMO_ROWS ?= all,random,grid,fastv,visionzip,autoselect,stepprune
 DEMO_WORLD ?= --test 260
-DEMO_CONFIG ?= configs/sampled.py:shapes
+DEMO_CONFIG ?= configs/rloo.py:shapes
 DATA ?= $(RUN)/data
 PY = $(VENV)/bin/python
 
@@ -75,7 +75,7 @@ test-lab: env
 	$(PYTEST) $(LAB_TESTS)
 
 # Policies alone, where nothing but jax is installed: the oldest jax that they run on, and the newest.
-CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/trained/test_,autoselect.py diagnosis.py trained.py)
+CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/selectors/test_,autoselect.py diagnosis.py trained.py)
 test-core: $(CORE_VENV)-oldest/.installed $(CORE_VENV)-newest/.installed
 	$(CORE_VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
 	$(CORE_VENV)-newest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)

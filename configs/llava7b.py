@@ -14,12 +14,12 @@ Without an argument, the recipe is "auto": 25,600 questions, on sampled sets if 
 sometimes suffice for an answer, in which case these are better than the gate at all budgets in the
 small world; else through the gate for the first 1,280 updates. `:short` is those alone: the gate
 with the rate x updates x width that teaches a policy in the small world with AdamW, 2.1 hours.
-`configs/sampled.py:llava7b` is sampled sets whatever a few tokens suffice for, 4.4 hours.
+`configs/rloo.py:llava7b` is sampled sets whatever a few tokens suffice for, 4.4 hours.
 """
 
 from stepprune_jax import training
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.trained import AutoSelectConfig
+from stepprune_jax.selectors import AutoSelectConfig
 
 # Fields of the policy, by row of Table 4; the others of its rows are the defaults.
 ABLATIONS = {

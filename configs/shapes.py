@@ -10,7 +10,7 @@ the letter. Set `model` and `data` for another model or other data: any folder i
 
 from stepprune_jax import training
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.trained import AutoSelectConfig
+from stepprune_jax.selectors import AutoSelectConfig
 
 
 def get_config(reading: str = "") -> training.Run:
@@ -36,7 +36,7 @@ def get_config(reading: str = "") -> training.Run:
                 "trained rows is shown here. With 32, 16 and 8 tokens, five runs of StepPrune "
                 "through the gate retain 98.4 +- 0.9, 96.6 +- 2.7 and 92.4 +- 5.4 %, four of "
                 "today's AutoSelect-like 98.2 +- 0.3, 98.0 +- 0.4 and 96.1 +- 0.3 %, on other "
-                "questions. On sampled sets (configs/sampled.py), five of StepPrune retain 100.9 "
+                "questions. On sampled sets (configs/rloo.py), five of StepPrune retain 100.9 "
                 "+- 0.2, 100.3 +- 0.2 and 99.5 +- 0.2 %, five of AutoSelect-like 99.9 +- 0.7, "
                 "99.4 +- 0.5 and 98.6 +- 0.5 %: experiments/RESULTS.md.",
             ),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stepprune_jax.checkpoints.save import save_vlm
     from stepprune_jax.inference import Answer, Generator, RunOptions, Sampling, generate, stream
     from stepprune_jax.policy import *
-    from stepprune_jax.trained import Policy, StepPrune
+    from stepprune_jax.selectors import Policy, StepPrune
 
     __version__: str
 
@@ -22,7 +22,6 @@ __all__ = [
     "VLM",
     "Answer",
     "DecoderFns",
-    "Draw",
     "FeatureStats",
     "Gated",
     "Generator",
@@ -34,6 +33,7 @@ __all__ = [
     "Progress",
     "Pruned",
     "RunOptions",
+    "SampledSubsets",
     "Sampling",
     "StepPrune",
     "Trajectory",

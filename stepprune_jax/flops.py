@@ -14,8 +14,8 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
+from stepprune_jax.policy.pointer_cache import table_bytes, tabulates_pairs
 from stepprune_jax.policy.selection import BLOCK, MOST_TABLE_BYTES
-from stepprune_jax.policy.tables import table_bytes, tabulates_pairs
 from stepprune_jax.user_input import expect
 
 

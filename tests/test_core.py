@@ -12,7 +12,7 @@ CORE = """
 import tempfile
 import jax
 import stepprune_jax as sp
-from stepprune_jax.pruners import PRUNERS, build_pruner
+from stepprune_jax.registry import PRUNERS, build_pruner
 
 policy = sp.load_policy("shapes")
 image = jax.random.normal(jax.random.key(0), (2, 9, policy.config.feature_width))

@@ -13,8 +13,8 @@ from tiny_run import make_run, metrics, write_data
 from stepprune_jax import FeatureStats, update_stats
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, Sampling, generate
-from stepprune_jax.trained import AutoSelect, StepPrune
-from stepprune_jax.trained.policy_gradient import PolicyGradientSettings
+from stepprune_jax.selectors import AutoSelect, StepPrune
+from stepprune_jax.selectors.rloo import RlooSettings
 from stepprune_jax.training import train
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ SETTINGS = {
     "jax_default_prng_impl": "rbg",
 }
 B, N = 3, 9
-SETS = PolicyGradientSettings(samples=2)
+SETS = RlooSettings(samples=2)
 FOUR = RunOptions(max_tokens=4)
 
 
@@ -109,7 +109,7 @@ def slopes(policy, key):
         return loss(key, image, text, lambda tokens: jnp.mean(tokens**2), **masks)[0]
 
     def sampled(params):
-        loss, settings = policy.replace(params=params).policy_gradient_loss, SETS
+        loss, settings = policy.replace(params=params).rloo_loss, SETS
         return loss(key, image, text, answer_losses, settings, **masks)[0]
 
     return [jax.jit(jax.grad(loss))(policy.params) for loss in (gated, sampled)]

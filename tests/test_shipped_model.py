@@ -18,10 +18,10 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.checkpoints.shipped import MODELS, POLICIES, SHAPES_MODEL, policy_names
 from stepprune_jax.evaluation.split import read_split
 from stepprune_jax.inference import Generator, RunOptions
+from stepprune_jax.inference.dataset import Batching
 from stepprune_jax.inference.encode import encode_questions
-from stepprune_jax.inference.sets import Batching
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import FastV
+from stepprune_jax.registry import build_pruner
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments" / "policies"
 

@@ -20,7 +20,7 @@ from experiments.pretrain.small import saliency, saliency_tap
 from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.decoder import Requested
+from stepprune_jax.models.decoder import OutputSpec
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Params
 from stepprune_jax.policy import FeatureStats
@@ -266,7 +266,7 @@ def run_packed(
     segment = jnp.concatenate([shared, visual, packed.segment], axis=1)
     middle = Tap("hidden", 2 * config.text.num_layers // 3)
     rows = Rows(hidden, position, segment >= 0, segment)
-    span, outputs = (0, config.text.num_layers), Requested(taps=(middle,))
+    span, outputs = (0, config.text.num_layers), OutputSpec(taps=(middle,))
     stage = decoder.run_layers(params["language"], config.text, rows, span, wanted=outputs)
 
     def at(states: Array, slot: Array) -> Array:

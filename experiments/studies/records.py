@@ -25,8 +25,8 @@ import optax
 
 import stepprune_jax as sp
 from stepprune_jax.cli.command_line import Parser, exit_with
-from stepprune_jax.pruners import selector_of
-from stepprune_jax.trained import AutoSelectConfig, PolicyGradientSettings
+from stepprune_jax.registry import selector_of
+from stepprune_jax.selectors import AutoSelectConfig, RlooSettings
 from stepprune_jax.training.settings import GATE_SHARE
 
 HALF, VALUES, KEYS, ROWS = 24, 16, 256, 32
@@ -104,7 +104,7 @@ def train(
     stats = sp.FeatureStats.start(config.feature_width)
     stats = sp.update_stats(stats, task.draw(frozen, jax.random.key(99), 256).image)
     policy = type(selector_of(config)).init(jax.random.key(seed), config, stats)
-    settings = PolicyGradientSettings(samples=8, longest=0.25, stops=0.5)
+    settings = RlooSettings(samples=8, longest=0.25, stops=0.5)
 
     def of_sets(frozen, batch):
         one = jax.vmap(lambda s: task.losses(frozen, s.tokens, batch, s.valid), 1, 1)
@@ -117,7 +117,7 @@ def train(
             recorded.append(of_sets(frozen, batch)(kept))
             return recorded[-1]
 
-        signal = policy.try_sets(
+        signal = policy.measure_subset_gain(
             jax.random.key(seed + 3000), batch.image, batch.text, noted, settings
         )
         sampled = 1.0 if signal.suffices else round(1 - GATE_SHARE, 2)
@@ -136,7 +136,7 @@ def train(
             batch, now = task.draw(frozen, data_key, ROWS), policy.replace(params=params)
             if sampling:
                 arguments = (draw_key, batch.image, batch.text, of_sets(frozen, batch), settings)
-                return now.policy_gradient_loss(*arguments)
+                return now.rloo_loss(*arguments)
             gated = lambda tokens: task.losses(frozen, tokens, batch).mean()  # noqa: E731
             arguments = (draw_key, batch.image, batch.text, gated)
             return now.train_loss(*arguments, progress=sp.Progress(share))

@@ -25,7 +25,7 @@ from experiments.studies.processes import Job, run_jobs
 from experiments.studies.spread import (
     budget_table,
     differences,
-    own_stop_table,
+    learned_stop_table,
     pack,
     summarise,
 )
@@ -49,7 +49,7 @@ from stepprune_jax.evaluation.settings import (
     check_policies,
 )
 from stepprune_jax.evaluation.split import Split, read_split
-from stepprune_jax.trained import Policy
+from stepprune_jax.selectors import Policy
 from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.checkpoints import claim
 from stepprune_jax.workdir.lock import locked
@@ -236,7 +236,7 @@ def evaluate_runs(base: EvaluationRun, workdir: Path, runs: Sequence[Run]) -> di
     }
     write_json(report / "seeds.json", result)
     gaps = result["differences"]
-    parts = [own_stop_table(result["rows"]), budget_table(result["rows"])]
+    parts = [learned_stop_table(result["rows"]), budget_table(result["rows"])]
     if gaps:
         parts.append(markdown_rows(list(gaps[0]), [list(gap.values()) for gap in gaps]))
     parts = [part for part in parts if part]
@@ -280,7 +280,7 @@ def _evaluate_missing(
         folder = path.parent / f"{ANSWERS}_{mark}"
         # What `methods` leaves out are rows without training.
         chosen = (
-            dataclasses.replace(settings, methods="", own_stops=stops) if policies else settings
+            dataclasses.replace(settings, methods="", learned_stops=stops) if policies else settings
         )
         run = dataclasses.replace(base, seed=seed, eval=chosen)
         conditions = (_Trained if policies else Conditions)(run, source, policies, folder)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from scipy import stats
 
 from stepprune_jax.evaluation.cells import markdown_rows
-from stepprune_jax.evaluation.names import ALL, DEFAULT, own_stop
+from stepprune_jax.evaluation.names import ALL, DEFAULT, learned_stop
 
 Table = list[dict[str, Any]]
 _MEASURED = ("accuracy", "retention", "mean_k")
@@ -122,7 +122,7 @@ def budget_table(rows: Table) -> str:
     return markdown_rows(header, lines)
 
 
-def own_stop_table(rows: Table) -> str:
+def learned_stop_table(rows: Table) -> str:
     """Formats the rows of own stops as Markdown, empty if there are none."""
     stops = _own_stops(rows)
     stop_rows = [row for row in rows if row["method"] in stops]
@@ -142,7 +142,7 @@ def own_stop_table(rows: Table) -> str:
 
 
 def _own_stops(rows: Table) -> set[str]:
-    return {own_stop(row["method"]) for row in rows}
+    return {learned_stop(row["method"]) for row in rows}
 
 
 def _lines(rows: Table) -> dict[tuple[str, str], Table]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from stepprune_jax.checkpoints.folder import ModelFolder, fetch_weights
 from stepprune_jax.checkpoints.policy import load_policy, read_about
 from stepprune_jax.checkpoints.weight_files import find_weights, read_folder
-from stepprune_jax.trained import Weighted
+from stepprune_jax.selectors import TrainedPruner
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def file_identity(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def load_policy_for(source: ModelFolder, path: str | Path) -> Weighted:
+def load_policy_for(source: ModelFolder, path: str | Path) -> TrainedPruner:
     """Reads a policy as `load_policy` does; warns if its file says that it is for another model.
 
     Another model of the same widths would be accepted, with tokens that may be no better than

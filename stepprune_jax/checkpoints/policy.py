@@ -26,10 +26,10 @@ from stepprune_jax.checkpoints.shipped import find_shipped_policy, or_shipped, p
 from stepprune_jax.data.json_files import as_object, parse_json
 from stepprune_jax.models import weights
 from stepprune_jax.policy import FeatureStats, PolicyConfig
-from stepprune_jax.pruners import selector_of, weighted
+from stepprune_jax.registry import selector_of, weighted
+from stepprune_jax.selectors import SelectorConfig, TrainedPruner
+from stepprune_jax.selectors.calibration import read_calibration
 from stepprune_jax.settings import is_number
-from stepprune_jax.trained import SelectorConfig, Weighted
-from stepprune_jax.trained.calibration import read_calibration
 from stepprune_jax.user_input import (
     UserError,
     expect,
@@ -53,7 +53,7 @@ def config_metadata(config: SelectorConfig) -> dict[str, str]:
 
 
 def save_policy(
-    policy: Weighted, path: str | Path, about: Mapping[str, object] | None = None
+    policy: TrainedPruner, path: str | Path, about: Mapping[str, object] | None = None
 ) -> Path:
     """Writes a policy as one safetensors file, atomically.
 
@@ -70,7 +70,7 @@ def save_policy(
         ValueError: the weights do not fit the configuration, or `stop_bias` is not a number that
             float32 holds.
     """
-    expect_type("policy", policy, Weighted, "a policy, such as StepPrune.init returns")
+    expect_type("policy", policy, TrainedPruner, "a policy, such as StepPrune.init returns")
     require(
         policy.params is not None, "policy has no weights, expected a policy from init or train"
     )
@@ -100,7 +100,7 @@ def save_policy(
     return path
 
 
-def load_policy(path: str | Path) -> Weighted:
+def load_policy(path: str | Path) -> TrainedPruner:
     """Reads a policy written by `save_policy`, or one that a method's authors publish, strictly.
 
     The latter are VisionSelector's checkpoints, and GlimpsePrune's new modules.
@@ -162,7 +162,7 @@ def read_about(path: str | Path) -> dict[str, object]:
     return as_object(parse_json(metadata.get("about", "{}"), about), about)
 
 
-def _load_published(path: Path) -> Weighted:
+def _load_published(path: Path) -> TrainedPruner:
     """Reads a selector's weights from its authors' file, or by the index of a checkpoint."""
     config, arrays = read_published(path)
     wanted = _wanted(config, has_stats=False)

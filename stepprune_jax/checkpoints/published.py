@@ -13,7 +13,7 @@ import numpy as np
 from stepprune_jax.checkpoints import hub, safetensors, torch_file
 from stepprune_jax.checkpoints.weight_files import read_shards, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.trained import GlimpsePruneConfig, SelectorConfig, VisionSelectorConfig
+from stepprune_jax.selectors import GlimpsePruneConfig, SelectorConfig, VisionSelectorConfig
 from stepprune_jax.user_input import expect, naming, require
 
 PREFIX = "visual.importance_scorer."

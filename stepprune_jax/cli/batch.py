@@ -13,10 +13,10 @@ from tqdm import tqdm
 from stepprune_jax.benchmarks.answer_files import append, recover
 from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.data.llava import Question
+from stepprune_jax.inference.dataset import Batching, milliseconds
 from stepprune_jax.inference.decoding import NotFiniteError, listed
 from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator
-from stepprune_jax.inference.sets import Batching, milliseconds
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.user_input import require
 

@@ -21,7 +21,7 @@ from stepprune_jax.data.llava import read_questions
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.selectors.calibration import Calibration
 from stepprune_jax.user_input import local_path, require
 
 _NAME = "stepprune-calibrate"

@@ -22,10 +22,10 @@ from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with
 from stepprune_jax.models.config import Json
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import count_weights
-from stepprune_jax.pruners import selector_of
+from stepprune_jax.registry import selector_of
+from stepprune_jax.selectors import Policy
+from stepprune_jax.selectors.calibration import Calibration
 from stepprune_jax.settings import is_number
-from stepprune_jax.trained import Policy
-from stepprune_jax.trained.calibration import Calibration
 from stepprune_jax.user_input import UserError, expect, local_path, require
 from stepprune_jax.workdir.checkpoints import read_latest
 from stepprune_jax.workdir.metrics import read_rows

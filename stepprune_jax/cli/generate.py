@@ -31,7 +31,7 @@ from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
 from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.extras import need
-from stepprune_jax.inference.base import Begun, RunOptions
+from stepprune_jax.inference.base import PrefillResult, RunOptions
 from stepprune_jax.inference.generate import Answer, Generator, trace_arrays
 from stepprune_jax.inference.request import Request
 from stepprune_jax.inference.sampling import Sampling
@@ -39,8 +39,8 @@ from stepprune_jax.inference.timing import timed_answer
 from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
-from stepprune_jax.pruners import PRUNERS, build_pruner, read_options
 from stepprune_jax.pruning import POSITIONS, Budget, Pruner
+from stepprune_jax.registry import PRUNERS, build_pruner, read_options
 from stepprune_jax.user_input import UserError, expect, local_path, one_line, require
 
 _NAME = "stepprune-generate"
@@ -300,7 +300,7 @@ def _execute(given: argparse.Namespace) -> None:
         return
     if given.json:
 
-        def save(begun: Begun) -> None:
+        def save(begun: PrefillResult) -> None:
             if given.trace is not None:
                 with file_named(Path(given.trace)):
                     np.savez_compressed(given.trace, **trace_arrays(begun))

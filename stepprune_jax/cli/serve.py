@@ -23,13 +23,13 @@ from stepprune_jax.cli.command_line import Parser, check_address, exit_with, int
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.int8 import WEIGHTS
 from stepprune_jax.models.stack import ATTENTIONS, Execution
-from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import POSITIONS, Budget
-from stepprune_jax.serving.app import Front
+from stepprune_jax.registry import PRUNERS
+from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import Local
-from stepprune_jax.serving.messages import Defaults, Reader, check_defaults
+from stepprune_jax.serving.messages import Defaults, RequestParser, check_defaults
 from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.serving.warm_up import Extent, warm_up
 from stepprune_jax.user_input import expect, local_path, require
@@ -126,7 +126,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     use = "embeddings" if has_engine else "answers"
     dtype = jnp.dtype(flags.dtype)
     model = load_vlm(flags.model, dtype=dtype, use=use, weights=flags.weights, **how)
-    reader = Reader(
+    reader = RequestParser(
         model,
         flags.name or Path(flags.model).name,
         defaults,
@@ -144,7 +144,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     if extent is not None:
         warm_up(reader, backend, extent)
     _logger.info("serving %s on http://%s:%s/v1", reader.name, flags.host, flags.port)
-    app = Front(reader, backend, metrics, flags.queue).app(flags.cors)
+    app = ChatApp(reader, backend, metrics, flags.queue).app(flags.cors)
     return app, flags.host, flags.port
 
 

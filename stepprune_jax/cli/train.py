@@ -17,8 +17,8 @@ from stepprune_jax.cli.command_line import (
     signal_status,
 )
 from stepprune_jax.parallel import distributed
+from stepprune_jax.training.dry_run import dry_run, use_virtual_devices
 from stepprune_jax.training.hooks import read_window
-from stepprune_jax.training.plan import dry_run, use_virtual_devices
 from stepprune_jax.training.run import train
 from stepprune_jax.training.settings import Run
 from stepprune_jax.user_input import require

@@ -10,9 +10,9 @@ from stepprune_jax.data.images import open_image
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.generate import Answer, Generator
 from stepprune_jax.inference.timing import Times, timed_answer
-from stepprune_jax.pruners import PRUNERS, build_pruner
 from stepprune_jax.pruning import Budget, Pruner
-from stepprune_jax.trained import Weighted
+from stepprune_jax.registry import PRUNERS, build_pruner
+from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError
 from stepprune_jax.visualize.overlays import seen_patches
 from stepprune_jax.visualize.patches import draw_panel
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     """A method that the page offers, and the modes of the number of tokens that it supports."""
 
     pruner: str
-    policy: Weighted | None
+    policy: TrainedPruner | None
     modes: tuple[str, ...]
 
     def build(self, mode: str, count: float | int) -> Pruner:
@@ -48,7 +48,7 @@ class Comparison(NamedTuple):
     picture: Image.Image
 
 
-def list_choices(model: VLM, policies: Mapping[str, Weighted]) -> dict[str, Choice]:
+def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str, Choice]:
     """Lists the methods that can prune a model at any exact budget by name, policies first.
 
     Policies of other models, by their displayed names, are skipped.

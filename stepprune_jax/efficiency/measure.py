@@ -17,14 +17,14 @@ from stepprune_jax.efficiency.kernels import count_kernels
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_images
-from stepprune_jax.inference.sets import rank_all
+from stepprune_jax.inference.dataset import rank_all
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
-from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.parallel.programs import watch_programs
 from stepprune_jax.policy.selection import BLOCK
 from stepprune_jax.pruning import Budget, Pruner
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.selectors import StepPrune
 
 
 class BenchRow(NamedTuple):
@@ -74,7 +74,7 @@ def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
     pruner, model = row.pruner, bench.model
     if row.budget.kind != "mean":
         return row
-    vision = fetch(pipeline.encode(model, batch.images, pruner.taps(model.config)))
+    vision = to_host(pipeline.encode(model, batch.images, pruner.taps(model.config)))
     size, n = len(batch.prompts.length), vision.features.shape[1]
     ranking, _ = rank_all(
         model, pruner, batch.prompts, vision, steps=pruner.longest(n), batch_size=size
@@ -211,5 +211,7 @@ def count_tflops(
         schedule = row.pruner.schedule(backbone.config, backbone.config.max_image_tokens)
         kept = schedule.enter or row.budget.value or schedule.most
     text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
-    flops = first_token_flops(backbone, row.pruner.bare, grid, text, text, round(float(kept)))
+    flops = first_token_flops(
+        backbone, row.pruner.without_weights, grid, text, text, round(float(kept))
+    )
     return {part: len(batch.prompts.length) * count / 1e12 for part, count in flops.items()}

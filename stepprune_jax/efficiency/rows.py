@@ -13,9 +13,9 @@ from stepprune_jax.efficiency.measure import BenchRow
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruners import PRUNERS, build_pruner, read_options, selector_of
 from stepprune_jax.pruning import Budget
-from stepprune_jax.trained import Weighted
+from stepprune_jax.registry import PRUNERS, build_pruner, read_options, selector_of
+from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError, expect
 
 _LOG = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def read_rows(
 
 def draw_learned(row: BenchRow) -> BenchRow:
     """Draws random parameters of a row's method."""
-    if not isinstance(row.pruner, Weighted):
+    if not isinstance(row.pruner, TrainedPruner):
         return row
     params, stats = _drawn(row.pruner.config)
     return row._replace(pruner=row.pruner.replace(params=params, stats=stats))

@@ -19,22 +19,22 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.json_files import JsonObject, read_json_object, write_json
 from stepprune_jax.data.llava import Question
 from stepprune_jax.evaluation.split import spread_over
+from stepprune_jax.inference.dataset import rank_all
 from stepprune_jax.inference.encode import encode_chunks
 from stepprune_jax.inference.pipeline import place_pruner
-from stepprune_jax.inference.sets import rank_all
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.pruning import Budget
-from stepprune_jax.trained import Policy
-from stepprune_jax.trained.calibration import calibrate
+from stepprune_jax.selectors import Policy
+from stepprune_jax.selectors.calibration import calibrate
 from stepprune_jax.user_input import UserError
 
 FILE = "stop_biases.json"
 Biases = Mapping[str, Mapping[int | str, float]]  # by row name and budget
 
 
-class Sample(NamedTuple):
+class CalibrationSet(NamedTuple):
     """Questions on which stop biases are computed; each has an image.
 
     Attributes:
@@ -74,7 +74,7 @@ class StopBiases(NamedTuple):
     digests: Mapping[str, str]
     budgets: Sequence[int | str]
 
-    def known(self, sample: Sample) -> Biases:
+    def known(self, sample: CalibrationSet) -> Biases:
         """Returns the biases of rows that have one for every budget, by row name and budget."""
         entries = self._read()
         biases_of = {name: self._entry(entries, name, sample)["biases"] for name in self.digests}
@@ -88,7 +88,7 @@ class StopBiases(NamedTuple):
         self,
         model: VLM,
         policies: Mapping[str, Policy],
-        sample: Sample,
+        sample: CalibrationSet,
         execution: Execution,
         size: int,
     ) -> Biases:
@@ -120,7 +120,7 @@ class StopBiases(NamedTuple):
         return read_json_object(self.path) if self.path.is_file() else {}
 
     def _entry(
-        self, entries: Mapping[str, list[JsonObject]], name: str, sample: Sample
+        self, entries: Mapping[str, list[JsonObject]], name: str, sample: CalibrationSet
     ) -> JsonObject:
         """Returns the entry of a row's policy with this model and sample, or a new one."""
         identity = {"policy": self.digests[name], **self.model, **sample.about}

@@ -32,16 +32,16 @@ from stepprune_jax.benchmarks.answer_files import (
     outstanding,
 )
 from stepprune_jax.checkpoints.load import VLM, load_vlm
-from stepprune_jax.evaluation.calibrate import FILE, Biases, Sample, StopBiases, spread
+from stepprune_jax.evaluation.calibrate import FILE, Biases, CalibrationSet, StopBiases, spread
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.evaluation.rows import Conditions, TableRow
 from stepprune_jax.evaluation.settings import EvaluationRun, check_policies, read_policies
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.dataset import Answers, Batching, milliseconds
 from stepprune_jax.inference.decoding import NotFiniteError, listed
 from stepprune_jax.inference.encode import WIDTHS, EncodedQuestions, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator
-from stepprune_jax.inference.sets import Answers, Batching, milliseconds
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
@@ -113,7 +113,7 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
     has_stop = any(policy.has_stop for policy in conditions.policies.values())
     question_limit, shared_sample, tasks = conditions.settings.validation_questions, None, []
     if uncalibrated and has_stop:
-        shared_sample = Sample({}, spread(uncalibrated, question_limit), decimals=3)
+        shared_sample = CalibrationSet({}, spread(uncalibrated, question_limit), decimals=3)
     for name, questions in questions_of.items():
         sample = shared_sample
         if name not in uncalibrated:
@@ -122,7 +122,7 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
     return tasks
 
 
-def read_sample(run: EvaluationRun, name: str) -> Sample:
+def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
     """Reads the questions that a benchmark has for calibration."""
     benchmark, root = BENCHMARKS[name], run.root(name)
     questions = benchmark.read_questions(root, benchmark.calibration)
@@ -131,7 +131,7 @@ def read_sample(run: EvaluationRun, name: str) -> Sample:
     digest_of_questions = digest(
         [f"{question.image.name} {question.text}" for question in questions]
     )
-    return Sample({"split": "validation", "sample": digest_of_questions}, questions)
+    return CalibrationSet({"split": "validation", "sample": digest_of_questions}, questions)
 
 
 class _OpenRow(NamedTuple):
@@ -152,7 +152,7 @@ class Task:
     conditions: Conditions
     benchmark: Benchmark
     questions: Sequence[BenchmarkQuestion]
-    sample: Sample | None = None
+    sample: CalibrationSet | None = None
 
     @property
     def options(self) -> RunOptions:
@@ -344,7 +344,12 @@ class _Answerer:
                 continue
             text, words, kept = counts[position].tolist()
             flops = first_token_flops(
-                self._model.backbone, row.pruner.bare, tuple(grids[position]), text, words, kept
+                self._model.backbone,
+                row.pruner.without_weights,
+                tuple(grids[position]),
+                text,
+                words,
+                kept,
             )
             fields = {"gflops": sum(flops.values()) / 1e9}
             if number in self._samples and row.budget.kind != "all":

@@ -11,7 +11,7 @@ _STOP = ", own stop"
 OWN_STOP = f"{DEFAULT}{_STOP}"
 
 
-def own_stop(method: str) -> str:
+def learned_stop(method: str) -> str:
     """Returns the name of the row of a method with its learned stop."""
     return f"{method}{_STOP}"
 

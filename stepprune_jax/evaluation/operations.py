@@ -7,7 +7,7 @@ import numpy as np
 from stepprune_jax.flops import llm_flops, policy_flops, query_key_flops, vision_flops
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.pruning import Pruner
-from stepprune_jax.trained import Selector
+from stepprune_jax.selectors import Selector
 
 
 @functools.lru_cache(1 << 14)  # many questions have the same lengths
@@ -18,8 +18,8 @@ def first_token_flops(
 
     Args:
         backbone: the model.
-        pruner: the method without its weights, `Pruner.bare`. It determines the number of kept
-            tokens if its budget is exact.
+        pruner: the method without its weights, `Pruner.without_weights`. It determines the number
+            of kept tokens if its budget is exact.
         grid: rows and columns of the image's tokens.
         text: number of text tokens of the prompt.
         words: number of text tokens that the user wrote.

@@ -15,12 +15,12 @@ from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance, questi
 from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.identity import model_identity
 from stepprune_jax.evaluation.calibrate import Biases
-from stepprune_jax.evaluation.names import own_stop
+from stepprune_jax.evaluation.names import learned_stop
 from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruners import PRUNERS, build_pruner
 from stepprune_jax.pruning import Budget, Pruner
-from stepprune_jax.trained import Weighted
+from stepprune_jax.registry import PRUNERS, build_pruner
+from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError, local_path
 
 
@@ -44,13 +44,13 @@ class TableRow(NamedTuple):
     @property
     def shared(self) -> tuple[Pruner, str | None]:
         """A key that is equal for rows that differ in their budget only."""
-        return dataclasses.replace(self.pruner.bare, budget=Budget()), self.policy
+        return dataclasses.replace(self.pruner.without_weights, budget=Budget()), self.policy
 
 
 def plan_rows(
     settings: EvalSettings,
     config: ModelConfig,
-    policies: Mapping[str, Weighted],
+    policies: Mapping[str, TrainedPruner],
     biases: Biases,
     seed: int,
 ) -> list[TableRow]:
@@ -86,7 +86,7 @@ def plan_rows(
             budget, bias = Budget("mean", exact.count(n)), biases[name][budget_setting]
             pruner = build_pruner(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, pruner, name))
-        if name in settings.own_stops:
+        if name in settings.learned_stops:
             learned_stop_budget = Budget("own")
             fields = (
                 {"options": options_of.get(policy.name)}
@@ -94,7 +94,7 @@ def plan_rows(
                 else {"stop_bias": 0.0}
             )
             pruner = build_pruner(None, learned_stop_budget, policy=policy, **fields)
-            rows.append(TableRow(own_stop(name), learned_stop_budget, pruner, name))
+            rows.append(TableRow(learned_stop(name), learned_stop_budget, pruner, name))
     return [row for row in rows if settings.wants(row.policy or row.label)]
 
 
@@ -104,7 +104,7 @@ class Conditions:
 
     run: EvaluationRun
     source: ModelFolder
-    policies: Mapping[str, Weighted]
+    policies: Mapping[str, TrainedPruner]
     folder: Path
 
     @property
@@ -165,7 +165,7 @@ class Conditions:
         if row.policy is not None:
             settings["policy"] = self.digests[row.policy]
         pruner, exact = row.pruner, row.budget.is_exact
-        base = {field.name for field in dataclasses.fields(Weighted)}
+        base = {field.name for field in dataclasses.fields(TrainedPruner)}
         for field in dataclasses.fields(pruner):
             if field.name not in base:
                 value = getattr(pruner, field.name)
@@ -190,7 +190,7 @@ class Conditions:
         )
 
 
-def policy_digest(policy: Weighted) -> str:
+def policy_digest(policy: TrainedPruner) -> str:
     """Fingerprints everything that determines a policy's choices, except the stop bias."""
     digest = hashlib.sha256(repr(policy.config).encode())
     leaves = jax.tree_util.tree_leaves_with_path((policy.params, policy.stats))

@@ -19,10 +19,10 @@ from stepprune_jax.data.source import DataSettings, data_folder
 from stepprune_jax.evaluation.names import DEFAULT
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel import distributed
-from stepprune_jax.pruners import PRUNERS, read_options, weighted
 from stepprune_jax.pruning import POSITIONS, Budget
+from stepprune_jax.registry import PRUNERS, read_options, weighted
+from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.settings import Settings, choice, count, setting
-from stepprune_jax.trained import Weighted
 from stepprune_jax.user_input import UserError, local_path
 
 
@@ -93,7 +93,7 @@ class EvalSettings(Settings, path="config.eval"):
         "a mapping from row names to policy files",
         lambda value: all(isinstance(file, str) for file in value.values()),
     )
-    own_stops: tuple[str, ...] = (DEFAULT, "GlimpsePrune")
+    learned_stops: tuple[str, ...] = (DEFAULT, "GlimpsePrune")
     validation_questions: int = count(1000, least=0)
     remarks: tuple[str, ...] = ()
 
@@ -203,7 +203,7 @@ def read_policies(
     workdir: str | Path,
     policy: str | Path | None = None,
     source: ModelFolder | None = None,
-) -> dict[str, Weighted]:
+) -> dict[str, TrainedPruner]:
     """Loads the policies of the rows to answer by name, in the order of the table.
 
     `source` is the model that they are for; see `load_policy_for`.
@@ -238,7 +238,7 @@ def read_policies(
 
 
 def check_policies(
-    policies: Mapping[str, Weighted], config: ModelConfig, settings: EvalSettings
+    policies: Mapping[str, TrainedPruner], config: ModelConfig, settings: EvalSettings
 ) -> None:
     """Rejects policies that do not fit the model or cannot keep the budgets, by their rows."""
     n = config.max_image_tokens

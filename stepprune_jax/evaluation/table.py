@@ -18,7 +18,7 @@ from stepprune_jax.benchmarks.answer_files import pruning_rate
 from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markdown_rows
 from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
-from stepprune_jax.pruners import PRUNERS
+from stepprune_jax.registry import PRUNERS
 from stepprune_jax.user_input import UserError
 
 NAME = "table"

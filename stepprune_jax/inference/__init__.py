@@ -5,12 +5,12 @@ batch, `programs` the compiled programs, and `sets` answers whole sets. The type
 """
 
 from stepprune_jax.inference.base import Decoding, Images, Prompts, RunOptions, Trace
+from stepprune_jax.inference.dataset import Answers, Batching
 from stepprune_jax.inference.decoding import NotFiniteError, decode
 from stepprune_jax.inference.encode import EncodedQuestions, encode_questions
 from stepprune_jax.inference.generate import Answer, Generator, generate, stream, trace_arrays
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling, greedy, nucleus, sample
-from stepprune_jax.inference.sets import Answers, Batching
 from stepprune_jax.inference.text import TextStream, answer_text
 
 __all__ = [

@@ -15,7 +15,7 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.images import Pixels, join_images
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.models.vlm import Halted
+from stepprune_jax.models.vlm import PausedPrefill
 from stepprune_jax.pruning import Kept, LayerCut, Pruner
 
 
@@ -134,7 +134,7 @@ class Pairs(NamedTuple):
     count: Int[Array, "r"]  # tokens to keep if known, otherwise all
 
 
-class Texts(NamedTuple):
+class PromptLayout(NamedTuple):
     """Prompts with the places of their images."""
 
     ids: Int[Array, "b l"]
@@ -150,8 +150,10 @@ class Batch(NamedTuple):
 
     plan: Plan
     pruner: Pruner | None  # `Pruner.program`, if that program reads it
-    tokens: Kept | Pairs | Halted  # the kept tokens, what to choose them from, or rows at a cut
-    texts: Texts
+    tokens: (
+        Kept | Pairs | PausedPrefill
+    )  # the kept tokens, what to choose them from, or rows at a cut
+    texts: PromptLayout
     visual_tokens: Int[np.ndarray, "b"]  # of each row before pruning
     kept: Int[np.ndarray, "b"]  # of these after the last cut
 
@@ -207,7 +209,7 @@ class Trace(NamedTuple):
     order: Int[Array, "b j t"] | None = None
 
 
-class Begun(NamedTuple):
+class PrefillResult(NamedTuple):
     """A batch after its first tokens."""
 
     state: Decoding

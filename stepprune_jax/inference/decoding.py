@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference.base import Decoding, Places, Plan, Texts, Trace
+from stepprune_jax.inference.base import Decoding, Places, Plan, PromptLayout, Trace
 from stepprune_jax.inference.sampling import Sampling, penalise, sample
 from stepprune_jax.models import vlm
 from stepprune_jax.models.config import ModelConfig
@@ -71,7 +71,7 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
     )
 
 
-def make_cuts(pruner: Pruner | None, texts: Texts, plan: Plan) -> list[vlm.Cut]:
+def make_cuts(pruner: Pruner | None, texts: PromptLayout, plan: Plan) -> list[vlm.Cut]:
     """Builds the cuts of a plan, with the functions of its pruner."""
     rows = {"last": 1, "text": plan.text}
 
@@ -98,10 +98,10 @@ def start(
     config: ModelConfig,
     pruner: Pruner | None,
     sequence: Sequence,
-    texts: Texts,
+    texts: PromptLayout,
     sampling: Sampling,
     plan: Plan,
-    halted: vlm.Halted | None = None,
+    halted: vlm.PausedPrefill | None = None,
 ) -> tuple[Decoding, Trace]:
     """Runs the prefill, with the pruner's cuts, and draws the first tokens."""
     cuts = make_cuts(pruner, texts, plan)

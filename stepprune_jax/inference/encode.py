@@ -21,7 +21,7 @@ from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.images import join_images
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.policy.buckets import bucket_ladder
 from stepprune_jax.user_input import UserError
 
@@ -140,7 +140,7 @@ def _run_tower(
     count = len(images.sizes)
     repeated = np.arange(batch_size) % count
     images = jax.tree.map(lambda part: part[repeated], images)
-    vision = fetch(encode(model, images, taps, execution))
+    vision = to_host(encode(model, images, taps, execution))
     return jax.tree.map(lambda part: part[:count], vision)
 
 

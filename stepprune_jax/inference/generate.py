@@ -13,15 +13,15 @@ from jaxtyping import Int
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
-from stepprune_jax.inference.base import Begun, RunOptions
+from stepprune_jax.inference.base import PrefillResult, RunOptions
+from stepprune_jax.inference.dataset import Answers, Batching, Variant, answer_set
 from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.encode import EncodedQuestions
 from stepprune_jax.inference.request import ImageLike, Prompt, Request, read_request
 from stepprune_jax.inference.sampling import Sampling
-from stepprune_jax.inference.sets import Answers, Batching, Variant, answer_set
 from stepprune_jax.inference.text import TextStream, answer_text
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.pruning import POSITIONS, AllTokens, Pruner
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import expect
@@ -98,7 +98,7 @@ class Generator:
         """Checks and prepares prompts and images; see `read_request`."""
         return read_request(self.model, prompts, images, system=system, as_shown=as_shown)
 
-    def begin(self, request: Request) -> Begun:
+    def begin(self, request: Request) -> PrefillResult:
         """Runs a request up to its first tokens."""
         batch = pipeline.prepare(
             self.model, self.placed, request.prompts(), request.images, self.options
@@ -106,7 +106,7 @@ class Generator:
         return pipeline.begin(self.model, batch, self.resolved)
 
     def answer(
-        self, request: Request, trace: Callable[[Begun], None] | None = None
+        self, request: Request, trace: Callable[[PrefillResult], None] | None = None
     ) -> list[Answer]:
         """Answers a request, all tokens after the first in one program.
 
@@ -128,7 +128,7 @@ class Generator:
         return self._answers(request, begun, state)
 
     def stream(
-        self, request: Request, trace: Callable[[Begun], None] | None = None
+        self, request: Request, trace: Callable[[PrefillResult], None] | None = None
     ) -> Events[tuple[int, int, str], None, list[Answer]]:
         """Answers a request token by token.
 
@@ -153,7 +153,7 @@ class Generator:
         state, rows, longest = begun.state, len(request.ids), self.options.max_tokens
         texts = [TextStream(self.model.tokenizer) for _ in range(rows)]
         before = np.zeros(rows, bool)
-        first = pipeline.Drawn(*jax.device_get((state.token, state.finished, state.finite)))
+        first = pipeline.StepOutput(*jax.device_get((state.token, state.finished, state.finite)))
         later = pipeline.decode(self.model, state, self.resolved, self.options)
         events = itertools.chain([(state, first)], later)
         for step, (after, drawn) in enumerate(events, 1):
@@ -202,11 +202,13 @@ class Generator:
             check_run(self.model.config, pruner, self.sampling, self.options)
         return answer_set(self.model, variants, asked, self.options, batching, partial=partial)
 
-    def _answers(self, request: Request, begun: Begun, state: pipeline.Decoding) -> list[Answer]:
+    def _answers(
+        self, request: Request, begun: PrefillResult, state: pipeline.Decoding
+    ) -> list[Answer]:
         """Assembles the answers once all tokens are drawn; raises as `answer`."""
         tokens, count, finite = jax.device_get((state.tokens, state.count, state.finite))
         stage = begun.trace.stages[-1]
-        index, image_of, order = fetch((stage.index, stage.image, begun.trace.order))
+        index, image_of, order = to_host((stage.index, stage.image, begun.trace.order))
         answers = []
         for row, shown in enumerate(request.image_of):
             ids = tokens[row, : count[row]].tolist()
@@ -239,7 +241,7 @@ def generate(
     *,
     sampling: Sampling = Sampling(),
     options: RunOptions = RunOptions(),
-    trace: Callable[[Begun], None] | None = None,
+    trace: Callable[[PrefillResult], None] | None = None,
 ) -> list[Answer]:
     """Answers a batch of prompts, with or without images, with or without pruning.
 
@@ -255,7 +257,7 @@ def generate(
             `load_policy`; by default not at all.
         sampling: how tokens are drawn; by default greedily.
         options: how the model is run, and the longest answer.
-        trace: called with the `Begun` batch once the first tokens are known.
+        trace: called with the `PrefillResult` batch once the first tokens are known.
 
     Returns:
         One `Answer` per prompt.
@@ -321,7 +323,7 @@ def _kept_of(left: Int[np.ndarray, "k"], order: Int[np.ndarray, "t"] | None) -> 
     return tuple(left.tolist())
 
 
-def trace_arrays(begun: Begun, row: int = 0) -> dict[str, np.ndarray]:
+def trace_arrays(begun: PrefillResult, row: int = 0) -> dict[str, np.ndarray]:
     """Returns the trace of a prompt's visual tokens through the language model.
 
     Args:
@@ -335,7 +337,7 @@ def trace_arrays(begun: Begun, row: int = 0) -> dict[str, np.ndarray]:
         of the row including text, [length], or [p, length] where a token has several; and `logits`
         [v] float32 at the prompt's last token.
     """
-    trace = fetch(begun.trace)
+    trace = to_host(begun.trace)
     arrays = {"logits": np.asarray(trace.logits[row], np.float32)}
     for number, stage in enumerate(trace.stages):
         visual = stage.image[row] >= 0

@@ -23,17 +23,17 @@ from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import decoding, programs
 from stepprune_jax.inference.base import (
     Batch,
-    Begun,
     Decoding,
     Images,
     Pairs,
     Plan,
+    PrefillResult,
+    PromptLayout,
     Prompts,
     RunOptions,
-    Texts,
 )
 from stepprune_jax.inference.plan import (
-    Choice,
+    PairPlan,
     enters_known,
     fit_context,
     has_joint_bucket,
@@ -52,14 +52,14 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import (
     decodes_by_step,
-    fetch,
     mesh_of,
     place_rows,
     replicate_like,
+    to_host,
 )
 from stepprune_jax.policy.buckets import choose_bucket
-from stepprune_jax.pruning import AllTokens, Budget, Kept, Pruner, Ranker, Ranking, View
-from stepprune_jax.trained import Weighted
+from stepprune_jax.pruning import AllTokens, Budget, Kept, Pruner, PrunerInputs, Ranker, Ranking
+from stepprune_jax.selectors import TrainedPruner
 
 
 def encode(
@@ -80,19 +80,21 @@ def encode(
 
 def place_pruner(model: VLM, pruner: Pruner) -> Pruner:
     """Copies a pruner's weights to the model's devices, as its programs read them."""
-    if isinstance(pruner, Weighted):
+    if isinstance(pruner, TrainedPruner):
         pruner = pruner.prepare()
     placed = replicate_like(model.params, pruner)
     # The host counts tokens by the budget.
     return dataclasses.replace(placed, budget=pruner.budget)
 
 
-def see(model: VLM, pruner: Pruner, prompts: Prompts, images: Images) -> View:
+def make_pruner_inputs(
+    model: VLM, pruner: Pruner, prompts: Prompts, images: Images
+) -> PrunerInputs:
     """Builds a pruner's view of a batch: a row for each (image, prompt) pair, as in `choose`."""
     choice = _plan_choice(model, pruner, prompts, images)
     pairs = _pairs(model, pruner, prompts, images, choice)
     plan = Plan(projected=pruner.after_projector, mesh=mesh_of(model.params))
-    return programs.run_see(model.params, model.backbone, pairs, plan=plan)
+    return programs.run_make_pruner_inputs(model.params, model.backbone, pairs, plan=plan)
 
 
 def choose(
@@ -120,7 +122,7 @@ def choose(
 def _choose(
     model: VLM,
     pruner: Pruner,
-    choice: Choice,
+    choice: PairPlan,
     prompts: Prompts,
     images: Images,
     execution: Execution,
@@ -136,7 +138,7 @@ def _choose(
     pairs = _pairs(model, pruner, prompts, images, choice)
     plan = Plan(choice.capacity, pruner.after_projector, execution=execution, mesh=mesh)
     kept = programs.run_choose(model.params, model.backbone, pruner.program(), pairs, plan=plan)
-    return kept, choice.counts if pruner.budget.is_exact else fetch(kept.count)
+    return kept, choice.counts if pruner.budget.is_exact else to_host(kept.count)
 
 
 def rank(model: VLM, pruner: Ranker, prompts: Prompts, images: Images, steps: int) -> Ranking:
@@ -222,12 +224,12 @@ def prepare(
         slots=tuple(slots),
         cuts=cuts,
         text=text if any(cut.rows == "text" for cut in cuts) else 0,
-        positions=pruner.own_positions(config) if own else options.positions,
+        positions=pruner.method_positions(config) if own else options.positions,
         max_tokens=options.max_tokens,
         execution=options.execution,
         mesh=mesh,
     )
-    texts = Texts(
+    texts = PromptLayout(
         ids, prompts.length, choice.slot, choice.shown, grid[choice.slot], tuple(after[..., 0])
     )
     # An unused pruner would still distinguish programs, so it is left out.
@@ -245,7 +247,7 @@ def _halt(model: VLM, batch: Batch, limit: int) -> Batch:
     halted, count = programs.run_halt(
         model.params, model.backbone, batch.pruner, batch.tokens, batch.texts, plan=plan
     )
-    remain, visual = fetch(count).T
+    remain, visual = to_host(count).T
     slots = min(length_bucket(int(remain.max()), limit), plan.slots[0])
     plan = dataclasses.replace(batch.plan, slots=(plan.slots[0], slots))
     return batch._replace(plan=plan, tokens=halted, kept=visual)
@@ -263,19 +265,19 @@ def embed(model: VLM, batch: Batch) -> tuple[Float[np.ndarray, "b s e"], Int[np.
         mesh=batch.plan.mesh,
     )
     rows = programs.run_place(model.params, model.backbone, batch.tokens, batch.texts, plan=plan)
-    return fetch((rows.hidden, rows.length))
+    return to_host((rows.hidden, rows.length))
 
 
-def begin(model: VLM, batch: Batch, sampling: Sampling) -> Begun:
+def begin(model: VLM, batch: Batch, sampling: Sampling) -> PrefillResult:
     """Runs the language model, and what `prepare` left to its program, to the first tokens."""
     plan, pruner, tokens, texts, visual_tokens, kept = batch
     state, trace = programs.run_begin(
         model.params, model.backbone, pruner, tokens, texts, sampling, plan=plan
     )
-    return Begun(state, trace, visual_tokens, kept)
+    return PrefillResult(state, trace, visual_tokens, kept)
 
 
-class Drawn(NamedTuple):
+class StepOutput(NamedTuple):
     """What the host reads of a step."""
 
     token: Int[np.ndarray, "b"]
@@ -289,7 +291,7 @@ def decode(
     sampling: Sampling,
     options: RunOptions,
     stride: int = 1,
-) -> Iterator[tuple[Decoding, Drawn]]:
+) -> Iterator[tuple[Decoding, StepOutput]]:
     """Draws the tokens after the first, up to `options.max_tokens` in all; consumes the state.
 
     Yields the state and what was drawn last, after every `stride` tokens. The caller stops once all
@@ -317,9 +319,9 @@ def decode(
         yield state, _read(drawn)
 
 
-def _read(drawn: Int[Array, "3 b"]) -> Drawn:
+def _read(drawn: Int[Array, "3 b"]) -> StepOutput:
     token, finished, finite = np.asarray(drawn)
-    return Drawn(token, finished > 0, finite > 0)
+    return StepOutput(token, finished > 0, finite > 0)
 
 
 def finish(model: VLM, state: Decoding, sampling: Sampling, options: RunOptions) -> Decoding:
@@ -337,7 +339,7 @@ def _plan_choice(
     prompts: Prompts,
     images: Images,
     sizes: Sequence[int] | None = None,
-) -> Choice:
+) -> PairPlan:
     n = _padded_tokens(model, images)
     return plan_choice(model.config, pruner, prompts.image_of, images.sizes, n, sizes)
 
@@ -349,7 +351,7 @@ def _padded_tokens(model: VLM, images: Images) -> int:
     return model.backbone.padded_tokens(images.pixels)
 
 
-def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice: Choice) -> Pairs:
+def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice: PairPlan) -> Pairs:
     """Places a pruner's inputs on the model's devices."""
     mesh, n = mesh_of(model.params), _padded_tokens(model, images)
     image, prompt = choice.image, choice.prompt

@@ -30,7 +30,7 @@ from stepprune_jax.policy.buckets import (
 from stepprune_jax.pruning import Pruner
 
 
-class Choice(NamedTuple):
+class PairPlan(NamedTuple):
     """The (image, prompt) pairs of a batch, and how many tokens of each a pruner may keep.
 
     Attributes:
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
     sizes: Sequence[int] = ()
 
 
-def pair_up(image_of: Int[np.ndarray, "b j"]) -> Choice:
+def pair_up(image_of: Int[np.ndarray, "b j"]) -> PairPlan:
     """Lists the pairs of a batch, padded to a bucket by repeating the first; none has tokens."""
     b, j = image_of.shape
     shown = image_of >= 0
@@ -62,7 +62,7 @@ def pair_up(image_of: Int[np.ndarray, "b j"]) -> Choice:
     rows = padded_rows(len(prompt), b)
     image, prompt = image_of[prompt, place][rows], prompt[rows]
     counts = np.zeros(max(1, len(rows)), np.int32)
-    return Choice(image.astype(np.int32), prompt.astype(np.int32), slot, shown, counts)
+    return PairPlan(image.astype(np.int32), prompt.astype(np.int32), slot, shown, counts)
 
 
 def plan_choice(
@@ -72,7 +72,7 @@ def plan_choice(
     image_sizes: Int[np.ndarray, "i"],
     n: int,
     sizes: Sequence[int] | None = None,
-) -> Choice:
+) -> PairPlan:
     """Plans what a pruner chooses from.
 
     Args:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax.inference import decoding
-from stepprune_jax.inference.base import Decoding, Pairs, Plan, Texts, Trace
+from stepprune_jax.inference.base import Decoding, Pairs, Plan, PromptLayout, Trace
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
@@ -24,8 +24,8 @@ from stepprune_jax.models.sequence import Sequence, split_deep
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.parallel.programs import jit_for_weights
-from stepprune_jax.policy.host import jax_defaults
-from stepprune_jax.pruning import Kept, Pruner, Ranker, Ranking, View
+from stepprune_jax.policy.jax_settings import jax_defaults
+from stepprune_jax.pruning import Kept, Pruner, PrunerInputs, Ranker, Ranking
 from stepprune_jax.pruning.base import take_first
 
 
@@ -43,7 +43,9 @@ def encode(
     return constrain_rows(plan.mesh, (tokens, chosen))
 
 
-def see(params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan) -> View:
+def make_pruner_inputs(
+    params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan
+) -> PrunerInputs:
     """Builds a pruner's view of encoded images, with a row for each pair."""
     n, tokens = pairs.images.shape[1], pairs.images[pairs.image]
     if plan.projected:
@@ -51,7 +53,7 @@ def see(params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan) -> View
     tokens, deep = split_deep(backbone.config, tokens)
     return constrain_rows(
         plan.mesh,
-        View(
+        PrunerInputs(
             tokens=tokens,
             valid=None if pairs.size is None else jnp.arange(n) < pairs.size[:, None],
             grid=pairs.grid,
@@ -72,7 +74,7 @@ def choose(params: Params, backbone: Backbone, pruner: Pruner, pairs: Pairs, *, 
         taps = pruner.taps(backbone.config)
         tokens, taps = encode(params, backbone, pairs.images, taps=taps, plan=plan)
         pairs = pairs._replace(images=tokens, taps=taps)
-    return pruner.keep(see(params, backbone, pairs, plan=plan), plan.capacity)
+    return pruner.keep(make_pruner_inputs(params, backbone, pairs, plan=plan), plan.capacity)
 
 
 def rank(
@@ -85,10 +87,12 @@ def rank(
     steps: int,
 ) -> Ranking:
     """Orders the tokens of each pair; the order has `steps` entries."""
-    return pruner.rank(see(params, backbone, pairs, plan=plan), steps)
+    return pruner.rank(make_pruner_inputs(params, backbone, pairs, plan=plan), steps)
 
 
-def place(params: Params, backbone: Backbone, kept: Kept, texts: Texts, *, plan: Plan) -> Sequence:
+def place(
+    params: Params, backbone: Backbone, kept: Kept, texts: PromptLayout, *, plan: Plan
+) -> Sequence:
     """Projects the kept tokens and puts them in place of the images."""
     # No image fills more slots than a row has; one more slot reveals that the row is truncated.
     capacity = plan.slots[0]
@@ -109,10 +113,10 @@ def halt(
     backbone: Backbone,
     pruner: Pruner,
     kept: Kept,
-    texts: Texts,
+    texts: PromptLayout,
     *,
     plan: Plan,
-) -> tuple[vlm.Halted, Int[Array, "b 2"]]:
+) -> tuple[vlm.PausedPrefill, Int[Array, "b 2"]]:
     """Runs the language model to a pruner's cut, whose choice sets the number of tokens.
 
     Returns the rows, and how many of their tokens remain: in all, and of the images.
@@ -131,8 +135,8 @@ def begin(
     params: Params,
     backbone: Backbone,
     pruner: Pruner | None,
-    tokens: Kept | Pairs | vlm.Halted,
-    texts: Texts,
+    tokens: Kept | Pairs | vlm.PausedPrefill,
+    texts: PromptLayout,
     sampling: Sampling,
     *,
     plan: Plan,
@@ -141,7 +145,7 @@ def begin(
 
     Tokens that have not been kept before are chosen here, by `choose`.
     """
-    if isinstance(tokens, vlm.Halted):
+    if isinstance(tokens, vlm.PausedPrefill):
         return decoding.start(
             params, backbone.config, pruner, tokens.sequence, texts, sampling, plan, tokens
         )
@@ -179,7 +183,7 @@ def resize(kept: Kept, *, capacity: int, mesh: Mesh | None) -> Kept:
 
 
 run_encode = jit_for_weights(encode, ("backbone", "taps", "plan"), answers=True)
-run_see = jit_for_weights(see, ("backbone", "plan"))
+run_make_pruner_inputs = jit_for_weights(make_pruner_inputs, ("backbone", "plan"))
 run_choose = jit_for_weights(choose, ("backbone", "plan"), answers=True)
 run_rank = jit_for_weights(rank, ("backbone", "plan", "steps"))
 run_place = jit_for_weights(place, ("backbone", "plan"))

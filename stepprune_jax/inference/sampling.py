@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.policy.host import THREEFRY, threefry
+from stepprune_jax.policy.jax_settings import THREEFRY, threefry
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import expect
 

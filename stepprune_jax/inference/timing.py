@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from stepprune_jax.inference.base import Begun
+from stepprune_jax.inference.base import PrefillResult
 from stepprune_jax.inference.generate import Answer, Generator
 from stepprune_jax.inference.request import Request
 
@@ -73,7 +73,7 @@ def timed_answer(
     generator: Generator,
     request: Request,
     write: Callable[[str], None] = lambda piece: None,
-    trace: Callable[[Begun], None] | None = None,
+    trace: Callable[[PrefillResult], None] | None = None,
 ) -> tuple[Answer, Times]:
     """Answers a request of one prompt token by token, and measures it.
 

@@ -17,14 +17,14 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.dataset import Batching
 from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator, check_run
 from stepprune_jax.inference.sampling import Sampling
-from stepprune_jax.inference.sets import Batching
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruners import PRUNERS, build_pruner
+from stepprune_jax.registry import PRUNERS, build_pruner
 from stepprune_jax.settings import is_count
 from stepprune_jax.user_input import expect, require
 

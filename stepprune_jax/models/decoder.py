@@ -49,7 +49,7 @@ TAP_KINDS = ("hidden", "normed", "attention", "scores", "keys", "mlp_input", "ro
 _BY_QUERY = ("attention", "scores")
 
 
-class Requested(NamedTuple):
+class OutputSpec(NamedTuple):
     """Results of a stage of layers that are returned in addition to its hidden states.
 
     Attributes:
@@ -288,7 +288,7 @@ def run_layers(
     rows: Rows,
     span: tuple[int, int],
     cache: Cache | None = None,
-    wanted: Requested = Requested(),
+    wanted: OutputSpec = OutputSpec(),
     execution: Execution = Execution(),
 ) -> Stage:
     """Runs some blocks as one stage with its own length and its own cache.

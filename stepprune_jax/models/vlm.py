@@ -22,7 +22,7 @@ from stepprune_jax.models import decoder
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.decoder import Cache, Requested
+from stepprune_jax.models.decoder import Cache, OutputSpec
 from stepprune_jax.models.int8 import keep_as
 from stepprune_jax.models.sequence import (
     POSITIONS,
@@ -36,7 +36,7 @@ from stepprune_jax.models.sequence import (
     with_probe,
 )
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.policy.host import jax_defaults
+from stepprune_jax.policy.jax_settings import jax_defaults
 from stepprune_jax.user_input import expect
 
 
@@ -70,7 +70,7 @@ class Cut(NamedTuple):
         slots: static length of the rows after it.
         drop: maps the rows before it and the taps by name to the rows, whose visual tokens may have
             been merged, and the mask of slots that remain. Tokens that are not visual must remain.
-        taps: intermediates of the stage before it that the choice depends on; see `Requested`.
+        taps: intermediates of the stage before it that the choice depends on; see `OutputSpec`.
         rows: number of queries of "attention" taps: the last tokens of each row, at `last_slots`.
         renumber: whether remaining tokens get the position ids 0, 1, 2, ...
         forgets: whether the caches of all layers before it lose the dropped tokens, too; then every
@@ -90,7 +90,7 @@ class Cut(NamedTuple):
     probe: Float[Array, "layers e"] | None = None
 
 
-class Halted(NamedTuple):
+class PausedPrefill(NamedTuple):
     """Rows at a cut, before their tokens are dropped.
 
     Attributes:
@@ -288,7 +288,7 @@ def halt(
     first: int = 0,
     room: int = 0,
     execution: Execution = Execution(),
-) -> Halted:
+) -> PausedPrefill:
     """Runs the language model from layer `first` to a cut, with `room` in the cache for new tokens.
 
     A cache that forgets has none before it is compressed.
@@ -296,18 +296,18 @@ def halt(
     rows, queries = sequence.rows, last_slots(sequence, cut.rows)
     if cut.probe is not None:
         rows, queries = with_probe(sequence, cut.probe), sequence.length[:, None]
-    wanted = Requested(rows.hidden.shape[1] + room * (not cut.forgets), cut.taps, queries)
+    wanted = OutputSpec(rows.hidden.shape[1] + room * (not cut.forgets), cut.taps, queries)
     stage = decoder.run_layers(
         params["language"], config.text, rows, (first, cut.layer), None, wanted, execution
     )
-    assert stage.cache is not None  # requested through `Requested`
+    assert stage.cache is not None  # requested through `OutputSpec`
     following = {"length": sequence.length, "next_position": sequence.next_position}
     hidden = stage.hidden[:, : sequence.hidden.shape[1]]
     sequence, keep = cut.drop(sequence._replace(hidden=hidden), stage.taps)
-    return Halted(sequence, keep, stage.cache._replace(**following))
+    return PausedPrefill(sequence, keep, stage.cache._replace(**following))
 
 
-def _forget(caches: Ordered[Cache], halted: Halted, slots: int, room: int) -> list[Cache]:
+def _forget(caches: Ordered[Cache], halted: PausedPrefill, slots: int, room: int) -> list[Cache]:
     """Returns caches of the kept tokens alone, with `room` for new ones."""
     source, filled = remaining(halted.sequence, halted.keep, slots)
 
@@ -327,7 +327,7 @@ def prefill(
     cuts: Ordered[Cut] = (),
     all_logits: bool = False,
     execution: Execution = Execution(),
-    halted: Halted | None = None,
+    halted: PausedPrefill | None = None,
 ) -> Prefill:
     """Runs the language model over a sequence and fills a cache.
 
@@ -363,10 +363,10 @@ def prefill(
         sequence = renumber(sequence) if cut.renumber else sequence
         after.append(sequence)
         first, halted = cut.layer, None
-    wanted = Requested(sequence.hidden.shape[1] + max_new_tokens)
+    wanted = OutputSpec(sequence.hidden.shape[1] + max_new_tokens)
     span = first, text.num_layers
     stage = decoder.run_layers(language, text, sequence.rows, span, None, wanted, execution)
-    assert stage.cache is not None  # requested through `Requested`
+    assert stage.cache is not None  # requested through `OutputSpec`
     caches.append(stage.cache._replace(next_position=sequence.next_position))
     hidden = stage.hidden
     if not all_logits:

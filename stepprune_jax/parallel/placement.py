@@ -128,7 +128,7 @@ def place_rows(mesh: Mesh | None, tree: T, rows: int | None = None) -> T:
     return jax.tree.map(place, tree)
 
 
-def fetch(tree: PyTree) -> PyTree:
+def to_host(tree: PyTree) -> PyTree:
     """Copies arrays to the host; every process that has a part of an array must call this."""
 
     def to_numpy(leaf):

@@ -16,7 +16,7 @@ import numpy as np
 from stepprune_jax.models.stack import Params, has_large_layers, unstack
 from stepprune_jax.parallel.compiling import options_of
 from stepprune_jax.parallel.placement import devices_of
-from stepprune_jax.policy.host import jax_defaults
+from stepprune_jax.policy.jax_settings import jax_defaults
 
 # Limit of the compiled programs that a process keeps on CPUs. A program takes hundreds of memory
 # maps there, about one per kernel, and Linux limits a process to 65,530 maps. A process that

@@ -6,7 +6,6 @@ globals. It imports nothing from the rest of the package and can be used on its 
 
 from stepprune_jax.policy.base import (
     DecoderFns,
-    Draw,
     FeatureStats,
     Gated,
     Inputs,
@@ -14,6 +13,7 @@ from stepprune_jax.policy.base import (
     Picks,
     Progress,
     Pruned,
+    SampledSubsets,
     Trajectory,
 )
 from stepprune_jax.policy.budget import calibrate_stop_bias
@@ -37,7 +37,6 @@ from stepprune_jax.policy.soft_topk import soft_topk
 __all__ = [
     "POINTER",
     "DecoderFns",
-    "Draw",
     "FeatureStats",
     "Gated",
     "Inputs",
@@ -46,6 +45,7 @@ __all__ = [
     "PolicyConfig",
     "Progress",
     "Pruned",
+    "SampledSubsets",
     "Trajectory",
     "abstract_policy",
     "calibrate_stop_bias",

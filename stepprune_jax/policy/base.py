@@ -296,7 +296,7 @@ class Pruned(NamedTuple):
     count: Int[Array, "b"]
 
 
-class Draw(NamedTuple):
+class SampledSubsets(NamedTuple):
     """A set drawn for each row, of g draws where there is an axis g.
 
     Attributes:

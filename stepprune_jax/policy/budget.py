@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from stepprune_jax.policy.base import Trajectory
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.scores import expected_count
 from stepprune_jax.policy.trajectory import count_at_bias
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.base import Inputs, Params
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.noise import standardise
 
 
@@ -91,10 +91,10 @@ def encode(
     Raises:
         ValueError: features or embeddings of another width, or masks of another shape.
     """
-    return encode_and_ask(params, config, inputs, text_gate)[0]
+    return encode_with_query(params, config, inputs, text_gate)[0]
 
 
-def encode_and_ask(
+def encode_with_query(
     params: Params, config: PolicyConfig, inputs: Inputs, text_gate: ArrayLike = 1.0
 ) -> tuple[Float[Array, "b n d"], Float[Array, "b d"] | None]:
     """Returns H of `encode`, and what the question adds to the start token, if anything.

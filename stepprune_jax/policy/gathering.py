@@ -23,7 +23,7 @@ from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.encoder import read_inputs
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.rollout import read_limits
 from stepprune_jax.policy.selection import choose
 

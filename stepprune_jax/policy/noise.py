@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.base import AnyArray, FeatureStats, Inputs, Params
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 
 
 @jax.custom_jvp

@@ -32,7 +32,7 @@ from stepprune_jax.policy.budget import (
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.encoder import read_inputs
-from stepprune_jax.policy.host import check_key, implicit_promotion
+from stepprune_jax.policy.jax_settings import check_key, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.policy.rollout import longest

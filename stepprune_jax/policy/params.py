@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.host import check_key, implicit_promotion
+from stepprune_jax.policy.jax_settings import check_key, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 
 # Normal with variance 1 / fan-in, or with a standard deviation of .02.

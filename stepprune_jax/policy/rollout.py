@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from stepprune_jax.policy.base import AnyArray, DecoderFns, Limits, Params, StepFn
 from stepprune_jax.policy.config import PolicyConfig, is_integer, is_number
 from stepprune_jax.policy.decoder import POINTER
-from stepprune_jax.policy.host import THREEFRY, implicit_promotion, threefry
+from stepprune_jax.policy.jax_settings import THREEFRY, implicit_promotion, threefry
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.trajectory import RowLimits, step_distribution
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from stepprune_jax.policy.base import DecoderFns, Draw, Inputs, Limits, Params, Trajectory
+from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, SampledSubsets, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.encoder import read_inputs
-from stepprune_jax.policy.host import AnyKey, implicit_promotion, threefry
+from stepprune_jax.policy.jax_settings import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.selection import begin, first_picks, roll_out
 from stepprune_jax.policy.trajectory import first_true
@@ -30,7 +30,7 @@ def sample(
     text_gate: ArrayLike = 1.0,
     stop_bias: ArrayLike = 0.0,
     decoder: DecoderFns = POINTER,
-) -> Draw:
+) -> SampledSubsets:
     """Draws g sets for each row, tokens and stop alike, at a temperature of 1.
 
     The stop is one more action: before each token from `min_tokens` on, the episode ends with its
@@ -72,7 +72,7 @@ def sample(
     return jax.vmap(one)(keys)
 
 
-def read_draw(t: Trajectory, key: Array) -> Draw:
+def read_draw(t: Trajectory, key: Array) -> SampledSubsets:
     """Draws where an episode of drawn tokens ends; `key` is consumed."""
     count = first_true(jax.random.uniform(key, t.stop_prob.shape, jnp.float32) < t.stop_prob)
     step = jnp.arange(t.stop_prob.shape[1])
@@ -82,7 +82,7 @@ def read_draw(t: Trajectory, key: Array) -> Draw:
     ends = step == count[:, None]  # nowhere in an episode that is as long as the loop
     log_prob = jnp.sum(jnp.where(kept, tokens, 0) + jnp.where(ends, stop, 0), axis=1)
     entropy = pointer_entropy(t._replace(alive=kept))
-    return Draw(first_picks(t.choice, count, t.prob.shape[-1]), log_prob, entropy)
+    return SampledSubsets(first_picks(t.choice, count, t.prob.shape[-1]), log_prob, entropy)
 
 
 @implicit_promotion()

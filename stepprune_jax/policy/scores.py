@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.policy.base import AnyArray, Trajectory
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.layers import MASKED
 
 # tau of Eq. (12) at the start of training, where it anneals.

@@ -28,8 +28,16 @@ from stepprune_jax.policy.decoder import (
     pointer_init,
     pointer_step,
 )
-from stepprune_jax.policy.encoder import encode_and_ask, memory
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.encoder import encode_with_query, memory
+from stepprune_jax.policy.jax_settings import implicit_promotion
+from stepprune_jax.policy.pointer_cache import (
+    Walk,
+    start_walk,
+    table_bytes,
+    tabulate,
+    take_rows,
+    walk_logits,
+)
 from stepprune_jax.policy.rollout import (
     Episode,
     best_token,
@@ -44,14 +52,6 @@ from stepprune_jax.policy.rollout import (
     start_episode,
     straight_through,
     strongest,
-)
-from stepprune_jax.policy.tables import (
-    Walk,
-    start_walk,
-    table_bytes,
-    tabulate,
-    take_rows,
-    walk_logits,
 )
 from stepprune_jax.policy.trajectory import (
     biased_stop,
@@ -81,7 +81,7 @@ def begin(
     key: Array | None = None,
 ) -> Episode:
     """Encodes the inputs and prepares an episode over them."""
-    encoded, asked = encode_and_ask(params, config, inputs, text_gate)
+    encoded, asked = encode_with_query(params, config, inputs, text_gate)
     slots, mask = memory(params, encoded), inputs.image_mask
     episode = start_episode(params, config, slots, mask, limits, stop_bias, decoder, key)
     return episode if asked is None else episode._replace(query=episode.query + asked)
@@ -186,7 +186,7 @@ def _order(
     params, query, context, cache, slots = jax.lax.stop_gradient(given)
     episode = episode._replace(query=query, context=context, cache=cache, slots=slots)
     if tables_fit(config, episode, decoder):
-        walker = by_tables(params, config, episode, episode.steps, margins=False)
+        walker = table_rollout(params, config, episode, episode.steps, margins=False)
         return walker.advance(walker.start, jnp.int32(0))[1][: episode.steps]
     return rollout(params, config, episode, decoder.step, hard_feedback)[1]
 
@@ -230,7 +230,7 @@ def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> b
     return own and size <= MOST_TABLE_BYTES
 
 
-def by_tables(
+def table_rollout(
     params: Params, config: PolicyConfig, episode: Episode, block: int, margins: bool
 ) -> Walker:
     """Walks with tables over slots, `block` tokens at a time, rounded up to whole groups.
@@ -305,7 +305,7 @@ def pick(
     (b, n), steps = episode.image_mask.shape, episode.steps
     if tables_fit(config, episode, decoder):
         margins = not episode.exact
-        walker = by_tables(params, config, episode, min(BLOCK, steps), margins=margins)
+        walker = table_rollout(params, config, episode, min(BLOCK, steps), margins=margins)
     else:
         walker = step_by_step(params, config, episode, decoder.step)
     least, most = episode.limits
@@ -405,7 +405,7 @@ def order(
 ) -> Ranked:
     """Computes order and margins of an episode."""
     if tables_fit(config, episode, decoder):
-        walker = by_tables(params, config, episode, episode.steps, margins=True)
+        walker = table_rollout(params, config, episode, episode.steps, margins=True)
         _, choice, margin = walker.advance(walker.start, jnp.int32(0))
         assert margin is not None  # requested above
     else:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 
 # Sorts below every score and has no mass beside any of them.

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy.base import Trajectory
 from stepprune_jax.policy.config import PolicyConfig
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.layers import MASKED
 
 

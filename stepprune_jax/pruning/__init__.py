@@ -7,11 +7,11 @@ from stepprune_jax.pruning.base import (
     LayerCut,
     LayerPruner,
     Pruner,
+    PrunerInputs,
     Ranker,
     Ranking,
     Schedule,
     Survivors,
-    View,
 )
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.cdpruner import CDPruner
@@ -51,6 +51,7 @@ __all__ = [
     "PruMerge",
     "PruMergePlus",
     "Pruner",
+    "PrunerInputs",
     "PyramidDrop",
     "Random",
     "Ranker",
@@ -60,6 +61,5 @@ __all__ = [
     "SparseVLMv2",
     "Survivors",
     "TopV",
-    "View",
     "VisionZip",
 ]

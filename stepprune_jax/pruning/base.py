@@ -22,7 +22,7 @@ from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import POSITIONS as MODEL_POSITIONS
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy import Picks, gather
-from stepprune_jax.policy.host import THREEFRY
+from stepprune_jax.policy.jax_settings import THREEFRY
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import keep_best
@@ -37,7 +37,7 @@ BUDGETS_PAGE = "see 'Choose a method' and 'Budgets' in docs/pruners.md"
 AnyPruner = TypeVar("AnyPruner", bound="Pruner")
 
 
-class View(NamedTuple):
+class PrunerInputs(NamedTuple):
     """Inputs of a pruner; a row is an (image, prompt) pair.
 
     Attributes:
@@ -86,7 +86,7 @@ class Kept(NamedTuple):
         index: [r, k] int32 index of each among the image's n; -1 for merged and added tokens, and
             in the padding.
         place: [r, k] int32 index of the image token whose position ids it has.
-        tokens: [r, k, w] the tokens, of the same kind as `View.whole`; zero in the padding.
+        tokens: [r, k, w] the tokens, of the same kind as `PrunerInputs.whole`; zero in the padding.
         valid: [r, k] True = token.
         count: [r] int32 their number.
         order: [r, t] int32 the indices in order of choice, -1 in the padding; None for a method
@@ -237,7 +237,7 @@ class Pruner:
         return Budget("all" if decides else "unset")
 
     @property
-    def bare(self: AnyPruner) -> AnyPruner:
+    def without_weights(self: AnyPruner) -> AnyPruner:
         """A copy without arrays, which can be hashed: a key for what depends on the method."""
         arrays = [name for name in self.leaves if name != "budget"]
         return dataclasses.replace(self, **dict.fromkeys(arrays)) if arrays else self
@@ -293,7 +293,7 @@ class Pruner:
         """
         return Schedule(self.budget.count(num_tokens), num_tokens)
 
-    def own_positions(self, config: ModelConfig) -> str:
+    def method_positions(self, config: ModelConfig) -> str:
         """Returns `positions`, or "original" in a model whose tokens have several ids each."""
         return self.positions if config.position_axes == 1 else "original"
 
@@ -309,7 +309,7 @@ class Pruner:
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Chooses the tokens that enter the language model.
 
         Args:
@@ -387,7 +387,7 @@ class Ranker(Pruner, abc.ABC):
     """A pruner that puts tokens in an order and keeps a prefix of it."""
 
     @abc.abstractmethod
-    def rank(self, view: View, steps: int) -> Ranking:
+    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Puts the tokens of each row in an order.
 
         Args:
@@ -411,7 +411,7 @@ class Ranker(Pruner, abc.ABC):
         """
         return exact
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Keeps the first `view.count` tokens of the order, in raster order."""
         ranking = self.rank(view, capacity)
         return take_first(view.whole, ranking.order, view.count, capacity)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Ranker, Ranking, View
+from stepprune_jax.pruning.base import PrunerInputs, Ranker, Ranking
 from stepprune_jax.pruning.ordering import tile_taps, unit_vectors
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -68,7 +68,7 @@ class CDPruner(Ranker):
         """Returns the tiles of the tokens, where images are seen in tiles."""
         return tile_taps(config)
 
-    def rank(self, view: View, steps: int) -> Ranking:
+    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row by greedy maximization of the determinant."""
         real = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
         unit, size = unit_vectors(view.tokens, view.valid), real.sum(1, keepdims=True)

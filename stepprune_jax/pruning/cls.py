@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Ranker, Ranking, View
+from stepprune_jax.pruning.base import PrunerInputs, Ranker, Ranking
 from stepprune_jax.pruning.ordering import by_score, class_token_block, in_turns, tile_taps
 
 
@@ -30,7 +30,7 @@ class Cls(Ranker):
         """Returns the class token's row of attention."""
         return Tap("attention", class_token_block(config, self.name)), *tile_taps(config)
 
-    def rank(self, view: View, steps: int) -> Ranking:
+    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders patches by attention."""
         attention, *tile = view.taps
         order = by_score(jnp.mean(attention.astype(jnp.float32), axis=1)[:, 1:], view.valid)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.pruning.base import Ranker, Ranking, View
+from stepprune_jax.pruning.base import PrunerInputs, Ranker, Ranking
 from stepprune_jax.pruning.ordering import map_tokens, unit_vectors
 
 _EXACT = jax.lax.Precision.HIGHEST
@@ -31,7 +31,7 @@ class DivPrune(Ranker):
     after_projector: ClassVar[bool] = True
     positions: ClassVar[str] = "compact"
 
-    def rank(self, view: View, steps: int) -> Ranking:
+    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row by farthest-point selection."""
         free = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
         return Ranking(farthest_first(unit_vectors(view.tokens, view.valid), free, steps))

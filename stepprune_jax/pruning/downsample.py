@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Pruner, View
+from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs
 from stepprune_jax.pruning.grid import deal_lines
 from stepprune_jax.pruning.ordering import require_grid
 
@@ -38,7 +38,7 @@ class Downsample(Pruner):
         super().check(config, num_tokens)
         require_grid(config, self.name)
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Returns the means of the cells in raster order."""
         n, slot, count = view.tokens.shape[1], jnp.arange(capacity)[None], view.count[:, None]
         height, width = view.grid[:, :1], view.grid[:, 1:]

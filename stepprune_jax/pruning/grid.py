@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Pruner, View, take
+from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs, take
 from stepprune_jax.pruning.ordering import require_grid
 
 
@@ -22,7 +22,7 @@ class Grid(Pruner):
         super().check(config, num_tokens)
         require_grid(config, self.name)
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Keeps `view.count` tokens of each row."""
         order = grid_indices(view.grid, view.count, capacity)
         return take(view.whole, order, view.count, capacity)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Pruner, View, take
+from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs, take
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import by_score, in_turns, ranking_block, tile_taps
 
@@ -62,7 +62,7 @@ class HiPrune(Pruner):
         deep = ranking_block(config, self.name)
         return Tap("received", layer - 1), Tap("received", deep), *tile_taps(config)
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Returns the kept tokens in raster order."""
         shallow, deep, *tile = view.taps
         r, n = shallow.shape

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Pruner, View, take
+from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs, take
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import (
     group_means,
@@ -72,7 +72,7 @@ class HoloV(Pruner):
         kind = "attention" if config.received_block is None else "received"
         return (Tap(kind, ranking_block(config, self.name)),)
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Returns the tokens by crop, in each by attention; then zero vectors.
 
         Without a class token, the tokens in raster order.
@@ -98,7 +98,7 @@ class HoloV(Pruner):
             count=view.count,
         )
 
-    def _select_received(self, view: View, capacity: int) -> Kept:
+    def _select_received(self, view: PrunerInputs, capacity: int) -> Kept:
         """Chooses in a model without a class token; images may differ in size."""
         received = view.taps[0]
         real = jnp.ones(received.shape, bool) if view.valid is None else view.valid

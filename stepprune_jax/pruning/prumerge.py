@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Pruner, Schedule, View
+from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs, Schedule
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import (
     by_score,
@@ -58,7 +58,7 @@ class PruMerge(Pruner):
         """Returns the class token's query and all keys of the tower's last block."""
         return Tap("query", -1), Tap("keys", -1)
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Returns the kept patches, most attended first, and the sum of the others."""
         query, keys = (tap.astype(jnp.float32) for tap in view.taps)
         attention = class_attention(query, keys)[:, 1:]

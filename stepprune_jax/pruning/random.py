@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from stepprune_jax.pruning.base import Ranker, Ranking, View
+from stepprune_jax.pruning.base import PrunerInputs, Ranker, Ranking
 from stepprune_jax.pruning.ordering import by_score
 
 
@@ -26,7 +26,7 @@ class Random(Ranker):
     is_random: ClassVar[bool] = True
     version: ClassVar[int] = 3
 
-    def rank(self, view: View, steps: int) -> Ranking:
+    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row at random."""
         n = view.tokens.shape[1]
         draw = jax.vmap(lambda key: jax.random.uniform(key, (n,), jnp.float32))

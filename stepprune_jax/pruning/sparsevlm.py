@@ -20,7 +20,7 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.rotary import rotate
 from stepprune_jax.models.sequence import Sequence, last_slots
-from stepprune_jax.policy.host import THREEFRY
+from stepprune_jax.policy.jax_settings import THREEFRY
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
 from stepprune_jax.pruning.budget import Budget
 from stepprune_jax.pruning.ordering import keep_best

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.pruning.base import Kept, Pruner, View
+from stepprune_jax.pruning.base import Kept, Pruner, PrunerInputs
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import (
     by_score,
@@ -84,7 +84,7 @@ class VisionZip(Pruner):
         tile = tile_taps(config)
         return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1), *tile
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Returns dominant tokens in raster order, the class token first; then the merged ones.
 
         Without a class token, all in raster order.

@@ -24,7 +24,7 @@ from stepprune_jax.serving.batching import Started, Tokens
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.errors import RequestError, shown
 from stepprune_jax.serving.local import Local
-from stepprune_jax.serving.messages import Chat, Reader
+from stepprune_jax.serving.messages import ChatRequest, RequestParser
 from stepprune_jax.serving.metrics import Metrics
 
 T = TypeVar("T")
@@ -42,10 +42,10 @@ _HEADERS = {
 }
 
 
-class Front:
+class ChatApp:
     """The application; its instances are the route of chats, so that each is counted out again."""
 
-    def __init__(self, reader: Reader, backend: Engine | Local, metrics: Metrics, most: int):
+    def __init__(self, reader: RequestParser, backend: Engine | Local, metrics: Metrics, most: int):
         """Takes the parts of a server.
 
         Args:
@@ -158,7 +158,7 @@ class Front:
 class _Reply:
     """An answer in OpenAI's format, while it grows."""
 
-    def __init__(self, chat: Chat, reader: Reader, started: Started):
+    def __init__(self, chat: ChatRequest, reader: RequestParser, started: Started):
         self._chat, self._started = chat, started
         self._tokenizer, self._ids = reader.model.tokenizer, []
         name, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())

@@ -24,7 +24,7 @@ from stepprune_jax.inference.request import join_requests
 from stepprune_jax.policy.buckets import row_bucket
 from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
 from stepprune_jax.serving.errors import RequestError
-from stepprune_jax.serving.messages import Chat
+from stepprune_jax.serving.messages import ChatRequest
 from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.serving.tensors import tensor_file
 
@@ -44,7 +44,7 @@ class ReadyPrompt(NamedTuple):
     started: Started
 
 
-def embed(model: VLM, chats: Sequence[Chat]) -> list[ReadyPrompt]:
+def embed(model: VLM, chats: Sequence[ChatRequest]) -> list[ReadyPrompt]:
     """Runs tower, choice and projector for requests with one pruner.
 
     Rows do not depend on each other. Shapes are those of buckets, and tower and choice have their
@@ -119,7 +119,7 @@ class Engine:
             metrics,
         )
 
-    def warm(self, chats: Sequence[Chat], shapes: set[Hashable]) -> int:
+    def warm(self, chats: Sequence[ChatRequest], shapes: set[Hashable]) -> int:
         """Compiles the programs of a batch; returns the visual tokens of the first request."""
         return embed(self._model, chats)[0].started.kept
 
@@ -143,7 +143,7 @@ class Engine:
             raise _refusal(response.status_code, response.content)
         return response
 
-    async def answer(self, chat: Chat) -> AsyncIterator[Started | Tokens]:
+    async def answer(self, chat: ChatRequest) -> AsyncIterator[Started | Tokens]:
         """Yields the events of an answer; closing the iterator ends the engine's work on it.
 
         Raises:
@@ -177,7 +177,7 @@ class Engine:
                     raise RequestError(503, "the engine ended its answer early")
         yield last
 
-    def _body(self, chat: Chat, row: ReadyPrompt, name: str) -> bytes:
+    def _body(self, chat: ChatRequest, row: ReadyPrompt, name: str) -> bytes:
         """Returns the request to the engine, which fills what it lacks from the model's folder."""
         fields = {
             "model": name,

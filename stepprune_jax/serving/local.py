@@ -12,13 +12,13 @@ import jax
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
-from stepprune_jax.inference.base import Batch, Begun
+from stepprune_jax.inference.base import Batch, PrefillResult
 from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.request import Request, join_requests
 from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
 from stepprune_jax.serving.errors import RequestError
-from stepprune_jax.serving.messages import Chat
+from stepprune_jax.serving.messages import ChatRequest
 from stepprune_jax.serving.metrics import Metrics
 
 _logger = logging.getLogger(__name__)
@@ -56,17 +56,17 @@ class Local:
     async def check(self) -> None:
         """Can always answer."""
 
-    async def answer(self, chat: Chat) -> AsyncIterator[Started | Tokens]:
+    async def answer(self, chat: ChatRequest) -> AsyncIterator[Started | Tokens]:
         """Yields the events of an answer; closing the iterator ends the work on it."""
         async for event in self.batcher.events(chat):
             yield event
 
-    def _longest(self, chat: Chat) -> int:
+    def _longest(self, chat: ChatRequest) -> int:
         """Returns the longest answer of the program: a power of two, to bound their number."""
         longest = max(chat.options.max_tokens, self._max_tokens)
         return min(1 << (longest - 1).bit_length(), self._model.config.text.max_positions)
 
-    def _key(self, chat: Chat) -> Hashable:
+    def _key(self, chat: ChatRequest) -> Hashable:
         """Returns what the requests of a batch have in common.
 
         The number of images bounds the programs. A request that draws its answer shares no batch,
@@ -77,13 +77,13 @@ class Local:
         shared = id(chat.pruner), chat.sampling, chat.options.positions, self._longest(chat)
         return *shared, chat.num_images
 
-    def _prepare(self, chats: Sequence[Chat]) -> tuple[Generator, Request]:
+    def _prepare(self, chats: Sequence[ChatRequest]) -> tuple[Generator, Request]:
         """Returns what answers requests with equal keys, and the requests as one."""
         chat, request = chats[0], join_requests([chat.request for chat in padded(chats)])
         options = dataclasses.replace(chat.options, max_tokens=self._longest(chat))
         return Generator(self._model, chat.pruner, chat.sampling, options), request
 
-    def warm(self, chats: Sequence[Chat], shapes: set[Hashable]) -> int:
+    def warm(self, chats: Sequence[ChatRequest], shapes: set[Hashable]) -> int:
         """Compiles the programs of a batch, unless its shape is among `shapes`.
 
         Returns:
@@ -105,7 +105,7 @@ class Local:
         stops = self._model.config.eos_token_ids
         remaining = [job.chat.options.max_tokens for job in jobs]
 
-        def start(begun: Begun) -> None:
+        def start(begun: PrefillResult) -> None:
             length = begun.trace.stages[0].length.tolist()
             counts = zip(length, begun.visual_tokens.tolist(), begun.kept.tolist(), strict=True)
             for job, numbers in zip(jobs, counts, strict=False):

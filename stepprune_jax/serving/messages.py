@@ -23,12 +23,12 @@ from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.stack import Execution
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, Pruner
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
 from stepprune_jax.serving.fields import BODY, ENGINE, IMAGE_URL, MESSAGE, PART, read_fields
 from stepprune_jax.serving.images import RequestLimits, read_image
-from stepprune_jax.trained import Weighted
 from stepprune_jax.user_input import UserError, require
 
 _PRUNERS = 64  # The most pruners that are kept for later requests.
@@ -54,7 +54,7 @@ class Defaults:
     """
 
     pruner: str | None = None
-    policy: Weighted | None = None
+    policy: TrainedPruner | None = None
     budget: Budget | str | None = None
     positions: str = "own"
     max_tokens: int = 128
@@ -77,7 +77,9 @@ def check_defaults(config: ModelConfig, defaults: Defaults, *, engine: bool) -> 
     _check(config, pruner, Sampling(), options, engine=engine)
 
 
-def _build(name: str | None, budget: Budget | str | int | None, policy: Weighted | None) -> Pruner:
+def _build(
+    name: str | None, budget: Budget | str | int | None, policy: TrainedPruner | None
+) -> Pruner:
     """Builds a pruner, with a policy unless another method is named."""
     if policy is not None and name not in (None, policy.name):
         policy = None
@@ -97,7 +99,7 @@ def _check(
     check_run(config, pruner, sampling, options)
 
 
-class Chat(NamedTuple):
+class ChatRequest(NamedTuple):
     """A request, read.
 
     Attributes:
@@ -128,7 +130,7 @@ class Chat(NamedTuple):
         return len(self.request.image_of[0])
 
 
-class Reader:
+class RequestParser:
     """Reads requests for one model; may be used by several threads.
 
     Attributes:
@@ -174,7 +176,7 @@ class Reader:
         policy = defaults.policy
         self._policy = None if policy is None else place_pruner(model, policy)
 
-    def read(self, body: bytes) -> Chat:
+    def read(self, body: bytes) -> ChatRequest:
         """Reads a request.
 
         Args:
@@ -206,7 +208,9 @@ class Reader:
         passed = {name: fields[name] for name in _PASSED if name in fields}
         stop = fields.get("stop", ())
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        return Chat(request, pruner, sampling, options, passed, stop, stream, usage, with_ids)
+        return ChatRequest(
+            request, pruner, sampling, options, passed, stop, stream, usage, with_ids
+        )
 
     def usual(self, *, is_sampled: bool) -> tuple[Pruner, Sampling, RunOptions]:
         """Returns how requests are answered that have no fields for it, or only a temperature."""

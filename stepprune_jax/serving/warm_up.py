@@ -29,11 +29,11 @@ from stepprune_jax.models.images import Pixels
 from stepprune_jax.parallel.programs import num_evicted
 from stepprune_jax.policy.buckets import text_bucket
 from stepprune_jax.pruning import Budget, Pruner
+from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.serving.batching import padded
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.local import Local
-from stepprune_jax.serving.messages import Chat, Reader
-from stepprune_jax.trained import Weighted
+from stepprune_jax.serving.messages import ChatRequest, RequestParser
 from stepprune_jax.user_input import UserError
 
 _How = tuple[Pruner, Sampling, RunOptions]
@@ -75,7 +75,7 @@ class _Kind(NamedTuple):
         return text + ", sampled" * self.is_sampled
 
 
-def warm_up(reader: Reader, backend: Engine | Local, extent: Extent) -> None:
+def warm_up(reader: RequestParser, backend: Engine | Local, extent: Extent) -> None:
     """Compiles all programs of an extent by running them, and logs a line with seconds for each.
 
     These are the programs of requests with up to two images, with the pruner, the budget and the
@@ -112,7 +112,7 @@ def warm_up(reader: Reader, backend: Engine | Local, extent: Extent) -> None:
 class _WarmUp:
     """The work of `warm_up`."""
 
-    def __init__(self, reader: Reader, backend: Engine | Local, extent: Extent):
+    def __init__(self, reader: RequestParser, backend: Engine | Local, extent: Extent):
         self._reader, self._backend, self._extent = reader, backend, extent
         self._model, self._shapes = reader.model, set[Hashable]()
         shortest = read_request(self._model, ["."], system="").ids[0]
@@ -160,7 +160,7 @@ class _WarmUp:
         begin, before, count = time.perf_counter(), num_compiled(), kind.num_images
         ids = (IMAGE_TOKEN,) * count + (1,) * text
         request = Request((ids,), ((1,) * words,), kind.images, (tuple(range(count)),))
-        kept = self._backend.warm([Chat(request, *how)] * kind.rows, self._shapes)
+        kept = self._backend.warm([ChatRequest(request, *how)] * kind.rows, self._shapes)
         if num_compiled() > before:
             seconds = time.perf_counter() - begin
             _logger.info("compiled in %.1f s: %s, rows of %d tokens", seconds, kind, text + kept)
@@ -206,6 +206,6 @@ class _WarmUp:
 
 def _stopping(pruner: Pruner) -> Pruner:
     """Returns a pruner with the same programs that stops at once, if its stop is learned."""
-    if not isinstance(pruner, Weighted) or not pruner.has_stop:
+    if not isinstance(pruner, TrainedPruner) or not pruner.has_stop:
         return pruner
     return dataclasses.replace(pruner, budget=Budget("own"), stop_bias=pruner.bias + _STOP_BIAS)

@@ -9,7 +9,7 @@ from stepprune_jax.training.settings import (
     AcceleratorSettings,
     Run,
     ValidationSettings,
-    sampled_sets,
+    rloo_run,
 )
 
 __all__ = [
@@ -20,6 +20,6 @@ __all__ = [
     "OptimizerSettings",
     "Run",
     "ValidationSettings",
-    "sampled_sets",
+    "rloo_run",
     "train",
 ]

@@ -16,10 +16,10 @@ from stepprune_jax.checkpoints.folder import ModelFolder, load_tokenizer
 from stepprune_jax.data.corpus import Corpus, LengthLimits, Lengths, TrainingRow
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.json_files import JsonObject
+from stepprune_jax.data.open_corpus import open_corpus
 from stepprune_jax.data.order import Order
 from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.data.source import DataSettings, Source
-from stepprune_jax.data.survey import open_corpus
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels, join_images, stack_images
 from stepprune_jax.training.language_loss import Targets

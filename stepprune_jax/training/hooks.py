@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from stepprune_jax.parallel import distributed
-from stepprune_jax.trained import Policy
+from stepprune_jax.selectors import Policy
 from stepprune_jax.training.settings import AUTO, GATE, Run
 from stepprune_jax.training.validation import Validation
 from stepprune_jax.user_input import UserError

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int, PyTree
 from optax.contrib import MuonDimensionNumbers
 
 from stepprune_jax.parallel.sharding import path_name
+from stepprune_jax.selectors import Selector
+from stepprune_jax.selectors.base import Weights
 from stepprune_jax.settings import Settings, count, number, positive, setting
-from stepprune_jax.trained import Selector
-from stepprune_jax.trained.base import Weights
 
 
 def _decay(default: float) -> Any:

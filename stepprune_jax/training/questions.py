@@ -7,11 +7,11 @@ from stepprune_jax.data.llava import read_questions as list_questions
 from stepprune_jax.evaluation.split import Split, read_split, spread_over, thin
 from stepprune_jax.extras import need
 from stepprune_jax.training.settings import Run
-from stepprune_jax.training.step import Setup
+from stepprune_jax.training.step import StepConfig
 from stepprune_jax.user_input import UserError, local_path
 
 
-def read_questions(run: Run, setup: Setup) -> Split | None:
+def read_questions(run: Run, setup: StepConfig) -> Split | None:
     """Reads the questions of a run's validation; None if there is none."""
     if not run.validation.every:
         return None

@@ -20,7 +20,7 @@ from stepprune_jax.data.source import training_source
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows
-from stepprune_jax.trained import Policy
+from stepprune_jax.selectors import Policy
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
 from stepprune_jax.training.hooks import Hooks
@@ -32,10 +32,10 @@ from stepprune_jax.training.settings import (
     Phase,
     Run,
     make_mesh,
-    make_setup,
+    make_step_config,
     split,
 )
-from stepprune_jax.training.step import Setup
+from stepprune_jax.training.step import StepConfig
 from stepprune_jax.training.trainer import Trainer
 from stepprune_jax.training.validation import Validation
 from stepprune_jax.user_input import UserError, local_path, require
@@ -81,7 +81,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
     check_boards(run.tensorboard, run.wandb)
     source = run.model.inspect()
     phases = split(run)
-    setup, *_ = (make_setup(phase.run, source.backbone, mesh) for phase in phases)
+    setup, *_ = (make_step_config(phase.run, source.backbone, mesh) for phase in phases)
     with ExitStack() as stack:
         # Claim the folder, when everything but images and weights has been checked.
         stack.enter_context(locked(workdir))
@@ -178,10 +178,10 @@ def _decide(run: Run, trainer: Trainer, stop: Callable[[], bool]) -> JsonObject 
     Returns:
         What is to be remembered: the first phase, and what sets gain, unless none can be drawn.
     """
-    if not trainer.policy().draws_sets:
+    if not trainer.policy().samples_subsets:
         distributed.say(f"Recipe: the gate, because {run.method} draws no sets of tokens")
         return {_BEGIN: GATE}
-    signal = trainer.try_sets(split(run, SETS)[0], stop)
+    signal = trainer.measure_subset_gain(split(run, SETS)[0], stop)
     if signal is None:
         return None
     begin = SETS if signal.suffices else GATE
@@ -203,7 +203,7 @@ def _has_policy(workdir: Path) -> bool:
     return distributed.any_process(policy.is_file() and policy.stat().st_mtime >= begun)
 
 
-def _read_start(run: Run, setup: Setup) -> Policy | None:
+def _read_start(run: Run, setup: StepConfig) -> Policy | None:
     """Reads the policy that a run begins with; None for new weights."""
     if not run.start:
         return None
@@ -229,7 +229,7 @@ def _received(interrupt: Interrupt) -> int:
     return received
 
 
-def _load_model(run: Run, batches: Batches, setup: Setup) -> VLM:
+def _load_model(run: Run, batches: Batches, setup: StepConfig) -> VLM:
     """Loads the frozen model, after the data have been checked."""
     folder, vision_folder = run.model.folders
     mesh = setup.forward.mesh

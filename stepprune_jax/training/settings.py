@@ -15,12 +15,12 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.pruners import trainable
+from stepprune_jax.registry import trainable
+from stepprune_jax.selectors import AutoSelectConfig, Policy, RlooSettings, SelectorConfig
 from stepprune_jax.settings import Settings, choice, count, setting, share
-from stepprune_jax.trained import AutoSelectConfig, Policy, PolicyGradientSettings, SelectorConfig
 from stepprune_jax.training.language_loss import ForwardOptions
 from stepprune_jax.training.optimizer import OptimizerSettings
-from stepprune_jax.training.step import Setup
+from stepprune_jax.training.step import StepConfig
 from stepprune_jax.user_input import UserError, naming
 
 # How a policy is trained, and what "auto" chooses between.
@@ -129,7 +129,7 @@ class Run(EvaluationRun):
     policy: SelectorConfig = PolicyConfig()
     autoselect: SelectorConfig = AutoSelectConfig()
     optimizer: OptimizerSettings = OptimizerSettings()
-    policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
+    policy_gradient: RlooSettings = RlooSettings()
     start: str = ""
     accelerator: AcceleratorSettings = setting(AcceleratorSettings(), free=True)
     validation: ValidationSettings = setting(ValidationSettings(), free=True)
@@ -167,7 +167,7 @@ class Phase(NamedTuple):
     Attributes:
         name: "gate" or "sets".
         first: updates of the run before it.
-        run: its settings, for `make_setup`; `steps` is the number of its updates.
+        run: its settings, for `make_step_config`; `steps` is the number of its updates.
     """
 
     name: str
@@ -189,7 +189,7 @@ def split(run: Run, begin: str = GATE) -> tuple[Phase, ...]:
     Raises:
         ValueError: a recipe with sets, of a method that draws none.
     """
-    draws, sampled = trainable()[run.method].draws_sets, run.policy_gradient.samples
+    draws, sampled = trainable()[run.method].samples_subsets, run.policy_gradient.samples
     expected = f"{GATE} or {AUTO}, as {run.method} draws no sets"
     run.expect("recipe", draws or run.recipe != SETS, expected)
     recipe = run.recipe or (SETS if sampled else GATE)
@@ -200,12 +200,12 @@ def split(run: Run, begin: str = GATE) -> tuple[Phase, ...]:
         parts = ((begin if recipe == AUTO else recipe, 0, run.steps),)
     phases = []
     for name, first, last in parts:
-        own = sampled_sets(run) if name == SETS and not sampled else run
+        own = rloo_run(run) if name == SETS and not sampled else run
         phases.append(Phase(name, first, own.replace({"recipe": None, "steps": last - first})))
     return tuple(phases)
 
 
-def sampled_sets(run: Run) -> Run:
+def rloo_run(run: Run) -> Run:
     """Returns the settings for training on sampled sets that follow from those of the gate.
 
     The learning rate and the other changes are those of the method that is trained. A token's price
@@ -262,7 +262,7 @@ def read_method(run: Run, model: ModelConfig) -> Policy:
         return kind(config=config)
 
 
-def make_setup(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> Setup:
+def make_step_config(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> StepConfig:
     """Builds the static part of the update, of a run in phases that of the first."""
     run = split(run)[0].run
     run.model.execution.check_backend()
@@ -279,14 +279,16 @@ def make_setup(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> Setup:
     )
     sampled = run.policy_gradient
     sampled.expect(
-        "samples", method.draws_sets or not sampled.samples, f"0, as {run.method} draws no sets"
+        "samples",
+        method.samples_subsets or not sampled.samples,
+        f"0, as {run.method} draws no sets",
     )
     forward = ForwardOptions(
         execution=run.model.execution,
         rows=rows * parts if rows < each else 0,
         mesh=mesh,
     )
-    return Setup(
+    return StepConfig(
         backbone=backbone,
         method=method,
         steps=run.steps,

@@ -18,9 +18,9 @@ from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_replicated, constrain_rows
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, Pruned, update_stats
-from stepprune_jax.trained import PolicyGradientSettings, Selector, policy_gradient_loss
-from stepprune_jax.trained.base import Weights, carrying
-from stepprune_jax.trained.policy_gradient import SetRewards, set_rewards
+from stepprune_jax.selectors import RlooSettings, Selector, rloo_loss
+from stepprune_jax.selectors.base import Weights, nonzero_tokens
+from stepprune_jax.selectors.rloo import SetRewards, subset_rewards
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
     Targets,
@@ -37,7 +37,7 @@ from stepprune_jax.training.optimizer import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class StepConfig:
     """Everything static about an update.
 
     Attributes:
@@ -57,7 +57,7 @@ class Setup:
     optimizer: OptimizerSettings
     text_gate_anneal: float
     forward: ForwardOptions
-    policy_gradient: PolicyGradientSettings = PolicyGradientSettings()
+    policy_gradient: RlooSettings = RlooSettings()
     weights: str = "full"
 
 
@@ -95,11 +95,11 @@ class State(NamedTuple):
     skipped_in_row: Int[Array, ""]
 
 
-def _optimizer(setup: Setup) -> optax.GradientTransformationExtraArgs:
+def _optimizer(setup: StepConfig) -> optax.GradientTransformationExtraArgs:
     return make_optimizer(setup.optimizer, setup.steps, setup.method)
 
 
-def init_state(key: Array, setup: Setup) -> State:
+def init_state(key: Array, setup: StepConfig) -> State:
     """Draws the state before the first update; `key` is consumed."""
     params = setup.method.draw_params(key)
     moments = _optimizer(setup).init(params)
@@ -107,7 +107,7 @@ def init_state(key: Array, setup: Setup) -> State:
     return State(params, moments, setup.method.init_state(), none, none)
 
 
-def encode_rows(params: Params, setup: Setup, pixels: Pixels) -> Float[Array, "b n w"]:
+def encode_rows(params: Params, setup: StepConfig, pixels: Pixels) -> Float[Array, "b n w"]:
     """Computes features of images, in passes of at most `forward.rows` rows."""
 
     def encode(pixels):
@@ -117,7 +117,7 @@ def encode_rows(params: Params, setup: Setup, pixels: Pixels) -> Float[Array, "b
     return constrain_rows(setup.forward.mesh, map_rows(encode, setup.forward, pixels))
 
 
-def selector_inputs(params: Params, setup: Setup, batch: TrainingBatch) -> Inputs:
+def selector_inputs(params: Params, setup: StepConfig, batch: TrainingBatch) -> Inputs:
     """Computes features and question embeddings of a batch with the frozen model."""
     features = encode_rows(params, setup, batch.pixels)
     text = decoder.embed(params["language"], batch.text)
@@ -125,7 +125,7 @@ def selector_inputs(params: Params, setup: Setup, batch: TrainingBatch) -> Input
     image_mask = None
     if setup.backbone.config.sizes_vary:
         count = setup.backbone.num_tokens(batch.targets.grid)
-        image_mask = carrying(features, jnp.arange(features.shape[1]) < count[:, None])
+        image_mask = nonzero_tokens(features, jnp.arange(features.shape[1]) < count[:, None])
     tokens, deep = split_deep(setup.backbone.config, features)
     inputs = Inputs(tokens, text, image_mask, mask, deep=deep)
     return constrain_rows(setup.forward.mesh, inputs)
@@ -153,7 +153,7 @@ def _update(
     batch: TrainingBatch,
     key: Array,
     step: Int[Array, ""],
-    setup: Setup,
+    setup: StepConfig,
 ) -> tuple[State, dict[str, Array]]:
     """Performs update number `step`, from 0; returns the new state, and scalars of the old one."""
     inputs = selector_inputs(params, setup, batch)
@@ -167,7 +167,7 @@ def _update(
 
 
 def _set_losses(
-    params: Params, setup: Setup, batch: TrainingBatch
+    params: Params, setup: StepConfig, batch: TrainingBatch
 ) -> Callable[[Pruned], Float[Array, "b g"]]:
     """Returns the function from sets of kept tokens to the mean loss of each answer."""
 
@@ -185,11 +185,11 @@ def learn(
     loss_fn: Callable[..., Array],
     key: Array,
     step: Int[Array, ""],
-    setup: Setup,
+    setup: StepConfig,
 ) -> tuple[State, dict[str, Array]]:
     """Performs the selector's part of an update: everything but the frozen model.
 
-    `loss_fn` is that of `Selector.loss` or of `policy_gradient_loss`; the statistics are those of
+    `loss_fn` is that of `Selector.loss` or of `rloo_loss`; the statistics are those of
     the tokens with their deep features.
     """
     share = step / setup.steps
@@ -201,7 +201,7 @@ def learn(
         draw_key, seen = jax.random.fold_in(key, step), _standardised(inputs, stats)
         method, sampled = setup.method.replace(params=trained), setup.policy_gradient
         if sampled.samples:
-            value, aux = policy_gradient_loss(method, sampled, draw_key, seen, loss_fn, progress)
+            value, aux = rloo_loss(method, sampled, draw_key, seen, loss_fn, progress)
         else:
             value, aux = method.loss(draw_key, seen, loss_fn, progress)
         return value, jax.lax.stop_gradient(aux)
@@ -230,11 +230,11 @@ def _gather_stats(
     stats: FeatureStats,
     pixels: Pixels,
     tokens: Int[Array, " b"],
-    setup: Setup,
+    setup: StepConfig,
 ) -> FeatureStats:
     """Extends feature statistics by a batch of images, each with `tokens` real tokens."""
     features = encode_rows(params, setup, pixels)
-    real = carrying(features, jnp.arange(features.shape[1]) < tokens[:, None])
+    real = nonzero_tokens(features, jnp.arange(features.shape[1]) < tokens[:, None])
     return update_stats(stats, features, real)
 
 
@@ -244,15 +244,15 @@ def _try_sets(
     stats: FeatureStats,
     batch: TrainingBatch,
     key: Array,
-    setup: Setup,
+    setup: StepConfig,
 ) -> SetRewards:
     """Computes what sets of the policy as it is are worth on a batch; `key` is consumed."""
     inputs = _standardised(selector_inputs(params, setup, batch), stats)
     method, losses = setup.method.replace(params=trained), _set_losses(params, setup, batch)
-    rewards = set_rewards(method, setup.policy_gradient, key, inputs, losses)
+    rewards = subset_rewards(method, setup.policy_gradient, key, inputs, losses)
     return constrain_replicated(setup.forward.mesh, rewards)
 
 
 update = jit_for_weights(_update, ("setup",), ("state",))
 gather_stats = jit_for_weights(_gather_stats, ("setup",))
-try_sets = jit_for_weights(_try_sets, ("setup",))
+measure_subset_gain = jit_for_weights(_try_sets, ("setup",))

@@ -16,12 +16,12 @@ from stepprune_jax.models.images import Pixels, stack_images
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.policy.host import THREEFRY, jax_defaults
-from stepprune_jax.trained import Policy, SetSignal
-from stepprune_jax.trained.policy_gradient import SetRewards, read_signal
+from stepprune_jax.policy.jax_settings import THREEFRY, jax_defaults
+from stepprune_jax.selectors import Policy, SubsetGain
+from stepprune_jax.selectors.rloo import SetRewards, subset_gain
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches
-from stepprune_jax.training.settings import Phase, Run, make_setup
+from stepprune_jax.training.settings import Phase, Run, make_step_config
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
 # Training questions on which sets are tried.
@@ -54,7 +54,7 @@ class Trainer:
     def _enter(self, phase: Phase) -> None:
         """Takes the settings of a phase; the state remains."""
         mesh = mesh_of(self._model.params)
-        self.phase, self._setup = phase, make_setup(phase.run, self._model.backbone, mesh)
+        self.phase, self._setup = phase, make_step_config(phase.run, self._model.backbone, mesh)
 
     def _fresh_state(self) -> step.State:
         """Draws the state in which a run of the phase would begin."""
@@ -80,13 +80,16 @@ class Trainer:
             self.stats = stats.continued(self.stats) if deep else stats
         self.stream = self._batches.stream(self._run.steps)
 
-    def try_sets(self, phase: Phase, stop: Callable[[], bool]) -> SetSignal | None:
+    def measure_subset_gain(self, phase: Phase, stop: Callable[[], bool]) -> SubsetGain | None:
         """Tries the sets of a phase on the first training questions, each once.
 
         Returns:
             The rewards of at most one epoch; None if asked to stop.
         """
-        setup, rewards = make_setup(phase.run, self._model.backbone, self._setup.forward.mesh), []
+        setup, rewards = (
+            make_step_config(phase.run, self._model.backbone, self._setup.forward.mesh),
+            [],
+        )
         setup = dataclasses.replace(setup, steps=1)  # one program for runs of any length
         key = jax.random.fold_in(jax.random.key(self._run.seed, impl=THREEFRY), 2)
         size, epoch = self._run.batch_size, len(self._batches)
@@ -96,11 +99,11 @@ class Trainer:
             read = functools.partial(self._batches.__getitem__, number)
             batch = place_rows(setup.forward.mesh, distributed.together(read), size)
             arguments = self.state.params, self.stats, batch, jax.random.fold_in(key, number)
-            tried = step.try_sets(self._model.params, *arguments, setup=setup)
+            tried = step.measure_subset_gain(self._model.params, *arguments, setup=setup)
             # At once, as batches that wait take memory. The last batch may begin another epoch.
             unseen = epoch - number * size
             rewards.append(SetRewards(*(x[:unseen] for x in jax.device_get(tried))))
-        return read_signal(rewards)
+        return subset_gain(rewards)
 
     def follow(self, phases: Sequence[Phase]) -> None:
         """Changes the phases before the first update."""

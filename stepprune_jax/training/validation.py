@@ -14,18 +14,18 @@ from stepprune_jax.data.corpus import LengthLimits, make_row
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.evaluation.split import Split
 from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.dataset import Answers, Batching, batches, rank_all
 from stepprune_jax.inference.encode import check_lengths, encode_questions
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.programs import run_take
-from stepprune_jax.inference.sets import Answers, Batching, batches, rank_all
 from stepprune_jax.parallel import distributed
-from stepprune_jax.parallel.placement import fetch, mesh_of, place_rows
+from stepprune_jax.parallel.placement import mesh_of, place_rows, to_host
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import Pruned
 from stepprune_jax.policy.buckets import choose_bucket
 from stepprune_jax.pruning import Budget
-from stepprune_jax.trained import Policy
-from stepprune_jax.trained.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, cases, describe
+from stepprune_jax.selectors import Policy
+from stepprune_jax.selectors.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, cases, describe
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_scores
 from stepprune_jax.training.settings import Run
@@ -176,7 +176,7 @@ class Validation:
                 kept=Pruned(taken.index, taken.tokens, taken.valid, taken.count),
                 targets=targets,
             )
-            scores.append([x[:real] for x in fetch(of_rows)])
+            scores.append([x[:real] for x in to_host(of_rows)])
         losses, right = map(np.concatenate, zip(*scores, strict=True))
         return losses, right
 

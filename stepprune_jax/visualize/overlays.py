@@ -123,7 +123,10 @@ def _draw_overlay(example: Overlay) -> Image.Image:
     """Draws one panel: title and category above the image, question and answer below."""
     page = Image.new("RGB", (_SIDE, _HEAD + _SIDE + _FOOT), "white")
     page.paste(draw_panel(example.image, example.patches, example.grid, _SIDE), (0, _HEAD))
-    draw, mark = ImageDraw.Draw(page), {None: "", True: "✓ ", False: "✗ "}[example.is_correct]
+    draw, mark = (
+        ImageDraw.SampledSubsets(page),
+        {None: "", True: "✓ ", False: "✗ "}[example.is_correct],
+    )
     colour = {None: style.INK, True: "#00735a", False: "#b54708"}[example.is_correct]
     small, bold = font(21), font(22, bold=True)
     draw.text((0, _HEAD - 12), example.title, style.INK, font(25, bold=True), anchor="ls")

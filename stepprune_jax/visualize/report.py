@@ -21,7 +21,7 @@ from stepprune_jax.benchmarks.answer_files import AnswerFile
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.questions import IMAGE_MARK
 from stepprune_jax.evaluation.cells import Cell
-from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP, own_stop, without_own_stop
+from stepprune_jax.evaluation.names import DEFAULT, OWN_STOP, learned_stop, without_own_stop
 from stepprune_jax.evaluation.scores import about_images
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
@@ -149,7 +149,7 @@ def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
             mine.sort(key=lambda file: -file.provenance.budget)
             if mine:
                 return mine[len(mine) // 2]
-        alone = [f for f in files if f.provenance.method == own_stop(method)]
+        alone = [f for f in files if f.provenance.method == learned_stop(method)]
         if alone:
             return alone[0]
     return None

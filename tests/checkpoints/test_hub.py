@@ -18,7 +18,7 @@ from stepprune_jax.checkpoints.policy import load_policy, policy_file, save_poli
 from stepprune_jax.cli import export
 from stepprune_jax.evaluation.settings import own_policy
 from stepprune_jax.policy import PolicyConfig, init_policy
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.selectors import StepPrune
 
 CONFIG = PolicyConfig(feature_width=4, text_width=4, num_heads=1, mlp_ratio=1, encoder_layers=1)
 NAME = "policy.safetensors"

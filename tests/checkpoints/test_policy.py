@@ -13,8 +13,8 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for, model_identity
 from stepprune_jax.checkpoints.policy import load_policy, read_about, save_policy
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.trained import StepPrune
-from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.selectors import StepPrune
+from stepprune_jax.selectors.calibration import Calibration
 
 CONFIG = PolicyConfig(feature_width=8, text_width=6, width=4, num_heads=2, mlp_ratio=1)
 

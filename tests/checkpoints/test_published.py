@@ -9,7 +9,7 @@ from shards import to_shards
 
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.policy import load_policy, policy_file
-from stepprune_jax.trained import VisionSelectorConfig
+from stepprune_jax.selectors import VisionSelectorConfig
 
 D, H = 6, 3
 LANGUAGE_MODEL = "model-4.safetensors"

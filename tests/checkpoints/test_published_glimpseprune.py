@@ -12,7 +12,7 @@ from stepprune_jax import load_policy, save_policy
 from stepprune_jax.checkpoints.policy import policy_file
 from stepprune_jax.cli.generate import main
 from stepprune_jax.models.weights import flatten
-from stepprune_jax.trained import GlimpsePrune, GlimpsePruneConfig
+from stepprune_jax.selectors import GlimpsePrune, GlimpsePruneConfig
 
 E, VISION, HEADS, F, C = 48, 32, 4, 8, 16
 CONFIG = {

@@ -9,8 +9,8 @@ from visual import as_a_phone_stores
 from stepprune_jax import FeatureStats, PolicyConfig, init_policy
 from stepprune_jax.demo.compare import BY_ITSELF, EXACTLY, ON_AVERAGE, compare, list_choices
 from stepprune_jax.demo.examples import shapes_examples
-from stepprune_jax.trained import StepPrune
-from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.selectors import StepPrune
+from stepprune_jax.selectors.calibration import Calibration
 from stepprune_jax.visualize.overlays import seen_patches
 from stepprune_jax.visualize.patches import read_square
 

@@ -16,8 +16,8 @@ from stepprune_jax.inference import greedy, pipeline, programs
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.models import vlm
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.pruners import PRUNERS
-from stepprune_jax.trained import Weighted
+from stepprune_jax.registry import PRUNERS
+from stepprune_jax.selectors import TrainedPruner
 
 TEXT = 64
 # A budget of StepPrune is a block of its loop, which is counted once.
@@ -41,7 +41,7 @@ def test_a_rows_operations_are_those_of_its_program(model, batch, name):
     """The formula leaves out some methods' choice: less than half a percent."""
     (row,) = read_rows([name], model.config, decoder_layers=1, dtype="float32")
     pruner, config = row.pruner, model.config
-    if isinstance(pruner, Weighted):
+    if isinstance(pruner, TrainedPruner):
         params = jax.eval_shape(pruner.draw_params, jax.random.key(0))
         pruner = pruner.replace(params=params, stats=FeatureStats.start(config.feature_width))
     ready = pipeline.prepare(model, pruner, batch.prompts, batch.images, RunOptions(2))

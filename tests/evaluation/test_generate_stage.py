@@ -21,7 +21,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
-from stepprune_jax.evaluation.calibrate import Sample, StopBiases, spread
+from stepprune_jax.evaluation.calibrate import CalibrationSet, StopBiases, spread
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.evaluation.rows import Conditions, plan_rows, policy_digest
 from stepprune_jax.evaluation.settings import EvaluationRun
@@ -39,9 +39,9 @@ from stepprune_jax.inference.programs import run_begin, run_rank
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget
-from stepprune_jax.trained import GlimpsePrune
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import GlimpsePrune
 
 NAMES = ("folder", "pope", "mmbench", "scienceqa", "textvqa")
 PUBLIC = NAMES[1:]
@@ -317,7 +317,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     shutil.copy(run / "answers" / "stop_biases.json", tmp_path)
     policies = {"StepPrune": stepprune(5)}
     digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
-    sample = Sample({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
+    sample = CalibrationSet({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
     file = tmp_path / "stop_biases.json"
     biases = StopBiases(file, {"weights": "w"}, digests, settings.budgets)
     assert biases.known(sample) == {}
@@ -326,7 +326,7 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     assert json.loads(file.read_text())["StepPrune"][:-1] == old
     # Another sample is another matter, other budgets are added to what is known.
-    assert biases.known(Sample({"sample": "other"}, sample.questions)) == {}
+    assert biases.known(CalibrationSet({"sample": "other"}, sample.questions)) == {}
     more = StopBiases(file, {"weights": "w"}, digests, (4, 3))
     assert more.known(sample) == {}
     both = more.compute(model, policies, sample, Execution(), 4)

@@ -15,7 +15,7 @@ from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation.generate_stage import generate_answers
 from stepprune_jax.policy import FeatureStats, init_policy
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.selectors import StepPrune
 
 SHARE = "1/3"
 

@@ -6,10 +6,10 @@ from small_world import one_shot, stepprune
 from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
 from stepprune_jax.models.llava import Llava
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, FastV, HoloV
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import GlimpsePrune, GlimpsePruneConfig
 from stepprune_jax.testing import tiny_hf_config
-from stepprune_jax.trained import GlimpsePrune, GlimpsePruneConfig
 
 BACKBONE = Llava.read(tiny_hf_config(), None)
 CONFIG = BACKBONE.config
@@ -19,7 +19,7 @@ GLIMPSE = GlimpsePruneConfig(selected_layers=(0,), reduce_layer=0)
 
 
 def parts(pruner, kept, text=20, words=5):
-    return first_token_flops(BACKBONE, pruner.bare, CONFIG.grid, text, words, kept)
+    return first_token_flops(BACKBONE, pruner.without_weights, CONFIG.grid, text, words, kept)
 
 
 def prefill(tokens):

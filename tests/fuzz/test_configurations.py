@@ -20,9 +20,9 @@ from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.models.config import Normalisation
 from stepprune_jax.models.llava.images import LlavaImageSettings, to_hf
 from stepprune_jax.policy import PolicyConfig, init_policy
+from stepprune_jax.selectors import StepPrune
+from stepprune_jax.selectors.calibration import Calibration
 from stepprune_jax.testing import tiny_hf_config
-from stepprune_jax.trained import StepPrune
-from stepprune_jax.trained.calibration import Calibration
 from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.checkpoints import claim
 

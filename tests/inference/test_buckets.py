@@ -22,8 +22,8 @@ from stepprune_jax.models.llava_next import LlavaNext
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.images import QwenImageSettings
 from stepprune_jax.models.qwen3_vl import Qwen3_VL
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import AllTokens
+from stepprune_jax.registry import build_pruner
 from stepprune_jax.testing import tiny_hf_config
 
 SIDE = 8  # pixels of a token's side

@@ -6,7 +6,7 @@ from generation_reference import ByQuestion, random_image
 from small_world import stepprune
 
 from stepprune_jax.inference import RunOptions, greedy, pipeline, read_request
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.registry import build_pruner
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 METHODS = {
@@ -36,8 +36,8 @@ def test_a_batch_takes_one_program_or_two_and_a_look(name, llava_model, compilat
     images = [[random_image(1)], None, [random_image(2), random_image(3)]]
     asked = read_request(llava_model, ["What is this?", "two", "red"], images)
     method, sampling = pipeline.place_pruner(llava_model, METHODS[name]()), greedy([2])
-    looks, fetch = [], pipeline.fetch
-    monkeypatch.setattr(pipeline, "fetch", lambda tree: looks.append(tree) or fetch(tree))
+    looks, to_host = [], pipeline.to_host
+    monkeypatch.setattr(pipeline, "fetch", lambda tree: looks.append(tree) or to_host(tree))
     prompts, options, before = asked.prompts(), RunOptions(max_tokens=2), len(compilations)
     batch = pipeline.prepare(llava_model, method, prompts, asked.images, options)
     begun = pipeline.begin(llava_model, batch, sampling)

@@ -41,10 +41,10 @@ from stepprune_jax.inference.programs import num_compiled, run_begin, run_choose
 from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import AllTokens, FastV, Random
 from stepprune_jax.pruning.base import LayerCut, LayerPruner, Schedule, Survivors
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import StepPrune
 from stepprune_jax.user_input import UserError
 
 PROMPTS = ("What is in this picture?", "two", "red dog yes no the user gives helpful answers", "no")

@@ -16,8 +16,8 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import load_policy, save_policy
 from stepprune_jax.cli.generate import main
 from stepprune_jax.inference import Generator, RunOptions, generate, read_request, trace_arrays
-from stepprune_jax.pruners import build_pruner
-from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors.calibration import Calibration
 
 NAME, SIX = "stepprune-generate", RunOptions(max_tokens=6)
 

@@ -18,8 +18,8 @@ from stepprune_jax.models import attention
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import FeatureStats, layers
-from stepprune_jax.pruners import build_pruner
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import StepPrune
 from tools.bench.memory import compiled_programs
 
 MANY, MOST = 1_280, 16_384

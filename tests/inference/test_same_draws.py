@@ -17,8 +17,8 @@ from stepprune_jax.inference import (
     pipeline,
     read_request,
 )
-from stepprune_jax.pruners import build_pruner, selector_of
-from stepprune_jax.trained import AutoSelectConfig
+from stepprune_jax.registry import build_pruner, selector_of
+from stepprune_jax.selectors import AutoSelectConfig
 
 TWO = RunOptions(max_tokens=2)
 PROMPTS = ("What is this?", "red", "two yes no dog", "is the picture red or no")

@@ -12,7 +12,7 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.data.prompts import IMAGE_TOKEN, tokenize_with_images
 from stepprune_jax.inference import Generator, RunOptions, Sampling, encode, generate
-from stepprune_jax.inference.sets import Answers
+from stepprune_jax.inference.dataset import Answers
 from stepprune_jax.integrations import answerer as module
 from stepprune_jax.integrations.answerer import (
     AnswererOptions,

@@ -14,7 +14,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.registry import build_pruner
 
 PYTHON = Path(__file__).parents[2] / ".venv-lmms-eval" / "bin" / "python"
 pytestmark = [

@@ -37,7 +37,7 @@ def inputs(b=2, s=11):
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("taps", "capacity", "execution"))
 def run(params, config, ids, position, valid, execution=Execution(), **wanted):
     rows = Rows(llama.embed(params, ids), position, valid)
-    span, wanted = (0, config.num_layers), llama.Requested(**wanted)
+    span, wanted = (0, config.num_layers), llama.OutputSpec(**wanted)
     stage = llama.run_layers(params, config, rows, span, None, wanted, execution)
     return llama.logits(params, config, stage.hidden), stage
 
@@ -161,7 +161,7 @@ def test_taps_without_queries_outside_of_the_stage_and_unknown_are_refused(langu
     config, params = language
     rows = Rows(normal(8, 1, 4, 64), *inputs(b=1, s=4)[1:])
     with pytest.raises(ValueError, match=f"tap {tap.kind}.{tap.layer}: "):
-        llama.run_layers(params, config, rows, (0, 2), wanted=llama.Requested(taps=[tap]))
+        llama.run_layers(params, config, rows, (0, 2), wanted=llama.OutputSpec(taps=[tap]))
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ from stepprune_jax.models.llava_next.backbone import (
     LlavaNextYi,
 )
 from stepprune_jax.models.llava_next.images import best_size, fitted_size, unpadded_grid
-from stepprune_jax.pruners import PRUNERS, build_pruner
+from stepprune_jax.registry import PRUNERS, build_pruner
 
 # Height and width of images: of each plan of tiles, enlarged and reduced, with bars on either side,
 # and so narrow that no patch of the tiles remains, or only the ends of rows.

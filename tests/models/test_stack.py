@@ -11,7 +11,7 @@ from visual import random_bytes
 
 from stepprune_jax.models import decoder, vlm
 from stepprune_jax.models.attention import Tap
-from stepprune_jax.models.decoder import Requested
+from stepprune_jax.models.decoder import OutputSpec
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.stack import has_large_layers, unstack
 from stepprune_jax.models.weights import join, separate
@@ -22,7 +22,7 @@ def answer(params, config, pixels, sequence):
     """All that is run in layers: tower, a stage with taps, stages with a cut, a decoded token."""
     taps = (Tap("hidden", -3), Tap("attention", 1))
     seen = Llava(config).encode_image(params, pixels, taps)
-    wanted = Requested(None, (Tap("hidden", 1), Tap("keys", 2)))
+    wanted = OutputSpec(None, (Tap("hidden", 1), Tap("keys", 2)))
     stage = decoder.run_layers(params["language"], config.text, sequence.rows, (0, 4), None, wanted)
 
     def drop(rows, taps):

@@ -23,8 +23,8 @@ from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import LLAMA, LlamaConfig, ModelConfig, written
 from stepprune_jax.models.images import read_processor
 from stepprune_jax.models.weights import WeightRule, language_rules
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, FastV
+from stepprune_jax.registry import build_pruner
 from stepprune_jax.training import train
 
 

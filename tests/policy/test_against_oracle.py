@@ -12,7 +12,7 @@ import pytest
 from quick import quick_or_slow
 
 from stepprune_jax.policy import Inputs, trajectory_scores
-from stepprune_jax.policy.encoder import encode_and_ask, memory
+from stepprune_jax.policy.encoder import encode_with_query, memory
 
 CASES = 20  # of each group
 KINDS = ("plain", "ties", "stop at once", "never stop", "empty row")
@@ -107,7 +107,7 @@ def run_package(config, steps, exact, case):
     """(H, select, select_parallel, pick, scores); the memory's padding is NaN on the way."""
     params, image_mask = case["params"], case["image_mask"]
     inputs = Inputs(case["image"], case["text"], image_mask, case["text_mask"])
-    encoded, asked = encode_and_ask(params, config, inputs, case["gate"])
+    encoded, asked = encode_with_query(params, config, inputs, case["gate"])
     encoded = encoded[:, case["twins"]]
     slots = memory(params, jnp.where(image_mask[..., None], encoded, jnp.nan))
     bounds = dict(min_tokens=case["least"], max_tokens=case["most"])

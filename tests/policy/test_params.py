@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, PolicyConfig
-from stepprune_jax.policy import params as tables
+from stepprune_jax.policy import params as pointer_cache
 
 CONFIGS = [
     PolicyConfig(feature_width=16, text_width=12, num_heads=4),
@@ -26,7 +26,7 @@ def test_init_has_the_abstract_shapes_and_each_weight_exactly_one_rule(config):
     chex.assert_trees_all_equal_shapes_and_dtypes(params, policy.abstract_policy(config))
     assert all(leaf.dtype == jnp.float32 and not leaf.weak_type for leaf in jax.tree.leaves(params))
     rules = policy.partition_rules(config, {"embed": "fsdp", "hidden": "tensor"})
-    for path in tables.param_paths(params):
+    for path in pointer_cache.param_paths(params):
         assert sum(bool(re.search(pattern, path)) for pattern, _ in rules) == 1
 
 
@@ -38,7 +38,7 @@ def test_each_weight_is_a_scaled_normal_draw_of_its_own_key_by_one_program(make_
         params = policy.init_policy(key, config)
     compiled = [text for text in caplog.messages if "Finished XLA compilation" in text]
     assert len(compiled) == 1, compiled
-    leaves = jax.tree.leaves(tables.param_specs(config), is_leaf=tables._is_spec)
+    leaves = jax.tree.leaves(pointer_cache.param_specs(config), is_leaf=pointer_cache._is_spec)
     keys = jax.random.split(key, len(leaves))
     for key, spec, weight in zip(keys, leaves, jax.tree.leaves(params), strict=True):
         std = {"fan_in": spec.shape[0] ** -0.5, "token": 0.02}.get(spec.init, 0.0)
@@ -80,13 +80,13 @@ def test_weights_cast_once_give_the_same_result_to_the_bit():
     )
     params = policy.init_policy(jax.random.key(0), config)
     cast = policy.cast_weights(params, config.dtype)
-    leaves = zip(tables.param_paths(cast), jax.tree.leaves(cast), strict=True)
+    leaves = zip(pointer_cache.param_paths(cast), jax.tree.leaves(cast), strict=True)
     narrow = {path for path, leaf in leaves if leaf.dtype == jnp.bfloat16}
     # Whatever multiplies activations; norms, the clock and single tokens are kept whole.
     assert {"kernel", "bias"} == {path.rpartition("/")[2] for path in narrow}
     assert not any("norm" in path or "read" in path for path in narrow)
     assert "encoder/text_projection/kernel" in narrow and "denoiser/value/kernel" in narrow
-    kernels = {path for path in tables.param_paths(params) if path.endswith("kernel")}
+    kernels = {path for path in pointer_cache.param_paths(params) if path.endswith("kernel")}
     assert kernels <= narrow
 
     draw, rank = jax.random.normal, jax.jit(policy.rank)

@@ -26,12 +26,12 @@ from stepprune_jax.inference import (
     read_request,
     trace_arrays,
 )
-from stepprune_jax.inference.base import Begun
+from stepprune_jax.inference.base import PrefillResult
 from stepprune_jax.inference.programs import run_choose
 from stepprune_jax.models import vlm
-from stepprune_jax.pruners import PRUNERS, build_pruner
 from stepprune_jax.pruning import Ranker
-from stepprune_jax.trained import (
+from stepprune_jax.registry import PRUNERS, build_pruner
+from stepprune_jax.selectors import (
     AutoSelectConfig,
     GlimpsePrune,
     GlimpsePruneConfig,
@@ -104,7 +104,7 @@ class Run(NamedTuple):
     """An answered batch; `begun` is a copy, as decoding consumes the state."""
 
     answers: list
-    begun: Begun
+    begun: PrefillResult
 
     def arrays(self, row):
         return trace_arrays(self.begun, row)

@@ -6,7 +6,7 @@ import torch_stages
 from generation_reference import ask, traced
 from views import select, view
 
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.registry import build_pruner
 
 
 def plain(attention, keys, tokens, name, count=None, neighbours=32):

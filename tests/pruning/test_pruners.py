@@ -4,7 +4,6 @@ import pytest
 from small_world import one_shot, stepprune
 from views import llava
 
-from stepprune_jax.pruners import PRUNERS, build_pruner
 from stepprune_jax.pruning import (
     Budget,
     CDPruner,
@@ -20,7 +19,8 @@ from stepprune_jax.pruning import (
     TopV,
     VisionZip,
 )
-from stepprune_jax.trained import VisionSelector, VisionSelectorConfig
+from stepprune_jax.registry import PRUNERS, build_pruner
+from stepprune_jax.selectors import VisionSelector, VisionSelectorConfig
 from stepprune_jax.user_input import UserError
 
 LEARNED, SCORER = stepprune(), one_shot()

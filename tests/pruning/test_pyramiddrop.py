@@ -4,9 +4,9 @@ import torch_stages
 from generation_reference import ask, traced
 from views import llava
 
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, PyramidDrop
 from stepprune_jax.pruning.schedule import geometric_counts
+from stepprune_jax.registry import build_pruner
 
 LLAVA = llava(side=192)  # of 576 visual tokens
 

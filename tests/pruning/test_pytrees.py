@@ -7,9 +7,9 @@ import pytest
 from small_world import one_shot, stepprune
 from views import select, view
 
-from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import Budget, FastV, Grid
-from stepprune_jax.trained import AutoSelect
+from stepprune_jax.registry import PRUNERS
+from stepprune_jax.selectors import AutoSelect
 
 UNTRAINED = [kind for kind in PRUNERS.values() if kind.config_type is None]
 TRAINED = {"stepprune": stepprune, "autoselect": one_shot}
@@ -20,7 +20,7 @@ def test_one_without_weights_has_no_leaves_and_is_its_own_key(kind):
     pruner = kind(Budget() if kind.budgets == ("all",) else 4)
     leaves, tree = jax.tree.flatten(pruner)
     assert leaves == [] and jax.tree.unflatten(tree, leaves) == pruner
-    assert pruner.bare is pruner and {pruner: 1}[jax.tree.unflatten(tree, [])] == 1
+    assert pruner.without_weights is pruner and {pruner: 1}[jax.tree.unflatten(tree, [])] == 1
 
 
 @pytest.mark.parametrize("made", TRAINED.values(), ids=TRAINED)
@@ -30,9 +30,12 @@ def test_leaves_are_weights_statistics_and_stop_bias(made):
     assert {path[0].name for path, _ in named} == {"params", "stats", "stop_bias"}
     parts = (pruner.params, pruner.stats, pruner.stop_bias)
     assert jax.tree.leaves(pruner) == jax.tree.leaves(parts)
-    bare = pruner.bare
-    assert jax.tree.leaves(bare) == [] and {bare: 1}[made(3).bare] == 1
-    assert bare != pruner.with_budget(3).bare
+    without_weights = pruner.without_weights
+    assert (
+        jax.tree.leaves(without_weights) == []
+        and {without_weights: 1}[made(3).without_weights] == 1
+    )
+    assert without_weights != pruner.with_budget(3).without_weights
 
 
 def test_a_tree_of_anything_but_arrays_is_built_without_checks():

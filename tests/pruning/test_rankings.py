@@ -11,9 +11,9 @@ from quick import quick_or_slow
 from small_world import one_shot, stepprune
 from views import select, view
 
-from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import CDPruner, Cls, DivPrune, Random, Ranker
-from stepprune_jax.trained import VisionSelector, VisionSelectorConfig
+from stepprune_jax.registry import PRUNERS
+from stepprune_jax.selectors import VisionSelector, VisionSelectorConfig
 
 N, ROWS = 16, 5
 RANKERS = {

@@ -6,7 +6,7 @@ from quick import quick_or_slow
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, generate, trace_arrays
-from stepprune_jax.pruners import PRUNERS, build_pruner, weighted
+from stepprune_jax.registry import PRUNERS, build_pruner, weighted
 
 NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
 NAMES = [name for name in PRUNERS if name not in {*NEED_CLASS_TOKEN, *weighted()}]

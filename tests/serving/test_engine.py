@@ -24,7 +24,7 @@ from small_world import stepprune
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.registry import build_pruner
 from stepprune_jax.serving.images import RequestLimits
 
 COMPACT = RunOptions(positions="compact")

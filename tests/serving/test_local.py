@@ -9,11 +9,11 @@ from small_world import broken_at, stepprune
 from visual import noise
 
 from stepprune_jax.inference import Generator, RunOptions, answer_text, generate, programs
-from stepprune_jax.pruners import build_pruner
-from stepprune_jax.serving.app import Front
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import Local
-from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.messages import Defaults, RequestParser
 from stepprune_jax.serving.metrics import Metrics
 
 PLAIN = stepprune(draw=0.0)  # a row then has the same answer wherever it stands in a batch
@@ -23,9 +23,11 @@ PLAIN = stepprune(draw=0.0)  # a row then has the same answer wherever it stands
 def client(llava_model, request):
     """A server that waits for a batch, unless it is full, for so many seconds."""
     metrics = Metrics()
-    reader = Reader(llava_model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
+    reader = RequestParser(
+        llava_model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False
+    )
     local = Local(llava_model, metrics, batch_size=4, batch_seconds=request.param)
-    front = Front(reader, local, metrics, 64)
+    front = ChatApp(reader, local, metrics, 64)
     with serving(front.app()) as address, opened(address) as client:
         yield client
 
@@ -56,7 +58,7 @@ def test_answers_of_a_batch_are_those_of_generate(client, llava_model):
 def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model, monkeypatch):
     """Four requests share a batch; one reads the broken token, with its status and its line."""
     metrics, model = Metrics(), broken_at(llava_model, "▁dog")
-    read = Reader(model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
+    read = RequestParser(model, "tiny", Defaults(policy=PLAIN), RequestLimits(), engine=False)
     local, steps = Local(model, metrics, batch_size=4, batch_seconds=5.0, max_tokens=200), []
     stream = Generator.stream
 
@@ -74,7 +76,7 @@ def test_a_request_with_broken_logits_costs_no_other_its_answer(llava_model, mon
         except openai.InternalServerError as error:
             return error
 
-    app, threads = Front(read, local, metrics, 64).app(), concurrent.futures.ThreadPoolExecutor(4)
+    app, threads = ChatApp(read, local, metrics, 64).app(), concurrent.futures.ThreadPoolExecutor(4)
     with serving(app) as address, opened(address) as client, threads:
         jobs = [*questions, ("red dog", [noise(4)], 6)]
         *answers, error = threads.map(lambda job: ask_one(client, *job), jobs)

@@ -13,7 +13,7 @@ from visual import as_a_phone_stores, noise
 from stepprune_jax.inference import read_request
 from stepprune_jax.serving.errors import RequestError
 from stepprune_jax.serving.images import RequestLimits
-from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.messages import Defaults, RequestParser
 from stepprune_jax.user_input import UserError
 
 ASK = {"model": "tiny", "messages": [user("red dog?", noise(1))]}
@@ -22,7 +22,7 @@ LIMITS = RequestLimits(bytes=20_000, pixels=10_000, images=2)
 
 def reader(model, limits=LIMITS, engine=False, special=False, **defaults):
     how = {"engine": engine, "allow_special_tokens": special}
-    return Reader(model, "tiny", Defaults(**defaults), limits, **how)
+    return RequestParser(model, "tiny", Defaults(**defaults), limits, **how)
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.cli import serve
 from stepprune_jax.inference import pipeline
 from stepprune_jax.serving import local as local_module
-from stepprune_jax.serving.app import Front
+from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.images import RequestLimits
 from stepprune_jax.serving.local import Local
-from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.messages import Defaults, RequestParser
 from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.serving.warm_up import Extent, warm_up
 
@@ -102,7 +102,7 @@ def test_every_batch_of_requests_has_a_planned_shape(models, name, pruner, budge
     model, draw = models[name], random.Random(0)
     policy = stepprune() if pruner == "stepprune" else None
     defaults = Defaults(pruner, policy, budget, max_tokens=4)
-    reader = Reader(model, "tiny", defaults, RequestLimits(), engine=False)
+    reader = RequestParser(model, "tiny", defaults, RequestLimits(), engine=False)
     planned, extent = Planned(model, Metrics(), batch_size=2, max_tokens=4), Extent(size, 110)
     warm_up(reader, planned, extent)
     planned.batcher.close()
@@ -133,13 +133,13 @@ def test_no_request_compiles_anything_after_a_warm_up(llava_model, compiled, mon
     monkeypatch.setattr("stepprune_jax.serving.warm_up._logger", log)
     monkeypatch.setattr("stepprune_jax.serving.warm_up._MOST_IMAGES", 1)  # to compile less
     defaults = Defaults(policy=stepprune(draw=0.0), max_tokens=4)
-    reader = Reader(llava_model, "tiny", defaults, RequestLimits(), engine=False)
+    reader = RequestParser(llava_model, "tiny", defaults, RequestLimits(), engine=False)
     local = Local(llava_model, metrics, batch_size=1, batch_seconds=0.0, max_tokens=4)
     warm_up(reader, local, Extent((1, 1), 30))
     assert lines[-1].startswith("warm-up: ") and len(compiled) > 4
     assert all(re.match(r"compiled in \d+\.\d s: 1 request, ", line) for line in lines[:-1])
     before, system = len(compiled), {"role": "system", "content": "a"}
-    with serving(Front(reader, local, metrics, 9).app()) as address, opened(address) as client:
+    with serving(ChatApp(reader, local, metrics, 9).app()) as address, opened(address) as client:
         for images, heat in (([], 0), ([noise(1)], 0), ([noise(2, (50, 9))], 0.7)):
             for text, longest in (("red?", 1), ("two yes no", 3), ("is this a dog ?", 4)):
                 client.chat.completions.create(

@@ -18,10 +18,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.routing import Route
 
 from stepprune_jax.cli.serve import KEEP_ALIVE
-from stepprune_jax.serving.app import Front
+from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.engine import Engine
 from stepprune_jax.serving.images import RequestLimits
-from stepprune_jax.serving.messages import Defaults, Reader
+from stepprune_jax.serving.messages import Defaults, RequestParser
 from stepprune_jax.serving.metrics import Metrics
 
 
@@ -139,9 +139,9 @@ def front_before(engine, model, most=256, limits=None, batching=None, origins=()
     """Serves a model before an engine, and yields the address."""
     metrics = Metrics()
     defaults = Defaults(positions="compact", **defaults)
-    reader = Reader(model, "tiny", defaults, limits or RequestLimits(), engine=True)
+    reader = RequestParser(model, "tiny", defaults, limits or RequestLimits(), engine=True)
     backend = Engine(model, engine, metrics, **{"seconds": PATIENCE} | (batching or {}))
-    with serving(Front(reader, backend, metrics, most).app(origins)) as address:
+    with serving(ChatApp(reader, backend, metrics, most).app(origins)) as address:
         yield address
 
 

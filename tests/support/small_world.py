@@ -17,7 +17,7 @@ from stepprune_jax.evaluation.settings import EvalSettings, EvaluationRun
 from stepprune_jax.inference import encode
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.params import ParamSpec, param_specs
-from stepprune_jax.trained import AutoSelect, AutoSelectConfig, GlimpsePruneConfig, StepPrune
+from stepprune_jax.selectors import AutoSelect, AutoSelectConfig, GlimpsePruneConfig, StepPrune
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,7 @@ from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.source import training_source
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.trained import AutoSelectConfig
+from stepprune_jax.selectors import AutoSelectConfig
 from stepprune_jax.training.batches import open_batches
 from stepprune_jax.training.optimizer import OptimizerSettings
 from stepprune_jax.workdir.metrics import MetricsLog

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.pruning import View
+from stepprune_jax.pruning import PrunerInputs
 from stepprune_jax.testing import tiny_hf_config
 
 # Compiled once for each pruner and capacity; the pruner is not trained.
@@ -15,7 +15,7 @@ select = jax.jit(lambda pruner, view, capacity: pruner.keep(view, capacity), sta
 def view(tokens, *taps, count, **others):
     """A view of tokens [r, n, d] and intermediates; `count` is one number or one a row."""
     r = len(tokens)
-    seen = View(
+    seen = PrunerInputs(
         tokens=jnp.asarray(tokens),
         valid=None,
         grid=jnp.ones((r, 2), jnp.int32),

@@ -14,7 +14,7 @@ from stepprune_jax.flops import traced_flops
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.training import plan, settings
+from stepprune_jax.training import dry_run, settings
 from stepprune_jax.training.batches import Bucket
 from tools.bench import training
 from tools.bench.drawn_data import write_conversations, write_model
@@ -72,11 +72,11 @@ def test_a_run_is_measured(tmp_path, monkeypatch):
     assert found.planned.total > 0
     # What remat does again is no work of the model; the policy is a part of the update.
     assert 0 < found.policy_flops < found.model_flops < found.flops
-    setup = settings.make_setup(run, Llava.read(FIELDS, None), settings.make_mesh(run))
+    setup = settings.make_step_config(run, Llava.read(FIELDS, None), settings.make_mesh(run))
     asked = encoded(tmp_path / "data")
     targets = sum(label >= 0 for label in asked.labels)
     widths = Bucket(-(-len(asked.ids) // 8) * 8, -(-len(asked.text) // 8) * 8, targets)
-    traced = plan.trace_update(setup, jnp.float32, 4, widths)
+    traced = dry_run.trace_update(setup, jnp.float32, 4, widths)
     assert found.flops == traced_flops(traced.jaxpr)
 
 

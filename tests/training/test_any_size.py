@@ -19,8 +19,8 @@ from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import train
 from stepprune_jax.training.batches import Batches, Bucket, Loading
-from stepprune_jax.training.plan import dry_run, trace_update
-from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.dry_run import dry_run, trace_update
+from stepprune_jax.training.settings import make_step_config
 from stepprune_jax.training.step import encode_rows, init_state
 
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
@@ -79,7 +79,7 @@ def test_a_policy_of_tokens_with_deep_features_is_trained(tmp_path):
 @pytest.mark.parametrize("samples", quick_or_slow([0, 2], [0]))
 def test_updates_are_traced_through_deep_features(tmp_path, samples):
     run = small_run((tiny_qwen3(tmp_path), tmp_path), **{"policy_gradient.samples": samples})
-    setup = make_setup(run, inspect_folder(tmp_path).backbone)
+    setup = make_step_config(run, inspect_folder(tmp_path).backbone)
     traced = trace_update(setup, jnp.float32, 12, Bucket(64, 32, 4))
     (state, scalars), weights = traced.out_info, traced.in_avals[0][0]
     assert scalars["loss"].shape == () and weights["deep_mergers"]["up"]["kernel"].shape[0] == 2
@@ -91,7 +91,7 @@ def test_updates_are_traced_through_deep_features(tmp_path, samples):
 def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     run = small_run(world)
     whole = open_tiny(run, tmp_path)
-    setup = make_setup(run, inspect_folder(world[0]).backbone)
+    setup = make_step_config(run, inspect_folder(world[0]).backbone)
     batch = whole[0]
     padded = padded_tokens(max(TOKENS), setup.backbone.config.max_image_tokens)
     assert batch.pixels.values.shape[1] == 4 * padded
@@ -112,7 +112,7 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
 def test_a_number_of_steps_is_refused(world):
     run = small_run(world, **{"policy.max_steps": 4})
     with pytest.raises(ValueError, match=r"config.policy.max_steps is 4, expected None"):
-        make_setup(run, inspect_folder(world[0]).backbone)
+        make_step_config(run, inspect_folder(world[0]).backbone)
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_the_papers_second_model_has_the_papers_values():
     }
     model = find_backbone("qwen2.5-vl-7b")
     model = model.bound_images(None, run.model.min_pixels, run.model.max_pixels)
-    setup = make_setup(run, model, build_mesh(run.mesh, jax.devices()[:2]))
+    setup = make_step_config(run, model, build_mesh(run.mesh, jax.devices()[:2]))
     assert model.config.max_image_tokens == 2048 and setup.method.longest(1000) == 500
     # Shapes only: the tower at the largest size, in the dtype of the run.
     pixels = model.max_pixels(2)

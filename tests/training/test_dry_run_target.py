@@ -4,11 +4,11 @@ import jax
 import pytest
 from tiny_run import make_run
 
-from stepprune_jax.parallel import targets
+from stepprune_jax.parallel import aot_targets
 from stepprune_jax.parallel.compiling import Usage
-from stepprune_jax.training import plan
+from stepprune_jax.training import dry_run as dry_run_module
 from stepprune_jax.training.batches import Bucket
-from stepprune_jax.training.plan import RunCost, dry_run
+from stepprune_jax.training.dry_run import RunCost, dry_run
 from stepprune_jax.user_input import UserError
 
 
@@ -21,11 +21,14 @@ def quick_run(world, **changes):
     ("name", "kind"), [("a6000:2", "NVIDIA RTX A6000"), ("v5e", "TPU v5 lite")]
 )
 def test_the_targets_own_compiler_plans(world, tmp_path, capsys, name, kind):
-    problem = targets.missing(name)
+    problem = aot_targets.missing(name)
     if problem:
         pytest.skip(problem)
     changes = {"mesh": "single"} if name == "v5e" else {}
-    planned, named = dry_run(quick_run(world, **changes), tmp_path, name), targets.read_name(name)
+    planned, named = (
+        dry_run(quick_run(world, **changes), tmp_path, name),
+        aot_targets.read_name(name),
+    )
     assert planned.devices == named.count
     assert planned.weights < planned.memory.arguments and planned.memory.temporary > 0
     printed = capsys.readouterr().out
@@ -56,9 +59,9 @@ def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monke
 
 
 def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "missing", lambda name: "pip x")
+    monkeypatch.setattr(dry_run_module, "missing", lambda name: "pip x")
     large = RunCost(2, 10, Usage(20, 0, 10**12, 10**12 + 20), 1e9, {Bucket(64, 64, 8): 1})
-    monkeypatch.setattr(plan, "make_plan", lambda *arguments: large)
+    monkeypatch.setattr(dry_run_module, "make_plan", lambda *arguments: large)
     dry_run(quick_run(world), tmp_path, "a6000:2")
     printed = capsys.readouterr().out
     assert "a6000:2: pip x; planning with the CPU's compiler" in printed
@@ -69,7 +72,7 @@ def test_what_does_not_fit_is_reported_with_what_to_change(world, tmp_path, caps
     def refuse(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 26.4G of 15.75G hbm.\nAll: ...")
 
-    monkeypatch.setattr(plan, "make_plan", refuse)
+    monkeypatch.setattr(dry_run_module, "make_plan", refuse)
     with pytest.raises(ValueError, match=r"mesh=fsdp .*2 devices.* 26.4G of") as refused:
         dry_run(quick_run(world), tmp_path, "a6000:2")
     assert isinstance(refused.value, UserError) and "\n" not in str(refused.value)
@@ -80,4 +83,4 @@ def test_a_bad_target_is_refused_before_anything_is_read(world, tmp_path):
     with pytest.raises(ValueError, match="target 'h20' is unknown"):
         dry_run(run, tmp_path, "h20")
     with pytest.raises(ValueError, match="target 'h20' is unknown"):
-        plan.use_virtual_devices(run, "h20")
+        dry_run_module.use_virtual_devices(run, "h20")

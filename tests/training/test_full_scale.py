@@ -16,11 +16,11 @@ from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import plan
+from stepprune_jax.training import dry_run as dry_run_module
 from stepprune_jax.training.batches import open_batches
+from stepprune_jax.training.dry_run import dry_run
 from stepprune_jax.training.optimizer import learning_rate
-from stepprune_jax.training.plan import dry_run
-from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.settings import make_step_config
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 
@@ -28,7 +28,7 @@ SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 @pytest.mark.parametrize(("reading", "price"), [("gate", 0.15), ("literal", 0.01)])
 def test_the_papers_run_has_the_papers_values(reading, price):
     run = load_config(f"llava7b:{reading}")
-    setup = make_setup(run, Llava(SEVEN_B), build_mesh(run.mesh, jax.devices()[:2]))
+    setup = make_step_config(run, Llava(SEVEN_B), build_mesh(run.mesh, jax.devices()[:2]))
     assert (run.batch_size, setup.forward.rows, setup.forward.execution.remat) == (16, 2, True)
     rates = [
         learning_rate(run.optimizer, run.steps, step) for step in (run.optimizer.warmup, run.steps)
@@ -81,10 +81,10 @@ def test_the_7b_update_fits(world, tmp_path, capsys):
 
 def test_batches_are_what_was_planned(world, tmp_path):
     run, source = scale_run(*world), inspect_folder(world[0])
-    setup = make_setup(run, source.backbone)
+    setup = make_step_config(run, source.backbone)
     batches = open_batches(run, training_source(run.data, tmp_path), "identity", source)
     (bucket,) = batches.buckets
-    abstract = plan.abstract_batch(setup, run.batch_size, bucket)
+    abstract = dry_run_module.abstract_batch(setup, run.batch_size, bucket)
     found, planned = (
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch)
         for batch in (batches[0], abstract)

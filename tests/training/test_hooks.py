@@ -19,11 +19,11 @@ from visual import visual_of
 from stepprune_jax import RunOptions, generate, load_policy
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava
-from stepprune_jax.pruners import build_pruner
-from stepprune_jax.trained import AutoSelect, AutoSelectConfig
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import AutoSelect, AutoSelectConfig
 from stepprune_jax.training import train
 from stepprune_jax.training.questions import read_questions
-from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.settings import make_step_config
 from stepprune_jax.training.validation import Validation
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
@@ -31,7 +31,7 @@ from stepprune_jax.workdir.checkpoints import Checkpoints
 @pytest.fixture(scope="module")
 def look(world, llava_model, tmp_path_factory):
     config = make_run(*world, **{"validation.every": 1, "validation.overlays": 0})
-    questions = read_questions(config, make_setup(config, llava_model.backbone))
+    questions = read_questions(config, make_step_config(config, llava_model.backbone))
     return Validation(config, llava_model, questions, tmp_path_factory.mktemp("validation"))
 
 
@@ -141,7 +141,7 @@ def test_right_answers_are_scored_whole_however_short_training_rows_are(
     world, llava_model, look, tmp_path
 ):
     config = make_run(*world, **{"validation.every": 1, "data.context_limit": 56})
-    questions = read_questions(config, make_setup(config, llava_model.backbone))
+    questions = read_questions(config, make_step_config(config, llava_model.backbone))
     found = Validation(config, llava_model, questions, tmp_path)._targets
     jax.tree.map(np.testing.assert_array_equal, found, look._targets)
     longer = questions._replace(answers=[*questions.answers[1:], "red " * Llava.CONTEXT_LIMIT])

@@ -73,7 +73,7 @@ def test_a_gpu_chooses_what_select_chooses_on_the_cpu(gpu, cpu, rows, stop):
 def test_an_updates_loss_is_that_of_the_cpu(gpu, cpu, world, tmp_path):
     run = make_run(*world)
     model = load_vlm(world[0], None, jnp.float32, use="training", progress=False)
-    setup = settings.make_setup(run, model.backbone)
+    setup = settings.make_step_config(run, model.backbone)
     batch, stats = open_tiny(run, tmp_path)[0], FeatureStats.start(model.config.feature_width)
     # Compiled, as in a run: made eagerly it held a buffer twice, and was refused as a donation.
     state = jax.jit(step.init_state, static_argnums=1)(jax.random.key(0), setup)

@@ -12,18 +12,18 @@ from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.accelerators import ACCELERATORS
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.trained import StepPrune
-from stepprune_jax.training import plan
+from stepprune_jax.selectors import StepPrune
+from stepprune_jax.training import dry_run
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions
-from stepprune_jax.training.step import Setup
+from stepprune_jax.training.step import StepConfig
 
 SEVEN_B = LlavaConfig.from_hf(MODELS["llava-7b"])
 ROWS, BUCKET = 4, Bucket(ids=100, text=40, targets=30)
 
 
 def seven_b(weights="full", **options):
-    return Setup(
+    return StepConfig(
         Llava(SEVEN_B),
         StepPrune(),
         steps=100,
@@ -57,7 +57,7 @@ def policy_flops(setup):
 @pytest.mark.parametrize("kind", ["full", "int8"])
 def test_frozen_weights_have_no_gradient_in_the_program(kind):
     setup = seven_b(kind)
-    traced = plan.trace_update(setup, jnp.bfloat16, ROWS, BUCKET)
+    traced = dry_run.trace_update(setup, jnp.bfloat16, ROWS, BUCKET)
     found = traced_flops(traced.jaxpr) - policy_flops(setup)
     length = BUCKET.ids - 1 + SEVEN_B.max_image_tokens
     cost = llm_flops(SEVEN_B.text, length, num_logits=BUCKET.targets)
@@ -67,7 +67,7 @@ def test_frozen_weights_have_no_gradient_in_the_program(kind):
     weights = 2 * (cost.projections + cost.mlp + cost.head) + vision["projector"]
     row = vision["tower"] + 2 * weights + 3 * 2 * cost.attention
     assert found == pytest.approx(ROWS * row, rel=1e-3)
-    again = plan.trace_update(
+    again = dry_run.trace_update(
         seven_b(kind, execution=Execution(remat=True)), jnp.bfloat16, ROWS, BUCKET
     )
     more = traced_flops(again.jaxpr) - policy_flops(setup) - found
@@ -76,7 +76,7 @@ def test_frozen_weights_have_no_gradient_in_the_program(kind):
 
 
 def test_hours_by_hand():
-    found = plan.RunCost(2, 0, None, 3.6e15, {})
+    found = dry_run.RunCost(2, 0, None, 3.6e15, {})
     device = ACCELERATORS["a100-80"]._replace(flops=1e14)
     # 100 updates of 3.6e15 at 2 devices x 1e14 x 1/2: 3,600 s.
     assert found.hours(100, device, 0.5) == pytest.approx(1)

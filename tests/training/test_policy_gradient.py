@@ -10,7 +10,7 @@ from tiny_run import make_run, metrics, open_tiny
 
 from stepprune_jax import load_policy, save_policy
 from stepprune_jax.policy import FeatureStats, Pruned
-from stepprune_jax.trained import StepPrune, VisionSelectorConfig
+from stepprune_jax.selectors import StepPrune, VisionSelectorConfig
 from stepprune_jax.training import settings, step, train
 from stepprune_jax.training.language_loss import answer_losses, lm_loss
 
@@ -18,7 +18,7 @@ from stepprune_jax.training.language_loss import answer_losses, lm_loss
 @pytest.fixture(scope="module")
 def first(world, llava_model, tmp_path_factory):
     """A policy of the run's method and shape."""
-    setup = settings.make_setup(make_run(*world), llava_model.backbone)
+    setup = settings.make_step_config(make_run(*world), llava_model.backbone)
     policy = StepPrune.init(jax.random.key(0), setup.method.config, FeatureStats.start(32))
     return save_policy(policy, tmp_path_factory.mktemp("first") / "policy.safetensors")
 
@@ -57,7 +57,7 @@ def test_what_cannot_begin_or_be_sampled_is_refused(world, first, tmp_path):
 def test_sets_are_answered_at_the_positions_that_are_asked_for(world, llava_model, tmp_path):
     run, model = make_run(*world, **SAMPLED), llava_model
     batch = jax.tree.map(jnp.asarray, open_tiny(run, tmp_path)[0])
-    setup = settings.make_setup(run, model.backbone)
+    setup = settings.make_step_config(run, model.backbone)
     image = step.selector_inputs(model.params, setup, batch).image
     frozen = (model.params, model.backbone, setup.forward)
 

@@ -14,15 +14,16 @@ from tiny_run import at_line, load_config, make_run, metrics
 
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.policy import FeatureStats, PolicyConfig
-from stepprune_jax.trained import (
-    PolicyGradientSettings,
-    SetSignal,
+from stepprune_jax.selectors import (
+    RlooSettings,
     StepPrune,
+    SubsetGain,
     policy_gradient,
 )
-from stepprune_jax.training import plan, sampled_sets, train
+from stepprune_jax.training import dry_run as dry_run_module
+from stepprune_jax.training import rloo_run, train
 from stepprune_jax.training import run as run_module
-from stepprune_jax.training.plan import dry_run
+from stepprune_jax.training.dry_run import dry_run
 from stepprune_jax.training.settings import split
 
 SETS = {"policy_gradient.longest": 0.5, "optimizer.warmup": 0}
@@ -63,7 +64,7 @@ def test_a_run_whose_sets_carry_a_signal_is_that_of_sampled_sets(
     train(auto(world, steps=3), tmp_path / "auto")
     said = capsys.readouterr().out
     assert "Recipe: sampled sets, because a few tokens gain" in said
-    train(sampled_sets(make_run(*world, steps=3, **SETS)), tmp_path / "sets")
+    train(rloo_run(make_run(*world, steps=3, **SETS)), tmp_path / "sets")
     assert metrics(tmp_path / "auto") == metrics(tmp_path / "sets")
     one, other = (tmp_path / name / "policy.safetensors" for name in ("auto", "sets"))
     assert one.read_bytes() == other.read_bytes()
@@ -161,16 +162,16 @@ def test_configurations_name_their_recipes():
     assert load_config("qwen25vl_3b").recipe == "auto" and load_config("shapes").recipe is None
     gate, sets = split(given["llava7b"])
     assert gate.run.optimizer == load_config("llava7b:short").optimizer
-    sampled = load_config("sampled:llava7b")
+    sampled = load_config("rloo:llava7b")
     assert (gate.run.steps, sets.run) == (1280, sampled.replace({"steps": 320}))
     assert split(sampled) == split(sampled.replace({"recipe": "sets"}))
     (alone,) = split(load_config("shapes").replace({"recipe": "sets", "steps": 1600}))
-    assert alone.run == load_config("sampled:shapes")
+    assert alone.run == load_config("rloo:shapes")
 
 
 def test_a_dry_run_counts_both_phases(world, tmp_path, monkeypatch, capsys):
     sizes = iter([1 << 30, 3 << 30])  # instead of compiling
-    monkeypatch.setattr(plan, "planned_memory", lambda *_: Usage(0, 0, 0, next(sizes)))
+    monkeypatch.setattr(dry_run_module, "planned_memory", lambda *_: Usage(0, 0, 0, next(sizes)))
     found = dry_run(auto(world), tmp_path)
     said = capsys.readouterr().out
     assert "phase       the gate" in said and "phase       sampled sets" in said
@@ -205,9 +206,9 @@ def test_sets_are_tried_against_those_of_another_image(needed, gains):
     policy = StepPrune.init(jax.random.key(0), config, FeatureStats.start(D))
     image = jax.random.normal(jax.random.key(1), (SIZE, N, D))
     image = image.at[..., 0].set(jnp.arange(SIZE)[:, None])
-    settings = PolicyGradientSettings(samples=8, longest=0.25)
+    settings = RlooSettings(samples=8, longest=0.25)
     losses = functools.partial(rewarded, needed=needed)
-    found = policy.try_sets(jax.random.key(2), image, None, losses, settings)
+    found = policy.measure_subset_gain(jax.random.key(2), image, None, losses, settings)
     guess = float(np.exp(-3.0))
     np.testing.assert_allclose([found.all, found.luck], [1, guess], rtol=1e-5)
     assert found.suffices == gains and found.questions == SIZE
@@ -215,7 +216,7 @@ def test_sets_are_tried_against_those_of_another_image(needed, gains):
 
 
 def test_what_sets_gain_has_to_be_clear():
-    signal = SetSignal(sets=0.6, luck=0.5, all=1.0, error=0.01, questions=512)
+    signal = SubsetGain(sets=0.6, luck=0.5, all=1.0, error=0.01, questions=512)
     assert signal.gain == pytest.approx(0.2) and signal.suffices
     assert not signal._replace(error=0.08).suffices
     # Any spread of rewards that is luck: no more than another image's tokens gain.

@@ -11,8 +11,8 @@ from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import DataSettings, run, sampled_sets, train
-from stepprune_jax.training.settings import make_mesh, make_setup, read_method, split
+from stepprune_jax.training import DataSettings, rloo_run, run, train
+from stepprune_jax.training.settings import make_mesh, make_step_config, read_method, split
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
 
@@ -105,14 +105,14 @@ def test_configurations_take_readings_and_ablations():
 
 @pytest.mark.parametrize("gated", ["shapes", "llava7b:short"])
 def test_sampled_sets_train_the_policy_of_a_run_through_the_gate(gated):
-    run, before = load_config(f"sampled:{gated}"), load_config(gated)
+    run, before = load_config(f"rloo:{gated}"), load_config(gated)
     assert run.policy_gradient.samples == 8
     assert build(run) == dataclasses.replace(build(before), draw=1.0, length_weight=0.6)
 
 
 def test_the_recipe_of_sampled_sets_changes_the_method_that_is_trained_and_no_other():
     run = load_config("shapes").replace({"method": "autoselect", "policy": PolicyConfig()})
-    sampled = sampled_sets(run.replace({"autoselect.width": 32, "autoselect.draw": 0.5}))
+    sampled = rloo_run(run.replace({"autoselect.width": 32, "autoselect.draw": 0.5}))
     assert sampled.optimizer.lr == pytest.approx(2e-3)  # of a width of 32, not of 1024
     assert sampled.policy == run.policy and sampled.autoselect.draw == 1.0
     # A resumed run may change the group of another method: no phase depends on it.
@@ -155,7 +155,7 @@ def test_bad_changes_are_named(change, message):
 )
 def test_rows_at_once_are_those_of_each_device(mesh, rows, expected):
     tiny = make_run("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8
-    assert make_setup(tiny, Llava(MODEL), make_mesh(tiny)).forward.rows == expected
+    assert make_step_config(tiny, Llava(MODEL), make_mesh(tiny)).forward.rows == expected
 
 
 def test_several_processes_need_a_mesh(monkeypatch):

@@ -16,7 +16,7 @@ from stepprune_jax.models import vlm, weights
 from stepprune_jax.models.int8 import Int8Kernel
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.parallel.sharding import build_mesh, shardings
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.selectors import StepPrune
 from stepprune_jax.training import optimizer, settings, step
 from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_rows
 
@@ -24,7 +24,7 @@ from stepprune_jax.training.language_loss import ForwardOptions, lm_loss, map_ro
 @pytest.fixture(scope="module")
 def run(world, llava_model, tmp_path_factory):
     tiny = make_run(*world)
-    setup = settings.make_setup(tiny, llava_model.backbone)
+    setup = settings.make_step_config(tiny, llava_model.backbone)
     batch = open_tiny(tiny, tmp_path_factory.mktemp("run"))[0]
     return llava_model, setup, jax.tree.map(jnp.asarray, batch)
 

@@ -30,7 +30,7 @@ def write_mix(file):
 
 def test_scores_do_not_depend_on_answers(world, llava_model, tmp_path):
     run, model = make_run(*world, **write_mix(tmp_path / "mix.json")), llava_model
-    setup = settings.make_setup(run, model.backbone)
+    setup = settings.make_step_config(run, model.backbone)
     batch = jax.tree.map(jnp.asarray, open_tiny(run, tmp_path)[0])
     params = policy.init_policy(jax.random.key(0), setup.method.config)
     stats = policy.FeatureStats.start(setup.method.config.feature_width)

@@ -10,10 +10,10 @@ from tiny_run import looks, make_run, metrics
 
 from stepprune_jax import RunOptions, generate, load_policy
 from stepprune_jax.policy.params import ParamSpec
-from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import Ranking
 from stepprune_jax.pruning.ordering import by_score
-from stepprune_jax.trained import Aux, Policy
+from stepprune_jax.registry import PRUNERS
+from stepprune_jax.selectors import Aux, Policy
 from stepprune_jax.training import train
 
 

@@ -11,7 +11,7 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import train
-from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.settings import make_step_config
 
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
 TOKENS = (37, 39, 18, 37, 24, 51)
@@ -46,6 +46,8 @@ def test_the_configuration_differs_from_the_first_models_in_a_few_values():
     changed = {key for key, value in run.flat().items() if first.flat()[key] != value}
     named = {"model.folder", "data.context_limit", "policy.max_steps", "eval.budgets"}
     assert changed == named and run.eval.budgets == (640, 320, 160)
-    setup = make_setup(run, find_backbone("llava-next-7b"), build_mesh(run.mesh, jax.devices()[:2]))
+    setup = make_step_config(
+        run, find_backbone("llava-next-7b"), build_mesh(run.mesh, jax.devices()[:2])
+    )
     assert setup.method.longest(2928) == 1464
     assert setup.method.config.feature_width == 1024  # as of a policy of LLaVA-1.5

@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image
 
-from stepprune_jax.pruners import PRUNERS
+from stepprune_jax.registry import PRUNERS
 from stepprune_jax.visualize import overlays, patches, style
 
 

@@ -30,9 +30,9 @@ from stepprune_jax import configurations
 from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.efficiency.kernels import count_kernels
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
+from stepprune_jax.parallel.aot_targets import Target, make_target
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.parallel.targets import Target, make_target
 from stepprune_jax.user_input import UserError
 from tools.aot.hlo import loops
 from tools.aot.programs import DTYPES, ROWS, Programs
@@ -52,7 +52,7 @@ COLUMNS = (
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
 TILED = "configs/llava_next_7b.py"  # images of up to 2,928 tokens
-SAMPLED = "configs/sampled.py"  # either, without the gate
+SAMPLED = "configs/rloo.py"  # either, without the gate
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
 # Programs that an ablation of scores affects, and those that one of the selector affects; all
 # others are as in `configs/shapes.py`.

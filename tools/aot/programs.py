@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from stepprune_jax.efficiency.model_shapes import KNOWN, find_backbone
 from stepprune_jax.inference import decoding, programs
-from stepprune_jax.inference.base import Pairs, Plan, Texts
+from stepprune_jax.inference.base import Pairs, Plan, PromptLayout
 from stepprune_jax.inference.sampling import Sampling, greedy
 from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone
@@ -25,13 +25,13 @@ from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.layers import compute_dtype
 from stepprune_jax.policy.rollout import start_episode
 from stepprune_jax.policy.selection import pick, select_parallel
-from stepprune_jax.pruners import PRUNERS
 from stepprune_jax.pruning import Budget, FastV, Kept, Pruner
-from stepprune_jax.trained import Policy
-from stepprune_jax.training import Run, plan, step
+from stepprune_jax.registry import PRUNERS
+from stepprune_jax.selectors import Policy
+from stepprune_jax.training import Run, dry_run, step
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions, row_scores
-from stepprune_jax.training.settings import make_setup
+from stepprune_jax.training.settings import make_step_config
 
 # Dtypes of the frozen model and of the selector, by name.
 DTYPES = {
@@ -68,7 +68,10 @@ class Programs:
         self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
         self._backbone = backbone_of(run)
         self._model = self._backbone.config
-        self._setup, self._execution = make_setup(run, self._backbone, mesh), run.model.execution
+        self._setup, self._execution = (
+            make_step_config(run, self._backbone, mesh),
+            run.model.execution,
+        )
         self._tokens = self._model.max_image_tokens
         unit = run.data.length_multiple
         self._bucket = Bucket(ids=5 * unit, text=unit, targets=2 * unit)
@@ -127,7 +130,7 @@ class Programs:
     @functools.cached_property
     def _trained_through(self) -> PyTree:
         """Returns the frozen weights as in training, with all layers stacked."""
-        return plan.abstract_weights(self._setup, self._dtype)
+        return dry_run.abstract_weights(self._setup, self._dtype)
 
     @functools.cached_property
     def _weights(self) -> PyTree:
@@ -177,17 +180,17 @@ class Programs:
         grid = _shape((rows, 2))
         return self._by_rows(Pairs(features, (), row, grid, None, words, row, row, seed, row))
 
-    def _texts(self, rows: int, cuts: int = 0) -> Texts:
+    def _texts(self, rows: int, cuts: int = 0) -> PromptLayout:
         """Returns questions with an image each."""
         one = _shape((rows, 1))
         ids, row = _shape((rows, self._bucket.text)), _shape((rows,))
         shown, grid = _shape(one.shape, bool), _shape((rows, 1, 2))
-        return self._by_rows(Texts(ids, row, one, shown, grid, (one,) * cuts))
+        return self._by_rows(PromptLayout(ids, row, one, shown, grid, (one,) * cuts))
 
     # Training.
 
     def _update(self) -> jax.stages.Traced:
-        return plan.trace_update(self._setup, self._dtype, self._rows, self._bucket)
+        return dry_run.trace_update(self._setup, self._dtype, self._rows, self._bucket)
 
     def _statistics(self) -> jax.stages.Traced:
         tokens, stats = (
@@ -200,7 +203,7 @@ class Programs:
 
     def _validation(self) -> jax.stages.Traced:
         kept = self._kept_tokens(self._rows, self._kept)
-        targets = plan.abstract_batch(self._setup, self._rows, self._bucket).targets
+        targets = dry_run.abstract_batch(self._setup, self._rows, self._bucket).targets
         return jit_for_weights(row_scores, ("backbone", "options")).trace(
             self._trained_through,
             backbone=self._backbone,
@@ -264,10 +267,10 @@ class Programs:
         if pruner is not None:
             plan = dataclasses.replace(
                 plan,
-                slots=(*plan.slots, self._slots(self._kept)),
+                slots=(*dry_run.slots, self._slots(self._kept)),
                 cuts=pruner.cuts(self._model, self._tokens),
             )
-        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(plan.cuts))
+        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(dry_run.cuts))
         used = None if pruner is None else pruner.program()
         return (used, kept, texts, self._sampling), plan
 

@@ -32,7 +32,7 @@ from stepprune_jax.policy.buckets import (
     words_bucket,
 )
 from stepprune_jax.pruning import Pruner
-from stepprune_jax.trained import StepPrune
+from stepprune_jax.selectors import StepPrune
 
 FIRST = 20
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 400e12, 3.35e12

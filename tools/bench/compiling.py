@@ -51,9 +51,7 @@ def gate_loss(policy, key, image, text):
 
 def sets_loss(policy, key, image, text):
     """Computes the loss of sampled sets."""
-    return policy.policy_gradient_loss(
-        key, image, text, lambda kept: (kept.tokens**2).mean((-1, -2))
-    )
+    return policy.rloo_loss(key, image, text, lambda kept: (kept.tokens**2).mean((-1, -2)))
 
 
 def programs(num_tokens: int, width: int, batch: int) -> dict[str, tuple[Callable, tuple]]:

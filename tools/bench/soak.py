@@ -22,9 +22,9 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.cli.command_line import Parser, exit_with, integer_from
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.inference.programs import num_compiled
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Pruner
-from stepprune_jax.trained import Policy
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import Policy
 from tools.bench.timing import machine
 
 # Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.

@@ -34,10 +34,10 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.training import plan, step
+from stepprune_jax.training import dry_run, step
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import memory_advice
-from stepprune_jax.training.settings import Run, make_mesh, make_setup
+from stepprune_jax.training.settings import Run, make_mesh, make_step_config
 from stepprune_jax.user_input import expect
 from tools.bench.drawn_data import write_conversations, write_model
 from tools.bench.timing import machine
@@ -87,7 +87,7 @@ class _Bench(NamedTuple):
     state: step.State
     stats: FeatureStats
     key: Any
-    setup: step.Setup
+    setup: step.StepConfig
     batches: Batches
 
 
@@ -96,13 +96,13 @@ def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path
     run = replace_data(run, fields, ids, folder, _IMAGES)
     mesh = make_mesh(run)
     source, batches = _open(run, folder)
-    setup = make_setup(run, source.backbone, mesh)
+    setup = make_step_config(run, source.backbone, mesh)
     (bucket,), dtype, rows = batches.buckets, jnp.dtype(run.model.dtype), run.batch_size
-    traced = plan.trace_update(setup, dtype, rows, bucket)
+    traced = dry_run.trace_update(setup, dtype, rows, bucket)
     once = dataclasses.replace(setup, forward=setup.forward._replace(execution=Execution()))
-    model_flops = traced_flops(plan.trace_update(once, dtype, rows, bucket).jaxpr)
+    model_flops = traced_flops(dry_run.trace_update(once, dtype, rows, bucket).jaxpr)
     update = traced.lower().compile()
-    params = random_weights(plan.abstract_weights(setup, dtype))
+    params = random_weights(dry_run.abstract_weights(setup, dtype))
     init_key, key = jax.random.split(jax.random.key(run.seed))
     state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
     stats = FeatureStats.start(setup.backbone.config.vision.hidden_size)

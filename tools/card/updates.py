@@ -18,8 +18,8 @@ from stepprune_jax.efficiency.timing import peak_memory
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.training import Run, train
-from stepprune_jax.training.plan import abstract_weights, dry_run
-from stepprune_jax.training.settings import make_mesh, make_setup
+from stepprune_jax.training.dry_run import abstract_weights, dry_run
+from stepprune_jax.training.settings import make_mesh, make_step_config
 from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.metrics import METRICS, read_rows
 from tools.bench.training import replace_data
@@ -32,7 +32,7 @@ def measure(out: Path, run: Run, workdir: Path) -> None:
     plan = dry_run(run, workdir)
     planned = {"planned_gib": plan.memory.total / 2**30, "tflops": plan.flops / 1e12}
     figures.add(out, f"{size}, dry run", **planned, assumed_share=run.accelerator.utilisation)
-    setup = make_setup(run, run.model.inspect().backbone, make_mesh(run))
+    setup = make_step_config(run, run.model.inspect().backbone, make_mesh(run))
     weights = abstract_weights(setup, jnp.dtype(run.model.dtype))
     load.load_params = lambda *_, **__: random_weights(weights)
     train(run, workdir)

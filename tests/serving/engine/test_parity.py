@@ -10,7 +10,7 @@ from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.inference import RunOptions, generate
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.registry import build_pruner
 
 MOST = 12
 COMPACT = RunOptions(MOST, "compact")

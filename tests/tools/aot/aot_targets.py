@@ -3,13 +3,13 @@
 import jax
 import pytest
 
-from stepprune_jax.parallel import targets
+from stepprune_jax.parallel import aot_targets
 
 
 def made(name):
     """A target, or a CPU; skips a test where the target's compiler is missing."""
     if name == "cpu":
-        return targets.Target(name, tuple(jax.devices()[:1]), {})
-    if problem := targets.missing(name):
+        return aot_targets.Target(name, tuple(jax.devices()[:1]), {})
+    if problem := aot_targets.missing(name):
         pytest.skip(problem)
-    return targets.make_target(name)
+    return aot_targets.make_target(name)

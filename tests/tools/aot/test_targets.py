@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from stepprune_jax import policy
-from stepprune_jax.parallel import targets
+from stepprune_jax.parallel import aot_targets
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.sharding import build_mesh
@@ -30,28 +30,28 @@ from tools.aot.hlo import loops
     ],
 )
 def test_names_are_read(name, expected):
-    assert targets.read_name(name) == expected
+    assert aot_targets.read_name(name) == expected
     assert expected[3] in ACCELERATORS
 
 
 @pytest.mark.parametrize("name", ["h20", "h200:0", "a6000:2x2", "v5e:8"])
 def test_bad_names_are_refused_whatever_is_installed(name):
-    for function in (targets.read_name, targets.missing, targets.make_target):
+    for function in (aot_targets.read_name, aot_targets.missing, aot_targets.make_target):
         with pytest.raises(ValueError, match=f"target '{name}' is unknown"):
             function(name)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("h200", "CUDA"), ("v5e", "TPU")])
 def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, kind):
-    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(aot_targets.importlib.util, "find_spec", lambda module: None)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     with pytest.raises(ValueError, match=rf"XLA's {kind} compiler is missing: pip install .*\[aot"):
-        targets.make_target(name)
+        aot_targets.make_target(name)
 
 
 @pytest.mark.parametrize("name", ["h200", "a6000:2", "v5e:2x4", "v6e", "v5p"])
 def test_devices_are_those_of_the_name(name):
-    target, named = made(name), targets.read_name(name)
+    target, named = made(name), aot_targets.read_name(name)
     assert target.name == name and len(target.devices) == named.count
     assert {known_as(device.device_kind) for device in target.devices} == {named.accelerator}
 
@@ -59,7 +59,7 @@ def test_devices_are_those_of_the_name(name):
 def test_a_layout_that_no_machine_has_is_refused():
     made("v5e")
     with pytest.raises(ValueError, match="target 'v5e:3x7': libtpu has no such layout of chips"):
-        targets.make_target("v5e:3x7")
+        aot_targets.make_target("v5e:3x7")
 
 
 def trace_pick(target, config, rows, num_tokens, **options):
@@ -129,7 +129,7 @@ def test_a_product_without_tiles_is_compiled_without_triton():
             raise jax.errors.JaxRuntimeError("Couldn't find output tile sizes that satisfy hlo")
         return compiler_options
 
-    target = targets.Target("h200", (), {"xla_gpu_autotune_level": 0})
+    target = aot_targets.Target("h200", (), {"xla_gpu_autotune_level": 0})
     given = target.compile(types.SimpleNamespace(compile=compile_with))
     assert given == {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
@@ -140,4 +140,4 @@ def test_other_failures_are_not_tried_again():
 
     lowered = types.SimpleNamespace(compile=fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Reshape"):
-        targets.Target("h200", (), {}).compile(lowered)
+        aot_targets.Target("h200", (), {}).compile(lowered)

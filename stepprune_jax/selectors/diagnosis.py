@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int
 from stepprune_jax.policy import Inputs, Limits, Picks, Pruned
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.gathering import run_gather
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.objective import require_losses
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
-from stepprune_jax.trained.base import Selector
-from stepprune_jax.trained.policy_gradient import LEAST_GAIN
+from stepprune_jax.selectors.base import Selector
+from stepprune_jax.selectors.rloo import LEAST_GAIN
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
 

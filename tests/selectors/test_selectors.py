@@ -12,10 +12,10 @@ import pytest
 from stepprune_jax import policy as functions
 from stepprune_jax.policy import DecoderFns, FeatureStats, Inputs, PolicyConfig
 from stepprune_jax.policy.noise import gate_tokens
-from stepprune_jax.pruners import build_pruner, selector_of
-from stepprune_jax.trained import AutoSelect, AutoSelectConfig, StepPrune, autoselect
-from stepprune_jax.trained.base import carrying
-from stepprune_jax.trained.calibration import calibrate, read_calibration
+from stepprune_jax.registry import build_pruner, selector_of
+from stepprune_jax.selectors import AutoSelect, AutoSelectConfig, StepPrune, autoselect
+from stepprune_jax.selectors.base import nonzero_tokens
+from stepprune_jax.selectors.calibration import calibrate, read_calibration
 from stepprune_jax.user_input import UserError
 
 WIDTHS = {"feature_width": 16, "text_width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
@@ -249,7 +249,7 @@ def test_tokens_that_carry_nothing_are_left_out_by_the_gate():
     """Vectors of zeros, such as the ends of rows of LLaVA-NeXT's tiles, are no noise."""
     image = jax.random.normal(jax.random.key(0), (1, 6, 16)).at[0, 2].set(0)
     stats = FeatureStats(*(jnp.full(16, x) for x in (0.5, 2.0)), jnp.ones(()))
-    inputs = Inputs(image, image_mask=carrying(image, jnp.ones((1, 6), bool)), stats=stats)
+    inputs = Inputs(image, image_mask=nonzero_tokens(image, jnp.ones((1, 6), bool)), stats=stats)
     params = functions.init_policy(jax.random.key(1), CONFIG)
     gated = gate_tokens(params, CONFIG, jax.random.key(2), inputs, jnp.full((1, 6), 0.3))
     changed = np.asarray(jnp.any(gated != image, axis=-1))[0]

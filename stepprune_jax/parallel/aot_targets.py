@@ -41,7 +41,7 @@ class Target(NamedTuple):
         return lowered.compile(compiler_options=self.options | _WITHOUT_TRITON)
 
 
-class Card(NamedTuple):
+class GpuSpec(NamedTuple):
     """Properties of a CUDA device that XLA needs; threads and shared memory are per core (SM)."""
 
     name: str
@@ -59,10 +59,10 @@ class Card(NamedTuple):
 # As in NVIDIA's data sheets and, for threads and shared memory, the table of compute capabilities
 # of the CUDA programming guide.
 CARDS = {
-    "h200": Card(
+    "h200": GpuSpec(
         "NVIDIA H200", (9, 0), 132, 128, 2048, 228, 4_800_000_000_000, 50, 1.98, 151_397_597_184
     ),
-    "a100": Card(
+    "a100": GpuSpec(
         "NVIDIA A100-SXM4-80GB",
         (8, 0),
         108,
@@ -74,7 +74,7 @@ CARDS = {
         1.41,
         85_100_068_864,
     ),
-    "a6000": Card(
+    "a6000": GpuSpec(
         "NVIDIA RTX A6000", (8, 6), 84, 128, 1536, 100, 768_096_000_000, 6, 1.8, 51_041_271_808
     ),
 }

@@ -7,7 +7,7 @@ from small_world import stepprune
 from views import view
 
 from stepprune_jax.policy.params import param_paths
-from stepprune_jax.pruners import build_pruner
+from stepprune_jax.registry import build_pruner
 
 STEPS = 7
 

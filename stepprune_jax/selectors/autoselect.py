@@ -20,9 +20,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Draw, Inputs, Limits, PolicyConfig, Progress
+from stepprune_jax.policy import Inputs, Limits, PolicyConfig, Progress, SampledSubsets
 from stepprune_jax.policy.budget import RANDOM_BUDGET, budget_range, draw_budgets
-from stepprune_jax.policy.host import AnyKey, implicit_promotion, threefry
+from stepprune_jax.policy.jax_settings import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.layers import MASKED, layer_norm, score_dtype
 from stepprune_jax.policy.noise import gate_tokens, standardise
 from stepprune_jax.policy.objective import gate_metrics
@@ -35,9 +35,9 @@ from stepprune_jax.policy.soft_topk import cumlogsumexp
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.divprune import farthest_first
 from stepprune_jax.pruning.ordering import unit_vectors
+from stepprune_jax.selectors.base import Aux
+from stepprune_jax.selectors.policy import Policy
 from stepprune_jax.settings import Settings, setting
-from stepprune_jax.trained.base import Aux
-from stepprune_jax.trained.policy import Policy
 from stepprune_jax.user_input import UserError
 
 Params = dict[str, Any]
@@ -261,7 +261,7 @@ class AutoSelect(Policy):
 
     name = "autoselect"
     label = "AutoSelect-like"
-    draws_sets: ClassVar[bool] = True
+    samples_subsets: ClassVar[bool] = True
     config_type: ClassVar[type | None] = AutoSelectConfig
     version: ClassVar[int] = 3
     settings: ClassVar[str] = "autoselect"
@@ -295,9 +295,9 @@ class AutoSelect(Policy):
         return loss, Aux(scalars)
 
     @implicit_promotion()
-    def draw_sets(
+    def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
-    ) -> tuple[Draw, Float[Array, "g b"]]:
+    ) -> tuple[SampledSubsets, Float[Array, "g b"]]:
         """Draws from the Plackett-Luce distribution of the scores, at a temperature of 1."""
         b, n = inputs.image.shape[:2]
         found = scores(self.params, self.config, inputs, progress.text_gate)
@@ -315,7 +315,7 @@ class AutoSelect(Policy):
             return first_picks(order, most, n), log_prob
 
         picks, log_prob = jax.vmap(one)(threefry(keys))
-        return Draw(picks, log_prob, entropy(found)), jnp.zeros_like(log_prob)
+        return SampledSubsets(picks, log_prob, entropy(found)), jnp.zeros_like(log_prob)
 
     @implicit_promotion()
     def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:

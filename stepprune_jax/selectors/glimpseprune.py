@@ -21,11 +21,18 @@ from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy.layers import dense, merge_heads, split_heads
 from stepprune_jax.policy.params import Init, ParamSpec
-from stepprune_jax.pruning.base import Kept, LayerCut, LayerPruner, Schedule, Survivors, View
+from stepprune_jax.pruning.base import (
+    Kept,
+    LayerCut,
+    LayerPruner,
+    PrunerInputs,
+    Schedule,
+    Survivors,
+)
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.pruning.ordering import keep_best, require_grid
+from stepprune_jax.selectors.base import TrainedPruner, Weights
 from stepprune_jax.settings import Settings, count, setting
-from stepprune_jax.trained.base import Weighted, Weights
 from stepprune_jax.user_input import UserError, expect
 
 _EPS = 1e-6  # the epsilon of the predictor's norms
@@ -161,7 +168,7 @@ def predict(
 
 
 @dataclasses.dataclass(frozen=True)
-class GlimpsePrune(Weighted, LayerPruner):
+class GlimpsePrune(TrainedPruner, LayerPruner):
     """Keeps the visual tokens that a trained predictor finds in a glimpse token's attention.
 
     Attributes:
@@ -242,7 +249,7 @@ class GlimpsePrune(Weighted, LayerPruner):
         left = Survivors(int(self._most(num_tokens)[num_tokens]))
         return Schedule(num_tokens, num_tokens, (left,))
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Keeps all tokens, and notes the projected states of the tower with them."""
         n, weights = view.tokens.shape[1], self.params
         with jax.default_matmul_precision("highest"):

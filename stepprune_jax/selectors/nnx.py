@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from stepprune_jax.policy import Pruned
-from stepprune_jax.trained.policy import Policy
+from stepprune_jax.selectors.policy import Policy
 
 
 class NNXPolicy(nnx.Module):

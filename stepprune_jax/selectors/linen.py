@@ -1,4 +1,4 @@
-"""A selector as a module of Flax Linen; `stepprune_jax.trained.nnx` has the same for NNX."""
+"""A selector as a module of Flax Linen; `stepprune_jax.selectors.nnx` has the same for NNX."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.params import draw_params
-from stepprune_jax.trained.policy import Policy
+from stepprune_jax.selectors.policy import Policy
 
 
 class LinenPolicy(nn.Module):
@@ -21,7 +21,8 @@ class LinenPolicy(nn.Module):
     bias, which change in no step of training. Those of a trained policy are `variables(policy)`.
 
     Attributes:
-        method: the policy without its weights, such as `policy.bare` or `StepPrune(config=config)`.
+        method: the policy without its weights, such as `policy.without_weights` or
+            `StepPrune(config=config)`.
     """
 
     method: Policy

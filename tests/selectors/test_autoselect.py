@@ -8,10 +8,10 @@ import pytest
 
 from stepprune_jax import FeatureStats
 from stepprune_jax.policy import Inputs, Progress
-from stepprune_jax.pruners import build_pruner
-from stepprune_jax.pruning import View
-from stepprune_jax.trained import AutoSelect, autoselect
-from stepprune_jax.trained.autoselect import AutoSelectConfig
+from stepprune_jax.pruning import PrunerInputs
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import AutoSelect, autoselect
+from stepprune_jax.selectors.autoselect import AutoSelectConfig
 
 CONFIG = AutoSelectConfig(
     feature_width=8,
@@ -149,7 +149,7 @@ def test_the_pruner_keeps_what_is_scored_best_whatever_stands_in_the_padding(par
     spoiled = jnp.where(valid[..., None], image, 1e6)
     counts, grid = jnp.array([3, 1, 5]), jnp.ones((B, 2), jnp.int32)
     seed = jnp.arange(B, dtype=jnp.uint32)
-    view = View(spoiled, valid, grid, text, words, jnp.arange(B), seed, counts)
+    view = PrunerInputs(spoiled, valid, grid, text, words, jnp.arange(B), seed, counts)
     pruner = AutoSelect(5, params=params, config=CONFIG, stats=STATS)
     kept = jax.jit(AutoSelect.keep, static_argnums=2)(pruner, view, 6)
     scored = scores(params, CONFIG, Inputs(image, text, valid, words, STATS))

@@ -23,13 +23,13 @@ from stepprune_jax.pruning.random import Random
 from stepprune_jax.pruning.sparsevlm import SparseVLM, SparseVLMv2
 from stepprune_jax.pruning.topv import TopV
 from stepprune_jax.pruning.visionzip import VisionZip
+from stepprune_jax.selectors.autoselect import AutoSelect
+from stepprune_jax.selectors.base import SelectorConfig, TrainedPruner
+from stepprune_jax.selectors.glimpseprune import GlimpsePrune
+from stepprune_jax.selectors.policy import Policy
+from stepprune_jax.selectors.stepprune import StepPrune
+from stepprune_jax.selectors.visionselector import VisionSelector
 from stepprune_jax.settings import accepted, is_number, read_value
-from stepprune_jax.trained.autoselect import AutoSelect
-from stepprune_jax.trained.base import SelectorConfig, Weighted
-from stepprune_jax.trained.glimpseprune import GlimpsePrune
-from stepprune_jax.trained.policy import Policy
-from stepprune_jax.trained.stepprune import StepPrune
-from stepprune_jax.trained.visionselector import VisionSelector
 from stepprune_jax.user_input import UserError, expect, nearest, require
 
 # The only list of names, used by commands, configurations and tables.
@@ -68,9 +68,9 @@ def trainable() -> dict[str, type[Policy]]:
     return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, Policy)}
 
 
-def weighted() -> dict[str, type[Weighted]]:
+def weighted() -> dict[str, type[TrainedPruner]]:
     """Returns those of `PRUNERS` that have weights."""
-    return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, Weighted)}
+    return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, TrainedPruner)}
 
 
 def selector_of(config: SelectorConfig) -> Any:
@@ -83,7 +83,7 @@ def build_pruner(
     name: str | None = None,
     budget: Budget | int | str | None = None,
     *,
-    policy: Weighted | None = None,
+    policy: TrainedPruner | None = None,
     stop_bias: float | int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Pruner:
@@ -106,7 +106,7 @@ def build_pruner(
         ValueError: an unknown name or option, a bad value, an unsupported kind of budget, or a
             policy that does not match the method.
     """
-    if not isinstance(policy, Weighted | None):
+    if not isinstance(policy, TrainedPruner | None):
         raise TypeError(f"policy is {policy!r}, expected a policy, such as load_policy returns")
     own, options = None if policy is None else policy.name, options or {}
     needs = f"a budget (--budget) needs a pruner (--pruner) or a policy (--policy); {BUDGETS_PAGE}"
@@ -130,8 +130,8 @@ def build_pruner(
     if policy is None:
         return kind(budget=budget, **fields)
     if stop_bias is not None:
-        own_stop = Budget("own") if budget.kind == "mean" else budget
-        return policy.replace(budget=own_stop, stop_bias=stop_bias, **fields)
+        learned_stop = Budget("own") if budget.kind == "mean" else budget
+        return policy.replace(budget=learned_stop, stop_bias=stop_bias, **fields)
     return policy.replace(**fields).with_budget(budget)
 
 
@@ -160,7 +160,7 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
 def _read_fields(kind: type[Pruner], options: Mapping[str, Any]) -> dict[str, Any]:
     """Converts options, which may be text, to the types of a pruner's fields."""
     # The types are no strings: these modules evaluate their annotations.
-    base = {field.name for field in dataclasses.fields(Weighted)}  # the budget among them
+    base = {field.name for field in dataclasses.fields(TrainedPruner)}  # the budget among them
     known = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in base}
     values = {}
     for name, given in options.items():

@@ -16,13 +16,21 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from stepprune_jax.models.sequence import POSITIONS
-from stepprune_jax.policy import Draw, Inputs, Limits, Progress, Pruned, gather, leave_one_out
+from stepprune_jax.policy import (
+    Inputs,
+    Limits,
+    Progress,
+    Pruned,
+    SampledSubsets,
+    gather,
+    leave_one_out,
+)
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.objective import require_losses
 from stepprune_jax.policy.selection import first_picks
+from stepprune_jax.selectors.base import Aux, Selector
 from stepprune_jax.settings import Settings, choice, setting, share
-from stepprune_jax.trained.base import Aux, Selector
 
 # Share of what all tokens gain that sets have to gain by themselves, so that sets alone teach a
 # policy: between 8 % where they do and 4 % where they do not (the records of
@@ -32,7 +40,7 @@ LEAST_GAIN = 0.06
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PolicyGradientSettings(Settings, path="config.policy_gradient"):
+class RlooSettings(Settings, path="config.policy_gradient"):
     """Training on sampled sets; the group `policy_gradient` of a configuration.
 
     Attributes:
@@ -64,7 +72,7 @@ class SetRewards(NamedTuple):
     all: Float[Array, "b"]
 
 
-class SetSignal(NamedTuple):
+class SubsetGain(NamedTuple):
     """Whether drawn sets teach a policy; `str` says so in words.
 
     The spread of rewards among the sets of a question is no measure of that: with few possible
@@ -112,20 +120,20 @@ class SetSignal(NamedTuple):
         )
 
 
-def read_signal(rewards: Iterable[SetRewards]) -> SetSignal:
+def subset_gain(rewards: Iterable[SetRewards]) -> SubsetGain:
     """Averages the rewards of batches of questions, on the host."""
     sets, luck, every = (
         np.concatenate([np.asarray(x) for x in part]) for part in zip(*rewards, strict=True)
     )
     means = float(sets.mean()), float(luck.mean()), float(every.mean())
     error = float((sets - luck).std()) / len(sets) ** 0.5
-    return SetSignal(*means, error, len(sets))
+    return SubsetGain(*means, error, len(sets))
 
 
 @implicit_promotion()
-def policy_gradient_loss(
+def rloo_loss(
     method: Selector,
-    settings: PolicyGradientSettings,
+    settings: RlooSettings,
     key: Array,
     inputs: Inputs,
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
@@ -170,16 +178,16 @@ def policy_gradient_loss(
 
 
 @implicit_promotion()
-def set_rewards(
+def subset_rewards(
     method: Selector,
-    settings: PolicyGradientSettings,
+    settings: RlooSettings,
     key: Array,
     inputs: Inputs,
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
 ) -> SetRewards:
     """Computes what the sets of a policy as it is are worth, all of exact counts.
 
-    With drawn weights the sets are random ones. Arguments are those of `policy_gradient_loss`, but
+    With drawn weights the sets are random ones. Arguments are those of `rloo_loss`, but
     `answer_loss_fn` is also called with one set of all tokens, [b, 1, n].
     """
     counted = dataclasses.replace(settings, stops=0.0)
@@ -220,11 +228,11 @@ def _require_sets(losses: Any, b: int, g: int) -> None:
 
 def _draw(
     method: Selector,
-    settings: PolicyGradientSettings,
+    settings: RlooSettings,
     key: Array,
     inputs: Inputs,
     progress: Progress,
-) -> tuple[Draw, Pruned, Float[Array, "g b"], Bool[Array, "b"]]:
+) -> tuple[SampledSubsets, Pruned, Float[Array, "g b"], Bool[Array, "b"]]:
     """Draws sets: the draws, their tokens [b, g, ...], their costs, and the rows that may stop."""
     draw_key, budget_key, own_key = jax.random.split(key, 3)
     (b, n), g = inputs.image.shape[:2], settings.samples
@@ -242,7 +250,7 @@ def _draw(
         max_steps=capacity,
     )
     keys = jax.random.split(draw_key, g)
-    draw, cost = method.draw_sets(inputs, limits, keys, progress)
+    draw, cost = method.sample_subsets(inputs, limits, keys, progress)
 
     def sets(picks):
         return gather(picks, inputs.whole, capacity)

@@ -13,10 +13,10 @@ from views import llava
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, Sampling, generate, pipeline, read_request
-from stepprune_jax.pruners import build_pruner
 from stepprune_jax.pruning import Budget, Survivors
-from stepprune_jax.trained import GlimpsePrune
-from stepprune_jax.trained.glimpseprune import attention_map
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import GlimpsePrune
+from stepprune_jax.selectors.glimpseprune import attention_map
 
 LAYERS = {"le_layers": (0, 2), "selected_visual_layers": (3, 1)}
 CONFIG = glimpse(**LAYERS, attn_fuse_size=8, attn_fuse_num_heads=2)

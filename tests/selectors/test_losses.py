@@ -9,12 +9,12 @@ import pytest
 
 from stepprune_jax import policy
 from stepprune_jax.policy import FeatureStats, Inputs, PolicyConfig, Pruned
-from stepprune_jax.trained import AutoSelect, AutoSelectConfig, PolicyGradientSettings
-from stepprune_jax.trained.policy_gradient import _answer_losses, set_rewards
+from stepprune_jax.selectors import AutoSelect, AutoSelectConfig, RlooSettings
+from stepprune_jax.selectors.rloo import _answer_losses, subset_rewards
 
 B, N, G = 4, 9, 3
 SHAPE = {"feature_width": 4, "text_width": 0, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
-SETTINGS = PolicyGradientSettings(samples=G, longest=0.5)
+SETTINGS = RlooSettings(samples=G, longest=0.5)
 GIVEN = jax.random.key(2), jnp.zeros((B, N, 4)), None
 # Without a stop, so that few programs are compiled.
 SCORER = AutoSelect.init(jax.random.key(0), AutoSelectConfig(**SHAPE), FeatureStats.start(4))
@@ -39,8 +39,8 @@ def test_losses_of_sets_have_a_row_and_a_set(name):
     losses, shape = WRONG[name]
     inputs, said = Inputs(GIVEN[1]), f"answer_loss_fn returned losses of shape {shape}, expected"
     for loss in (
-        lambda: SCORER.policy_gradient_loss(*GIVEN, losses, SETTINGS),
-        lambda: set_rewards(SCORER, SETTINGS, GIVEN[0], inputs, losses),
+        lambda: SCORER.rloo_loss(*GIVEN, losses, SETTINGS),
+        lambda: subset_rewards(SCORER, SETTINGS, GIVEN[0], inputs, losses),
     ):
         with pytest.raises(ValueError, match=said):
             jax.eval_shape(loss)

@@ -10,8 +10,8 @@ import pytest
 from cases import plain_config
 
 from stepprune_jax.policy import Inputs, Limits, Progress, leave_one_out
-from stepprune_jax.pruners import selector_of
-from stepprune_jax.trained import AutoSelectConfig
+from stepprune_jax.registry import selector_of
+from stepprune_jax.selectors import AutoSelectConfig
 
 N, STEPS, DRAWS = 4, 3, 4096
 
@@ -35,7 +35,7 @@ def randomised(config, seed=1):
     return policy.replace(params=jax.tree.map(jnp.float32, noisy))
 
 
-draw_sets = jax.jit(lambda policy, *given: policy.draw_sets(*given))
+sample_subsets = jax.jit(lambda policy, *given: policy.sample_subsets(*given))
 
 
 @pytest.mark.parametrize("config", [HAZARD, SCORER])
@@ -44,7 +44,7 @@ def test_each_outcome_is_as_frequent_as_its_probability_says(config, inputs):
     stops = policy.has_stop
     limits = Limits(min_tokens=1 if stops else STEPS, max_tokens=STEPS, max_steps=STEPS)
     keys = jax.random.split(jax.random.key(2), DRAWS)
-    draw, _ = draw_sets(policy, inputs, limits, keys, Progress())
+    draw, _ = sample_subsets(policy, inputs, limits, keys, Progress())
     action, log_prob = np.asarray(draw.picks.action[..., :STEPS]), np.asarray(draw.log_prob)
     for row, real in enumerate(inputs.image_mask):
         found = {}
@@ -77,13 +77,13 @@ def test_advantages_give_the_gradient_of_the_mean_reward(config, inputs):
     given = (inputs, limits, keys, Progress())
 
     def estimate(params):
-        draw, _ = policy.replace(params=params).draw_sets(*given)
+        draw, _ = policy.replace(params=params).sample_subsets(*given)
         advantage = leave_one_out(draw.picks.selected @ worth)
         return jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
 
     def exact(params):
         """Each outcome that was drawn once, weighted by its probability."""
-        draw, _ = policy.replace(params=params).draw_sets(*given)
+        draw, _ = policy.replace(params=params).sample_subsets(*given)
         action = draw.picks.action[..., :2]
         same = jnp.all(action[:, None] == action[None], axis=-1)
         first = jnp.argmax(same, axis=1) == jnp.arange(DRAWS)[:, None]
@@ -107,7 +107,7 @@ def test_a_set_costs_the_sum_of_its_tokens_prices(inputs):
     config = dataclasses.replace(HAZARD, length_weight=0.15, price_growth=1)
     limits, keys = Limits(budget=3, max_steps=3), jax.random.split(jax.random.key(0), 2)
     policy = randomised(config)
-    draw, cost = draw_sets(policy, inputs, limits, keys, Progress())
+    draw, cost = sample_subsets(policy, inputs, limits, keys, Progress())
     assert draw.picks.count[:, 0].tolist() == [3, 3]
     np.testing.assert_allclose(cost[:, 0], 0.15 * 7.5 * 3 / 8, rtol=1e-6)
 
@@ -118,7 +118,7 @@ def test_a_row_with_a_higher_price_stops_earlier(inputs):
     mean, log_price = {}, None
     for spread in (0.0, 2.0):
         policy = randomised(dataclasses.replace(config, price_range=spread), seed=2)
-        draw, cost = draw_sets(policy, inputs, limits, keys, Progress())
+        draw, cost = sample_subsets(policy, inputs, limits, keys, Progress())
         mean[spread] = jnp.mean(draw.picks.count, axis=0)
         each = cost * jnp.array([4, 3]) / (0.15 * jnp.maximum(draw.picks.count, 1))
         log_price = jnp.log(jnp.max(each, axis=0))
@@ -138,7 +138,7 @@ def test_the_loss_of_a_row_without_tokens_is_finite(config, inputs):
             return jnp.sum(kept.valid, axis=-1, dtype=jnp.float32)
 
         given = (jax.random.key(5), image, text, answers)
-        return policy.replace(params=params).policy_gradient_loss(*given, image_mask=mask)[0]
+        return policy.replace(params=params).rloo_loss(*given, image_mask=mask)[0]
 
     value, grads = jax.jit(jax.value_and_grad(loss))(policy.params)
     assert np.isfinite(value)

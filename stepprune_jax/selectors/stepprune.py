@@ -10,18 +10,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Draw, Inputs, Limits, Picks, PolicyConfig, Progress
+from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, SampledSubsets
 from stepprune_jax.policy.budget import draw_log_prices
 from stepprune_jax.policy.gathering import as_arrays
-from stepprune_jax.policy.host import AnyKey
+from stepprune_jax.policy.jax_settings import AnyKey
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
-from stepprune_jax.pruning.base import Kept, Ranking, View, from_picks, take_first
+from stepprune_jax.pruning.base import Kept, PrunerInputs, Ranking, from_picks, take_first
 from stepprune_jax.pruning.budget import EXACT
-from stepprune_jax.trained.base import Aux, Weights, zeros_last
-from stepprune_jax.trained.policy import Policy
+from stepprune_jax.selectors.base import Aux, Weights, zeros_last
+from stepprune_jax.selectors.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepPrune(Policy):
     label = "StepPrune"
     budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "own")
     has_stop: ClassVar[bool] = True
-    draws_sets: ClassVar[bool] = True
+    samples_subsets: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig
     version: ClassVar[int] = 3
     choice_options: ClassVar[tuple[str, ...]] = ("key", "decoder")
@@ -79,9 +79,9 @@ class StepPrune(Policy):
         )
         return loss, Aux(policy.policy_metrics(aux), aux.gated.state)
 
-    def draw_sets(
+    def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
-    ) -> tuple[Draw, Float[Array, "g b"]]:
+    ) -> tuple[SampledSubsets, Float[Array, "g b"]]:
         """Draws as `policy.sample`, at a token price of each row's own; see `price_range`."""
         # Not 1, which may give the same key as the second part of a split, by which draws stop. A
         # clone, because jax's check of key reuse counts a key that is indexed as used.
@@ -176,7 +176,7 @@ class StepPrune(Policy):
         trajectory = policy.select(self.params, self.config, inputs, limits)
         return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
 
-    def rank(self, view: View, steps: int) -> Ranking:
+    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Also makes margins infinite from each row's T_max on, where every row stops."""
         order, margin = super().rank(view, steps)
         assert margin is not None  # `order` records margins
@@ -191,7 +191,7 @@ class StepPrune(Policy):
         least = min(self.min_tokens, ranking.order.shape[1])
         return count_at_bias(jnp.asarray(ranking.margin), self.bias, least)
 
-    def keep(self, view: View, capacity: int) -> Kept:
+    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Chooses the tokens of a view; an exact budget keeps vectors of zeros after all others."""
         exact, inputs = self.budget.is_exact, self.inputs(view)
         steps = min(self.config.steps(view.tokens.shape[1]), capacity)  # none is kept past these

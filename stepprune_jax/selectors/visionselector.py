@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy import Inputs, Progress
-from stepprune_jax.policy.host import implicit_promotion
+from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.layers import MASKED
 from stepprune_jax.policy.noise import standardise
 from stepprune_jax.policy.params import ParamSpec
 from stepprune_jax.pruning.base import Ranking
 from stepprune_jax.pruning.ordering import by_score
+from stepprune_jax.selectors.base import Aux, Weights
+from stepprune_jax.selectors.policy import Policy
 from stepprune_jax.settings import Settings, number, setting
-from stepprune_jax.trained.base import Aux, Weights
-from stepprune_jax.trained.policy import Policy
 
 _EXACT = jax.lax.Precision.HIGHEST
 

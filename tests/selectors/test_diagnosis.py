@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.trained import AutoSelect, AutoSelectConfig
-from stepprune_jax.trained.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, describe
+from stepprune_jax.selectors import AutoSelect, AutoSelectConfig
+from stepprune_jax.selectors.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, describe
 
 B, N = 64, 9
 LOSSES = {ALL: 0.1, NONE: 3.1, RANDOM: 2.5, OWN: 0.4, OTHER: 2.0}

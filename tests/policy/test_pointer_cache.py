@@ -90,13 +90,15 @@ def test_tables_choose_what_the_loop_chooses(program, seed, tied, share, bounds,
     given = np.float32(cases.poison(rng, slots, real))
     found = run(params, given, mask, least, most, np.array(bias, np.float32))
     *picks, (ranked, whole) = jax.tree.map(np.asarray, found)
-    for by_tables, by_steps in picks:
-        np.testing.assert_array_equal(source[by_tables.action], source[by_steps.action])
-        np.testing.assert_array_equal(by_tables.count, by_steps.count)
+    for table_rollout, by_steps in picks:
+        np.testing.assert_array_equal(source[table_rollout.action], source[by_steps.action])
+        np.testing.assert_array_equal(table_rollout.count, by_steps.count)
         for row in range(B):
-            action = by_tables.action[row, : by_tables.count[row]]
+            action = table_rollout.action[row, : table_rollout.count[row]]
             assert len(set(action)) == len(action) and mask[row, action].all()
-            np.testing.assert_array_equal(np.flatnonzero(by_tables.selected[row]), np.sort(action))
+            np.testing.assert_array_equal(
+                np.flatnonzero(table_rollout.selected[row]), np.sort(action)
+            )
     left = np.arange(STEPS) < mask.sum(1)[:, None]  # steps with a token to point at
     np.testing.assert_array_equal(source[ranked.choice[left]], source[whole.choice[left]])
     np.testing.assert_allclose(ranked.margin[left], whole.margin[left], rtol=1e-3, atol=1e-3)

@@ -9,9 +9,9 @@ from visual import noise
 from stepprune_jax import load_policy, save_policy
 from stepprune_jax.inference import RunOptions, generate, pipeline, read_request, trace_arrays
 from stepprune_jax.policy import FeatureStats, Inputs, Progress
-from stepprune_jax.pruners import build_pruner
-from stepprune_jax.trained import VisionSelector, VisionSelectorConfig
-from stepprune_jax.trained.visionselector import scores, soft_logits
+from stepprune_jax.registry import build_pruner
+from stepprune_jax.selectors import VisionSelector, VisionSelectorConfig
+from stepprune_jax.selectors.visionselector import scores, soft_logits
 
 
 def drawn(d=6, h=3):

@@ -13,10 +13,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import stepprune_jax as sp
-from stepprune_jax.pruners import selector_of
-from stepprune_jax.trained import AutoSelectConfig
-from stepprune_jax.trained import linen as sp_linen
-from stepprune_jax.trained import nnx as sp_nnx
+from stepprune_jax.registry import selector_of
+from stepprune_jax.selectors import AutoSelectConfig
+from stepprune_jax.selectors import linen as sp_linen
+from stepprune_jax.selectors import nnx as sp_nnx
 
 IMAGE = 3 + 2 * jax.random.normal(jax.random.key(0), (3, 12, 16))
 TEXT = jax.random.normal(jax.random.key(1), (3, 4, 8))
@@ -42,7 +42,7 @@ def test_modules_keep_what_the_policy_keeps(config, how):
     policy = new_policy(config)
     expected = jax.jit(lambda p: p.select(IMAGE, TEXT, capacity=6, **how))(policy)
     in_nnx = nnx.jit(lambda s: s(IMAGE, TEXT, capacity=6, **how))(sp_nnx.NNXPolicy(policy))
-    module, variables = sp_linen.LinenPolicy(policy.bare), sp_linen.variables(policy)
+    module, variables = sp_linen.LinenPolicy(policy.without_weights), sp_linen.variables(policy)
     in_linen = jax.jit(lambda v: module.apply(v, IMAGE, TEXT, capacity=6, **how))(variables)
     for found in (in_nnx, in_linen):
         jax.tree.map(np.testing.assert_array_equal, found, expected)

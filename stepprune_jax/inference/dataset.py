@@ -17,7 +17,7 @@ from stepprune_jax.inference.plan import exact_counts
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.inference.sampling import greedy
 from stepprune_jax.inference.text import answer_text
-from stepprune_jax.parallel.placement import fetch
+from stepprune_jax.parallel.placement import to_host
 from stepprune_jax.pruning import Pruner, Ranker, Ranking
 
 # A pruner, and the rows of a set that it is to answer; None for all.
@@ -140,7 +140,7 @@ def rank_all(
     steps = min(steps, images.features.shape[1])
     for rows, count in batches(len(prompts.length), batch_size):
         begin, before = time.perf_counter(), num_compiled()
-        ranking = fetch(pipeline.rank(model, pruner, prompts.take(rows), images, steps))
+        ranking = to_host(pipeline.rank(model, pruner, prompts.take(rows), images, steps))
         if num_compiled() == before:
             seconds.append(time.perf_counter() - begin)
         parts.append(jax.tree.map(lambda part, count=count: part[:count], ranking))
@@ -192,9 +192,9 @@ def _answer_all(
         )
         begun = pipeline.begin(model, batch, sampling)
         state = pipeline.finish(model, begun.state, sampling, options)
-        tokens, counts, finite = fetch((state.tokens, state.count, state.finite))
+        tokens, counts, finite = to_host((state.tokens, state.count, state.finite))
         taken = time.perf_counter() - begin if num_compiled() == before else np.nan
-        index = fetch(begun.trace.stages[-1].index) if ranking is None else None
+        index = to_host(begun.trace.stages[-1].index) if ranking is None else None
         for at, row in enumerate(rows[:real].tolist()):
             is_finite[row] = finite[at]
             ids = tuple(tokens[at, : counts[at]].tolist()) if finite[at] else ()

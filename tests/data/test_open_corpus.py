@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from stepprune_jax import testing
-from stepprune_jax.data import index, survey
+from stepprune_jax.data import index
+from stepprune_jax.data import open_corpus as open_corpus_module
 from stepprune_jax.data.corpus import LengthLimits, make_row
 from stepprune_jax.data.encoding import IGNORE
+from stepprune_jax.data.open_corpus import open_corpus
 from stepprune_jax.data.source import DataSettings, training_source
-from stepprune_jax.data.survey import open_corpus
 from stepprune_jax.models.qwen2_5_vl.backbone import Qwen2_5_VL
 from stepprune_jax.testing import llava_encoder
 
@@ -167,7 +168,7 @@ def test_a_sample_that_the_template_refuses_is_named_and_can_be_skipped(opened, 
 
 
 def test_missing_images_stop_a_run_before_anything_is_tokenised(opened, monkeypatch):
-    monkeypatch.setattr(survey, "measure", None)
+    monkeypatch.setattr(open_corpus_module, "measure", None)
     wrong = [sample(image=name) for name in ("gone.png", "x\0y", "n" * 5000, "empty.png")]
     message = r"sample 1: \"image\": no file, or an empty one, at .*gone\.png, and 3 more images"
     with pytest.raises(FileNotFoundError, match=message):
@@ -203,7 +204,7 @@ def test_counts_are_kept_for_the_next_run(opened, monkeypatch):
     lines = opened.lines
     with monkeypatch.context() as patch:
         for name in ("scan", "measure"):
-            patch.setattr(survey, name, None)
+            patch.setattr(open_corpus_module, name, None)
         again = opened(MULTI, sample(image="b.png"), split_turns=True)
     assert opened.lines == lines and again.identity == first.identity
     np.testing.assert_array_equal(again.lengths, first.lengths)

@@ -17,7 +17,7 @@ from stepprune_jax.inference import (
     generate,
     pipeline,
 )
-from stepprune_jax.inference.sets import milliseconds
+from stepprune_jax.inference.dataset import milliseconds
 from stepprune_jax.pruning import DivPrune, FastV, Grid
 from stepprune_jax.user_input import UserError
 

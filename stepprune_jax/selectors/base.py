@@ -10,23 +10,31 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.policy import Draw, FeatureStats, Inputs, Limits, Picks, PolicyConfig, Progress
+from stepprune_jax.policy import (
+    FeatureStats,
+    Inputs,
+    Limits,
+    Picks,
+    PolicyConfig,
+    Progress,
+    SampledSubsets,
+)
 from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.config import is_number
-from stepprune_jax.policy.host import AnyKey, implicit_promotion
+from stepprune_jax.policy.jax_settings import AnyKey, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.params import count_weights, draw_params, flat_params
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
-from stepprune_jax.pruning.base import Pruner, Ranker, Ranking, Schedule, View
+from stepprune_jax.pruning.base import Pruner, PrunerInputs, Ranker, Ranking, Schedule
 from stepprune_jax.pruning.budget import EXACT, Budget
-from stepprune_jax.trained.calibration import Calibration
+from stepprune_jax.selectors.calibration import Calibration
 from stepprune_jax.user_input import UserError, require
 
 CALIBRATE = "stepprune-calibrate"
 
 Weights = dict[str, Any]
-AnyWeighted = TypeVar("AnyWeighted", bound="Weighted")
+AnyTrained = TypeVar("AnyTrained", bound="TrainedPruner")
 
 
 @runtime_checkable
@@ -56,7 +64,7 @@ class Aux(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighted(Pruner):
+class TrainedPruner(Pruner):
     """A pruner that carries its weights.
 
     Its leaves are the weights, the statistics, the stop bias and the number of its budget.
@@ -83,7 +91,7 @@ class Weighted(Pruner):
     def __init_subclass__(cls, **keywords: Any):
         super().__init_subclass__(**keywords)
         if "__repr__" not in cls.__dict__:  # `dataclass` would add one that prints all weights
-            cls.__repr__ = Weighted.__repr__
+            cls.__repr__ = TrainedPruner.__repr__
 
     def __repr__(self) -> str:
         """Returns one line: the number of weights, and the fields that differ from defaults."""
@@ -95,12 +103,12 @@ class Weighted(Pruner):
 
     @classmethod
     def init(
-        cls: type[AnyWeighted],
+        cls: type[AnyTrained],
         key: Array,
         config: Any,
         stats: FeatureStats | None,
         **options: Any,
-    ) -> AnyWeighted:
+    ) -> AnyTrained:
         """Draws the weights of a method to be trained.
 
         Args:
@@ -138,11 +146,11 @@ class Weighted(Pruner):
                 message = f"{self.name}: {name} is a {type(value).__name__}, expected "
                 raise UserError(message + wanted)
 
-    def replace(self: AnyWeighted, **changes: Any) -> AnyWeighted:
+    def replace(self: AnyTrained, **changes: Any) -> AnyTrained:
         """Returns a copy with some fields replaced."""
         return dataclasses.replace(self, **changes)
 
-    def with_budget(self: AnyWeighted, budget: Budget | int | str) -> AnyWeighted:
+    def with_budget(self: AnyTrained, budget: Budget | int | str) -> AnyTrained:
         """Returns a copy with another budget, as `Budget.parse` reads it.
 
         Raises:
@@ -190,7 +198,7 @@ class Weighted(Pruner):
             )
         return self.calibration
 
-    def program(self: AnyWeighted) -> AnyWeighted:
+    def program(self: AnyTrained) -> AnyTrained:
         """Returns it without what no compiled program depends on.
 
         Exact counts are read from the view, and a learned stop from the bias.
@@ -198,7 +206,7 @@ class Weighted(Pruner):
         kind = "all" if self.budget.is_exact else "own"
         return self.replace(budget=Budget(kind), stop_bias=self.bias, calibration=None)
 
-    def prepare(self: AnyWeighted) -> AnyWeighted:
+    def prepare(self: AnyTrained) -> AnyTrained:
         """Returns it as programs read it, once for many calls: the bias of a mean looked up."""
         if self.budget.kind == "mean":
             return self.replace(budget=Budget("own"), stop_bias=self.bias)
@@ -254,7 +262,7 @@ def _changed_fields(value: Any) -> list[str]:
     ]
 
 
-def carrying(tokens: Float[Array, "b n d"], real: Bool[Array, "b n"]) -> Bool[Array, "b n"]:
+def nonzero_tokens(tokens: Float[Array, "b n d"], real: Bool[Array, "b n"]) -> Bool[Array, "b n"]:
     """Returns True at real tokens that are not vectors of zeros: policies choose from these.
 
     A vector of zeros ends each row of the tiles of LLaVA-NeXT.
@@ -283,7 +291,7 @@ def zeros_last(
     return jnp.where(step < count, order, following.astype(order.dtype))
 
 
-class Selector(Weighted, Ranker):
+class Selector(TrainedPruner, Ranker):
     """A method whose order of tokens is learned, and can be trained here.
 
     A subclass defines `specs`, `loss` and `order`, and is listed in `PRUNERS`. All of its functions
@@ -295,8 +303,8 @@ class Selector(Weighted, Ranker):
     reads_text: ClassVar[bool] = True
     # Group of a run's configuration that has the fields of `config`.
     settings: ClassVar[str] = "policy"
-    # Whether `draw_sets` is defined.
-    draws_sets: ClassVar[bool] = False
+    # Whether `sample_subsets` is defined.
+    samples_subsets: ClassVar[bool] = False
     # Seed of the draws, where its configuration draws tokens.
     seed: int = 0
     # Their temperature; None for the configuration's.
@@ -331,9 +339,9 @@ class Selector(Weighted, Ranker):
             The loss, and what else is known of the batch.
         """
 
-    def draw_sets(
+    def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
-    ) -> tuple[Draw, Float[Array, "g b"]]:
+    ) -> tuple[SampledSubsets, Float[Array, "g b"]]:
         """Draws sets of tokens, and returns what each of them costs, for a policy gradient.
 
         Args:
@@ -408,12 +416,12 @@ class Selector(Weighted, Ranker):
         """Tokens that its decoder takes from one pointer distribution; None without a decoder."""
         return None
 
-    def inputs(self, view: View) -> Inputs:
+    def inputs(self, view: PrunerInputs) -> Inputs:
         """Returns the inputs of the method for a view; vectors of zeros are masked."""
-        mask = None if view.valid is None else carrying(view.tokens, view.valid)
+        mask = None if view.valid is None else nonzero_tokens(view.tokens, view.valid)
         return Inputs(view.tokens, view.text, mask, view.text_valid, self.stats)
 
-    def rank(self, view: View, steps: int) -> Ranking:
+    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of a view; vectors of zeros come last."""
         inputs = self.inputs(view)
         ranking = self.order(inputs, steps, view.keys(self.seed))

@@ -20,12 +20,12 @@ from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.accelerators import ACCELERATORS, Accelerator
+from stepprune_jax.parallel.aot_targets import Target, make_target, missing, read_name
 from stepprune_jax.parallel.compiling import Usage, usage
 from stepprune_jax.parallel.placement import row_count
 from stepprune_jax.parallel.sharding import BATCH_RULES, Rules, build_mesh, shardings
-from stepprune_jax.parallel.targets import Target, make_target, missing, read_name
 from stepprune_jax.policy import FeatureStats
-from stepprune_jax.policy.host import THREEFRY
+from stepprune_jax.policy.jax_settings import THREEFRY
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_limits
 from stepprune_jax.training.failures import memory_advice, remedies
@@ -37,7 +37,7 @@ from stepprune_jax.training.settings import (
     Phase,
     Run,
     make_mesh,
-    make_setup,
+    make_step_config,
     split,
 )
 from stepprune_jax.user_input import UserError, local_path
@@ -79,7 +79,7 @@ def sample_widths(batches: Batches, steps: int) -> tuple[dict[Bucket, int], Buck
     return dict(collections.Counter(widths)), batches.buckets[-1]
 
 
-def assume_widths(run: Run, setup: step.Setup) -> tuple[dict[Bucket, int], Bucket]:
+def assume_widths(run: Run, setup: step.StepConfig) -> tuple[dict[Bucket, int], Bucket]:
     """Returns the width of batches whose rows have the stated length, and the widest allowed."""
     data = run.data
     most = row_limits(data, setup.backbone.config).ids
@@ -94,7 +94,7 @@ def assume_widths(run: Run, setup: step.Setup) -> tuple[dict[Bucket, int], Bucke
 
 def make_plan(
     sampled: tuple[dict[Bucket, int], Bucket],
-    setup: step.Setup,
+    setup: step.StepConfig,
     dtype: DTypeLike,
     rows: int,
     target: Target | None = None,
@@ -121,7 +121,7 @@ def planned_memory(traced: jax.stages.Traced, target: Target | None = None) -> U
 
 
 def trace_update(
-    setup: step.Setup, dtype: DTypeLike, rows: int, bucket: Bucket
+    setup: step.StepConfig, dtype: DTypeLike, rows: int, bucket: Bucket
 ) -> jax.stages.Traced:
     """Traces an update of abstract weights, state and batch, placed as in a run."""
     mesh = setup.forward.mesh
@@ -135,7 +135,7 @@ def trace_update(
     return step.update.trace(weights, state, stats, batch, key, number, setup=setup)
 
 
-def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.TrainingBatch:
+def abstract_batch(setup: step.StepConfig, rows: int, bucket: Bucket) -> step.TrainingBatch:
     """Returns the shapes of a batch with these widths, as `Batches` builds it."""
 
     def ints(*shape: int, dtype: DTypeLike = jnp.int32):
@@ -147,7 +147,7 @@ def abstract_batch(setup: step.Setup, rows: int, bucket: Bucket) -> step.Trainin
     return step.TrainingBatch(pixels, ints(bucket.text), ints(), conversations)
 
 
-def abstract_weights(setup: step.Setup, dtype: DTypeLike) -> PyTree:
+def abstract_weights(setup: step.StepConfig, dtype: DTypeLike) -> PyTree:
     """Returns the shapes of the frozen weights, placed as in a run."""
     weights = vlm.abstract_params(setup.backbone, dtype, setup.weights)
     return _placed(weights, setup.forward.mesh, setup.backbone.SHARDING_RULES)
@@ -205,7 +205,7 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
         mesh = build_mesh("single", devices)
     source = run.model.inspect()
     phases = split(run)
-    setups = [make_setup(phase.run, source.backbone, mesh) for phase in phases]
+    setups = [make_step_config(phase.run, source.backbone, mesh) for phase in phases]
     try:
         data = training_source(run.data, local_path(workdir).resolve())
     except FileNotFoundError as error:
@@ -247,7 +247,7 @@ def _report(
     plans: Sequence[RunCost],
     phases: Sequence[Phase],
     run: Run,
-    setup: step.Setup,
+    setup: step.StepConfig,
     devices: Sequence[jax.Device],
 ) -> Iterator[str]:
     """Yields the plans of a run's phases line by line; `setup` is of any of them."""

@@ -22,18 +22,18 @@ from stepprune_jax.policy.base import AnyArray
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
 from stepprune_jax.policy.config import is_integer
 from stepprune_jax.policy.gathering import run_gather
-from stepprune_jax.policy.host import check_key
+from stepprune_jax.policy.jax_settings import check_key
 from stepprune_jax.policy.objective import ONE_LOSS, require_losses
 from stepprune_jax.pruning.budget import EXACT, Budget
-from stepprune_jax.trained.base import Aux, Selector
-from stepprune_jax.trained.calibration import calibrate
-from stepprune_jax.trained.diagnosis import Diagnosis, measure, run_choose
-from stepprune_jax.trained.policy_gradient import (
-    PolicyGradientSettings,
-    SetSignal,
-    policy_gradient_loss,
-    read_signal,
-    set_rewards,
+from stepprune_jax.selectors.base import Aux, Selector
+from stepprune_jax.selectors.calibration import calibrate
+from stepprune_jax.selectors.diagnosis import Diagnosis, measure, run_choose
+from stepprune_jax.selectors.rloo import (
+    RlooSettings,
+    SubsetGain,
+    rloo_loss,
+    subset_gain,
+    subset_rewards,
 )
 from stepprune_jax.user_input import UserError, expect, expect_type, local_path, nearest, require
 
@@ -258,13 +258,13 @@ class Policy(Selector):
 
         return self.loss(check_key(key), inputs, scalar_loss, progress, **options)
 
-    def policy_gradient_loss(
+    def rloo_loss(
         self,
         key: Array,
         image: Float[AnyArray, "b n d"],
         text: Float[AnyArray, "b l e"] | None,
         answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
-        settings: PolicyGradientSettings | None = None,
+        settings: RlooSettings | None = None,
         *,
         image_mask: Bool[AnyArray, "b n"] | None = None,
         text_mask: Bool[AnyArray, "b l"] | None = None,
@@ -280,7 +280,7 @@ class Policy(Selector):
             text: word embeddings of the question, never of the answer.
             answer_loss_fn: maps sets of kept tokens, whose leaves are [b, g, ...], to the mean loss
                 of the answer's tokens with each.
-            settings: number and sizes of the sets; by default 8, as in `PolicyGradientSettings`.
+            settings: number and sizes of the sets; by default 8, as in `RlooSettings`.
             image_mask: True at real image tokens.
             text_mask: True at real words.
 
@@ -294,36 +294,36 @@ class Policy(Selector):
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
         key = check_key(key)
-        return policy_gradient_loss(self, settings, key, inputs, answer_loss_fn, Progress())
+        return rloo_loss(self, settings, key, inputs, answer_loss_fn, Progress())
 
-    def try_sets(
+    def measure_subset_gain(
         self,
         key: Array,
         image: Float[AnyArray, "b n d"],
         text: Float[AnyArray, "b l e"] | None,
         answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
-        settings: PolicyGradientSettings | None = None,
+        settings: RlooSettings | None = None,
         *,
         image_mask: Bool[AnyArray, "b n"] | None = None,
         text_mask: Bool[AnyArray, "b l"] | None = None,
-    ) -> SetSignal:
+    ) -> SubsetGain:
         """Tells whether sampled sets would teach this policy, or have to wait for the gate.
 
         Of drawn weights, the sets are random ones. The arguments are those of
-        `policy_gradient_loss`, on a few hundred training questions; `answer_loss_fn` is also called
+        `rloo_loss`, on a few hundred training questions; `answer_loss_fn` is also called
         with one set of all tokens, [b, 1, n].
 
         Returns:
             What sets gain; `suffices` decides, and `print` shows it.
 
         Raises:
-            ValueError: as `policy_gradient_loss`.
+            ValueError: as `rloo_loss`.
         """
         inputs = self._read_inputs(image, text, image_mask, text_mask)
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
-        rewards = set_rewards(self, settings, check_key(key), inputs, answer_loss_fn)
-        return read_signal([rewards])
+        rewards = subset_rewards(self, settings, check_key(key), inputs, answer_loss_fn)
+        return subset_gain([rewards])
 
     def diagnose(
         self,
@@ -450,12 +450,12 @@ class Policy(Selector):
         if options.get("key") is not None:
             check_key(options["key"])
 
-    def _read_settings(self, settings: PolicyGradientSettings | None) -> PolicyGradientSettings:
-        """Returns settings with sets to draw, by default 8; raises as `policy_gradient_loss`."""
+    def _read_settings(self, settings: RlooSettings | None) -> RlooSettings:
+        """Returns settings with sets to draw, by default 8; raises as `rloo_loss`."""
         draws = f"{self.name} draws no sets of tokens: train it with train_loss"
-        require(self.draws_sets, draws)
-        settings = PolicyGradientSettings(samples=8) if settings is None else settings
-        expect_type("settings", settings, PolicyGradientSettings, "PolicyGradientSettings")
+        require(self.samples_subsets, draws)
+        settings = RlooSettings(samples=8) if settings is None else settings
+        expect_type("settings", settings, RlooSettings, "PolicyGradientSettings")
         require(settings.samples > 0, "settings.samples is 0, expected an integer from 2")
         return settings
 
