@@ -112,6 +112,10 @@ class AnswerFile(NamedTuple):
         return [path for path in (self.path, *parts) if path.is_file()]
 
 
+# Field of a line: the bound that the count of a learned stop is at.
+BOUND = "bound"
+
+
 class AnswerLine(NamedTuple):
     """A line of an answer file.
 
@@ -121,7 +125,8 @@ class AnswerLine(NamedTuple):
         ms: milliseconds of the answer; None if not measured.
         fields: optional fields. `gflops`: operations up to the first token. `order`, `grid` and
             `visual_tokens`: the kept tokens, the grid and the number of tokens of an image whose
-            selection may be drawn.
+            selection may be drawn. `BOUND`: "minimum" or "T_max" where the count of a learned stop
+            is at that bound.
     """
 
     text: str

@@ -27,7 +27,7 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.policy import calibrate_stop_bias
 from stepprune_jax.pruning import Budget
 from stepprune_jax.selectors import Policy
-from stepprune_jax.selectors.calibration import calibrate
+from stepprune_jax.selectors.calibration import calibrate, count_stops, log_stops
 from stepprune_jax.user_input import UserError
 
 FILE = "stop_biases.json"
@@ -176,8 +176,14 @@ def calibrate_policy(
     execution: Execution,
     size: int,
 ) -> Policy:
-    """Returns a policy with the mean counts of its stop biases, measured without answering."""
+    """Returns a policy with the mean counts of its stop biases, measured without answering.
+
+    Also logs what its learned stop keeps by itself, with a warning where it sits at a bound.
+    """
     margins = stop_margins(model, policy, questions, execution, size)
+    if distributed.is_main():
+        bias = float(policy.stop_bias)
+        log_stops(count_stops(margins.margin, margins.sizes, policy.min_tokens, bias))
     table = calibrate(margins.margin, margins.sizes, policy.min_tokens)
     return policy.replace(calibration=table)
 

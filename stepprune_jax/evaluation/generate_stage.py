@@ -22,6 +22,7 @@ from tqdm import tqdm
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import (
     ANSWERS,
+    BOUND,
     AnswerFile,
     AnswerLine,
     answer_object,
@@ -46,6 +47,7 @@ from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.pruning import AllTokens
+from stepprune_jax.selectors import Policy
 from stepprune_jax.user_input import expect, require
 
 
@@ -243,6 +245,17 @@ class Task:
         return opened
 
 
+def _bound(row: TableRow, kept: int, num_tokens: int) -> dict[str, str]:
+    """Returns the bound that a learned stop's own count is at, for its line; none between them."""
+    pruner = row.pruner
+    if row.budget.kind != "own" or not isinstance(pruner, Policy) or not pruner.has_stop:
+        return {}
+    longest = min(num_tokens, pruner.longest(num_tokens))
+    if pruner.min_tokens < longest <= kept:
+        return {BOUND: "T_max"}
+    return {BOUND: "minimum"} if kept <= pruner.min_tokens < longest else {}
+
+
 def share(numbers: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
     """Returns one process's share of questions, in chunks of `size`.
 
@@ -351,7 +364,7 @@ class _Answerer:
                 words,
                 kept,
             )
-            fields = {"gflops": sum(flops.values()) / 1e9}
+            fields = {"gflops": sum(flops.values()) / 1e9, **_bound(row, kept, sizes[position])}
             if number in self._samples and row.budget.kind != "all":
                 order = answers.order[position].tolist()
                 order = self._model.backbone.cells(grids[position], order).tolist()

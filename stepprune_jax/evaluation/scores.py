@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from stepprune_jax.benchmarks import BENCHMARKS
-from stepprune_jax.benchmarks.answer_files import AnswerFile
+from stepprune_jax.benchmarks.answer_files import BOUND, AnswerFile
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.data.json_files import JsonObject, read_json_list
 from stepprune_jax.evaluation.names import ALL, DOWNSAMPLED
@@ -37,7 +37,8 @@ def score_file(file: AnswerFile, root: Path, seed: int) -> JsonObject:
     """Scores an answer file, and averages tokens, time and operations.
 
     `mean_k`, `sd_k`, `min_k`, `max_k` and `gflops` are of the questions with an image. Without a
-    headline, `problem` is the reason. Figures are None if no answer has them.
+    headline, `problem` is the reason. Figures are None if no answer has them. Of a learned stop,
+    `at_floor` and `at_cap` are the shares of counts at the minimum and at T_max, if there are any.
     """
     provenance, answers, problem = file.provenance, [], None
     try:
@@ -127,9 +128,11 @@ def _measured(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
         return dict.fromkeys(("mean_k", "sd_k", "min_k", "max_k", "ms", "gflops"))
     # Another program may have written the file.
     recorded_counts = [answer.fields.get("kept") for answer in answers]
-    kept = np.array([count if is_count(count, 0) else 0 for count in recorded_counts])[
-        about_images(answers)
-    ]
+    is_shown = about_images(answers)
+    kept = np.array([count if is_count(count, 0) else 0 for count in recorded_counts])[is_shown]
+    bound = np.array([str(answer.fields.get(BOUND)) for answer in answers])[is_shown]
+    names = {"at_floor": "minimum", "at_cap": "T_max"}
+    shares = {name: float(np.mean(bound == value)) for name, value in names.items()}
     times, flops = (
         [value for value in (answer.fields.get(name) for answer in answers) if is_number(value)]
         for name in ("ms", "gflops")
@@ -141,6 +144,7 @@ def _measured(answers: Sequence[GivenAnswer]) -> dict[str, float | int | None]:
         "max_k": int(kept.max()),
         "ms": float(np.mean(times)) if times else None,
         "gflops": float(f"{np.mean(flops):.4g}") if flops else None,
+        **(shares if any(shares.values()) else {}),
     }
 
 
@@ -160,10 +164,9 @@ def _score(file: AnswerFile, root: Path, answered: int, problem: str | None) -> 
 def _is_score(score: JsonObject) -> bool:
     """Returns whether an object has the fields that tables are built from."""
     is_valid = all(is_valid_value(score[name]) for name, is_valid_value in _FIELDS.items())
-    # Only of a run that downsamples.
-    is_valid = is_valid and all(
-        is_number(score.get(name, 0)) for name in ("hard", "hard_questions")
-    )
+    # Only of a run that downsamples, and of a learned stop.
+    optional = ("hard", "hard_questions", "at_floor", "at_cap")
+    is_valid = is_valid and all(is_number(score.get(name, 0)) for name in optional)
     return is_valid and (score["mean_k"] is None) == (score["sd_k"] is None)
 
 

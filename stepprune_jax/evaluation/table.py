@@ -19,6 +19,7 @@ from stepprune_jax.data.json_files import write_json
 from stepprune_jax.evaluation.cells import Cell, csv_table, markdown_cell, markdown_rows
 from stepprune_jax.evaluation.names import ALL, DEFAULT, row_place
 from stepprune_jax.registry import PRUNERS
+from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.user_input import UserError
 
 NAME = "table"
@@ -227,7 +228,7 @@ def notes(table: BenchmarkTable) -> list[str]:
     rows_of_note: dict[str, list[str]] = {remark: [] for remark in table.remarks}
     for row in table.rows:
         for name, score in row.scores.items():
-            for text in (*score["warnings"], *filter(None, [score["problem"]])):
+            for text in filter(None, (*score["warnings"], score["problem"], _at_bound(score))):
                 line = f"{BENCHMARKS[name].title}: {text}"
                 rows_of_note.setdefault(line, []).append(f"{row.method} {row.mode}")
     if _has_hard(table):
@@ -248,6 +249,13 @@ def notes(table: BenchmarkTable) -> list[str]:
         text + (f" ({len(rows)} rows)" if len(rows) > 1 else "".join(f" ({row})" for row in rows))
         for text, rows in rows_of_note.items()
     ]
+
+
+def _at_bound(score: Score) -> str:
+    """Returns the bound that a learned stop sits at, in words; empty without one."""
+    floor, cap = (score.get(name, 0.0) for name in ("at_floor", "at_cap"))
+    mean, deviation = (score[name] or 0.0 for name in ("mean_k", "sd_k"))
+    return StopCounts(mean, deviation, score["num_tokens"], floor, cap).finding
 
 
 def _gains_no_time(table: BenchmarkTable) -> bool:

@@ -10,6 +10,7 @@ from stepprune_jax.policy.base import (
     Gated,
     Inputs,
     Limits,
+    OwnStop,
     Picks,
     Progress,
     Pruned,
@@ -29,7 +30,7 @@ from stepprune_jax.policy.params import (
     init_policy,
     partition_rules,
 )
-from stepprune_jax.policy.sampling import leave_one_out, sample
+from stepprune_jax.policy.sampling import leave_one_out, price_stop, sample
 from stepprune_jax.policy.scores import trajectory_scores
 from stepprune_jax.policy.selection import choose, rank, select
 from stepprune_jax.policy.soft_topk import soft_topk
@@ -41,6 +42,7 @@ __all__ = [
     "Gated",
     "Inputs",
     "Limits",
+    "OwnStop",
     "Picks",
     "PolicyConfig",
     "Progress",
@@ -59,6 +61,7 @@ __all__ = [
     "noise_gate",
     "partition_rules",
     "policy_metrics",
+    "price_stop",
     "prune",
     "rank",
     "sample",

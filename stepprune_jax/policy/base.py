@@ -311,6 +311,22 @@ class SampledSubsets(NamedTuple):
     entropy: Float[Array, "*g"]
 
 
+class OwnStop(NamedTuple):
+    """What the learned stop keeps of images, and what its tokens cost.
+
+    Attributes:
+        price: expected price of the tokens where the stop is drawn, differentiable in the weights.
+        count: tokens of the hard stop at a price factor of 1.
+        shortest: count of each row before the stop is available.
+        longest: T_max of each row.
+    """
+
+    price: Float[Array, "b"]
+    count: Int[Array, "b"]
+    shortest: Int[Array, "b"]
+    longest: Int[Array, "b"]
+
+
 class Gated(NamedTuple):
     """Result of the training pathway: all N tokens, each as noisy as the policy decides.
 
@@ -323,6 +339,7 @@ class Gated(NamedTuple):
             `price_growth`.
         stopped: count at which a row stops by itself; under a probe, the one at a price factor of
             1.
+        shortest: count of each row before the stop is available.
         longest: T_max of each row.
         state: the running mean of K, for `Progress.state` of the next batch, if `soft_budget` is
             "batch_mean"; () otherwise.
@@ -335,6 +352,7 @@ class Gated(NamedTuple):
     trajectory: Trajectory
     price: Float[Array, "b"]
     stopped: Int[Array, "b"]
+    shortest: Int[Array, "b"]
     longest: Int[Array, "b"]
     state: Float[Array, ""] | tuple[()]
     real: Bool[Array, "b n"]

@@ -9,13 +9,15 @@ from stepprune_jax.policy.base import Trajectory
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.scores import expected_count
-from stepprune_jax.policy.trajectory import count_at_bias
+from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
 
 # Range of random budgets as fractions of N, and where its lower end starts if it is annealed.
 RANDOM_BUDGET, FIRST_BUDGET = (0.02, 0.5), 0.3
 # Share of the budget, counted from its end, whose decisions are probed, and the factor on their
 # gradient.
 PROBE_WINDOW, PROBE_WEIGHT = 0.25, 10.0
+# Share of training before which a probe does not train the stop, see `late_stop`.
+STOP_FROM = 0.7
 # Bound on each row's dL_LM/dk in the straight-through count, in nats per N tokens like lambda. The
 # loss is assumed to be the mean over rows.
 GAIN_BOUND = 10.0
@@ -89,6 +91,56 @@ def differentiable_count(config: PolicyConfig, trajectory: Trajectory) -> Float[
     go_on = jax.nn.sigmoid(-trajectory.margin / config.stop_temperature)
     total, asked_times = jnp.sum(jnp.where(asked, go_on, 0), axis=1), jnp.sum(asked, axis=1)
     return PROBE_WEIGHT * total / jnp.maximum(asked_times, 1)
+
+
+def late_stop(config: PolicyConfig, trajectory: Trajectory, share: ArrayLike) -> Trajectory:
+    """Cuts the gradient of a probe's stop until a share `STOP_FROM` of training is done.
+
+    Before the order is learned, one more token helps at every count, and a stop that is trained
+    meanwhile learns never to end an episode. AdamW divides by past gradients: the small ones at
+    the end need hundreds of updates to undo what the large ones at the beginning have done. The
+    order does not depend on the stop, as a probe's budgets are drawn.
+    """
+    if config.batch_budget != "probe":
+        return trajectory
+    fixed = jax.lax.stop_gradient(trajectory.margin)
+    is_trained = jnp.asarray(share) >= STOP_FROM
+    return trajectory._replace(margin=jnp.where(is_trained, trajectory.margin, fixed))
+
+
+def count_at_price(
+    config: PolicyConfig,
+    trajectory: Trajectory,
+    log_price: Float[Array, "b"],
+    longest: Int[Array, "b"],
+) -> Int[Array, "b"]:
+    """Returns the counts at which rows stop at a price factor of 1, at most T_max."""
+    count = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
+    return jnp.minimum(count, longest)
+
+
+def expected_price(
+    config: PolicyConfig,
+    stop_prob: Float[Array, "b t"],
+    num_tokens: Int[Array, "b"],
+    log_price: Float[Array, "b"],
+) -> Float[Array, "b"]:
+    """Computes the expected price of an episode whose stop is drawn, in units of the loss.
+
+    The price of K tokens is the integral of a price that grows to that of the last token:
+    lambda e^u (K / .1N)^g K / (N (g + 1)), g = `config.price_growth`.
+
+    Args:
+        config: policy configuration.
+        stop_prob: probability of the stop before each token.
+        num_tokens: N, the real tokens of each row.
+        log_price: u, the logarithm of each row's price over lambda.
+    """
+    count = jnp.arange(stop_prob.shape[1] + 1)
+    size = jnp.maximum(num_tokens, 1)[:, None]
+    last = jnp.exp(log_price[:, None] + log_price_growth(config, count, size))
+    price = config.length_weight * last * count / (size * (config.price_growth + 1))
+    return jnp.sum(jnp.cumprod(1 - stop_prob, axis=1) * jnp.diff(price, axis=1), axis=1)
 
 
 @jax.custom_vjp

@@ -23,9 +23,11 @@ from stepprune_jax.policy.base import (
 from stepprune_jax.policy.budget import (
     RANDOM_BUDGET,
     budget_range,
+    count_at_price,
     differentiable_count,
     draw_budgets,
     draw_log_prices,
+    late_stop,
     soft_budget,
     update_running_count,
 )
@@ -39,7 +41,7 @@ from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
 from stepprune_jax.policy.selection import begin, roll_out
 from stepprune_jax.policy.soft_topk import soft_topk
-from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
+from stepprune_jax.policy.trajectory import log_price_growth
 
 # Shape of the language-modelling loss, in words.
 ONE_LOSS = "a scalar, the mean over the batch"
@@ -88,7 +90,7 @@ def gate(
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, len(count))
     bias = stop_bias + log_price
     episode = begin(params, config, inputs, limits, progress.text_gate, bias, decoder)
-    trajectory = roll_out(params, config, episode, decoder)
+    trajectory = late_stop(config, roll_out(params, config, episode, decoder), progress.share)
     running, state = 0.0, ()
     if config.soft_budget == "batch_mean":
         (before,) = jax.tree.leaves(progress.state) or (0.0,)
@@ -99,8 +101,7 @@ def gate(
     alpha = soft_topk(scores, k, temperature, where=inputs.image_mask)
     stopped = trajectory.count
     if config.batch_budget == "probe":
-        stopped = count_at_bias(trajectory.margin, -log_price[:, None], config.min_tokens)
-        stopped = jnp.minimum(stopped, most)
+        stopped = count_at_price(config, trajectory, log_price, most)
     return Gated(
         tokens=gate_tokens(params, config, noise_key, inputs, alpha),
         alpha=alpha,
@@ -108,6 +109,7 @@ def gate(
         trajectory=trajectory,
         price=jnp.exp(log_price + log_price_growth(config, trajectory.count, count)),
         stopped=stopped,
+        shortest=jnp.minimum(config.min_tokens, most),
         longest=most,
         state=jax.lax.stop_gradient(state),
         real=inputs.real,
@@ -202,21 +204,34 @@ def total_loss(
 def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
     """Returns scalars that show whether a policy learns.
 
-    `lm_loss`: the loss without its penalty. `k_mean`, `k_std`: hard count. `k_soft`: expected
-    count. `k_cap`: share of rows stopped by T_max. `alpha_in`, `alpha_out`: mean gate inside and
-    outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean entropy in nats
-    of the pointer over alive steps.
+    `lm_loss`: the loss without its penalty. `k_mean`, `k_std`, `k_floor`, `k_cap`: what the learned
+    stop keeps, see `stop_metrics`. `k_soft`: expected count. `alpha_in`, `alpha_out`: mean gate
+    inside and outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean
+    entropy in nats of the pointer over alive steps.
     """
     gated, t = aux.gated, aux.gated.trajectory
-    count = gated.stopped.astype(jnp.float32)
     return {
         "lm_loss": aux.lm_loss,
-        "k_mean": jnp.mean(count),
-        "k_std": jnp.std(count),
+        **stop_metrics(gated.stopped, gated.shortest, gated.longest),
         "k_soft": jnp.mean(expected_count(t.stop_prob)),
-        "k_cap": jnp.mean(count >= gated.longest),
         "entropy": pointer_entropy(t),
         **gate_metrics(gated.alpha, t.selected, gated.real),
+    }
+
+
+def stop_metrics(
+    count: Int[Array, "b"], shortest: Int[Array, "b"], longest: Int[Array, "b"]
+) -> dict[str, Float[Array, ""]]:
+    """Returns mean and deviation of the counts at which rows stop, and the shares at a bound.
+
+    `k_floor` is the share of rows that stop at the minimum, `k_cap` the share that T_max ends.
+    """
+    wide = count.astype(jnp.float32)
+    return {
+        "k_mean": jnp.mean(wide),
+        "k_std": jnp.std(wide),
+        "k_floor": jnp.mean((count <= shortest).astype(jnp.float32)),
+        "k_cap": jnp.mean((count >= longest).astype(jnp.float32)),
     }
 
 

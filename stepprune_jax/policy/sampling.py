@@ -7,12 +7,22 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from stepprune_jax.policy.base import DecoderFns, Inputs, Limits, Params, SampledSubsets, Trajectory
+from stepprune_jax.policy.base import (
+    DecoderFns,
+    Inputs,
+    Limits,
+    OwnStop,
+    Params,
+    SampledSubsets,
+    Trajectory,
+)
+from stepprune_jax.policy.budget import count_at_price, draw_log_prices, expected_price
 from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.encoder import read_inputs
 from stepprune_jax.policy.jax_settings import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.objective import pointer_entropy
+from stepprune_jax.policy.rollout import longest
 from stepprune_jax.policy.selection import begin, first_picks, roll_out
 from stepprune_jax.policy.trajectory import first_true
 
@@ -70,6 +80,51 @@ def sample(
         return read_draw(roll_out(params, config, episode, decoder, "parallel"), stop_key)
 
     return jax.vmap(one)(keys)
+
+
+@implicit_promotion()
+def price_stop(
+    params: Params,
+    config: PolicyConfig,
+    inputs: Inputs,
+    key: Array,
+    *,
+    text_gate: ArrayLike = 1.0,
+    decoder: DecoderFns = POINTER,
+) -> OwnStop:
+    """Computes the expected price of the tokens that a policy keeps by its own stop.
+
+    One episode of drawn tokens is rolled out to T_max without an end, so that the stop is priced
+    before every token, also where no drawn set is so large. Each row has a price of its own, see
+    `PolicyConfig.price_range`. With a hazard, only the hazard's weights receive a gradient.
+
+    Args:
+        params: policy weights; differentiate with respect to these alone.
+        config: policy configuration; `draw` and `estimator` are not read.
+        inputs: image and question.
+        key: PRNG key; consumed (prices and tokens).
+        text_gate: g_txt.
+        decoder: functions of the decoder.
+
+    Returns:
+        Price, count and bounds of each row.
+
+    Raises:
+        ValueError: as `select`.
+    """
+    price_key, draw_key = jax.random.split(threefry(key))
+    tokens, limits = jnp.sum(inputs.real, axis=1), Limits(draw=1.0)
+    log_price = draw_log_prices(price_key, config, len(tokens))
+    keys = jax.random.split(draw_key, len(tokens))
+    episode = begin(params, config, inputs, limits, text_gate, log_price, decoder, keys)
+    trajectory = roll_out(params, config, episode, decoder, "parallel")
+    most = longest(config, tokens)
+    return OwnStop(
+        price=expected_price(config, trajectory.stop_prob, tokens, log_price),
+        count=count_at_price(config, trajectory, log_price, most),
+        shortest=jnp.minimum(config.min_tokens, most),
+        longest=most,
+    )
 
 
 def read_draw(t: Trajectory, key: Array) -> SampledSubsets:

@@ -297,7 +297,7 @@ class AutoSelect(Policy):
     @implicit_promotion()
     def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
-    ) -> tuple[SampledSubsets, Float[Array, "g b"]]:
+    ) -> SampledSubsets:
         """Draws from the Plackett-Luce distribution of the scores, at a temperature of 1."""
         b, n = inputs.image.shape[:2]
         found = scores(self.params, self.config, inputs, progress.text_gate)
@@ -315,7 +315,7 @@ class AutoSelect(Policy):
             return first_picks(order, most, n), log_prob
 
         picks, log_prob = jax.vmap(one)(threefry(keys))
-        return SampledSubsets(picks, log_prob, entropy(found)), jnp.zeros_like(log_prob)
+        return SampledSubsets(picks, log_prob, entropy(found))
 
     @implicit_promotion()
     def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:

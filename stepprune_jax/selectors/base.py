@@ -14,6 +14,7 @@ from stepprune_jax.policy import (
     FeatureStats,
     Inputs,
     Limits,
+    OwnStop,
     Picks,
     PolicyConfig,
     Progress,
@@ -341,8 +342,8 @@ class Selector(TrainedPruner, Ranker):
 
     def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
-    ) -> tuple[SampledSubsets, Float[Array, "g b"]]:
-        """Draws sets of tokens, and returns what each of them costs, for a policy gradient.
+    ) -> SampledSubsets:
+        """Draws sets of tokens for a policy gradient.
 
         Args:
             inputs: image and question.
@@ -351,13 +352,28 @@ class Selector(TrainedPruner, Ranker):
             progress: schedules of the training so far.
 
         Returns:
-            The draws, whose log-probabilities are differentiable in the weights, and the price of
-            each of their sets.
+            The draws, whose log-probabilities are differentiable in the weights.
 
         Raises:
             ValueError: the method draws nothing.
         """
         raise UserError(f"{self.name} draws no sets of tokens, expected a method that does")
+
+    def price_stop(self, inputs: Inputs, key: Array, progress: Progress) -> OwnStop:
+        """Prices the tokens that a method with a learned stop keeps by it, for a policy gradient.
+
+        Args:
+            inputs: image and question.
+            key: PRNG key; consumed.
+            progress: schedules of the training so far.
+
+        Returns:
+            The expected price of each row, differentiable in the weights, with count and bounds.
+
+        Raises:
+            ValueError: the method has no stop.
+        """
+        raise UserError(f"{self.name} has no learned stop to price")
 
     @abc.abstractmethod
     def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:

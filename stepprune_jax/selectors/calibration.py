@@ -1,6 +1,7 @@
 """Calibration of a policy: the mean number of tokens kept at each stop bias."""
 
 import itertools
+import logging
 import math
 import warnings
 from typing import Any, NamedTuple
@@ -15,13 +16,101 @@ from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.settings import is_count, is_number
 from stepprune_jax.user_input import UserError
 
+_LOG = logging.getLogger(__name__)
+
 # Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
 ROWS = 25
-# Share of questions above which a learned stop is hardly more than an exact budget.
+# Share of questions from which a learned stop is hardly more than an exact budget.
 _ALMOST_ALL = 0.9
 # Decimals of a bias. An exact one would be the margin of some question, whose count would then
 # depend on the last bit of a sum.
 _DECIMALS = 3
+
+
+class StopCounts(NamedTuple):
+    """What a learned stop keeps by itself of some questions' images; `str` says so in words.
+
+    Attributes:
+        mean: mean count.
+        deviation: standard deviation of the counts.
+        num_tokens: mean number of visual tokens of the images.
+        at_floor: share of the questions whose count is the policy's minimum.
+        at_cap: share of the questions whose count is T_max.
+    """
+
+    mean: float
+    deviation: float
+    num_tokens: float
+    at_floor: float
+    at_cap: float
+
+    def __str__(self) -> str:
+        return (
+            f"the learned stop keeps {self.mean:.1f} +- {self.deviation:.1f} of "
+            f"{self.num_tokens:g} tokens; {self.at_floor:.0%} of the counts are the minimum, "
+            f"{self.at_cap:.0%} are T_max"
+        )
+
+    @property
+    def finding(self) -> str:
+        """The bound that nearly all counts are at, with a remedy; empty without one."""
+        if self.at_cap >= _ALMOST_ALL:
+            return (
+                f"the learned stop sits at T_max: {self.at_cap:.0%} of the counts are T_max, no "
+                "more than an exact budget; train longer, raise `length_weight`, or give a budget"
+            )
+        if self.at_floor >= _ALMOST_ALL:
+            return (
+                f"the learned stop sits at the minimum: {self.at_floor:.0%} of the counts are the "
+                "minimum, no more than an exact budget; lower `length_weight` if more tokens help, "
+                "or give a budget"
+            )
+        return ""
+
+
+def describe_counts(
+    count: Int[np.ndarray, "q"],
+    shortest: Int[np.ndarray, "q"],
+    longest: Int[np.ndarray, "q"],
+    num_tokens: Int[np.ndarray, "q"],
+) -> StopCounts:
+    """Summarizes the counts of a learned stop.
+
+    Args:
+        count: tokens kept of each question's image.
+        shortest: count before the stop is available.
+        longest: T_max of each image.
+        num_tokens: tokens of each image.
+    """
+    # Where both bounds are equal, the count says nothing of the stop.
+    free = shortest < longest
+    return StopCounts(
+        mean=float(np.mean(count)),
+        deviation=float(np.std(count)),
+        num_tokens=float(np.mean(num_tokens)),
+        at_floor=float(np.mean(free & (count <= shortest))),
+        at_cap=float(np.mean(free & (count >= longest))),
+    )
+
+
+def count_stops(
+    margin: Float[np.ndarray, "q t"],
+    num_tokens: Int[np.ndarray, "q"],
+    min_tokens: int,
+    stop_bias: float,
+) -> StopCounts:
+    """Summarizes the counts at one stop bias, from margins as `calibrate` takes them."""
+    least = min(min_tokens, margin.shape[1])
+    longest = np.isfinite(margin).sum(1)
+    count = np.asarray(count_at_bias(jnp.asarray(margin), stop_bias, least))
+    return describe_counts(count, np.minimum(least, longest), longest, num_tokens)
+
+
+def log_stops(stops: StopCounts) -> None:
+    """Logs what a learned stop keeps, and warns where it sits at a bound."""
+    _LOG.info("%s", stops)
+    if stops.finding:
+        _LOG.warning("%s", stops.finding)
 
 
 class Calibration(NamedTuple):

@@ -18,6 +18,7 @@ from stepprune_jax.policy.objective import require_losses
 from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.selectors.base import Selector
+from stepprune_jax.selectors.calibration import StopCounts, describe_counts
 from stepprune_jax.selectors.rloo import LEAST_GAIN
 
 ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
@@ -40,6 +41,7 @@ class Diagnosis(NamedTuple):
         entropy: mean entropy in nats of the distributions that tokens are taken from.
         agreement: mean share of the kept tokens that the gate opens widest at this budget.
         findings: what is wrong, each with a remedy; empty if nothing was found.
+        stops: what the learned stop keeps by itself; None without one.
     """
 
     budget: int
@@ -48,6 +50,7 @@ class Diagnosis(NamedTuple):
     entropy: float
     agreement: float
     findings: tuple[str, ...]
+    stops: StopCounts | None = None
 
     def __str__(self) -> str:
         right = {name: f", accuracy {100 * share:.1f} %" for name, share in self.accuracy.items()}
@@ -56,6 +59,7 @@ class Diagnosis(NamedTuple):
             for name, loss in self.loss.items()
         ]
         lines.append(f"entropy {self.entropy:.2f} nats; agreement {self.agreement:.2f}")
+        lines += [str(self.stops)] if self.stops else []
         return "\n".join([f"{self.budget} tokens", *lines, *(self.findings or ("nothing found",))])
 
 
@@ -66,10 +70,12 @@ def describe(
     agreement: float = math.nan,
     accuracy: Mapping[str, float] | None = None,
     recipe: str = "",
+    stops: StopCounts | None = None,
 ) -> Diagnosis:
     """Puts in words what the losses of the same questions with different tokens say.
 
     With the `recipe` of the training, "gate" or "sets", also whether the other would be better.
+    With the counts of the learned stop, also whether it sits at a bound.
     """
     gain = float(np.mean(loss[NONE] - loss[ALL]))
 
@@ -123,7 +129,10 @@ def describe(
             findings.append(
                 "what is kept is not what training opens: train on, and compare `draw=1.0` with 0.0"
             )
-    return Diagnosis(budget, dict(loss), dict(accuracy or {}), entropy, agreement, tuple(findings))
+    if stops is not None and stops.finding:
+        findings.append(stops.finding)
+    shares = dict(accuracy or {})
+    return Diagnosis(budget, dict(loss), shares, entropy, agreement, tuple(findings), stops)
 
 
 def _gain(loss: Mapping[str, Float[np.ndarray, "b"]]) -> float:
@@ -177,6 +186,7 @@ def measure(
     budget: int,
     key: Array,
     recipe: str = "",
+    stops: StopCounts | None = None,
 ) -> Diagnosis:
     """Computes the losses of all cases, and describes them; see `Policy.diagnose`."""
     (b, n), real = inputs.image.shape[:2], inputs.real
@@ -203,4 +213,15 @@ def measure(
     scores, entropy = _opened(method, inputs, budget)
     widest = first_picks(jnp.argsort(-scores, axis=1, stable=True), own.count, n)
     shared = jnp.sum(widest.selected & own.selected, axis=1) / jnp.maximum(own.count, 1)
-    return describe(budget, loss, float(entropy), float(jnp.mean(shared)), accuracy, recipe)
+    agreement = float(jnp.mean(shared))
+    return describe(budget, loss, float(entropy), agreement, accuracy, recipe, stops)
+
+
+def measure_stop(method: Selector, inputs: Inputs) -> StopCounts:
+    """Counts what the learned stop of a method keeps by itself of some images."""
+    own = method.with_budget("own")
+    picks = run_choose(own.program(), inputs, own.as_arrays(inputs, Limits()))
+    tokens = np.asarray(jnp.sum(inputs.real, axis=1))
+    longest = np.array([min(size, method.longest(size)) for size in tokens.tolist()])
+    shortest = np.minimum(method.min_tokens, longest)
+    return describe_counts(np.asarray(picks.count), shortest, longest, tokens)

@@ -26,8 +26,8 @@ from stepprune_jax.policy.jax_settings import check_key
 from stepprune_jax.policy.objective import ONE_LOSS, require_losses
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.selectors.base import Aux, Selector
-from stepprune_jax.selectors.calibration import calibrate
-from stepprune_jax.selectors.diagnosis import Diagnosis, measure, run_choose
+from stepprune_jax.selectors.calibration import calibrate, count_stops, log_stops
+from stepprune_jax.selectors.diagnosis import Diagnosis, measure, measure_stop, run_choose
 from stepprune_jax.selectors.rloo import (
     RlooSettings,
     SubsetGain,
@@ -341,7 +341,8 @@ class Policy(Selector):
 
         A falling loss says little: it falls, too, where all that is learned is which tokens are
         worth seeing in any image. What counts is the loss with the kept tokens alone, beside that
-        of as many random ones, and of those it keeps for another question of the batch.
+        of as many random ones, and of those it keeps for another question of the batch. A learned
+        stop is told apart: what it keeps by itself, and whether it sits at a bound.
 
         Args:
             loss_fn: maps kept tokens to the loss of each row, [b], or to (loss, whether the answer
@@ -370,8 +371,9 @@ class Policy(Selector):
         fits = is_list and all(map(is_integer, budgets))
         expect("budgets", budgets, fits, "a list of numbers of tokens, such as [16, 64]")
         key = jax.random.key(0) if key is None else check_key(key)
+        stops = measure_stop(self, inputs) if self.has_stop else None
         return [
-            measure(self, inputs, loss_fn, budget, jax.random.fold_in(key, i), recipe)
+            measure(self, inputs, loss_fn, budget, jax.random.fold_in(key, i), recipe, stops)
             for i, budget in enumerate(budgets)
         ]
 
@@ -382,6 +384,8 @@ class Policy(Selector):
         decoder: DecoderFns | None = None,
     ) -> AnyPolicy:
         """Measures the mean counts of stop biases.
+
+        Also logs what the learned stop keeps by itself, with a warning where it sits at a bound.
 
         Args:
             batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
@@ -411,7 +415,9 @@ class Policy(Selector):
             for m, _ in parts
         ]
         sizes = np.concatenate([np.full(b, n) for _, (b, n, _) in parts])
-        return self.replace(calibration=calibrate(np.concatenate(rows), sizes, self.min_tokens))
+        margins = np.concatenate(rows)
+        log_stops(count_stops(margins, sizes, self.min_tokens, float(self.stop_bias)))
+        return self.replace(calibration=calibrate(margins, sizes, self.min_tokens))
 
     def _read_inputs(
         self,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from stepprune_jax.models.sequence import POSITIONS
 from stepprune_jax.policy import (
@@ -27,7 +27,7 @@ from stepprune_jax.policy import (
 )
 from stepprune_jax.policy.budget import RANDOM_BUDGET, draw_budgets
 from stepprune_jax.policy.jax_settings import implicit_promotion
-from stepprune_jax.policy.objective import require_losses
+from stepprune_jax.policy.objective import require_losses, stop_metrics
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.selectors.base import Aux, Selector
 from stepprune_jax.settings import Settings, choice, setting, share
@@ -47,7 +47,8 @@ class RlooSettings(Settings, path="config.policy_gradient"):
         samples: sets drawn for each question; 0 for training through the noise gate.
         longest: largest set, as a share of an image's tokens.
         stops: share of the rows that end by the policy's stop, at a price of each token; the others
-            have an exact count, log-uniform up to `longest`.
+            have an exact count, log-uniform up to `longest`. The price is the one of all tokens
+            that the stop would keep, also beyond `longest`.
         positions: position ids of kept tokens in `train.py`, "original" or "compact".
     """
 
@@ -139,10 +140,11 @@ def rloo_loss(
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
     progress: Progress,
 ) -> tuple[Float[Array, ""], Aux]:
-    """Computes minus the mean of advantage times log-probability.
+    """Computes minus the mean of advantage times log-probability, and the price of the stop.
 
-    The reward of a set is the geometric mean probability of the answer's tokens, less the price of
-    the set where it ends by the stop.
+    The reward of a set is the geometric mean probability of the answer's tokens. What the stop
+    keeps has its expected price, from an episode without an end: beyond the largest set there are
+    no rewards, and without a price nothing would teach the stop there.
 
     Args:
         method: the method that is trained; differentiate with respect to its weights alone.
@@ -159,21 +161,24 @@ def rloo_loss(
     Raises:
         ValueError: losses of another shape than [b, g].
     """
-    draw, kept, cost, own = _draw(method, settings, key, inputs, progress)
+    draw_key, stop_key = jax.random.split(key)
+    draw, kept = _draw(method, settings, draw_key, inputs, progress)
     loss = _answer_losses(answer_loss_fn, kept).T
     reward = jnp.exp(-loss)
-    # The cost of an exact count is that of the row's other draws, and changes no advantage.
-    advantage = leave_one_out(reward - cost)
-    value = -jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
-    count = draw.picks.count.astype(jnp.float32)
-    counted = own | ~jnp.any(own)  # rows that end by the stop, where there are any
+    advantage = jax.lax.stop_gradient(leave_one_out(reward))
+    value = -jnp.mean(advantage * draw.log_prob)
     scalars = {
         "lm_loss": jnp.mean(loss),
         "reward": jnp.mean(reward),
         "reward_std": jnp.mean(jnp.std(reward, axis=0)),
-        "k_mean": jnp.mean(count, where=counted),
         "entropy": jnp.mean(draw.entropy),
     }
+    if method.has_stop and settings.stops:
+        stop = method.price_stop(inputs, stop_key, progress)
+        value = value + settings.stops * jnp.mean(stop.price)
+        scalars |= stop_metrics(stop.count, stop.shortest, stop.longest)
+    else:
+        scalars["k_mean"] = jnp.mean(draw.picks.count.astype(jnp.float32))
     return value, Aux(scalars, progress.state)
 
 
@@ -191,7 +196,7 @@ def subset_rewards(
     `answer_loss_fn` is also called with one set of all tokens, [b, 1, n].
     """
     counted = dataclasses.replace(settings, stops=0.0)
-    _, kept, _, _ = _draw_at_once(method, counted, key, inputs, Progress())
+    _, kept = _draw_at_once(method, counted, key, inputs, Progress())
     n, size = inputs.image.shape[1], jnp.sum(inputs.real, axis=1)
     every = jnp.argsort(~inputs.real, axis=1, stable=True)  # padding last
     whole = gather(first_picks(every, size, n), inputs.whole, n)
@@ -232,8 +237,8 @@ def _draw(
     key: Array,
     inputs: Inputs,
     progress: Progress,
-) -> tuple[SampledSubsets, Pruned, Float[Array, "g b"], Bool[Array, "b"]]:
-    """Draws sets: the draws, their tokens [b, g, ...], their costs, and the rows that may stop."""
+) -> tuple[SampledSubsets, Pruned]:
+    """Draws sets, and gathers their tokens, [b, g, ...]."""
     draw_key, budget_key, own_key = jax.random.split(key, 3)
     (b, n), g = inputs.image.shape[:2], settings.samples
     size = jnp.sum(inputs.real, axis=1)
@@ -250,12 +255,12 @@ def _draw(
         max_steps=capacity,
     )
     keys = jax.random.split(draw_key, g)
-    draw, cost = method.sample_subsets(inputs, limits, keys, progress)
+    draw = method.sample_subsets(inputs, limits, keys, progress)
 
     def sets(picks):
         return gather(picks, inputs.whole, capacity)
 
-    return draw, jax.vmap(sets, out_axes=1)(draw.picks), cost, own
+    return draw, jax.vmap(sets, out_axes=1)(draw.picks)
 
 
 # One program, where the caller has none around it.

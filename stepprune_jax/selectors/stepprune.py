@@ -10,14 +10,22 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, Progress, SampledSubsets
+from stepprune_jax.policy import (
+    Inputs,
+    Limits,
+    OwnStop,
+    Picks,
+    PolicyConfig,
+    Progress,
+    SampledSubsets,
+)
 from stepprune_jax.policy.budget import draw_log_prices
 from stepprune_jax.policy.gathering import as_arrays
 from stepprune_jax.policy.jax_settings import AnyKey
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.rollout import longest
-from stepprune_jax.policy.trajectory import count_at_bias, log_price_growth
+from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.pruning.base import Kept, PrunerInputs, Ranking, from_picks, take_first
 from stepprune_jax.pruning.budget import EXACT
 from stepprune_jax.selectors.base import Aux, Weights, zeros_last
@@ -81,27 +89,27 @@ class StepPrune(Policy):
 
     def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
-    ) -> tuple[SampledSubsets, Float[Array, "g b"]]:
+    ) -> SampledSubsets:
         """Draws as `policy.sample`, at a token price of each row's own; see `price_range`."""
         # Not 1, which may give the same key as the second part of a split, by which draws stop. A
         # clone, because jax's check of key reuse counts a key that is indexed as used.
-        first_key = jax.random.clone(keys)[0]
-        price_key, size = jax.random.fold_in(first_key, 2), jnp.sum(inputs.real, axis=1)
-        log_price = draw_log_prices(price_key, self.config, len(size))
-        draw = policy.sample(
+        price_key = jax.random.fold_in(jax.random.clone(keys)[0], 2)
+        rows = inputs.image.shape[0]
+        return policy.sample(
             self.params,
             self.config,
             inputs,
             limits,
             keys,
             text_gate=progress.text_gate,
-            stop_bias=log_price,
+            stop_bias=draw_log_prices(price_key, self.config, rows),
         )
-        count, growth = draw.picks.count, self.config.price_growth
-        # The integral of a price that grows to that of the last token.
-        last = jnp.exp(log_price + log_price_growth(self.config, count, size))
-        scale = jnp.maximum(size, 1) * (growth + 1)
-        return draw, self.config.length_weight * last * count / scale
+
+    def price_stop(self, inputs: Inputs, key: Array, progress: Progress) -> OwnStop:
+        """Computes `policy.price_stop`."""
+        return policy.price_stop(
+            self.params, self.config, inputs, key, text_gate=progress.text_gate
+        )
 
     def is_stop(self, path: str) -> bool:
         """Returns True for the stop slot and a hazard's layer."""

@@ -1,7 +1,8 @@
 """The training loop, from the settings of a run to the file of a trained selector."""
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows
 from stepprune_jax.selectors import Policy
+from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
 from stepprune_jax.training.hooks import Hooks
@@ -135,7 +137,7 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         hooks = stack.enter_context(closing(Hooks(run, workdir, trainer.done, validation, window)))
 
         # Update until the end, an interruption, or too many updates that are not finite.
-        received = 0
+        received, scalars = 0, {}
         for batch in distributed.each_together(trainer.stream):
             hooks.before(trainer.done + 1)
             scalars = trainer.update(batch)
@@ -166,10 +168,22 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
             policy = calibrate_policy(
                 model, policy, unanswered, run.model.execution, run.batch_size
             )
+        elif policy.has_stop:
+            _warn_of_bound(scalars)
         if distributed.is_main():
             path = save_policy(policy, workdir / POLICY_FILE, {"model": model_hash})
             _LOG.info("Done: %s", path)
     return 0
+
+
+def _warn_of_bound(scalars: Mapping[str, jax.Array]) -> None:
+    """Warns where the learned stop sat at a bound in the last update, without validation data."""
+    names = ("k_mean", "k_std", "k_floor", "k_cap")
+    if distributed.is_main() and {*names} <= scalars.keys():
+        mean, deviation, floor, cap = (float(scalars[name]) for name in names)
+        stops = StopCounts(mean, deviation, math.nan, floor, cap)
+        if stops.finding:
+            _LOG.warning("last update: %s", stops.finding)
 
 
 def _decide(run: Run, trainer: Trainer, stop: Callable[[], bool]) -> JsonObject | None:

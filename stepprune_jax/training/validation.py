@@ -25,6 +25,7 @@ from stepprune_jax.policy import Pruned
 from stepprune_jax.policy.buckets import choose_bucket
 from stepprune_jax.pruning import Budget
 from stepprune_jax.selectors import Policy
+from stepprune_jax.selectors.calibration import StopCounts, describe_counts
 from stepprune_jax.selectors.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, cases, describe
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_scores
@@ -98,7 +99,10 @@ class Validation:
         found = self._compare(policy, answers)
         read = policy.config.text_width  # else another question changes nothing
         losses = {case: loss for case, (loss, _) in found.items() if read or case != OTHER}
-        diagnosis = describe(round(float(count.mean())), losses, entropy, recipe=recipe)
+        stops = self._stops(policy, count)
+        diagnosis = describe(
+            round(float(count.mean())), losses, entropy, recipe=recipe, stops=stops
+        )
         for finding in diagnosis.findings:
             distributed.say(f"validation at step {step}: {finding}")
         if self._settings.overlays and distributed.is_main():
@@ -117,6 +121,14 @@ class Validation:
             "questions": len(count),
             "seconds": round(time.perf_counter() - begin, 2),
         }
+
+    def _stops(self, policy: Policy, count: Int[np.ndarray, " q"]) -> StopCounts | None:
+        """Summarizes the counts of a learned stop; None if a budget determines them."""
+        if self._settings.budget or not policy.has_stop:
+            return None
+        sizes = self._encoded.sizes
+        longest = np.array([min(size, policy.longest(size)) for size in sizes.tolist()])
+        return describe_counts(count, np.minimum(policy.min_tokens, longest), longest, sizes)
 
     def answer(self, policy: Policy) -> Answers:
         """Answers from the tokens that a policy keeps, at its own stop or at the set budget."""

@@ -35,6 +35,7 @@ _SHOWN = (
     ("kind {}", {"class_kind": 3}),
     ("color {}", {"class_color": 3}),
     ("K {} +- {}", {"k_mean": 1, "k_std": 1}),
+    ("at minimum/T_max {}/{}", {"k_floor": 2, "k_cap": 2}),
     ("alpha {}/{}", {"alpha_in": 2, "alpha_out": 2}),
     ("IoU {}", {"iou": 2}),
     ("grad {}", {"grad_norm": 2}),

@@ -51,6 +51,16 @@ def cells(table, title):
     return [line.strip("| ").split(" | ") for line in part.splitlines()[2:]]
 
 
+def test_a_learned_stop_that_sits_at_a_bound_is_noted():
+    stop = {"mode": "adaptive", "budget": None, "mean_k": 288.0, "sd_k": 0.0}
+    whole, own = WHOLE[0], score("mme", "StepPrune, own stop", 50.0, 1700.4, **stop)
+    said = "MME: the learned stop sits at T_max: 95% of the counts"
+    for at_cap, noted in ((0.95, True), (0.5, False)):
+        table = merge_scores({"run": [whole, own | {"at_floor": 0.0, "at_cap": at_cap}]})
+        assert (said in as_markdown(table)) == noted
+    assert "sits at" not in as_markdown(merge_scores({"run": [whole, own]}))
+
+
 def test_a_row_without_some_score_has_no_average():
     table = merge_scores({"run": [*WHOLE, MINE[0]]})
     assert table.average(table.rows[1]) is None

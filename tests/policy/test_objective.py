@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from stepprune_jax import policy
-from stepprune_jax.policy import Gated, Inputs, Trajectory
+from stepprune_jax.policy import Gated, Inputs, PolicyConfig, Progress, Trajectory
 from stepprune_jax.policy.base import TrainAux
+from stepprune_jax.policy.budget import STOP_FROM
 from stepprune_jax.policy.noise import standardise
 
 CONFIG = cases.plain_config(feature_width=32, text_width=32, num_heads=4, stop="aligned")
@@ -40,6 +41,7 @@ def test_metrics_by_hand():
         trajectory,
         jnp.ones(2),
         trajectory.count,
+        jnp.array([2, 1]),
         jnp.array([3, 3]),
         jnp.array(2.0),
         jnp.ones((2, 4), bool),
@@ -49,7 +51,7 @@ def test_metrics_by_hand():
     np.testing.assert_allclose(found["k_mean"], 2.5)
     np.testing.assert_allclose(found["k_std"], 0.5)
     np.testing.assert_allclose(found["k_soft"], (0.75 + 0.75**2 + 0.75**3 + 3) / 2, rtol=1e-6)
-    np.testing.assert_allclose(found["k_cap"], 0.5)
+    np.testing.assert_allclose([found["k_floor"], found["k_cap"]], 0.5)
     np.testing.assert_allclose(found["alpha_in"], (0.9 + 0.4 + 3.0) / 5, rtol=1e-6)
     np.testing.assert_allclose(found["alpha_out"], (0.6 + 0.1 + 0.0) / 3, rtol=1e-6)
     # Row 0: {0, 2} against {0, 1} agree on one of three; row 1 on all.
@@ -106,6 +108,27 @@ def test_a_drawn_budget_teaches_the_order():
 
     pointer = jax.tree.leaves(gradient(params)["decoder"]["pointer"])
     assert max(float(jnp.abs(x).max()) for x in pointer) > 1e-4
+
+
+def test_a_probe_trains_its_stop_once_the_order_is_learned():
+    """Before that, further tokens gain at every count, and the stop would learn to keep T_max."""
+    config = PolicyConfig(feature_width=8, text_width=0, num_heads=2, encoder_layers=1)
+    params = policy.init_policy(jax.random.key(0), config)
+    image = jax.random.normal(jax.random.key(1), (4, 12, 8))
+
+    @jax.jit
+    def gradient(params, share):
+        def loss(params):
+            given = params, config, jax.random.key(2), Inputs(image), jnp.var
+            return policy.train_loss(*given, progress=Progress(share))[0]
+
+        return jax.grad(loss)(params)
+
+    found = {share: gradient(params, share) for share in (0.0, STOP_FROM - 0.01, STOP_FROM, 1.0)}
+    for share, grads in found.items():
+        hazard = jax.tree.leaves((grads["decoder"]["hazard"], grads["stop"]))
+        assert any(jnp.any(leaf != 0) for leaf in hazard) == (share >= STOP_FROM)
+        assert jnp.any(grads["decoder"]["start"] != 0)
 
 
 def test_statistics_make_features_of_any_scale_equal():

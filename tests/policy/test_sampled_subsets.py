@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from cases import plain_config
 
-from stepprune_jax.policy import Inputs, Limits, Progress, leave_one_out
+from stepprune_jax.policy import Inputs, Limits, PolicyConfig, Progress, leave_one_out
+from stepprune_jax.policy.budget import draw_log_prices, expected_price
+from stepprune_jax.policy.params import param_paths
 from stepprune_jax.registry import selector_of
-from stepprune_jax.selectors import AutoSelectConfig
+from stepprune_jax.selectors import AutoSelectConfig, RlooSettings
 
 N, STEPS, DRAWS = 4, 3, 4096
 
@@ -44,7 +46,7 @@ def test_each_outcome_is_as_frequent_as_its_probability_says(config, inputs):
     stops = policy.has_stop
     limits = Limits(min_tokens=1 if stops else STEPS, max_tokens=STEPS, max_steps=STEPS)
     keys = jax.random.split(jax.random.key(2), DRAWS)
-    draw, _ = sample_subsets(policy, inputs, limits, keys, Progress())
+    draw = sample_subsets(policy, inputs, limits, keys, Progress())
     action, log_prob = np.asarray(draw.picks.action[..., :STEPS]), np.asarray(draw.log_prob)
     for row, real in enumerate(inputs.image_mask):
         found = {}
@@ -77,13 +79,13 @@ def test_advantages_give_the_gradient_of_the_mean_reward(config, inputs):
     given = (inputs, limits, keys, Progress())
 
     def estimate(params):
-        draw, _ = policy.replace(params=params).sample_subsets(*given)
+        draw = policy.replace(params=params).sample_subsets(*given)
         advantage = leave_one_out(draw.picks.selected @ worth)
         return jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
 
     def exact(params):
         """Each outcome that was drawn once, weighted by its probability."""
-        draw, _ = policy.replace(params=params).sample_subsets(*given)
+        draw = policy.replace(params=params).sample_subsets(*given)
         action = draw.picks.action[..., :2]
         same = jnp.all(action[:, None] == action[None], axis=-1)
         first = jnp.argmax(same, axis=1) == jnp.arange(DRAWS)[:, None]
@@ -102,29 +104,55 @@ def test_an_advantage_is_the_distance_from_the_mean_of_the_others():
     np.testing.assert_allclose(leave_one_out(reward), expected, atol=1e-7)
 
 
-def test_a_set_costs_the_sum_of_its_tokens_prices(inputs):
-    """Three of four tokens; a token's price is lambda at .4 tokens, and linear."""
-    config = dataclasses.replace(HAZARD, length_weight=0.15, price_growth=1)
-    limits, keys = Limits(budget=3, max_steps=3), jax.random.split(jax.random.key(0), 2)
-    policy = randomised(config)
-    draw, cost = sample_subsets(policy, inputs, limits, keys, Progress())
-    assert draw.picks.count[:, 0].tolist() == [3, 3]
-    np.testing.assert_allclose(cost[:, 0], 0.15 * 7.5 * 3 / 8, rtol=1e-6)
-
-
 def test_a_row_with_a_higher_price_stops_earlier(inputs):
     limits, keys = Limits(min_tokens=0, max_tokens=3), jax.random.split(jax.random.key(0), 512)
     config = dataclasses.replace(HAZARD, length_weight=0.15)
-    mean, log_price = {}, None
+    mean = {}
     for spread in (0.0, 2.0):
         policy = randomised(dataclasses.replace(config, price_range=spread), seed=2)
-        draw, cost = sample_subsets(policy, inputs, limits, keys, Progress())
+        draw = sample_subsets(policy, inputs, limits, keys, Progress())
         mean[spread] = jnp.mean(draw.picks.count, axis=0)
-        each = cost * jnp.array([4, 3]) / (0.15 * jnp.maximum(draw.picks.count, 1))
-        log_price = jnp.log(jnp.max(each, axis=0))
-        assert (jnp.abs(log_price) <= spread + 1e-5).all()
+    log_price = draw_log_prices(jax.random.fold_in(keys[0], 2), policy.config, 2)
     assert (jnp.abs(log_price) > 0.1).all()
     np.testing.assert_array_equal(mean[2.0] < mean[0.0], log_price > 0)
+
+
+def test_a_stop_costs_the_prices_of_the_tokens_it_would_keep():
+    """Of four tokens and a price that is lambda at .4 of them, and linear: .15 * 2.5 K^2 / 8."""
+    config = PolicyConfig(length_weight=0.15, price_growth=1)
+    stop_prob = jnp.array([[0.0, 0.5, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    log_price = jnp.array([0.0, np.log(2.0), 0.0])
+    found = expected_price(config, stop_prob, jnp.array([4, 4, 3]), log_price)
+    one, two, three = (0.15 * 2.5 * k**2 / 8 for k in (1, 2, 3))
+    expected = [one + 0.5 * (two - one), 2 * three, 0.0]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_the_stop_is_priced_beyond_the_largest_set(inputs):
+    """Through the hazard's own weights alone; sets have one token of the four."""
+    policy = randomised(dataclasses.replace(HAZARD, length_weight=0.15, max_steps=3))
+    settings = RlooSettings(samples=2, longest=0.25)
+
+    def loss(params):
+        def answers(kept):
+            return jnp.zeros(kept.count.shape)
+
+        given = (jax.random.key(5), inputs.image, inputs.text, answers, settings)
+        now = policy.replace(params=params)
+        return now.rloo_loss(*given, image_mask=inputs.image_mask)
+
+    (value, (metrics, _)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy.params)
+    assert value > 0 and 1 <= metrics["k_mean"] <= 3
+    moved = {
+        path
+        for path, grad in zip(param_paths(grads), jax.tree.leaves(grads), strict=True)
+        if jnp.any(grad != 0)
+    }
+    assert moved and all(policy.is_stop(path) for path in moved)
+    # With the stop of every row after its first token, there is nothing to pay for but that.
+    first = policy.replace(config=dataclasses.replace(policy.config, stop_bias=99.0))
+    stop = first.price_stop(inputs, jax.random.key(0), Progress())
+    assert stop.count.tolist() == stop.shortest.tolist() and (stop.longest == 3).all()
 
 
 @pytest.mark.parametrize("config", [HAZARD, SCORER])
