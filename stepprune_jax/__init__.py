@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
     try:
         if name in _FILES:
             return getattr(import_module(f"{__name__}.checkpoints.{_FILES[name]}"), name)
-        packages = (import_module(f"{__name__}.{p}") for p in ("policy", "trained", "inference"))
+        packages = (import_module(f"{__name__}.{p}") for p in ("policy", "selectors", "inference"))
         return next(getattr(package, name) for package in packages if name in package.__all__)
     except ModuleNotFoundError as error:
         from stepprune_jax.extras import explain

@@ -42,10 +42,10 @@ def autotuned(scratch: Path) -> Path:
 def sections(out: Path, scratch: Path, small: bool) -> list[Section]:
     """Returns all sections."""
     model, tokens, rounds, count = "llava-7b", 32, 5, 64
-    sampled, gated, changes = "sampled.py:llava7b", "llava7b.py:short", ("--config.steps=10",)
+    sampled, gated, changes = "rloo.py:llava7b", "llava7b.py:short", ("--config.steps=10",)
     if small:
         model, tokens, rounds, count = str(scratch / "config.json"), 2, 1, 4
-        sampled, gated, changes = "sampled.py:shapes", "shapes.py", ("--config.steps=3",)
+        sampled, gated, changes = "rloo.py:shapes", "shapes.py", ("--config.steps=3",)
         changes += ("--config.batch_size=4", "--config.data.stats_images=4")
         vision = {"num_attention_heads": 2, "image_size": 32}
         Path(model).write_text(json.dumps(tiny_hf_config(vision=vision)), encoding="utf-8")
