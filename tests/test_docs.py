@@ -111,7 +111,7 @@ def documented():
     return found
 
 
-@pytest.mark.parametrize("package", ["policy", "pruning", "trained", "inference", "training"])
+@pytest.mark.parametrize("package", ["policy", "pruning", "selectors", "inference", "training"])
 def test_the_reference_has_every_public_name(package, documented):
     package = importlib.import_module(f"stepprune_jax.{package}")
     exported = {name: getattr(package, name) for name in package.__all__}

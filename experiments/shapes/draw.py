@@ -86,7 +86,7 @@ def render(scene: Scene, side: int = SIDE) -> Image.Image:
     base = Image.fromarray(_background(scene, side).astype(np.uint8))
     image = base.resize((side * _FINE, side * _FINE), Image.Resampling.NEAREST)
     scale = _FINE * side / SIDE
-    canvas = ImageDraw.SampledSubsets(image)
+    canvas = ImageDraw.Draw(image)
     for stroke in scene.strokes:
         ends = [tuple(scale * v for v in point) for point in (stroke.start, stroke.end)]
         canvas.line(ends, fill=(stroke.shade,) * 3, width=max(1, round(scale)))
@@ -101,7 +101,7 @@ def render(scene: Scene, side: int = SIDE) -> Image.Image:
 def _shares(shape: Shape, grid: int) -> Float32[np.ndarray, " n"]:
     """Returns the share of each patch that a shape covers."""
     mask = Image.new("L", (CELL * grid, CELL * grid))
-    _fill(ImageDraw.SampledSubsets(mask), shape, grid / GRID, 255)
+    _fill(ImageDraw.Draw(mask), shape, grid / GRID, 255)
     share = mask.resize((grid, grid), Image.Resampling.BOX)
     return np.asarray(share, np.float32).ravel() / 255
 

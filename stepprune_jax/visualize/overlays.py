@@ -124,7 +124,7 @@ def _draw_overlay(example: Overlay) -> Image.Image:
     page = Image.new("RGB", (_SIDE, _HEAD + _SIDE + _FOOT), "white")
     page.paste(draw_panel(example.image, example.patches, example.grid, _SIDE), (0, _HEAD))
     draw, mark = (
-        ImageDraw.SampledSubsets(page),
+        ImageDraw.Draw(page),
         {None: "", True: "✓ ", False: "✗ "}[example.is_correct],
     )
     colour = {None: style.INK, True: "#00735a", False: "#b54708"}[example.is_correct]

@@ -80,7 +80,7 @@ def draw_panel(
     """
     kept = np.isin(np.arange(grid * grid), order).reshape(grid, grid)
     panel = Image.fromarray(dim(read_square(source, side), kept))
-    draw = ImageDraw.SampledSubsets(panel)
+    draw = ImageDraw.Draw(panel)
     _outline(draw, kept, side)
     patch = side // grid
     if len(order) <= _MAX_NUMBERED and patch >= 20:

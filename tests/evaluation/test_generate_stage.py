@@ -28,10 +28,10 @@ from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.inference import (
     Generator,
     RunOptions,
+    dataset,
     encode,
     generate,
     read_request,
-    sets,
 )
 from stepprune_jax.inference.decoding import run_decode
 from stepprune_jax.inference.encode import check_lengths, cut_prompts, encode_questions
@@ -115,13 +115,13 @@ def copied(run, tmp_path):
 @pytest.fixture
 def ranked(monkeypatch):
     """The rankings that are made: by which pruner, of how many questions, of how many tokens."""
-    made, rank = [], sets.rank_all
+    made, rank = [], dataset.rank_all
 
     def watched(model, method, prompts, vision, **options):
         made.append((method.name, len(prompts.length), options["steps"]))
         return rank(model, method, prompts, vision, **options)
 
-    monkeypatch.setattr(sets, "rank_all", watched)
+    monkeypatch.setattr(dataset, "rank_all", watched)
     return made
 
 
@@ -470,7 +470,7 @@ def test_time_is_that_of_questions_with_an_image(model, root, monkeypatch):
 
 def test_a_question_takes_as_long_in_a_batch_that_is_not_full(config, tmp_path, monkeypatch):
     # The last of nine questions is alone in a batch of four, whose time is that of a full one.
-    keep_time(monkeypatch, sets, 6.0)
+    keep_time(monkeypatch, dataset, 6.0)
     keep_time(monkeypatch, encode, 0.0)
     generate_answers(changed(config, benchmarks="folder", methods="all tokens,random"), tmp_path)
     for method, taken in (("all-tokens", 1500), ("random-exact-55.6", 3000)):

@@ -37,7 +37,7 @@ def test_a_batch_takes_one_program_or_two_and_a_look(name, llava_model, compilat
     asked = read_request(llava_model, ["What is this?", "two", "red"], images)
     method, sampling = pipeline.place_pruner(llava_model, METHODS[name]()), greedy([2])
     looks, to_host = [], pipeline.to_host
-    monkeypatch.setattr(pipeline, "fetch", lambda tree: looks.append(tree) or to_host(tree))
+    monkeypatch.setattr(pipeline, "to_host", lambda tree: looks.append(tree) or to_host(tree))
     prompts, options, before = asked.prompts(), RunOptions(max_tokens=2), len(compilations)
     batch = pipeline.prepare(llava_model, method, prompts, asked.images, options)
     begun = pipeline.begin(llava_model, batch, sampling)

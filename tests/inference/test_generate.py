@@ -163,7 +163,8 @@ def test_a_pruner_sees_the_users_words_and_the_images_of_its_prompt(model):
     taps = by_class.taps(model.config)
     images = pipeline.encode(model, asked.images, taps)
     seen, blind = (
-        pipeline.see(model, pruner, asked.prompts(), images) for pruner in (ByQuestion(), by_class)
+        pipeline.make_pruner_inputs(model, pruner, asked.prompts(), images)
+        for pruner in (ByQuestion(), by_class)
     )
     said = [PROMPTS[i] for i in (0, 2, 2, 3)]
     table = model.params["language"]["embed"]["embedding"]

@@ -80,7 +80,7 @@ def test_the_seed_of_a_row_is_that_of_its_image_and_question(name, request):
     pruner = METHODS["random"](model, 0)
 
     def seeds(prompts, images):
-        return np.asarray(pipeline.see(model, pruner, prompts, images).seed).tolist()
+        return np.asarray(pipeline.make_pruner_inputs(model, pruner, prompts, images).seed).tolist()
 
     def of_request(*asked):
         asked = read_request(model, *asked)

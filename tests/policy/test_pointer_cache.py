@@ -128,7 +128,7 @@ def test_large_tables_are_not_made(monkeypatch):
 
     tables = jax.jit(run)()
     monkeypatch.setattr(selection, "MOST_TABLE_BYTES", 0)
-    monkeypatch.setattr(selection, "by_tables", None)
+    monkeypatch.setattr(selection, "table_rollout", None)
     steps = jax.jit(lambda: run())()
     np.testing.assert_array_equal(steps.action, tables.action)
 

@@ -41,7 +41,7 @@ def test_without_data_rows_have_the_stated_length(world, tmp_path, capsys, monke
     asked = []
     planned = RunCost(2, 0, Usage(0, 0, 0, 0), 1.0, {Bucket(16, 16, 11): 1})
     monkeypatch.setattr(
-        plan, "make_plan", lambda sampled, *others: asked.append(sampled) or planned
+        dry_run_module, "make_plan", lambda sampled, *others: asked.append(sampled) or planned
     )
     changes = {"data.folder": str(tmp_path / "none"), "data.length_multiple": 8}
     changes |= {"data.context_limit": 60, "data.policy_text_limit": 20, "accelerator.ids": 11}

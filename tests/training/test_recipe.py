@@ -18,7 +18,7 @@ from stepprune_jax.selectors import (
     RlooSettings,
     StepPrune,
     SubsetGain,
-    policy_gradient,
+    rloo,
 )
 from stepprune_jax.training import dry_run as dry_run_module
 from stepprune_jax.training import rloo_run, train
@@ -36,7 +36,7 @@ def auto(world, **changes):
 def decide(monkeypatch, begin):
     """What a model of random weights gains is noise: moves the bound to either side."""
     least = {"sets": -1e9, "gate": 1e9}[begin]
-    monkeypatch.setattr(policy_gradient, "LEAST_GAIN", least)
+    monkeypatch.setattr(rloo, "LEAST_GAIN", least)
 
 
 def stop():
