@@ -1,5 +1,6 @@
 from fractions import Fraction
 
+import jax
 import pytest
 from small_world import one_shot, stepprune
 from views import llava

@@ -133,7 +133,7 @@ def test_a_run_from_before_there_were_recipes_goes_on_as_it_began(
 def test_a_method_that_draws_no_sets_is_trained_through_the_gate(
     world, both, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(StepPrune, "draws_sets", False)
+    monkeypatch.setattr(StepPrune, "samples_subsets", False)
     run = auto(world, steps=12)
     train(run, tmp_path)
     said = capsys.readouterr().out
