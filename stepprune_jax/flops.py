@@ -1,7 +1,7 @@
-"""Operation counts, by formula and of traced programs: matrix products, all but a percent.
+"""Counts of floating-point operations (FLOPs), by formula and from traced programs.
 
-A multiply-accumulate (MAC) counts as two floating-point operations (FLOPs). Papers differ in
-whether they double, and in which tokens they count; `LlmCost` has both figures.
+Only matrix products are counted; they make up about 99 % of the operations. A multiply-accumulate
+(MAC) is two FLOPs. Some papers report MACs and others report FLOPs, so `LlmCost` has both.
 """
 
 import math
@@ -20,10 +20,14 @@ from stepprune_jax.user_input import expect
 
 
 class LlmCost(NamedTuple):
-    """Multiply-accumulates of one row's pass through the language model.
+    """MACs of one row's forward pass through the language model.
 
-    `attention` counts every pair of tokens, of which the causal mask discards half, as usually
-    counted. `head` is that of the requested logits.
+    Attributes:
+        projections: MACs of the projections to queries, keys, values and attention outputs.
+        attention: MACs of attention over all pairs of tokens. The causal mask discards half of the
+            pairs; papers usually count all of them.
+        mlp: MACs of the MLPs.
+        head: MACs of the output head for the requested logits.
     """
 
     projections: int
@@ -33,22 +37,23 @@ class LlmCost(NamedTuple):
 
     @property
     def layer_macs(self) -> int:
-        """MACs of the layers, without the head: the figure that pruning papers report."""
+        """MACs of the layers without the head: the number that pruning papers report."""
         return self.projections + self.attention + self.mlp
 
     @property
     def flops(self) -> int:
-        """FLOPs with the head and masked pairs: the work of plain matrix products."""
+        """FLOPs with the head and with masked pairs: the work of dense matrix products."""
         return 2 * (self.layer_macs + self.head)
 
     @property
     def causal_flops(self) -> int:
-        """FLOPs with the head, without masked pairs: the necessary work."""
+        """FLOPs with the head and without masked pairs: the necessary work."""
         return self.flops - self.attention
 
 
-def _matmuls(rows: int, *shapes: tuple[int, int]) -> int:
-    return sum(2 * rows * a * b for a, b in shapes)
+def _matmul_flops(rows: int, *shapes: tuple[int, int]) -> int:
+    """Counts the FLOPs of multiplying `rows` rows by matrices of the given shapes."""
+    return sum(2 * rows * in_size * out_size for in_size, out_size in shapes)
 
 
 def policy_flops(
@@ -60,162 +65,198 @@ def policy_flops(
     exact: bool = True,
     group: int | None = None,
 ) -> dict[str, int]:
-    """Counts the FLOPs of the policy's inference of one image that keeps `kept` tokens.
+    """Counts the FLOPs of the policy's inference for one image.
 
-    Without an `exact` budget the policy stops by itself: the stop takes one more token and, with
-    `stop="hazard"`, another decoder layer. `group` tokens share a pointer distribution; None stands
-    for the configuration's number.
+    Args:
+        config: configuration of the policy.
+        num_tokens: number n of visual tokens.
+        text_length: number of text tokens that the policy reads.
+        kept: number of tokens that the policy keeps.
+        exact: whether `kept` is a fixed budget. If False, the learned stop ends the selection: the
+            stop is one more pointer step and, with `stop="hazard"`, one more decoder layer.
+        group: number of tokens that share a pointer distribution; None for the number in the
+            configuration.
 
     Returns:
-        Counts of the `encoder`; of `memory`, the keys and values of slots for all their readers; of
-        `tables` over slots; of the pointer's `steps`; of the `hazard`; and their `total`.
+        FLOPs of the "encoder"; of the "memory", which are the keys and values of slots; of the
+        "tables" over slots; of the pointer "steps"; of the "hazard"; and their "total".
     """
-    n, m, d = num_tokens, num_tokens + 1, config.policy_width
-    token_count, inner, group = kept + (not exact), config.decoder_layers - 1, group or config.group
+    n, num_slots, d = num_tokens, num_tokens + 1, config.policy_width
+    num_selected, group = kept + (not exact), group or config.group
+    inner_layers = config.decoder_layers - 1
     history_rows = config.steps(n)
-    if exact:  # the loop has the steps of the count's bucket
+    if exact:  # the loop runs the number of steps of the budget's bucket
         history_rows = choose_bucket(min(kept, history_rows), bucket_ladder(history_rows))
-    has_tables = table_bytes(config, m) <= MOST_TABLE_BYTES
+    has_tables = table_bytes(config, num_slots) <= MOST_TABLE_BYTES
     if has_tables:
-        tables, step = _table_loop_flops(config, n, history_rows, group)
-        step_count = -(-token_count // group)
+        table_flops, step_flops = _table_loop_flops(config, n, history_rows, group)
+        num_steps = -(-num_selected // group)
         history_rows = _round_to_blocks(history_rows, group)
     else:
-        tables, step, step_count = 0, _step_flops(config, n, history_rows), token_count
+        table_flops, step_flops = 0, _step_flops(config, n, history_rows)
+        num_steps = num_selected
     runs_hazard = config.stop == "hazard" and not (exact and has_tables)
+    hazard_flops = _layer_flops(config, n, history_rows) + 2 * d
+    memory_layers = inner_layers + runs_hazard
     parts = {
         "encoder": _encoder_flops(config, n, text_length if config.text_width else 0),
-        "memory": _matmuls(m, (d, d)) + (inner + runs_hazard) * _matmuls(m, (d, d), (d, d)),
-        "tables": tables,
-        "steps": step_count * step,
-        "hazard": runs_hazard * token_count * (_layer_flops(config, n, history_rows) + 2 * d),
+        "memory": _matmul_flops(num_slots, (d, d))
+        + memory_layers * _matmul_flops(num_slots, (d, d), (d, d)),
+        "tables": table_flops,
+        "steps": num_steps * step_flops,
+        "hazard": runs_hazard * num_selected * hazard_flops,
     }
     return parts | {"total": sum(parts.values())}
 
 
-def _encoder_flops(config: PolicyConfig, n: int, length: int) -> int:
-    """Counts the encoder's FLOPs for n image tokens and `length` words."""
-    d, s = config.policy_width, n + length
-    hidden, total = config.mlp_ratio * d, _matmuls(length, (config.text_width, d))
-    if length and config.first_query == "question":
-        total += _matmuls(length, (d, 1), (1, d)) + _matmuls(1, (d, d))
+def _encoder_flops(config: PolicyConfig, n: int, text_length: int) -> int:
+    """Counts the FLOPs of the encoder for n image tokens and `text_length` text tokens."""
+    d, s = config.policy_width, n + text_length
+    hidden = config.mlp_ratio * d
+    total = _matmul_flops(text_length, (config.text_width, d))
+    if text_length and config.first_query == "question":
+        total += _matmul_flops(text_length, (d, 1), (1, d)) + _matmul_flops(1, (d, d))
     if d != config.feature_width:
-        total += _matmuls(n, (config.feature_width, d))
+        total += _matmul_flops(n, (config.feature_width, d))
     for block in range(config.encoder_layers):
+        # Only image tokens leave the encoder, so the last block has no queries of text tokens.
         rows = n if block == config.encoder_layers - 1 else s
-        total += _matmuls(s, (d, d), (d, d)) + _matmuls(rows, (d, d), (d, d), (s, d), (d, s))
-        total += _matmuls(rows, (d, hidden), (hidden, d))
+        total += _matmul_flops(s, (d, d), (d, d))
+        total += _matmul_flops(rows, (d, d), (d, d), (s, d), (d, s))
+        total += _matmul_flops(rows, (d, hidden), (hidden, d))
     return total
 
 
 def _history_flops(config: PolicyConfig, rows: int) -> int:
-    """Counts a query's attention over a history, whose rows are all read, masked or not."""
+    """Counts the FLOPs of a query's attention over a history; masked rows count."""
     d = config.policy_width
-    return _matmuls(1, *[(d, d)] * 4, (d, rows), (rows, d))
+    return _matmul_flops(1, *[(d, d)] * 4, (d, rows), (rows, d))
 
 
 def _layer_flops(config: PolicyConfig, n: int, rows: int) -> int:
-    """Counts a decoder layer for a query: its history of `rows`, its cross-attention, its MLP."""
-    d, m, hidden = config.policy_width, n + 1, config.mlp_ratio * config.policy_width
-    finish = _matmuls(1, (d, d), (d, d), (d, m), (m, d), (d, hidden), (hidden, d))
-    return _history_flops(config, rows) + finish
+    """Counts the FLOPs of a decoder layer for one query.
+
+    The layer attends over a history of `rows` rows and over the slots, and runs an MLP.
+    """
+    d, num_slots, hidden = config.policy_width, n + 1, config.mlp_ratio * config.policy_width
+    cross_attention_flops = _matmul_flops(1, (d, d), (d, d), (d, num_slots), (num_slots, d))
+    mlp_flops = _matmul_flops(1, (d, hidden), (hidden, d))
+    return _history_flops(config, rows) + cross_attention_flops + mlp_flops
 
 
 def _round_to_blocks(steps: int, group: int) -> int:
-    """Rounds the steps of a loop over tables up to a multiple of the loop's block of groups."""
+    """Rounds a number of steps up to a multiple of the table loop's block of groups."""
     block = -(-min(BLOCK, steps) // group) * group
     return -(-steps // block) * block
 
 
 def _table_loop_flops(config: PolicyConfig, n: int, steps: int, group: int) -> tuple[int, int]:
-    """Counts the FLOPs of `tables.tabulate`, and of a pointer step that reads the tables."""
-    d, m, inner = config.policy_width, n + 1, config.decoder_layers - 1
-    # With one decoder layer a step needs only the last query of the group before it.
-    queries, products = (group, 1) if inner else (1, 2)
+    """Counts the FLOPs of the tables over slots, and of a pointer step that reads the tables."""
+    d, num_slots, inner_layers = config.policy_width, n + 1, config.decoder_layers - 1
+    # A policy with one decoder layer reads only the last query of the previous group in a step.
+    num_queries, num_products = (group, 1) if inner_layers else (1, 2)
     # Queries, keys and values of the history; folded keys of the pointer, and their offsets.
-    tables = _matmuls(m, *[(d, d)] * 4, (d, 1)) + (not inner) * _matmuls(m, (d, d))
-    layer = _layer_flops(config, n, _round_to_blocks(steps, group) + group - 1)
-    step = queries * (_matmuls(1, (m, d), (d, d)) + inner * layer) + _matmuls(m, (d, 1))
-    # Scores of the history, and with one decoder layer residuals times folded keys.
-    if tabulates_pairs(m, steps):
-        return tables + products * _matmuls(m, (d, m)), step
-    return tables, step + queries * products * _matmuls(m, (d, 1))
+    table_flops = _matmul_flops(num_slots, *[(d, d)] * 4, (d, 1))
+    if not inner_layers:
+        table_flops += _matmul_flops(num_slots, (d, d))
+    layer_flops = _layer_flops(config, n, _round_to_blocks(steps, group) + group - 1)
+    query_flops = _matmul_flops(1, (num_slots, d), (d, d)) + inner_layers * layer_flops
+    step_flops = num_queries * query_flops + _matmul_flops(num_slots, (d, 1))
+    # Scores of the history and, with one decoder layer, products of residuals and folded keys.
+    if tabulates_pairs(num_slots, steps):
+        return table_flops + num_products * _matmul_flops(num_slots, (d, num_slots)), step_flops
+    return table_flops, step_flops + num_queries * num_products * _matmul_flops(num_slots, (d, 1))
 
 
 def _step_flops(config: PolicyConfig, n: int, rows: int) -> int:
     """Counts the FLOPs of `decoder.pointer_step` without the hazard."""
-    d, inner = config.policy_width, config.decoder_layers - 1
-    pointer = _history_flops(config, rows) + _matmuls(1, (d, d), (d, n + 1))
-    return inner * _layer_flops(config, n, rows) + pointer
+    d, inner_layers = config.policy_width, config.decoder_layers - 1
+    pointer_flops = _history_flops(config, rows) + _matmul_flops(1, (d, d), (d, n + 1))
+    return inner_layers * _layer_flops(config, n, rows) + pointer_flops
 
 
 def llm_flops(
     config: LlamaConfig, prompt_tokens: int | Sequence[int], num_logits: int = 1
 ) -> LlmCost:
-    """Counts the operations of one row's prefill.
+    """Counts the MACs of one row's prefill.
 
-    A layer that n tokens enter takes 4 n e^2 + 2 n^2 e + 3 n e f multiply-accumulates (with width
-    e and MLP width f; with grouped key heads 2 n e^2 (1 + h_kv / h) in place of 4 n e^2), as in
-    FastV (https://arxiv.org/abs/2403.06764) and SparseVLM (https://arxiv.org/abs/2410.04417).
+    A layer with n tokens takes 4 n e^2 + 2 n^2 e + 3 n e f MACs, with width e and MLP width f, as
+    in FastV (https://arxiv.org/abs/2403.06764) and SparseVLM (https://arxiv.org/abs/2410.04417).
+    With grouped key heads, 2 n e^2 (1 + h_kv / h) replaces 4 n e^2.
 
-    Tokens are a count, or one for each layer where a method prunes inside the model.
+    Args:
+        config: shape of the language model.
+        prompt_tokens: number of tokens of the row, or the number of tokens in each layer if a
+            method prunes inside the model.
+        num_logits: number of tokens that the output head is run on.
+
+    Raises:
+        ValueError: `prompt_tokens` has a negative number or the wrong length.
     """
-    same = isinstance(prompt_tokens, int)
-    tokens = [prompt_tokens] * config.num_layers if same else list(prompt_tokens)
-    fits = len(tokens) == config.num_layers and min(tokens) >= 0
+    is_single_count = isinstance(prompt_tokens, int)
+    tokens = [prompt_tokens] * config.num_layers if is_single_count else list(prompt_tokens)
+    is_valid = len(tokens) == config.num_layers and min(tokens) >= 0
     expected = f"a count or one for each of {config.num_layers} layers"
-    expect("prompt_tokens", prompt_tokens, fits, expected)
-    inner = config.num_heads * config.head_dim
-    grouped = config.num_kv_heads * config.head_dim
-    pairs = sum(n * n for n in tokens) * inner
+    expect("prompt_tokens", prompt_tokens, is_valid, expected)
+    query_width = config.num_heads * config.head_dim
+    key_width = config.num_kv_heads * config.head_dim
+    num_pairs = sum(n * n for n in tokens)
     return LlmCost(
-        projections=sum(tokens) * config.hidden_size * 2 * (inner + grouped),
-        attention=2 * pairs,
+        projections=sum(tokens) * config.hidden_size * 2 * (query_width + key_width),
+        attention=2 * num_pairs * query_width,
         mlp=sum(tokens) * 3 * config.hidden_size * config.intermediate_size,
         head=num_logits * config.hidden_size * config.vocab_size,
     )
 
 
 def query_key_flops(config: LlamaConfig, tokens: int) -> int:
-    """Counts the FLOPs of a layer's queries and keys for one row of tokens."""
+    """Counts the FLOPs of a layer's projections to queries and keys for one row of tokens."""
     heads = config.num_heads + config.num_kv_heads
-    return _matmuls(tokens, (config.hidden_size, heads * config.head_dim))
+    return _matmul_flops(tokens, (config.hidden_size, heads * config.head_dim))
 
 
 def vision_flops(backbone: Backbone, grids: Sequence[tuple[int, int]]) -> dict[str, int]:
-    """Counts the FLOPs of `tower` and `projector` for images of these grids, and their `total`."""
+    """Counts the FLOPs of encoding images.
+
+    Args:
+        backbone: the model.
+        grids: rows and columns of each image's visual tokens.
+
+    Returns:
+        FLOPs of the "tower" and of the "projector", and their "total".
+    """
     counts = [backbone.vision_flops(grid) for grid in grids]
     parts = {name: sum(count[name] for count in counts) for name in ("tower", "projector")}
     return parts | {"total": sum(parts.values())}
 
 
 def traced_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Counts the FLOPs of a traced program's matrix products, on all devices together.
+    """Counts the FLOPs of the matrix products in a traced program, over all devices.
 
-    Recomputation in a backward pass counts again. A scan's body counts as often as it runs, where
-    the compiler's own analysis counts it once; a loop of unknown length counts once, and a
+    Recomputation in a backward pass counts again. The body of a scan counts once per iteration,
+    unlike in the compiler's own cost analysis. A loop of unknown length counts one iteration, and a
     conditional counts its most expensive branch.
     """
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr = jaxpr.jaxpr
     total = 0
     for equation in jaxpr.eqns:
-        inner = [
-            traced_flops(found)
+        inner_flops = [
+            traced_flops(inner)
             for value in equation.params.values()
-            for found in (value if isinstance(value, tuple | list) else (value,))
-            if isinstance(found, Jaxpr | ClosedJaxpr)
+            for inner in (value if isinstance(value, tuple | list) else (value,))
+            if isinstance(inner, Jaxpr | ClosedJaxpr)
         ]
         match equation.primitive.name:
             case "dot_general":
-                (contracted, _), _ = equation.params["dimension_numbers"]
-                sides = equation.invars[0].aval.shape
-                size = equation.outvars[0].aval.size
-                total += 2 * size * math.prod(sides[axis] for axis in contracted)
+                (contracted_axes, _), _ = equation.params["dimension_numbers"]
+                left_shape = equation.invars[0].aval.shape
+                result_size = equation.outvars[0].aval.size
+                total += 2 * result_size * math.prod(left_shape[axis] for axis in contracted_axes)
             case "scan":
-                total += equation.params["length"] * sum(inner)
+                total += equation.params["length"] * sum(inner_flops)
             case "cond":
-                total += max(inner)
+                total += max(inner_flops)
             case _:
-                total += sum(inner)
+                total += sum(inner_flops)
     return total

@@ -267,7 +267,7 @@ def run_packed(
     middle = Tap("hidden", 2 * config.text.num_layers // 3)
     rows = Rows(hidden, position, segment >= 0, segment)
     span, outputs = (0, config.text.num_layers), OutputSpec(taps=(middle,))
-    stage = decoder.run_layers(params["language"], config.text, rows, span, wanted=outputs)
+    stage = decoder.run_layers(params["language"], config.text, rows, span, outputs=outputs)
 
     def at(states: Array, slot: Array) -> Array:
         return jnp.take_along_axis(states, (before + num_visual + slot)[..., None], axis=1)

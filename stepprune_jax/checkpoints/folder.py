@@ -19,8 +19,8 @@ from stepprune_jax.models.config import (
     Json,
     ModelConfig,
     Tokenizer,
+    bool_rule,
     read_fields,
-    switch,
 )
 from stepprune_jax.models.families import find_family
 from stepprune_jax.models.images import read_normalisation
@@ -227,7 +227,7 @@ def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
         )
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.is_file() else {}
-    switches = {name: switch(name, True) for name in ("legacy", "add_bos_token")}
+    switches = {name: bool_rule(name, True) for name in ("legacy", "add_bos_token")}
     legacy, begins = read_fields(config, str(path), switches).values()
     tokenizer = transformers.LlamaTokenizer.from_pretrained(
         folder, legacy=legacy, add_bos_token=begins

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from stepprune_jax.data.json_files import read_json_object
-from stepprune_jax.models.config import Json, number, read_fields, tokens
+from stepprune_jax.models.config import Json, number_rule, read_fields, token_ids_rule
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,10 @@ def read_generation_config(folder: Path, config: Json) -> tuple[Json, float]:
         file, text = folder / "config.json", config.get("text_config")
         given = {name: value for name, value in config.items() if value is not None}
         raw = {**(text if isinstance(text, dict) else {}), **given}
-    rules = {"eos_token_id": tokens("eos_token_id"), "penalty": number("repetition_penalty", 1.0)}
+    rules = {
+        "eos_token_id": token_ids_rule("eos_token_id"),
+        "penalty": number_rule("repetition_penalty", 1.0),
+    }
     fields = read_fields(raw, str(file), rules)
     penalty = fields.pop("penalty")
     ignored = [

@@ -309,7 +309,7 @@ def _collect(
                 f"{entry.name} is {entry.dtype}, expected floating point"
             )
     for name, entry in entries.items():
-        if name not in wanted and not backbone.is_harmless(name):
+        if name not in wanted and not backbone.may_be_unused(name):
             where = f"{entry.name} in {entry.path.name}"
             is_full = not name.endswith(_QUANTIZED)
             require(is_full, f"{source.folder}: quantized weights ({where}) are not supported")
@@ -339,9 +339,9 @@ def _load_weight(
     arrays = []
     for spans, devices in groups.items():  # replicas share a read
         host = np.empty([stop - start for start, stop in spans], dtype)
-        layers = range(*spans[0]) if target.stacked else range(1)
-        cuts = tuple(slice(*span) for span in spans[target.stacked :])
-        for layer, part in zip(layers, host if target.stacked else host[None], strict=True):
+        layers = range(*spans[0]) if target.is_stacked else range(1)
+        cuts = tuple(slice(*span) for span in spans[target.is_stacked :])
+        for layer, part in zip(layers, host if target.is_stacked else host[None], strict=True):
             _read(part, entries[target.names[layer]], cuts, target.transform)
         arrays += [jax.device_put(host, device) for device in devices]
     jax.block_until_ready(arrays)  # frees the host's copies before more are made

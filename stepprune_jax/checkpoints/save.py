@@ -39,7 +39,7 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
     full = not any(isinstance(leaf, Int8Kernel) for leaf in leaves)
     require(full, "the model's weights are int8, expected those loaded with weights='full'")
     abstract = vlm.abstract_params(model.backbone)
-    flat = weights.flatten(weights.separate(model.params, abstract))
+    flat = weights.flatten(weights.separate_kernels(model.params, abstract))
     safetensors.make_empty(folder)
     _check_shapes(flat, abstract)
     backbone, tokenizer = model.backbone.complete_vocabulary(model.tokenizer)
@@ -97,7 +97,7 @@ def _write_weights(
 
 def file_tensor(target: WeightTarget, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
     """Returns one tensor of a weight in the file's axes, inverting the loader's transforms."""
-    array = np.asarray(leaf[layer] if target.stacked else leaf)
+    array = np.asarray(leaf[layer] if target.is_stacked else leaf)
     if target.transform == "transpose":
         return array.T
     if target.transform == "patches":

@@ -108,7 +108,7 @@ def prepare(argv: Sequence[str] | None = None) -> tuple[Starlette, str, int]:
     }
     source = inspect_folder(flags.model, **how)
     require(
-        not has_engine or not source.config.deep_layers,
+        not has_engine or not source.config.num_deepstack_layers,
         f"--engine: the {source.backbone.name} model adds deep features inside its language model, "
         "which an engine's prompt embeddings do not carry; expected no --engine",
     )

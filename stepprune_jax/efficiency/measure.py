@@ -53,10 +53,10 @@ class Bench(NamedTuple):
 def draw_batch(backbone: Backbone, size: int, text: int) -> BenchInputs:
     """Draws images and prompts."""
     config, random = backbone.config, np.random.default_rng(0)
-    pixels = backbone.squared(
+    pixels = backbone.with_square_grids(
         jax.tree.map(
             lambda leaf: random.integers(0, 256, leaf.shape).astype(leaf.dtype),
-            backbone.max_pixels(size),
+            backbone.largest_pixel_shapes(size),
         )
     )
     most = min(config.text.vocab_size - 1, config.image_token_id)

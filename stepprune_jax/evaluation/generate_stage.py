@@ -367,7 +367,7 @@ class _Answerer:
             fields = {"gflops": sum(flops.values()) / 1e9, **_bound(row, kept, sizes[position])}
             if number in self._samples and row.budget.kind != "all":
                 order = answers.order[position].tolist()
-                order = self._model.backbone.cells(grids[position], order).tolist()
+                order = self._model.backbone.token_cells(grids[position], order).tolist()
                 fields |= {
                     "order": order,
                     "grid": grids[position],

@@ -348,7 +348,7 @@ def _padded_tokens(model: VLM, images: Images) -> int:
     """Returns the padded number n of tokens of each image after the tower."""
     if images.features is not None:
         return images.features.shape[1]
-    return model.backbone.padded_tokens(images.pixels)
+    return model.backbone.num_padded_tokens(images.pixels)
 
 
 def _pairs(model: VLM, pruner: Pruner, prompts: Prompts, images: Images, choice: PairPlan) -> Pairs:

@@ -1,1 +1,1 @@
-"""Frozen backbones: pure functions over plain trees of weights."""
+"""Vision-language models with frozen weights, as pure functions of trees of weights."""

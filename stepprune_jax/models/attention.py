@@ -1,8 +1,9 @@
-"""Attention of the backbones, its taps and its caches, in plain jax.
+"""Attention of the backbones, writes to the KV cache, and taps, in plain jax.
 
-Heads come before time, [b, h, t, c], so that both attention products are batched matrix products
-with leading batch axes, which run on a CPU without transposing keys and values first. Softmax is
-computed in float32 whatever the dtype of the weights.
+Arrays are [b, h, t, c], with heads before tokens. Both attention products are then batched matrix
+products with leading batch axes, which run on a CPU without transposing keys and values. The
+softmax is computed in float32 regardless of the dtype of the weights. A tap is an intermediate that
+a forward pass returns on request.
 """
 
 import functools
@@ -18,18 +19,18 @@ from jaxtyping import Array, Bool, Float, Int
 from stepprune_jax.policy.layers import map_queries
 from stepprune_jax.user_input import naming, require
 
-# Kinds of taps between blocks; the others belong to a block.
+# Kinds of taps that are read between blocks. Taps of other kinds are read inside a block.
 STATES = ("hidden", "normed")
 
 
 class Tap(NamedTuple):
-    """An intermediate that a forward pass returns in addition to its result.
+    """Request for an intermediate that a forward pass returns in addition to its result.
 
     Attributes:
-        kind: "hidden", "keys", "attention", or another that the backbone offers.
-        layer: for "hidden" and "normed" the number of blocks before it, 0 to L; for the others the
-            block, 0 to L - 1. Negative numbers count from the end: "hidden" -1 is the output of the
-            last block, -2 that of the one before.
+        kind: "hidden", "keys", "attention", or another kind that the backbone supports.
+        layer: for "hidden" and "normed" the number of blocks before the intermediate, 0 to L; for
+            other kinds the block, 0 to L - 1. Negative numbers count from the end: "hidden" -1 is
+            the output of the last block and "hidden" -2 is the input of the last block.
     """
 
     kind: str
@@ -37,7 +38,13 @@ class Tap(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Keys and values that may be attended to where the mask is True; None for all."""
+    """Keys and values that queries attend to.
+
+    Attributes:
+        key: [b, g, t, c] keys.
+        value: [b, g, t, w] values.
+        mask: [b or 1, q or 1, t] True where a query may attend to a key; None allows all keys.
+    """
 
     key: Float[Array, "b g t c"]
     value: Float[Array, "b g t w"]
@@ -45,9 +52,9 @@ class Segment(NamedTuple):
 
 
 def _batched_matmul(a: Array, b: Array, contract: tuple[int, int], dtype: DTypeLike) -> Array:
-    """Contracts one axis of each, with the two leading axes as batch."""
-    dims = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=dtype)
+    """Contracts axis `contract[0]` of a with axis `contract[1]` of b; axes 0 and 1 are batch."""
+    dimension_numbers = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
+    return jax.lax.dot_general(a, b, dimension_numbers, preferred_element_type=dtype)
 
 
 def attention_weights(
@@ -55,7 +62,7 @@ def attention_weights(
 ) -> Float[Array, "b h q t"]:
     """Computes float32 softmax attention weights over the concatenated keys of all segments.
 
-    A query that may attend to nothing gets equal weights rather than NaN.
+    A query whose keys are all masked gets equal weights instead of NaN.
     """
     return jax.nn.softmax(attention_scores(query, segments), axis=-1)
 
@@ -63,9 +70,17 @@ def attention_weights(
 def attention_scores(
     query: Float[Array, "b h q c"], segments: Sequence[Segment]
 ) -> Float[Array, "b h q t"]:
-    """Computes the float32 logits of `attention_weights`: the lowest number where masked.
+    """Computes the float32 logits of `attention_weights`.
 
-    Grouped queries are folded into the query axis, so that keys are never repeated.
+    Masked logits are the lowest finite float32. With grouped key heads (g < h), the query heads of
+    a group are folded into the query axis, so keys are not repeated.
+
+    Args:
+        query: [b, h, q, c] queries.
+        segments: keys with their masks; t is the total number of keys.
+
+    Returns:
+        [b, h, q, t] logits.
     """
     b, h, q, c = query.shape
     groups = segments[0].key.shape[1]
@@ -75,69 +90,107 @@ def attention_scores(
         score = _batched_matmul(folded, segment.key, (3, 3), jnp.float32) * c**-0.5
         score = score.reshape(b, h, q, segment.key.shape[2])
         if segment.mask is not None:
-            # The lowest finite number: with -inf an empty row would give NaN.
+            # With -inf, a row whose keys are all masked would give NaN.
             score = jnp.where(segment.mask[:, None], score, jnp.finfo(jnp.float32).min)
         scores.append(score)
     return scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
 
 
 def received_attention(
-    query: Float[Array, "b h t c"], key: Float[Array, "b h t c"], real: Bool[Array, "b t"]
+    query: Float[Array, "b h t c"], key: Float[Array, "b h t c"], is_token: Bool[Array, "b t"]
 ) -> Float[Array, "b t"]:
-    """Computes the attention that tokens receive, averaged over heads and the `real` tokens.
+    """Computes the attention that each token receives, averaged over heads and queries.
 
-    It is float32, sums to 1, and is 0 for others.
+    Args:
+        query: [b, h, t, c] queries.
+        key: [b, h, t, c] keys.
+        is_token: [b, t] True for tokens, False for padding.
+
+    Returns:
+        [b, t] float32; 0 for padding. The sum of a row is 1 if the row has tokens.
     """
-    keys = [Segment(key, key, real[:, None])]
+    segments = [Segment(key, key, is_token[:, None])]
 
-    def given(query: Float[Array, "b h q c"], real: Bool[Array, "b q"]) -> Float[Array, "b 1 t"]:
-        weights = jnp.where(real[:, None, :, None], attention_weights(query, keys), 0)
+    def sum_over_queries(
+        query: Float[Array, "b h q c"], is_token: Bool[Array, "b q"]
+    ) -> Float[Array, "b 1 t"]:
+        weights = jnp.where(is_token[:, None, :, None], attention_weights(query, segments), 0)
         return jnp.sum(weights, axis=(1, 2))[:, None]
 
-    total = map_queries(given, query, real, axis=1).sum(1)
-    count = query.shape[1] * jnp.maximum(real.sum(1), 1)
-    return jnp.where(real, total / count[:, None], 0)
+    total = map_queries(sum_over_queries, query, is_token, axis=1).sum(1)
+    count = query.shape[1] * jnp.maximum(is_token.sum(1), 1)
+    return jnp.where(is_token, total / count[:, None], 0)
 
 
 def attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:
-    """Attends from queries to one or several segments of keys; many are processed in parts."""
-    by_query = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]
+    """Computes attention from queries to the concatenated keys of all segments.
 
-    def part(query: Float[Array, "b h q c"], *masks: Bool[Array, "_ q t"]) -> Array:
-        own = iter(masks)
-        cut = zip(segments, by_query, strict=True)
-        return _attend(query, [s._replace(mask=next(own)) if each else s for s, each in cut])
+    Long query axes are processed in chunks, which limits the memory for attention weights.
 
-    masks = (cast(Array, s.mask) for s, each in zip(segments, by_query, strict=True) if each)
-    return map_queries(part, query, *masks)
+    Args:
+        query: [b, h, q, c] queries.
+        segments: keys and values with their masks.
+
+    Returns:
+        [b, h, q, w] attention outputs in the dtype of the values.
+    """
+    # A mask with its own row for each query is split into chunks together with the queries.
+    has_query_axis = [mask is not None and mask.shape[1] > 1 for _, _, mask in segments]
+
+    def attend_chunk(query: Float[Array, "b h q c"], *masks: Bool[Array, "_ q t"]) -> Array:
+        chunk_masks = iter(masks)
+        chunk_segments = [
+            segment._replace(mask=next(chunk_masks)) if has_axis else segment
+            for segment, has_axis in zip(segments, has_query_axis, strict=True)
+        ]
+        return _attend(query, chunk_segments)
+
+    masks = (
+        cast(Array, segment.mask)
+        for segment, has_axis in zip(segments, has_query_axis, strict=True)
+        if has_axis
+    )
+    return map_queries(attend_chunk, query, *masks)
 
 
 def _attend(query: Float[Array, "b h q c"], segments: Sequence[Segment]) -> Float[Array, "b h q w"]:
-    """Attends from all queries at once."""
+    """Computes attention for all queries in one step."""
     b, h, q, _ = query.shape
     weights = attention_weights(query, segments).astype(segments[0].value.dtype)
-    parts, start = [], 0
+    outputs, start = [], 0
     for _, value, _ in segments:
         groups, length = value.shape[1:3]
-        part = jax.lax.slice_in_dim(weights, start, start + length, axis=-1)
-        part = part.reshape(b, groups, h // groups * q, length)
-        parts.append(_batched_matmul(part, value, (3, 2), value.dtype))
+        segment_weights = jax.lax.slice_in_dim(weights, start, start + length, axis=-1)
+        segment_weights = segment_weights.reshape(b, groups, h // groups * q, length)
+        outputs.append(_batched_matmul(segment_weights, value, (3, 2), value.dtype))
         start += length
-    return functools.reduce(operator.add, parts).reshape(b, h, q, -1)
+    return functools.reduce(operator.add, outputs).reshape(b, h, q, -1)
 
 
 def self_attend(
     query: Float[Array, "b h t c"],
     key: Float[Array, "b g t c"],
     value: Float[Array, "b g t c"],
+    *,
     causal: bool,
     implementation: str,
     length: Int[Array, "b"] | None = None,
 ) -> Float[Array, "b h t c"]:
-    """Computes self-attention by one of `stack.ATTENTIONS`; by "matmul" if it is not causal.
+    """Computes self-attention with one of the implementations `stack.ATTENTIONS`.
 
-    The causal mask is the only one: with padding at the right end, it alone hides it from valid
-    tokens. Slots of a row from its `length` on are not attended to, and their results undefined.
+    Args:
+        query: [b, h, t, c] queries.
+        key: [b, g, t, c] keys.
+        value: [b, g, t, c] values.
+        causal: whether a token attends only to itself and to earlier tokens. Must be False for
+            "matmul", which does not apply a causal mask. Padding at the right end needs no other
+            mask if the attention is causal.
+        implementation: "matmul", "xla" or "cudnn".
+        length: [b] number of tokens of each row. Later slots are not attended to, and their results
+            are undefined. None if all slots are tokens.
+
+    Returns:
+        [b, h, t, c] attention outputs.
     """
     if implementation == "matmul":
         mask = None if length is None else (jnp.arange(key.shape[2]) < length[:, None])[:, None]
@@ -160,9 +213,19 @@ def append_slots(
     new: Float[Array, "layers b g s c"],
     slots: Int[Array, "b s"],
 ) -> Float[Array, "layers b g capacity c"]:
-    """Writes tokens into a cache, each row at its own slots; those beyond the capacity are lost."""
-    # The batch is declared as a batch axis, so that on a mesh each device writes its own rows.
-    numbers = jax.lax.ScatterDimensionNumbers(
+    """Writes keys or values of new tokens into a KV cache, each row at its own slots.
+
+    Args:
+        buffer: [layers, b, g, capacity, c] cached keys or values.
+        new: [layers, b, g, s, c] keys or values of the new tokens.
+        slots: [b, s] slot of each new token, unique in a row. Tokens whose slot is not below the
+            capacity are dropped.
+
+    Returns:
+        The updated buffer.
+    """
+    # The batch is declared as a batch axis, so each device of a mesh writes only its own rows.
+    dimension_numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(2, 3, 4),
         inserted_window_dims=(3,),
         scatter_dims_to_operand_dims=(3,),
@@ -171,26 +234,40 @@ def append_slots(
     )
 
     def write(buffer, new):
-        new = new.transpose(1, 3, 0, 2, 4)  # [b, s, layers, h_kv, c]
+        new = new.transpose(1, 3, 0, 2, 4)  # [b, s, layers, g, c]
         return jax.lax.scatter(
-            buffer, slots[..., None], new, numbers, unique_indices=True, mode="drop"
+            buffer, slots[..., None], new, dimension_numbers, unique_indices=True, mode="drop"
         )
 
-    def write_bits(buffer, new):
-        bits = jnp.dtype(f"u{buffer.dtype.itemsize}")
-        as_bits = (jax.lax.bitcast_convert_type(x, bits) for x in (buffer, new))
-        return jax.lax.bitcast_convert_type(write(*as_bits), buffer.dtype)
+    def write_as_integers(buffer, new):
+        dtype = jnp.dtype(f"u{buffer.dtype.itemsize}")
+        as_integers = (jax.lax.bitcast_convert_type(x, dtype) for x in (buffer, new))
+        return jax.lax.bitcast_convert_type(write(*as_integers), buffer.dtype)
 
     if buffer.dtype.itemsize == 4:
         return write(buffer, new)
-    # As integers on a CPU, where XLA would convert all of a bfloat16 buffer to float32 and back.
-    return jax.lax.platform_dependent(buffer, new, cpu=write_bits, default=write)
+    # On a CPU, XLA would convert an entire bfloat16 buffer to float32 and back, so the buffer is
+    # written as integers there.
+    return jax.lax.platform_dependent(buffer, new, cpu=write_as_integers, default=write)
 
 
 def resolve_taps(
     taps: Sequence[Tap], num_layers: int, kinds: Sequence[str]
 ) -> dict[str, tuple[str, int]]:
-    """Maps names of taps, such as "hidden.-2", to their kinds and layers counted from the start."""
+    """Maps the name of each tap to its kind and its layer.
+
+    Args:
+        taps: the requested taps.
+        num_layers: number of blocks of the model.
+        kinds: kinds of taps that the model supports.
+
+    Returns:
+        (kind, layer) by name. A name contains the requested layer, such as "hidden.-2"; the layer
+        of the value is counted from the start.
+
+    Raises:
+        ValueError: a kind is not supported, or a layer does not exist.
+    """
     resolved = {}
     for kind, layer in taps:
         count = num_layers + (kind in STATES)

@@ -1,10 +1,11 @@
-"""The interface of backbones, on which pipelines and trainers rely.
+"""The interface between model families and the pipelines and trainers.
 
-A family of backbones is a subclass of `Backbone`; a backbone is that class with a configuration. It
-holds no weights: its methods are pure functions over a tree of them. No other code depends on a
-model's family. The family decides, image by image, how many visual tokens an image has, their grid
-and their position ids. The language model of every family is that of `models.decoder`, with its
-weights under "language"; what concerns it alone needs the configuration, not the backbone.
+A model family is a subclass of `Backbone`. A backbone is an instance: the class with a
+configuration and without weights. Its methods are pure functions of a tree of weights. Only the
+family knows how many visual tokens an image has, their grid and their position ids; no code outside
+`models` depends on the family. All families share the language model of `models.decoder`, whose
+weights are under "language". Code that uses only the language model takes the configuration instead
+of the backbone.
 """
 
 import abc
@@ -26,30 +27,35 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import Json, ModelConfig, Tokenizer
 from stepprune_jax.models.images import Pixels, Resized, normalise, stack_images
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.models.weights import WeightRule, WeightTarget, targets
+from stepprune_jax.models.weights import WeightRule, WeightTarget, list_targets
 from stepprune_jax.user_input import naming
 
-Processor = Any  # settings of an image processor, of a type that only the family reads
+Processor = Any  # settings of an image processor; each family defines its own type
 
 
 @dataclasses.dataclass(frozen=True)
 class Backbone(abc.ABC):
     """A vision-language model without its weights; hashable, and static under `jax.jit`.
 
-    `raw` is a parsed ``config.json``. `settings` (of the image processor) and `Pixels` have types
-    that only the family reads; pixels are an array, or a tuple of arrays, with a leading axis of
-    images. They are bytes, a quarter of floats on the way to a device, and `encode_image`
-    normalises them. Canonical names are the weight names of the family's published files, to which
-    other dialects are translated.
+    Terms of the methods:
+
+    * `raw` is a parsed ``config.json``.
+    * `settings` are the settings of the image processor; the family defines their type.
+    * `Pixels` are preprocessed images: an array or a tuple of arrays with a leading axis of images;
+      the family defines their type. They contain bytes, because bytes are a quarter of the size of
+      floats on the way to a device. `encode_image` normalises them.
+    * A canonical name is the name of a weight in the family's published files. Other naming schemes
+      are translated to it.
 
     Attributes:
         config: the model's shape.
         name: short name of the family, such as "llava".
         SUPPORTED: description of the supported models, for error messages.
-        CONTEXT_LIMIT: length that prompts are truncated to, including visual tokens.
-        SHARDING_RULES: (pattern on the path, spec) of every weight, see `parallel.sharding`.
-        VISION_PREFIX: what canonical names of the tower's weights begin with.
-        MARK: text put in front of a prompt for each image.
+        CONTEXT_LIMIT: maximum number of tokens of a prompt, including visual tokens; longer prompts
+            are truncated.
+        SHARDING_RULES: (pattern of the path, spec) for every weight; see `parallel.sharding`.
+        VISION_PREFIX: prefix of the canonical names of the tower's weights.
+        MARK: text that `place_images` inserts for each image.
     """
 
     config: ModelConfig
@@ -61,7 +67,7 @@ class Backbone(abc.ABC):
     MARK: ClassVar[str] = IMAGE_MARK
 
     def replace(self, **fields: Any) -> "Backbone":
-        """Returns the backbone with other values of its configuration's fields."""
+        """Returns the backbone with changed fields of its configuration."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, **fields))
 
     # Checkpoint folders.
@@ -69,16 +75,19 @@ class Backbone(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def matches(cls, raw: Json) -> bool:
-        """Returns whether this family reads such a folder."""
+        """Returns whether this family reads a checkpoint with the configuration `raw`."""
 
     @classmethod
     def vision_folder(cls, raw: Json) -> str | None:
-        """Returns the folder or hub id of a tower that is stored elsewhere, "" if it is not told.
+        """Returns the folder or hub id of a tower that is stored outside the checkpoint.
 
-        None, as is usual, if the tower is part of the checkpoint.
+        Returns:
+            The folder or hub id; "" if the configuration does not name it; None if the tower is
+            part of the checkpoint, which is the usual case.
 
         Raises:
-            ValueError: a field of a checkpoint without its tower has an unsupported value.
+            ValueError: the tower is not part of the checkpoint, and a field of the configuration
+                has an unsupported value.
         """
         del raw
         return None
@@ -90,19 +99,25 @@ class Backbone(abc.ABC):
 
         Args:
             raw: ``config.json`` of the checkpoint.
-            vision: ``config.json`` of the tower's own folder, if it has one.
+            vision: ``config.json`` of the tower's folder; None if the tower is part of the
+                checkpoint.
 
         Returns:
             The backbone, with a checked configuration.
 
         Raises:
-            ValueError: a field has an unsupported value; the message names it.
+            ValueError: a field has an unsupported value; the message names the field.
         """
 
     @classmethod
     @abc.abstractmethod
     def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str | None:
-        """Returns the canonical form of a weight's name; None for a weight to skip."""
+        """Returns the canonical name of a weight; None for a weight to skip.
+
+        Args:
+            name: name of the weight in a file.
+            of_vision_folder: whether the file is in the folder of a separate tower.
+        """
 
     @classmethod
     def is_vision_name(cls, name: str) -> bool:
@@ -110,21 +125,33 @@ class Backbone(abc.ABC):
         return name.startswith(cls.VISION_PREFIX)
 
     @abc.abstractmethod
-    def is_harmless(self, name: str) -> bool:
-        """Returns whether an unused canonical name may be in the files, such as a tied head."""
+    def may_be_unused(self, name: str) -> bool:
+        """Returns whether a checkpoint may contain a weight that the model does not use.
+
+        An example is the output head of a model that ties the head to the embeddings.
+
+        Args:
+            name: canonical name of the weight.
+        """
 
     @abc.abstractmethod
     def weight_rules(self) -> tuple[WeightRule, ...]:
         """Returns the rules that map tensors of a checkpoint to weights."""
 
     def weight_targets(self, abstract: Params) -> list[WeightTarget]:
-        """Lists the tensors that make up each leaf of the weights; see `weights.targets`."""
-        return targets(abstract, self.weight_rules())
+        """Lists the tensors that make up each leaf of the weights; see `weights.list_targets`."""
+        return list_targets(abstract, self.weight_rules())
 
     def complete_vocabulary(self, tokenizer: Tokenizer) -> tuple["Backbone", Tokenizer]:
-        """Adds tokens that a saved folder needs to configuration and tokenizer (or None).
+        """Adds tokens that a saved folder needs to the configuration and the tokenizer.
 
-        New rows of the vocabulary are filled with those of token 0.
+        The embeddings of added tokens are copies of the embedding of token 0.
+
+        Args:
+            tokenizer: the model's tokenizer, or None.
+
+        Returns:
+            The backbone and the tokenizer with these tokens.
         """
         return self, tokenizer
 
@@ -137,12 +164,12 @@ class Backbone(abc.ABC):
 
         Raises:
             FileNotFoundError: the folder has no image processor file.
-            ValueError: it describes another kind of processor.
+            ValueError: the image processor is of an unsupported kind.
         """
 
     @abc.abstractmethod
     def hf_processor(self, settings: Processor) -> dict[str, Json]:
-        """Describes how images are processed, as JSON values by file name."""
+        """Returns the image processor's JSON files of a saved folder, by file name."""
 
     @abc.abstractmethod
     def bound_images(
@@ -151,153 +178,180 @@ class Backbone(abc.ABC):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> "Backbone":
-        """Bounds the area of resized images, by the folder's processor or the user.
+        """Limits the area of resized images.
 
         Args:
-            folder: folder with the image processor's file; None for the bounds of the
-                configuration.
-            min_pixels: smallest area, instead of the folder's.
-            max_pixels: largest area, instead of the folder's.
+            folder: folder with the image processor's file, which defines the limits; None for the
+                limits of the configuration.
+            min_pixels: smallest area in pixels; replaces the folder's limit.
+            max_pixels: largest area in pixels; replaces the folder's limit.
 
         Returns:
-            The backbone for these images, whose `config.max_image_tokens` follows.
+            The backbone with these limits. `config.max_image_tokens` depends on them.
 
         Raises:
             FileNotFoundError: the folder has no image processor file.
-            ValueError: bounds that no image meets, or a smallest area for images of a fixed size.
+            ValueError: no image is within the limits, or `min_pixels` is set for a model with a
+                fixed image size.
         """
 
     @abc.abstractmethod
     def resize(self, settings: Processor, image: Image.Image) -> Resized:
-        """Resizes an RGB image to what the tower sees.
+        """Resizes an RGB image to the input size of the tower.
 
         Raises:
-            ValueError: an image that the model cannot take.
+            ValueError: the model does not support the size of the image.
         """
 
-    def cut(self, image: Resized) -> Pixels:
-        """Returns a resized image as the family's pixels, without the axis of images."""
+    def to_pixels(self, image: Resized) -> Pixels:
+        """Converts a resized image to the family's pixels, without the axis of images."""
         return image
 
     def preprocess(self, settings: Processor, images: Sequence[Image.Image]) -> Pixels:
         """Converts RGB images, whose sizes may differ, to pixels.
 
-        Images with fewer tokens than others are padded here, so that the pixels of a batch share a
-        shape; a family pads to few different shapes, as each needs a compilation.
+        Images with fewer tokens are padded, so the pixels of a batch share a shape. A family pads
+        to few different shapes, because each shape needs a compilation.
 
         Raises:
-            ValueError: an image that the model cannot take.
+            ValueError: the model does not support the size of an image.
         """
         resized = (self.resize(settings, image) for image in images)
-        return stack_images([self.cut(image) for image in resized])
+        return stack_images([self.to_pixels(image) for image in resized])
 
     def normalise(self, pixels: Pixels) -> Pixels:
-        """Returns pixels as the tower sees them, float32, on the host or in a program."""
+        """Normalises pixels to the tower's float32 input, on the host or in a program."""
         return normalise(self.config.normalisation, pixels, -3)
 
-    def squared(self, pixels: Pixels) -> Pixels:
-        """Returns pixels of the shapes of `max_pixels` as those of square images."""
+    def with_square_grids(self, pixels: Pixels) -> Pixels:
+        """Returns pixels of the largest shape with grids of square images.
+
+        Args:
+            pixels: pixels with the shapes of `largest_pixel_shapes`.
+        """
         return pixels
 
-    def seen(self, settings: Processor, image: Image.Image) -> Image.Image:
-        """Returns an RGB image as the tower sees it, covered by the grid of its tokens."""
+    def visible_image(self, settings: Processor, image: Image.Image) -> Image.Image:
+        """Returns the resized part of an RGB image that the grid of its tokens covers."""
         return Image.fromarray(self.resize(settings, image).transpose(1, 2, 0))
 
-    def cells(
+    def token_cells(
         self, grid: Sequence[int], tokens: Sequence[int] | Int[np.ndarray, "k"]
     ) -> Int[np.ndarray, "k"]:
-        """Returns the cell of an image's grid that each of some tokens shows, -1 for none."""
+        """Maps visual tokens to the cells of an image's grid, for figures and statistics.
+
+        Args:
+            grid: rows and columns of the image.
+            tokens: [k] indices of visual tokens; -1 for a token without an index.
+
+        Returns:
+            [k] raster index of each token's cell; -1 for a token that shows no cell.
+        """
         return np.asarray(tokens, int)
 
     def pixel_cache(self, settings: Processor, limit_bytes: int) -> Callable[[Path], Pixels]:
-        """Returns a function from an image file to its pixels, without the axis of images.
+        """Returns a cached function that maps an image file to its pixels.
 
-        It returns the same as `preprocess`, and may be called by several threads. The pixels of the
-        images used last are cached, of as many as fit into `limit_bytes` if all are of the largest
-        size. A file that is missing raises a FileNotFoundError, one that the model cannot take a
-        ValueError.
+        The function returns one image of `preprocess`, without the axis of images. It may be called
+        from several threads, and raises a FileNotFoundError for a missing file and a ValueError for
+        an image that the model does not support.
+
+        Args:
+            settings: settings of the image processor.
+            limit_bytes: size of the cache. The cache stores the images that were used last; their
+                number is the number of images of the largest size that fit into this limit.
         """
-        largest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.max_pixels(1)))
+        shapes = jax.tree.leaves(self.largest_pixel_shapes(1))
+        largest_bytes = sum(shape.size * shape.dtype.itemsize for shape in shapes)
 
-        @functools.lru_cache(limit_bytes // largest)
+        @functools.lru_cache(limit_bytes // largest_bytes)
         def read(path: Path) -> Pixels:
             with naming(str(path)):  # images are read while training continues
-                image = self.cut(self.resize(settings, open_image(path)))
-                return jax.tree.map(np.ascontiguousarray, image)  # not a view of what was cropped
+                image = self.to_pixels(self.resize(settings, open_image(path)))
+                # A view would keep the memory of the uncropped image alive.
+                return jax.tree.map(np.ascontiguousarray, image)
 
         return read
 
     @abc.abstractmethod
-    def max_pixels(self, count: int) -> Pixels:
+    def largest_pixel_shapes(self, count: int) -> Pixels:
         """Returns the shapes of the pixels of `count` images of the largest size.
 
-        They are `jax.ShapeDtypeStruct`s, used to plan memory before any image is read.
+        The leaves are `jax.ShapeDtypeStruct`s. They serve to plan memory before any image is read.
         """
 
-    def list_pixels(self, width: int, height: int) -> list[Pixels]:
-        """Lists made-up pixels of one image each, of every shape that images up to a size have.
+    def list_example_pixels(self, width: int, height: int) -> list[Pixels]:
+        """Lists artificial pixels that cover all shapes of images up to a size.
 
-        Of each shape there are images with the fewest and the most tokens, and with the most tokens
-        that leave padding.
+        Each entry holds one image. For each shape there are images with the fewest and the most
+        tokens, and with the most tokens that leave padding.
 
         Args:
-            width: width of the largest image; an image may also be turned.
-            height: height of the largest image.
+            width: width of the largest image in pixels. The image may be rotated by 90 degrees.
+            height: height of the largest image in pixels.
         """
-        del width, height  # the images of most families have one shape
-        return [jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.max_pixels(1))]
+        del width, height  # most families have a single shape
+        shapes = self.largest_pixel_shapes(1)
+        return [jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)]
 
     @abc.abstractmethod
     def grids(self, pixels: Pixels) -> Int[np.ndarray, "i 2"]:
-        """Returns rows and columns of each image's visual tokens, as the language model sees them.
+        """Returns rows and columns of each image's visual tokens after merging.
 
-        With a merger of 2 x 2 patches, that is half of the patches' rows and columns.
+        For example, a merger of 2 x 2 patches halves the rows and columns of the patches.
         """
 
     def num_tokens(self, grid: Int[Array | np.ndarray, "*b 2"]) -> Int[Array | np.ndarray, "*b"]:
-        """Returns the number of visual tokens of unpruned images of these grids."""
+        """Returns the number of visual tokens of unpruned images with the given grids."""
         return (grid[..., 0] * grid[..., 1]).astype(np.int32)
 
-    def padded_tokens(self, pixels: Pixels) -> int:
-        """Returns n, the number of tokens that `encode_image` pads each of these images to."""
+    def num_padded_tokens(self, pixels: Pixels) -> int:
+        """Returns the padded number n of tokens per image in the result of `encode_image`."""
         del pixels
         return self.config.max_image_tokens
 
-    # Prompts, on the host. `data.prompts` does the rest for all families.
+    # Prompts, on the host. `data.prompts` contains the code that all families share.
 
     @classmethod
     def place_images(cls, message: str, num_images: int) -> str:
-        """Puts an `IMAGE_MARK` for each image in front of the first user turn.
+        """Inserts an `IMAGE_MARK` for each image in front of the first user turn.
 
         Raises:
-            ValueError: the message has marks, but not one per image.
+            ValueError: the message contains marks, but their number is not `num_images`.
         """
         return marks_in_front(message, num_images, cls.MARK)
 
     @classmethod
     @abc.abstractmethod
     def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
-        """Formats a conversation, user first and then alternating, with its image marks.
+        """Formats a conversation, with its image marks, as the text of a prompt.
 
-        What the system says stands in the template's place for it; None is the template's own.
-        A last turn of the assistant that is None, empty or missing is open. The text of a
-        conversation's first turns is a prefix of the whole, so that the text added by a turn
-        belongs to it.
+        The text of the first turns of a conversation is a prefix of the text of all turns.
+        Therefore the text that a turn adds belongs to this turn.
+
+        Args:
+            turns: messages of the user and the assistant in turn; the user begins. If the
+                assistant's last turn is None, empty or missing, the text ends where the assistant's
+                answer begins.
+            system: replaces the template's system prompt; None for the template's system prompt.
 
         Raises:
-            ValueError: a turn has a token that the template has for images or videos.
+            ValueError: a turn contains a token that the template reserves for images or videos.
         """
 
     @classmethod
     def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:
-        """Returns what a folder's chat template may make of a conversation without images."""
+        """Returns the accepted results of a folder's chat template for turns without images."""
         return (cls.conversation(turns),)
 
     # Programs.
 
     @abc.abstractmethod
     def init_params(self, key: Array) -> Params:
-        """Draws float32 weights; kernels are [in, out], layers stacked along a leading axis."""
+        """Initialises random float32 weights.
+
+        Kernels are [in, out]. The weights of layers are stacked along a leading axis.
+        """
 
     @abc.abstractmethod
     def encode_image(
@@ -307,44 +361,49 @@ class Backbone(abc.ABC):
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n w"], dict[str, Array]]:
-        """Computes the tokens that a pruner chooses from, before the projector.
+        """Computes the visual tokens that a pruner selects from, before the projector.
 
         Args:
             params: the model's weights.
             pixels: result of `preprocess`.
-            taps: intermediates of the tower.
+            taps: requested intermediates of the tower.
             execution: how the tower's blocks are run.
 
         Returns:
-            [i, n, w] tokens in raster order, whatever the tower's own order; n is that of the
-            largest image that fits the pixels, and the tokens of a smaller one are a prefix of
-            length `num_tokens`. Behind the d channels of a token are its deep features, if the
-            model has any: for layer 0 of the language model, layer 1, ... And the taps by name.
+            [i, n, w] tokens in raster order, regardless of the tower's internal order, and the taps
+            by name. n is the number of tokens of the largest image that fits the pixels; the tokens
+            of a smaller image are a prefix of length `num_tokens`. The d channels of a token are
+            followed by its DeepStack features, if the model has them: for layer 0 of the language
+            model, for layer 1, and so on.
 
         Raises:
-            ValueError: images of another size, or an unknown tap.
+            ValueError: the images have another size, or a tap is unknown.
         """
 
     @abc.abstractmethod
     def project(self, params: Params, features: Float[Array, "*b w"]) -> Float[Array, "*b e"]:
-        """Maps visual tokens to the language model's width, token by token.
+        """Maps visual tokens, token by token, to the width of the language model.
 
-        Deep features remain behind each of them.
-
-        A merger, which mixes neighbours, is part of `encode_image`; its last projection may be part
-        of this function.
+        DeepStack features remain appended to each token. A merger mixes neighbouring tokens and is
+        therefore part of `encode_image`; its last projection may be part of this function.
         """
 
     @abc.abstractmethod
     def image_positions(
         self, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
     ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
-        """Returns position ids relative to the image's first, and the image's extent.
+        """Returns the position ids of an image's tokens and the extent of the image.
 
-        Text has the same id on all axes, and text after an image continues after its extent:
-        n for consecutive ids, the longer side for (time, row, column).
+        Args:
+            grid: [..., 2] rows and columns of the images.
+            place: [..., k] index of each token among the image's unpruned tokens.
+
+        Returns:
+            [..., p, k] int32 position ids relative to the image's first position id, and the [...]
+            extent: the text after an image continues at the first position id plus the extent. The
+            extent is n for consecutive ids and the longer side of the grid for (time, row, column).
         """
 
     @abc.abstractmethod
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
-        """Counts the operations of the `tower` and the `projector` for an image of this grid."""
+        """Counts the FLOPs of the `tower` and the `projector` for an image with the given grid."""

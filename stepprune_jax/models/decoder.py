@@ -1,11 +1,15 @@
-"""A Llama-like language model in stages of layers, as pure functions over stacked weights.
+"""The Llama-like language model of all families, as pure functions of stacked weights.
 
 Touvron et al., "Llama 2" (https://arxiv.org/abs/2307.09288): pre-norm blocks with rotary positions
-(https://arxiv.org/abs/2104.09864), grouped key heads and gated MLPs. Biases of queries, keys and
-values, their norms, and several position ids per token are options of the configuration.
+(https://arxiv.org/abs/2104.09864), grouped key heads and gated MLPs. The configuration may add
+biases of queries, keys and values, norms of queries and keys, and several position ids per token.
+
+The model is run in stages. A stage is a span of consecutive layers with its own row length and its
+own KV cache, because pruning between layers shortens the rows.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import jax
@@ -30,10 +34,10 @@ from stepprune_jax.models.layers import (
     Dense,
     GatedMlp,
     RmsNorm,
-    side_by_side,
-    wide_product,
+    joined_dense,
+    matmul_float32,
 )
-from stepprune_jax.models.rotary import rotary, rotate
+from stepprune_jax.models.rotary import rotary_cos_sin, rotate
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import (
     Execution,
@@ -43,24 +47,32 @@ from stepprune_jax.models.stack import (
     take_layer,
 )
 from stepprune_jax.policy.layers import merge_heads, split_heads
-from stepprune_jax.user_input import naming, require
+from stepprune_jax.user_input import UserError, naming, require
 
 TAP_KINDS = ("hidden", "normed", "attention", "scores", "keys", "mlp_input", "rotary")
-_BY_QUERY = ("attention", "scores")
+# Kinds of taps that read the attention of selected queries in a block.
+_ATTENTION_KINDS = ("attention", "scores")
+# Kinds of taps that read the output of a block.
+_BLOCK_KINDS = (*_ATTENTION_KINDS, "keys", "mlp_input")
 
 
 class OutputSpec(NamedTuple):
-    """Results of a stage of layers that are returned in addition to its hidden states.
+    """Optional outputs of `run_layers`, in addition to the hidden states.
 
     Attributes:
-        capacity: slots of a new cache, at least s; None creates none.
-        taps: "hidden" [b, s, e] before a layer of the stage or after its last; "normed" [b, s, e]
-            the same after the model's final norm; "mlp_input" [b, s, e] input of the block's MLP;
-            "attention": float32 softmax weights of the queries at `query_index`, per head, [b, h,
-            q, s], over the stage's own slots, also of the block after the stage; "scores" their
-            logits; "keys" [b, h_kv, s, c] after rotary positions; "rotary" [2, b, s, c] cosine and
-            sine of the angles, the same for every layer.
-        query_index: [b, q] indices into s, for "attention" and "scores" taps.
+        capacity: number of slots of a new KV cache, at least the row length s; None for no new
+            cache.
+        taps: intermediates to return. A layer is counted as in `Tap`.
+            "hidden": [b, s, e] residual stream before a layer of the stage or after its last layer.
+            "normed": [b, s, e] the same as "hidden", after the model's final norm.
+            "mlp_input": [b, s, e] normalised input of the block's MLP.
+            "attention": [b, h, q, s] float32 softmax weights of the queries at `query_index`, over
+            the slots of the stage. The block after the stage is also supported.
+            "scores": [b, h, q, s] float32 logits of "attention".
+            "keys": [b, h_kv, s, c] keys after rotary positions.
+            "rotary": [2, b, s, c] cosine and sine of the rotary angles, the same for every layer.
+        query_index: [b, q] slots of the queries of "attention" and "scores" taps; None if there are
+            no such taps.
     """
 
     capacity: int | None = None
@@ -69,12 +81,13 @@ class OutputSpec(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of one stage of layers; slots from `length` on are never read.
+    """KV cache of one stage of layers.
 
     Attributes:
-        key: [layers, b, h_kv, capacity, c], after rotary positions.
-        value: [layers, b, h_kv, capacity, c].
-        length: [b] int32 filled slots of each row; the next token is written there.
+        key: [layers, b, h_kv, capacity, c] keys after rotary positions.
+        value: [layers, b, h_kv, capacity, c] values.
+        length: [b] int32 number of filled slots of each row. Later slots are never read. The next
+            token is written to slot `length`.
         next_position: [b] int32 position id of the next token.
     """
 
@@ -85,12 +98,12 @@ class Cache(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Result of running a stage of layers.
+    """Result of `run_layers`.
 
     Attributes:
-        hidden: [b, s, e] the residual stream after the last block run, not normalised.
-        cache: this stage's keys and values, or None if not requested.
-        taps: intermediates by name.
+        hidden: [b, s, e] the residual stream after the last block of the stage, before any norm.
+        cache: KV cache of the stage; None if no cache was given or requested.
+        taps: requested intermediates by name, such as "hidden.-2".
     """
 
     hidden: Float[Array, "b s e"]
@@ -99,7 +112,14 @@ class Stage(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """Inputs shared by all blocks of a stage: angles, and masks of its tokens and cached slots."""
+    """Inputs that all blocks of a stage share.
+
+    Attributes:
+        cosine: [b, s, c] float32 cosine of the rotary angles.
+        sine: [b, s, c] float32 sine of the rotary angles.
+        mask: [b, s, s] True where a token may attend to another token of the stage.
+        cached_mask: [b, 1, capacity] True for filled slots of the cache; None without a cache.
+    """
 
     cosine: Float[Array, "b s c"]
     sine: Float[Array, "b s c"]
@@ -108,7 +128,10 @@ class LayerInputs(NamedTuple):
 
 
 class LlamaAttention(nn.Module):
-    """Causal attention with rotary positions and grouped key heads, optionally over a cache."""
+    """Causal attention with rotary positions and grouped key heads.
+
+    Tokens attend to the KV cache, if one is given, and to earlier tokens of the stage.
+    """
 
     config: LlamaConfig
 
@@ -120,37 +143,46 @@ class LlamaAttention(nn.Module):
         cached: tuple[Array, Array] | None = None,
         attention: str = "matmul",
     ) -> BlockOutput:
-        """Returns the projected result as `hidden`, with queries, keys and values."""
+        """Computes the attention of one block.
+
+        Args:
+            x: [b, s, e] normalised residual stream.
+            context: rotary angles and masks.
+            cached: keys and values of the layer's KV cache, each [b, h_kv, capacity, c].
+            attention: see `Execution.attention`.
+
+        Returns:
+            A `BlockOutput` whose `hidden` is the projected attention output.
+        """
         config = self.config
         heads, kv_heads, c = config.num_heads, config.num_kv_heads, config.head_dim
-        bias = config.qkv_bias
         widths = {"query": heads * c, "key": kv_heads * c, "value": kv_heads * c}
-        parts = side_by_side(self, x, widths, bias)
-        parts = [split_heads(part, part.shape[-1] // c) for part in parts]
-        if len(parts) == 1 and config.qk_norm:
-            parts = jnp.split(parts[0], [heads, heads + kv_heads], axis=1)
-        if len(parts) == 1:  # joined: queries and keys are also rotated by one kernel
-            turned, value = jnp.split(parts[0], [heads + kv_heads], axis=1)
-            turned = rotate(turned, context.cosine, context.sine)
-            query, key = jnp.split(turned, [heads], axis=1)
+        outputs = joined_dense(self, x, widths, config.qkv_bias)
+        outputs = [split_heads(output, output.shape[-1] // c) for output in outputs]
+        if len(outputs) == 1 and config.qk_norm:
+            outputs = jnp.split(outputs[0], [heads, heads + kv_heads], axis=1)
+        if len(outputs) == 1:  # the layers are joined, so one GPU kernel rotates queries and keys
+            query_key, value = jnp.split(outputs[0], [heads + kv_heads], axis=1)
+            query_key = rotate(query_key, context.cosine, context.sine)
+            query, key = jnp.split(query_key, [heads], axis=1)
         else:
-            query, key, value = parts
+            query, key, value = outputs
             if config.qk_norm:
                 query = RmsNorm(config.rms_norm_eps, name="query_norm")(query)
                 key = RmsNorm(config.rms_norm_eps, name="key_norm")(key)
             query = rotate(query, context.cosine, context.sine)
             key = rotate(key, context.cosine, context.sine)
         if attention == "matmul" or cached is not None:
-            past = [] if cached is None else [Segment(*cached, context.cached_mask)]
-            mixed = attend(query, [*past, Segment(key, value, context.mask)])
+            cached_segments = [] if cached is None else [Segment(*cached, context.cached_mask)]
+            attended = attend(query, [*cached_segments, Segment(key, value, context.mask)])
         else:
-            mixed = self_attend(query, key, value, True, attention)
-        mixed = Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(mixed))
-        return BlockOutput(mixed, query, key, value)
+            attended = self_attend(query, key, value, causal=True, implementation=attention)
+        hidden = Dense(config.hidden_size, use_bias=False, name="out")(merge_heads(attended))
+        return BlockOutput(hidden, query, key, value)
 
 
 class LlamaBlock(nn.Module):
-    """One pre-norm block."""
+    """Pre-norm transformer block: attention, then a gated MLP, each with a residual connection."""
 
     config: LlamaConfig
 
@@ -162,19 +194,29 @@ class LlamaBlock(nn.Module):
         cached: tuple[Array, Array] | None = None,
         attention: str = "matmul",
     ) -> BlockOutput:
-        """Runs the block on [b, s, e]; `cached` are this layer's earlier keys and values."""
+        """Runs the block.
+
+        Args:
+            hidden: [b, s, e] residual stream.
+            context: rotary angles and masks.
+            cached: keys and values of the layer's KV cache, each [b, h_kv, capacity, c].
+            attention: see `Execution.attention`.
+
+        Returns:
+            The residual stream after the block, with queries, keys, values and the MLP's input.
+        """
         eps = self.config.rms_norm_eps
-        mixed = LlamaAttention(self.config, name="attention")(
+        output = LlamaAttention(self.config, name="attention")(
             RmsNorm(eps, name="norm1")(hidden), context, cached, attention
         )
-        hidden = hidden + mixed.hidden
+        hidden = hidden + output.hidden
         mlp_input = RmsNorm(eps, name="norm2")(hidden)
         hidden = hidden + GatedMlp(self.config.intermediate_size, False, name="mlp")(mlp_input)
-        return mixed._replace(hidden=hidden, mlp_input=mlp_input)
+        return output._replace(hidden=hidden, mlp_input=mlp_input)
 
 
 def init_language(key: Array, config: LlamaConfig) -> Params:
-    """Draws float32 weights of the language model; without "head" if it is tied."""
+    """Initialises random float32 weights; there is no "head" if the configuration ties it."""
     embed_key, head_key, layers_key = jax.random.split(key, 3)
     e, v, c = config.hidden_size, config.vocab_size, config.head_dim
     ones = jnp.ones((1, 1, c))
@@ -183,7 +225,7 @@ def init_language(key: Array, config: LlamaConfig) -> Params:
     params = {
         "embed": {"embedding": jax.random.normal(embed_key, (v, e)) * 0.02},
         "norm": {"scale": jnp.ones(e)},
-        "layers": jax.vmap(lambda k: block.init(k, sample, context)["params"])(
+        "layers": jax.vmap(lambda key: block.init(key, sample, context)["params"])(
             jax.random.split(layers_key, config.num_layers)
         ),
     }
@@ -195,17 +237,17 @@ def init_language(key: Array, config: LlamaConfig) -> Params:
 def init_cache(
     config: LlamaConfig, num_layers: int, batch_size: int, capacity: int, dtype: DTypeLike
 ) -> Cache:
-    """Creates an empty cache of a stage, with `capacity` slots in each row."""
+    """Creates an empty KV cache for `num_layers` layers, with `capacity` slots in each row."""
     shape = (num_layers, batch_size, config.num_kv_heads, capacity, config.head_dim)
-    none = jnp.zeros(batch_size, jnp.int32)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), none, none)
+    zeros = jnp.zeros(batch_size, jnp.int32)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), zeros, zeros)
 
 
 def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput) -> Cache:
-    """Writes a layer's keys and values to the first slots.
+    """Writes a layer's keys and values to the first slots of the cache, in place.
 
-    In place, layer by layer: stacking the outputs of a scan would need padding afterwards, and so a
-    second copy of the cache.
+    The cache is part of the scan's carry. If the scan stacked the keys and values as outputs
+    instead, the later padding to the capacity would need a second copy of the cache.
     """
     start = (layer, 0, 0, 0, 0)
     key = jax.lax.dynamic_update_slice(cache.key, output.key[None], start)
@@ -213,29 +255,41 @@ def _write_layer(cache: Cache, layer: Int[Array, ""] | int, output: BlockOutput)
     return cache._replace(key=key, value=value)
 
 
-def _extend(cache: Cache | None, new: Cache, rows: Rows, hidden: Float[Array, "b s e"]) -> Cache:
-    """Appends new keys and values to an earlier cache, if there is one, and updates its length.
+def _extend_cache(
+    cache: Cache | None, stage_cache: Cache, rows: Rows, hidden: Float[Array, "b s e"]
+) -> Cache:
+    """Appends the keys and values of a stage to an earlier cache.
 
     Each row is written at its own length; tokens beyond the capacity are dropped.
+
+    Args:
+        cache: earlier cache of these layers; None to return the stage's own cache.
+        stage_cache: keys and values of the stage's tokens.
+        rows: inputs of the stage.
+        hidden: residual stream after the last layer of the stage.
+
+    Returns:
+        The cache with updated lengths and next positions.
     """
     count = rows.valid.sum(-1, dtype=jnp.int32)
     ids = rows.position.reshape(len(count), -1, rows.valid.shape[1])
-    following = jnp.where(rows.valid[:, None], ids + 1, 0).max((1, 2)).astype(jnp.int32)
+    next_position = jnp.where(rows.valid[:, None], ids + 1, 0).max((1, 2)).astype(jnp.int32)
     if cache is None:
-        return Cache(new.key, new.value, count, following)
-    slots = cache.length[:, None] + jnp.arange(new.key.shape[3])
-    # Adds 0, or 1 for NaN: the compiler cannot know which, and so writes the cache after the last
-    # layer has read it. Otherwise XLA would copy all of it first on a CPU.
+        return Cache(stage_cache.key, stage_cache.value, count, next_position)
+    slots = cache.length[:, None] + jnp.arange(stage_cache.key.shape[3])
+    # This adds 0, or 1 for NaN. The compiler cannot prove that it is 0, so it writes the cache only
+    # after the last layer has read it. Otherwise XLA would copy the entire cache on a CPU.
     slots += hidden[:, :1, 0] != hidden[:, :1, 0]
     return Cache(
-        append_slots(cache.key, new.key, slots),
-        append_slots(cache.value, new.value, slots),
+        append_slots(cache.key, stage_cache.key, slots),
+        append_slots(cache.value, stage_cache.value, slots),
         cache.length + count,
-        jnp.maximum(following, cache.next_position),
+        jnp.maximum(next_position, cache.next_position),
     )
 
 
 def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> LayerInputs:
+    """Computes the rotary angles and the masks of a stage."""
     s = rows.valid.shape[1]
     mask = jnp.tril(jnp.ones((s, s), bool)) & rows.valid[:, None]
     if rows.segment is not None:
@@ -243,43 +297,50 @@ def _make_context(config: LlamaConfig, rows: Rows, cache: Cache | None) -> Layer
     cached_mask = None
     if cache is not None:
         cached_mask = (jnp.arange(cache.key.shape[3]) < cache.length[:, None])[:, None]
-    return LayerInputs(*rotary(config, rows.position), mask, cached_mask)
+    return LayerInputs(*rotary_cos_sin(config, rows.position), mask, cached_mask)
 
 
-def _attention_rows(
+def _attention_logits(
     output: BlockOutput, context: LayerInputs, query_index: Int[Array, "b q"]
 ) -> Float[Array, "b h q s"]:
-    """Computes the attention logits of a block's queries at some slots."""
+    """Computes the attention logits of a block for the queries at some slots."""
     query = jnp.take_along_axis(output.query, query_index[:, None, :, None], axis=2)
     mask = jnp.take_along_axis(context.mask, query_index[..., None], axis=1)
     return attention_scores(query, [Segment(output.key, output.value, mask)])
 
 
-def _attention_before(
+def _run_attention_of_layer(
     params: Params,
     config: LlamaConfig,
     hidden: Float[Array, "b s e"],
     context: LayerInputs,
     layer: int,
 ) -> BlockOutput:
-    """Computes queries and keys of the next block, without running the rest of it."""
+    """Computes the queries and keys of a layer without running its MLP."""
     weights = take_layer(params["layers"], layer)
     normed = RmsNorm(config.rms_norm_eps).apply({"params": weights["norm1"]}, hidden)
     attention = LlamaAttention(config)
     return cast(BlockOutput, attention.apply({"params": weights["attention"]}, normed, context))
 
 
-def _add_deep(
-    hidden: Float[Array, "b s e"], deep: Float[Array, "b s L e"] | None, layer: Array | int
+def _add_deepstack(
+    hidden: Float[Array, "b s e"], features: Float[Array, "b s L e"] | None, layer: Array | int
 ) -> Float[Array, "b s e"]:
-    """Adds the deep features that belong behind a layer, if there are any."""
-    if deep is None:
+    """Adds the DeepStack features of a layer to the residual stream after the layer.
+
+    Args:
+        hidden: residual stream after the layer.
+        features: features for each of the first L layers; None for a model without DeepStack.
+        layer: number of the layer; a Python integer if layers are unrolled.
+    """
+    if features is None:
         return hidden
-    deep, count = deep.astype(hidden.dtype), deep.shape[2]
+    features, num_layers = features.astype(hidden.dtype), features.shape[2]
     if isinstance(layer, int):
-        return hidden + deep[:, :, layer] if layer < count else hidden
-    own = jax.lax.dynamic_index_in_dim(deep, jnp.minimum(layer, count - 1), 2, keepdims=False)
-    return hidden + jnp.where(layer < count, own, 0)
+        return hidden + features[:, :, layer] if layer < num_layers else hidden
+    index = jnp.minimum(layer, num_layers - 1)
+    layer_features = jax.lax.dynamic_index_in_dim(features, index, 2, keepdims=False)
+    return hidden + jnp.where(layer < num_layers, layer_features, 0)
 
 
 def run_layers(
@@ -288,105 +349,167 @@ def run_layers(
     rows: Rows,
     span: tuple[int, int],
     cache: Cache | None = None,
-    wanted: OutputSpec = OutputSpec(),
+    outputs: OutputSpec = OutputSpec(),
     execution: Execution = Execution(),
 ) -> Stage:
-    """Runs some blocks as one stage with its own length and its own cache.
+    """Runs a stage: consecutive layers with one row length and one KV cache.
 
     Args:
-        params: the language model's weights; see `stack` for the layout of layers.
-        config: the model's shape.
-        rows: inputs of block `span[0]`.
-        span: first block, and the block to stop before.
-        cache: this stage's earlier keys and values, to attend to and to extend.
-        wanted: additional results.
-        execution: how the blocks are run.
+        params: weights of the language model; `models.stack` describes the layouts of layers.
+        config: shape of the language model.
+        rows: inputs of layer `span[0]`.
+        span: number of the first layer, and number of the layer to stop before.
+        cache: KV cache of these layers with earlier tokens. The rows attend to the cache, and the
+            returned cache includes the rows.
+        outputs: optional outputs.
+        execution: how the layers are run.
 
     Returns:
         A `Stage`.
 
     Raises:
-        ValueError: taps that do not exist, or unsuitable segments.
+        ValueError: a tap does not exist in this stage, or `rows.segment` is combined with a cache
+            or with fused attention.
     """
-    hidden, (first, last), capacity = rows.hidden, span, wanted.capacity
-    b, s, _ = hidden.shape
-    plain = execution.attention == "matmul" and cache is None and capacity is None
-    require(rows.segment is None or plain, "segments need plain attention and no cache")
-    named = resolve_taps(wanted.taps, config.num_layers, TAP_KINDS)
-    for name, (kind, at) in named.items():
-        beyond = kind in (*STATES, *_BY_QUERY)
-        queries = kind not in _BY_QUERY or wanted.query_index is not None
-        with naming(f"tap {name}"):
-            require(first <= at < last + beyond, f"outside the stage {span}")
-            require(queries, "needs query_index")
+    (first, last), (b, s, _) = span, rows.hidden.shape
+    has_cache = cache is not None or outputs.capacity is not None
+    supports_segments = execution.attention == "matmul" and not has_cache
+    if rows.segment is not None and not supports_segments:
+        raise UserError("segments need plain attention and no cache")
+    taps = _resolve_stage_taps(config, span, outputs)
     context = _make_context(config, rows, cache)
-    new = None
-    if cache is not None or capacity is not None:
-        slots = s if capacity is None else capacity
-        new = init_cache(config, last - first, b, slots, hidden.dtype)
+    stage_cache = None
+    if has_cache:
+        num_slots = s if outputs.capacity is None else outputs.capacity
+        stage_cache = init_cache(config, last - first, b, num_slots, rows.hidden.dtype)
+    run_layer = _make_layer_function(
+        params, config, rows, first, context=context, cache=cache, execution=execution
+    )
+
+    def body(carry, layer):
+        hidden, stage_cache = carry
+        output = run_layer(hidden, layer)
+        if stage_cache is not None:
+            stage_cache = _write_layer(stage_cache, layer - first, output)
+        return (output.hidden, stage_cache), output
+
+    block_taps = [layer for kind, layer in taps.values() if kind in _BLOCK_KINDS]
+    (hidden, stage_cache), block_outputs, carries = run_stack(
+        params["layers"],
+        body,
+        (rows.hidden, stage_cache),
+        span,
+        output_blocks=[layer for layer in block_taps if layer < last],
+        carry_layers=[layer for kind, layer in taps.values() if kind in STATES],
+    )
+    if last in block_taps:  # an attention tap of the layer after the stage
+        block_outputs[last] = _run_attention_of_layer(params, config, hidden, context, last)
+    states = {layer: carry[0] for layer, carry in carries.items()}
+    read_tap = functools.partial(
+        _read_tap,
+        params,
+        config,
+        states=states,
+        block_outputs=block_outputs,
+        context=context,
+        query_index=outputs.query_index,
+    )
+    if stage_cache is not None:
+        stage_cache = _extend_cache(cache, stage_cache, rows, hidden)
+    return Stage(hidden, stage_cache, {name: read_tap(*tap) for name, tap in taps.items()})
+
+
+def _make_layer_function(
+    params: Params,
+    config: LlamaConfig,
+    rows: Rows,
+    first: int,
+    *,
+    context: LayerInputs,
+    cache: Cache | None,
+    execution: Execution,
+) -> Callable[[Array, Array | int], BlockOutput]:
+    """Returns a function that maps the residual stream and a layer number to the layer's output.
+
+    Args:
+        params: weights of the language model.
+        config: shape of the language model.
+        rows: inputs of the stage; their probe and DeepStack features are added around each layer.
+        first: number of the first layer of the stage, which is layer 0 of the cache.
+        context: rotary angles and masks of the stage.
+        cache: KV cache of the stage with earlier tokens.
+        execution: how the layers are run.
+    """
     block = LlamaBlock(config)
 
-    def layer(hidden, index):
+    def run_layer(hidden, layer):
         if rows.probe is not None:
-            at = jnp.arange(b), rows.valid.sum(1) - 1
-            hidden = hidden.at[at].add(rows.probe[index].astype(hidden.dtype))
-        weights = {"params": take_layer(params["layers"], index)}
-        cached = None if cache is None else take_layer((cache.key, cache.value), index - first)
+            last_token = jnp.arange(len(hidden)), rows.valid.sum(1) - 1
+            hidden = hidden.at[last_token].add(rows.probe[layer].astype(hidden.dtype))
+        weights = {"params": take_layer(params["layers"], layer)}
+        cached = None if cache is None else take_layer((cache.key, cache.value), layer - first)
         output = cast(
             BlockOutput, block.apply(weights, hidden, context, cached, execution.attention)
         )
-        return output._replace(hidden=_add_deep(output.hidden, rows.deep, index))
+        return output._replace(hidden=_add_deepstack(output.hidden, rows.deep, layer))
 
-    layer = checkpoint_layer(layer, execution.remat)
+    return checkpoint_layer(run_layer, execution.remat)
 
-    def body(carry, index):
-        hidden, new = carry
-        output = layer(hidden, index)
-        if new is not None:
-            new = _write_layer(new, index - first, output)
-        return (output.hidden, new), output
 
-    cuts = [at for kind, at in named.values() if kind in STATES]
-    of_block = (*_BY_QUERY, "keys", "mlp_input")
-    watched = [at for kind, at in named.values() if kind in of_block and at < last]
-    (hidden, new), outputs, carries = run_stack(
-        params["layers"], body, (hidden, new), span, watched, cuts
-    )
+def _resolve_stage_taps(
+    config: LlamaConfig, span: tuple[int, int], outputs: OutputSpec
+) -> dict[str, tuple[str, int]]:
+    """Maps the name of each tap to its kind and layer; raises a ValueError for invalid taps."""
+    first, last = span
+    taps = resolve_taps(outputs.taps, config.num_layers, TAP_KINDS)
+    for name, (kind, layer) in taps.items():
+        allows_last = kind in (*STATES, *_ATTENTION_KINDS)
+        has_queries = kind not in _ATTENTION_KINDS or outputs.query_index is not None
+        with naming(f"tap {name}"):
+            require(first <= layer < last + allows_last, f"outside the stage {span}")
+            require(has_queries, "needs query_index")
+    return taps
 
-    tapped = {}
-    for name, (kind, at) in named.items():
-        if kind == "hidden":
-            tapped[name] = carries[at][0]
-        elif kind == "normed":
-            tapped[name] = final_norm(params, config, carries[at][0])
-        elif kind == "keys":
-            tapped[name] = outputs[at].key
-        elif kind == "mlp_input":
-            tapped[name] = outputs[at].mlp_input
-        elif kind == "rotary":
-            tapped[name] = jnp.stack([context.cosine, context.sine])
-        else:
-            assert wanted.query_index is not None
-            if at == last:
-                output = _attention_before(params, config, hidden, context, last)
-            else:
-                output = outputs[at]
-            found = _attention_rows(output, context, wanted.query_index)
-            tapped[name] = found if kind == "scores" else jax.nn.softmax(found, axis=-1)
-    if new is not None:
-        new = _extend(cache, new, rows, hidden)
-    return Stage(hidden, new, tapped)
+
+def _read_tap(
+    params: Params,
+    config: LlamaConfig,
+    kind: str,
+    layer: int,
+    *,
+    states: Mapping[int, Array],
+    block_outputs: Mapping[int, BlockOutput],
+    context: LayerInputs,
+    query_index: Int[Array, "b q"] | None,
+) -> Array:
+    """Computes the value of a tap from the collected intermediates of a stage."""
+    if kind == "rotary":
+        return jnp.stack([context.cosine, context.sine])
+    if kind == "hidden":
+        return states[layer]
+    if kind == "normed":
+        return final_norm(params, config, states[layer])
+    output = block_outputs[layer]
+    if kind == "keys":
+        return output.key
+    if kind == "mlp_input":
+        return cast(Array, output.mlp_input)
+    scores = _attention_logits(output, context, cast(Array, query_index))
+    return scores if kind == "scores" else jax.nn.softmax(scores, axis=-1)
 
 
 def embed(params: Params, ids: Int[Array, "*b l"]) -> Float[Array, "*b l e"]:
-    """Embeds token ids; negative ids (image places) get the embedding of id 0, to be replaced."""
+    """Looks up the embeddings of token ids.
+
+    Negative ids mark images; they get the embedding of id 0, which the caller replaces.
+    """
     return jnp.take(params["embed"]["embedding"], jnp.maximum(ids, 0), axis=0, mode="clip")
 
 
 def final_norm(
     params: Params, config: LlamaConfig, hidden: Float[Array, "*b e"]
 ) -> Float[Array, "*b e"]:
-    """Applies the norm after the last block, to any hidden state."""
+    """Applies the norm between the last block and the output head to a hidden state."""
     return cast(Array, RmsNorm(config.rms_norm_eps).apply({"params": params["norm"]}, hidden))
 
 
@@ -396,14 +519,14 @@ def logits(
     """Applies the final norm and the output head.
 
     Args:
-        params: the language model's weights.
-        config: the model's shape.
+        params: weights of the language model.
+        config: shape of the language model.
         hidden: [..., e] output of the last block.
 
     Returns:
         [..., v] float32 logits.
     """
     hidden = final_norm(params, config, hidden)
-    if "head" not in params:  # it is tied
-        return wide_product(hidden, params["embed"]["embedding"], axis=1)
-    return wide_product(hidden, params["head"]["kernel"])
+    if "head" not in params:  # the head is tied to the embeddings
+        return matmul_float32(hidden, params["embed"]["embedding"], axis=1)
+    return matmul_float32(hidden, params["head"]["kernel"])

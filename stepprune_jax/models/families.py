@@ -1,4 +1,4 @@
-"""The model families, and which of them reads a checkpoint folder."""
+"""The supported model families, and how a checkpoint folder is matched to one of them."""
 
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Json
@@ -8,21 +8,21 @@ from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen3_vl import Qwen3_VL
 from stepprune_jax.user_input import UserError
 
-# The first that matches reads a folder.
+# Families by name. The order matters: `find_family` returns the first family that matches.
 FAMILIES: dict[str, type[Backbone]] = {
     family.name: family for family in (LlavaNext, Llava, Qwen2_5_VL, Qwen3_VL)
 }
 
 
 def find_family(raw: Json, where: str) -> type[Backbone]:
-    """Finds the family that reads a checkpoint folder.
+    """Returns the family that reads a checkpoint folder.
 
     Args:
-        raw: its parsed ``config.json``.
-        where: the folder, for the message.
+        raw: the folder's parsed ``config.json``.
+        where: the folder, for the error message.
 
     Raises:
-        ValueError: no family does; the message lists the supported models.
+        ValueError: no family reads the folder; the message lists the supported models.
     """
     for family in FAMILIES.values():
         if family.matches(raw):

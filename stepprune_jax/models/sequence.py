@@ -76,7 +76,7 @@ def split_deep(
     config: ModelConfig, whole: Float[Array, "*b w"]
 ) -> tuple[Float[Array, "*b d"], Float[Array, "*b D"] | None]:
     """Splits tokens from the deep features behind them, before or after the projector."""
-    width = config.deep_width
+    width = config.deepstack_width
     return (whole[..., :-width], whole[..., -width:]) if width else (whole, None)
 
 

@@ -264,7 +264,7 @@ def assemble(
         return jnp.take_along_axis(part, source[..., None], axis=1)
 
     if deep is not None:  # slots of the padding read the first id, behind which are zeros
-        deep = beside_text(deep).reshape(b, s, backbone.config.deep_layers, text.shape[2])
+        deep = beside_text(deep).reshape(b, s, backbone.config.num_deepstack_layers, text.shape[2])
     # A truncated row continues after its last remaining token.
     following = jnp.where(total > s, position.max((1, 2)) + 1, following)
     return Sequence(

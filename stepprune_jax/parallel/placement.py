@@ -14,7 +14,7 @@ from jaxtyping import Array, PyTree
 
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.stack import Params, has_large_layers
-from stepprune_jax.models.weights import join
+from stepprune_jax.models.weights import join_kernels
 from stepprune_jax.parallel.sharding import BATCH
 from stepprune_jax.user_input import UserError
 
@@ -27,12 +27,12 @@ def uses_joined_weights(platform: str, mesh: Mesh | None) -> bool:
 
 
 def prepare_to_answer(params: Params) -> Params:
-    """Joins matrices (`weights.join`) where `uses_joined_weights`.
+    """Joins matrices (`weights.join_kernels`) where `uses_joined_weights`.
 
     The caller must drop its reference to `params`, so that their memory can be freed.
     """
     platform, _ = devices_of(params)
-    return join(params) if uses_joined_weights(platform, mesh_of(params)) else params
+    return join_kernels(params) if uses_joined_weights(platform, mesh_of(params)) else params
 
 
 def devices_of(params: Params | Array) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Segment, Tap, attend
 from stepprune_jax.models.config import ModelConfig
-from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
+from stepprune_jax.models.rotary import axial_cos_sin, geometric_frequencies, rotate
 from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.policy.layers import dense, merge_heads, split_heads
 from stepprune_jax.policy.params import Init, ParamSpec
@@ -147,8 +147,8 @@ def predict(
     same = (sequence.image[:, :, None] == sequence.image[:, None]) & visual[:, None]
     columns = jnp.take_along_axis(sequence.grid[..., 1], jnp.maximum(sequence.image, 0), axis=1)
     place = jnp.stack(jnp.divmod(sequence.index, jnp.maximum(columns, 1)), axis=1)
-    turns = inverse_powers(_ROPE_BASE, config.width // heads // 2)
-    angles = axial_rotary((turns, turns), place)
+    turns = geometric_frequencies(_ROPE_BASE, config.width // heads // 2)
+    angles = axial_cos_sin((turns, turns), place)
     # Padding has the lowest number as its scores; zeros keep products finite.
     x = dense(weights["attention_in"], jnp.where(visual[..., None], attention, 0))
     states = jnp.split(sequence.note, len(config.selected_visual_layers), axis=2)

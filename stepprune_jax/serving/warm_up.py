@@ -117,7 +117,7 @@ class _WarmUp:
         self._model, self._shapes = reader.model, set[Hashable]()
         shortest = read_request(self._model, ["."], system="").ids[0]
         self._first_text = max(1, len(shortest) - _SLACK)
-        self._pixels = self._model.backbone.list_pixels(*extent.size)
+        self._pixels = self._model.backbone.list_example_pixels(*extent.size)
         self._sizes = np.concatenate([self._draw(pixels, 1).sizes for pixels in self._pixels])
 
     def _draw(self, pixels: Pixels, count: int) -> Images:
@@ -184,7 +184,7 @@ class _WarmUp:
         """
         config, count, most = self._model.config, kind.num_images, 0
         if count and not (has_joint_bucket(config, count) and enters_known(config, pruner)):
-            n = self._model.backbone.padded_tokens(kind.images.pixels)
+            n = self._model.backbone.num_padded_tokens(kind.images.pixels)
             most = count * pruner.schedule(config, n).bound
         limit = self._model.backbone.CONTEXT_LIMIT
         last = min(self._extent.text + most, limit) - (kept if most else 0)

@@ -285,7 +285,7 @@ def open_batches(
         images=Preprocessing(
             backbone.pixel_cache(settings, int(data.cache_gb * 2**30)),
             backbone.grids,
-            backbone.max_pixels(1) if config.sizes_vary else None,
+            backbone.largest_pixel_shapes(1) if config.sizes_vary else None,
         ),
         batch_size=run.batch_size,
         seed=run.seed,

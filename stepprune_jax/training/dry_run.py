@@ -143,7 +143,7 @@ def abstract_batch(setup: step.StepConfig, rows: int, bucket: Bucket) -> step.Tr
 
     targets, supervised = ints(bucket.targets), ints(bucket.targets, dtype=jnp.bool_)
     conversations = Targets(ints(bucket.ids), ints(), targets, targets, supervised, ints(2))
-    pixels = setup.backbone.max_pixels(rows)
+    pixels = setup.backbone.largest_pixel_shapes(rows)
     return step.TrainingBatch(pixels, ints(bucket.text), ints(), conversations)
 
 

@@ -70,7 +70,7 @@ class Trainer:
 
     def init(self, start: Policy | None = None) -> None:
         """Begins a run, with the weights and statistics of `start` if there is one."""
-        deep = self._setup.backbone.config.deep_layers > 0
+        deep = self._setup.backbone.config.num_deepstack_layers > 0
         if start is None or deep:
             self._gather_stats()
         if start is not None:
@@ -162,7 +162,7 @@ class Trainer:
     def policy(self) -> Policy:
         """Returns the policy as it is now."""
         stats, config = self.stats, self._setup.backbone.config
-        if config.deep_layers:  # no policy reads what is behind a token
+        if config.num_deepstack_layers:  # no policy reads what is behind a token
             stats, _ = stats.split(config.feature_width)
         return self._setup.method.replace(params=self.state.params, stats=stats)
 

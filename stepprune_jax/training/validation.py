@@ -205,7 +205,7 @@ class Validation:
             shown.append(
                 Overlay(
                     image=question.image,
-                    patches=square_patches(backbone.cells(grid, answers.order[i]), grid),
+                    patches=square_patches(backbone.token_cells(grid, answers.order[i]), grid),
                     title=f"K = {answers.kept[i]}",
                     category=question.category,
                     text=question.text,

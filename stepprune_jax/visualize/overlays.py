@@ -98,8 +98,8 @@ def seen_patches(
     Merged tokens have no patch and are left out.
     """
     rows, columns = (max(1, length) for length in grid)
-    cells = model.backbone.cells(grid, indices)
-    image = model.backbone.seen(model.image_settings, image)
+    cells = model.backbone.token_cells(grid, indices)
+    image = model.backbone.visible_image(model.image_settings, image)
     side = max(grid)
     top_margin, left_margin = (side - rows) // 2, (side - columns) // 2
     square = Image.new("RGB", (image.width * side // columns, image.height * side // rows), "white")

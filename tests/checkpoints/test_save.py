@@ -15,7 +15,7 @@ from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava.config import LlavaConfig
-from stepprune_jax.models.weights import join
+from stepprune_jax.models.weights import join_kernels
 from stepprune_jax.parallel import sharding
 
 
@@ -32,7 +32,7 @@ def test_sharded_bfloat16_weights_survive_a_round_trip(tmp_path):
     source = testing.tiny_llava(tmp_path / "source", text={"vocab_size": 448})
     mesh = sharding.build_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
     model = load_vlm(source, mesh, progress=False)
-    joined = join(jax.tree.map(jnp.copy, model.params))  # as on a GPU
+    joined = join_kernels(jax.tree.map(jnp.copy, model.params))  # as on a GPU
     save_vlm(model._replace(params=joined), tmp_path / "saved")
     again = load_vlm(tmp_path / "saved", progress=False)
     jax.tree.map(np.testing.assert_array_equal, again.params, model.params)

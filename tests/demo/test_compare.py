@@ -64,7 +64,7 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
     assert rows < columns
     found = seen_patches(qwen_model, wide, (rows, columns), [0, rows * columns - 1, -1])
     assert found.grid == columns and len(found.patches) == 2
-    pixel = backbone.seen(settings, wide)
+    pixel = backbone.visible_image(settings, wide)
     side = pixel.width // columns
     for patch, (left, top) in zip(found.patches, ((0, 0), (columns - 1, rows - 1)), strict=True):
         at, whole = divmod(patch, columns)[::-1], found.image

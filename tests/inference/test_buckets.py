@@ -96,7 +96,7 @@ def test_at_most_fourteen_programs_serve_images_of_all_sizes(pruner):
     """By the published bounds, of 64 to 16,384 tokens."""
     backbone = qwen(16_384)[0].replace(min_pixels=64 * SIDE**2)
     model, reached = VLM(vlm.abstract_params(backbone), backbone), set()
-    for pixels in backbone.list_pixels(*[128 * SIDE] * 2):
+    for pixels in backbone.list_example_pixels(*[128 * SIDE] * 2):
         images = read_images(backbone, [pixels])
         request = Request(((IMAGE_TOKEN, *[5] * 50),), ((5,) * 30,), images, ((0,),))
         reached.add(shapes(model, pruner, request))

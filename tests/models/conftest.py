@@ -3,7 +3,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def llava(tmp_path_factory):
-    """A tiny LLaVA beside that of `transformers`."""
-    from hf_reference import make_llava  # jaxtyping's hook comes first
+    """Returns a tiny LLaVA of `transformers`, and our model with the same weights."""
+    from hf_reference import (
+        make_llava,
+    )  # jaxtyping's import hook must be installed before this import
 
     return make_llava(tmp_path_factory.mktemp("llava"))

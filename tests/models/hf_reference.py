@@ -1,4 +1,4 @@
-"""A small random LLaVA of `transformers`, ours on the folder that it writes, and comparisons."""
+"""A small random LLaVA of `transformers`, our model loaded from its files, and comparisons."""
 
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ IMAGE_ID = 95
 
 
 class Llava(NamedTuple):
-    """The reference and ours, with the same weights."""
+    """The reference model, and our configuration and weights with the same values."""
 
     torch: transformers.LlavaForConditionalGeneration
     config: LlavaConfig
@@ -46,7 +46,7 @@ class Llava(NamedTuple):
 
 
 def randomise(model):
-    """Gives every weight, norms and biases too, values that matter."""
+    """Sets all weights, including norms and biases, to random values that influence the result."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -59,7 +59,7 @@ def randomise(model):
 
 
 def make_llava(folder, vision=None, text=None, **changes):
-    """A LLaVA whose parts differ in some fields from `VISION` and `TEXT`."""
+    """Makes a LLaVA with changes to the fields of `VISION` and `TEXT`."""
     config = transformers.LlavaConfig(
         vision_config=VISION | (vision or {}),
         text_config=TEXT | (text or {}),
@@ -67,7 +67,7 @@ def make_llava(folder, vision=None, text=None, **changes):
         **changes,
     )
     model = randomise(transformers.LlavaForConditionalGeneration(config))
-    model.set_attn_implementation("eager")  # which returns its weights
+    model.set_attn_implementation("eager")  # the only implementation that returns attention weights
     model.save_pretrained(folder)
     source = inspect_folder(folder)
     return Llava(model, source.config, load_params(source, dtype=jnp.float32, progress=False))
@@ -84,15 +84,15 @@ def as_numpy(array):
 
 
 def error(ours, reference):
-    """Largest difference, relative to the largest magnitude of the reference."""
+    """Returns the largest difference, relative to the largest magnitude of the reference."""
     ours, reference = as_numpy(ours), as_numpy(reference)
     assert ours.shape == reference.shape, (ours.shape, reference.shape)
     return float(np.abs(ours - reference).max() / np.abs(reference).max())
 
 
 def assert_close(ours, reference, tolerance=1e-5, what=""):
-    found = error(ours, reference)
-    assert found <= tolerance, f"{what}: {found:.2e} > {tolerance:.0e}"
+    difference = error(ours, reference)
+    assert difference <= tolerance, f"{what}: {difference:.2e} > {tolerance:.0e}"
 
 
 def normal(seed, *shape):
@@ -100,9 +100,9 @@ def normal(seed, *shape):
 
 
 def random_reference(kind, folder):
-    """A torch model of a folder with random weights, which are written to it."""
-    published = (folder / "config.json").read_text()
+    """Loads a folder into a torch model, randomises its weights and saves them to the folder."""
+    published_config = (folder / "config.json").read_text()
     model = randomise(kind.from_pretrained(folder, attn_implementation="eager"))
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(published)  # not as this version writes it
+    (folder / "config.json").write_text(published_config)  # restores the published fields
     return model

@@ -1,4 +1,4 @@
-"""A batch that mixes everything a pruned prefix may hold, and the same rows one by one in torch."""
+"""A batch with all kinds of pruned prefixes, and the same rows, one by one, in torch."""
 
 import functools
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from stepprune_jax.models.llava import Llava, LlavaConfig
 
 S = vlm.IMAGE_TOKEN
 CONFIG = LlavaConfig.from_hf({"model_type": "llava", "vision_config": VISION, "text_config": TEXT})
-# Two images with text around; one with text; an image at each end; text only; no image kept.
+# Rows of ids: two images between text, one image, images at both ends, only text, and an image
+# without kept tokens.
 ROWS = [
     [1, 7, S, 8, 9, S, 10],
     [1, S, 5, 6],
@@ -33,7 +34,7 @@ KEPT = [
 ]
 
 
-# In one program: alone, each of its many small operations would be compiled.
+# Without `jax.jit`, each of the many small operations would be compiled separately.
 @functools.partial(jax.jit, static_argnames=("config", "positions", "capacity"))
 def assemble(params, config, *batch, positions="original", capacity=None):
     return vlm.assemble(params, Llava(config), *batch, positions, capacity)
@@ -46,13 +47,13 @@ class Batch(NamedTuple):
 
 
 def batch(noise=0.0):
-    """Pads the rows to eight visual slots of each of two images; padding is junk."""
+    """Pads the rows to two images with eight slots each; the padding contains noise."""
     slots = (len(ROWS), 2, 8)
     ids = np.full((len(ROWS), max(map(len, ROWS))), 42)
     valid, index = np.zeros(slots, bool), np.full(slots, 11)
     visual = noise * np.asarray(normal(99, *slots, 64))
-    for row, words in enumerate(ROWS):
-        ids[row, : len(words)] = words
+    for row, row_ids in enumerate(ROWS):
+        ids[row, : len(row_ids)] = row_ids
         for image, kept in enumerate(KEPT[row]):
             valid[row, image, : len(kept)] = True
             index[row, image, : len(kept)] = kept
@@ -63,20 +64,24 @@ def batch(noise=0.0):
 
 
 def image_tokens(row, image):
-    """All projected tokens of an image."""
+    """Returns all projected tokens of an image."""
     return normal(100 + 10 * row + image, NUM_PATCHES, 64)
 
 
 def by_hand(model, row, positions, answer=()):
-    """Embeddings and position ids of one row, built by a plain loop over tokens."""
+    """Returns embeddings, position ids and the next position of a row, from a loop over tokens."""
     ids = [*ROWS[row], *answer]
-    tokens, place = loop_assemble(ids, KEPT[row], NUM_PATCHES, positions)
+    tokens, next_position = loop_assemble(ids, KEPT[row], NUM_PATCHES, positions)
     table = model.get_input_embeddings()
-    pieces = [
+    embeddings = [
         table(torch.tensor(token)) if image < 0 else as_torch(image_tokens(row, image))[index]
         for token, image, index, _ in tokens
     ]
-    return torch.stack(pieces)[None], torch.tensor([token[3] for token in tokens])[None], place
+    return (
+        torch.stack(embeddings)[None],
+        torch.tensor([token[3] for token in tokens])[None],
+        next_position,
+    )
 
 
 def torch_logits(model, row, positions, answer=()):

@@ -1,4 +1,4 @@
-"""Writing into the cache and the head of a single row: the ways taken for a CPU change no value."""
+"""Special code paths for CPUs give exact values: cache writes and the head of a single row."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.attention import append_slots
 
 
-def test_each_row_is_written_at_its_own_slots_and_nowhere_else():
+def test_each_row_is_written_only_at_its_slots():
     layers, b, heads, capacity, s, c = 2, 3, 2, 5, 2, 4
     keys = jax.random.split(jax.random.key(0))
     buffer = jax.random.normal(keys[0], (layers, b, heads, capacity, c), jnp.bfloat16)
     new = jax.random.normal(keys[1], (layers, b, heads, s, c), jnp.bfloat16)
-    # The last row's second token lies beyond the capacity.
+    # The slot of the last row's second token exceeds the capacity.
     slots = np.array([[0, 1], [3, 4], [4, 5]])
     expected = np.array(buffer)
     for row, i in np.ndindex(slots.shape):
@@ -23,12 +23,12 @@ def test_each_row_is_written_at_its_own_slots_and_nowhere_else():
     np.testing.assert_array_equal(np.asarray(written), expected)
 
 
-def test_logits_of_one_row_are_those_of_a_batch(llava):
+def test_logits_of_a_single_row_equal_logits_of_a_batch(llava):
     config = llava.config.text
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llava.params["language"])
     hidden = jax.random.normal(jax.random.key(1), (3, 2, config.hidden_size), jnp.bfloat16)
     logits = jax.jit(llama.logits, static_argnums=1)
-    whole = logits(params, config, hidden)
-    assert whole.dtype == jnp.float32
-    one = logits(params, config, hidden[1, 0])
-    np.testing.assert_allclose(one, whole[1, 0], rtol=1e-5, atol=1e-5)
+    batch_logits = logits(params, config, hidden)
+    assert batch_logits.dtype == jnp.float32
+    row_logits = logits(params, config, hidden[1, 0])
+    np.testing.assert_allclose(row_logits, batch_logits[1, 0], rtol=1e-5, atol=1e-5)

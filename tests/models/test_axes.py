@@ -1,4 +1,4 @@
-"""Tokens with three position ids, in pruned images that have sizes of their own."""
+"""Rows of tokens with three position ids, with pruned images of several sizes."""
 
 import functools
 
@@ -23,9 +23,10 @@ PARAMS = {"language": {"embed": {"embedding": EMBEDDING}}}
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def rows(positions, capacity=None):
-    """Row 0: an image of 2 x 3 tokens and one of 4 x 1; row 1: one of 1 x 2 that comes first.
+    """Assembles two rows of pruned images.
 
-    Left are tokens 1 and 5 of the first image and token 2 of the second, none of the third.
+    Row 0 has an image of 2 x 3 tokens, whose tokens 1 and 5 are kept, and an image of 4 x 1 tokens,
+    whose token 2 is kept. Row 1 begins with an image of 1 x 2 tokens without kept tokens.
     """
     grid = jnp.array([[[2, 3], [4, 1]], [[1, 2], [0, 0]]])
     index = jnp.array([[[1, 5], [2, 0]], [[0, 0], [0, 0]]])
@@ -38,17 +39,17 @@ def rows(positions, capacity=None):
     return vlm.assemble(PARAMS, Qwen2_5_VL(CONFIG), ids, lengths, visual, positions, capacity)
 
 
-def test_pruned_images_keep_the_positions_of_what_is_left():
+def test_kept_tokens_keep_their_positions_in_the_unpruned_image():
     sequence = rows("original")
     np.testing.assert_array_equal(sequence.hidden[0, :7, 0], [1, 2, 101, 105, 3, 202, 4])
     np.testing.assert_array_equal(
         sequence.position[0, :, :7],
         [[0, 1, 2, 2, 5, 6, 10], [0, 1, 2, 3, 5, 8, 10], [0, 1, 3, 4, 5, 6, 10]],
     )
-    # The image that is gone altogether still takes up its two columns.
+    # An image without kept tokens still takes up the positions of its two columns.
     np.testing.assert_array_equal(sequence.position[1, :, :2], [[2, 3]] * 3)
     np.testing.assert_array_equal(sequence.next_position, [11, 4])
-    # Cut after the token at (2, 3, 4) of the first image, a row continues after it.
+    # A row that is truncated after the token at (2, 3, 4) continues after this token.
     np.testing.assert_array_equal(rows("original", 4).next_position, [5, 4])
     compact = rows("compact")
     np.testing.assert_array_equal(compact.position[0, :, :7], [list(range(7))] * 3)

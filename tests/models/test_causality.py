@@ -1,4 +1,4 @@
-"""What may influence what, read off gradients: a forbidden path has a gradient of exactly zero."""
+"""Gradients show which inputs influence an output: forbidden paths have a gradient of exactly 0."""
 
 import jax
 import jax.numpy as jnp
@@ -8,34 +8,40 @@ import prompts
 from stepprune_jax.models import vlm
 
 
-def test_no_later_token_and_no_padding_reaches_an_earlier_one(llava):
+def test_later_tokens_and_padding_do_not_influence_earlier_tokens(llava):
     _, config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
 
     @jax.jit
     def influence(embeddings):
-        """Jacobian norms [b, output slot, input slot] of one output channel's random mix."""
+        """Computes the largest gradient [b, output slot, input slot] of three summed logits."""
 
         def outputs(x):
             result = vlm.prefill(params, config, sequence._replace(hidden=x), 0, (), True)
             return result.logits[..., :3].sum(-1)
 
-        # One reverse pass per output slot; rows of the batch do not mix, which is asserted too.
-        def one(slot):
+        # One reverse pass per output slot computes the gradients of all rows, which do not mix.
+        def slot_gradient(slot):
             return jax.grad(lambda x: outputs(x)[:, slot].sum())(embeddings)
 
-        return jnp.abs(jax.lax.map(one, jnp.arange(embeddings.shape[1]))).max(-1).swapaxes(0, 1)
+        return (
+            jnp.abs(jax.lax.map(slot_gradient, jnp.arange(embeddings.shape[1])))
+            .max(-1)
+            .swapaxes(0, 1)
+        )
 
-    found = np.asarray(influence(sequence.hidden))
+    norms = np.asarray(influence(sequence.hidden))
     for row, length in enumerate(np.asarray(sequence.length)):
-        inside = found[row, :length]
+        row_norms = norms[row, :length]
         later = np.triu(np.ones((length, length), bool), 1)
-        assert (inside[:, length:] == 0).all(), "padding reaches a token"
-        assert (inside[:, :length][later] == 0).all(), "a later token reaches an earlier one"
-        assert (inside[:, :length][~later] > 0).all(), "an earlier token does not reach a later one"
+        assert (row_norms[:, length:] == 0).all(), "padding reaches a token"
+        assert (row_norms[:, :length][later] == 0).all(), "a later token reaches an earlier one"
+        assert (row_norms[:, :length][~later] > 0).all(), (
+            "an earlier token does not reach a later one"
+        )
 
 
-def test_loss_reaches_kept_visual_tokens_only(llava):
+def test_only_kept_visual_tokens_get_a_gradient(llava):
     _, config, params = llava
     batch = prompts.batch(noise=1.0)
 
@@ -48,11 +54,11 @@ def test_loss_reaches_kept_visual_tokens_only(llava):
 
         return jax.grad(loss)(tokens)
 
-    found = jnp.abs(gradient(batch.visual.tokens)).max(-1) > 0
-    np.testing.assert_array_equal(found, batch.visual.valid)
+    has_gradient = jnp.abs(gradient(batch.visual.tokens)).max(-1) > 0
+    np.testing.assert_array_equal(has_gradient, batch.visual.valid)
 
 
-def test_decoding_reads_no_row_but_its_own(llava):
+def test_decoding_reads_only_the_cache_of_the_same_row(llava):
     _, config, params = llava
     sequence = prompts.assemble(params, config, *prompts.batch())
     cache = jax.jit(vlm.prefill, static_argnums=(1, 3))(params, config, sequence, 2).cache
@@ -65,6 +71,6 @@ def test_decoding_reads_no_row_but_its_own(llava):
 
         return jax.grad(loss)(key)
 
-    found = (jnp.abs(gradient(cache.key)) > 0).any((0, 2, 4))
-    filled = jnp.arange(cache.key.shape[3]) < cache.length[1]
-    np.testing.assert_array_equal(found, (jnp.arange(5) == 1)[:, None] & filled)
+    has_gradient = (jnp.abs(gradient(cache.key)) > 0).any((0, 2, 4))
+    is_filled = jnp.arange(cache.key.shape[3]) < cache.length[1]
+    np.testing.assert_array_equal(has_gradient, (jnp.arange(5) == 1)[:, None] & is_filled)

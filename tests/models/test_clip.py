@@ -14,7 +14,7 @@ encode = jax.jit(clip.encode, static_argnums=(1, 3), static_argnames=("layer", "
 
 @pytest.fixture(scope="module")
 def tower(llava):
-    """(torch model, our config, our weights)."""
+    """Returns the torch model, our configuration and our weights."""
     return tower_of(llava)
 
 
@@ -44,14 +44,14 @@ def test_every_intermediate_equals_the_reference(tower):
         assert_close(attention, theirs.attentions[layer][:, :, 0], what=f"query {layer}")
 
 
-def test_blocks_after_the_wanted_state_do_not_run(tower):
+def test_blocks_after_the_requested_state_do_not_run(tower):
     _, config, params = tower
     broken = jax.tree.map(lambda leaf: leaf.at[3].set(jnp.nan), params["layers"])
     features, _ = encode({**params, "layers": broken}, config, normal(3, 1, 3, 28, 28), -2)
     assert jnp.isfinite(features).all()
 
 
-def test_another_activation_and_a_border_without_a_whole_patch_equal_the_reference(tmp_path):
+def test_exact_gelu_and_an_incomplete_border_patch_equal_the_reference(tmp_path):
     fields = {"hidden_act": "gelu", "image_size": 30, "num_hidden_layers": 1}
     model, config, params = tower_of(make_llava(tmp_path, vision=fields))
     pixels = normal(4, 2, 3, 30, 30)
@@ -60,7 +60,7 @@ def test_another_activation_and_a_border_without_a_whole_patch_equal_the_referen
 
 
 @pytest.mark.parametrize("side", [7, 21])
-def test_positions_of_images_of_another_size_are_interpolated(tower, side):
+def test_position_embeddings_are_interpolated_for_other_image_sizes(tower, side):
     model, config, params = tower
     pixels = normal(6, 2, 3, side, side)
     smaller = dataclasses.replace(config, image_size=side, trained_size=config.image_size)
@@ -69,15 +69,15 @@ def test_positions_of_images_of_another_size_are_interpolated(tower, side):
     assert_close(ours, theirs.hidden_states[-1])
 
 
-def test_fused_attention_and_bfloat16_are_within_their_rounding(tower):
+def test_fused_attention_and_bfloat16_differ_only_by_rounding(tower):
     _, config, params = tower
     pixels = normal(5, 2, 3, 28, 28)
-    plain, _ = encode(params, config, pixels, -1)
+    expected, _ = encode(params, config, pixels, -1)
     fused, _ = encode(params, config, pixels, -1, execution=Execution(attention="xla"))
-    assert_close(fused, plain)
-    narrow, _ = encode(
+    assert_close(fused, expected)
+    rounded, _ = encode(
         jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), config, pixels, -1
     )
-    assert narrow.dtype == jnp.bfloat16
-    # 8 bits of mantissa; about 3 roundings a block add up over 4 blocks.
-    assert_close(narrow, plain, 12 * 2.0**-9)
+    assert rounded.dtype == jnp.bfloat16
+    # bfloat16 has 8 bits of mantissa; about 3 roundings per block add up over 4 blocks.
+    assert_close(rounded, expected, 12 * 2.0**-9)

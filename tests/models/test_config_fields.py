@@ -1,4 +1,4 @@
-"""Fields of a folder that no supported model can have are refused by file and name."""
+"""Unsupported fields of a checkpoint folder are refused with the file and the field's name."""
 
 import json
 import math
@@ -18,7 +18,7 @@ CONFIG, PROCESSOR, GENERATION = (
 TEXT, VISION = "text_config", "vision_config"
 YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
 ORIGINAL = {"mm_projector_type": "mlp2x_gelu"}
-# Of the original program, what changes the answer, and what changes training alone.
+# Fields of the original layout that change answers and are not supported.
 REFUSED = {
     "mm_vision_select_feature": "cls_patch",
     "mm_use_im_start_end": True,
@@ -28,13 +28,14 @@ REFUSED = {
     "image_aspect_ratio": "anyres_max_9",
     "s2": True,
 }
-# Of a later checkpoint, with a tower that is not read, as the fields are refused before.
+# Fields of a later checkpoint. They are refused before its tower is read.
 TILED = ORIGINAL | {
     "mm_vision_tower": "google/siglip-so400m-patch14-384",
     "mm_patch_merge_type": "spatial_unpad",
 }
 PINPOINTS = {"image_grid_pinpoints": [[384, 768], [768, 384]]}
-HARMLESS = {
+# Fields of the original layout that do not change answers.
+ACCEPTED = {
     "mm_use_im_patch_token": True,
     "mm_patch_merge_type": "flat",
     "mm_resampler_type": None,
@@ -44,7 +45,7 @@ HARMLESS = {
     "tune_mm_mlp_adapter": True,
     "unfreeze_mm_vision_tower": True,
 }
-# The last field is the wrong one.
+# Layout, file and fields of each case. The last field is unsupported.
 CASES = [
     *(
         ("llava", CONFIG, fields)
@@ -61,7 +62,7 @@ CASES = [
             {"vision_feature_select_strategy": "full"},
             {VISION: None},
             {VISION: {"model_type": "siglip"}},
-            # Of Pixtral, and of LLaVA-Interleave: fields that are correct beside that tower.
+            # Pixtral and LLaVA-Interleave: the first field is valid for these models.
             {"vision_feature_select_strategy": "full", VISION: {"model_type": "pixtral"}},
             {"vision_feature_select_strategy": "full", TEXT: {"model_type": "qwen2"}},
             {VISION: {"image_size": [224, 336]}},
@@ -115,40 +116,40 @@ CASES = [
 @pytest.mark.parametrize(("kind", "file", "fields"), CASES)
 def test_a_field_is_refused_by_name(tmp_path, llava_folder, qwen_folder, kind, file, fields):
     published = qwen_folder if kind == "qwen" else llava_folder
-    known = {name: published / name for name in (CONFIG, PROCESSOR, GENERATION)}
-    files = {name: json.loads(path.read_text()) for name, path in known.items() if path.is_file()}
+    paths = {name: published / name for name in (CONFIG, PROCESSOR, GENERATION)}
+    files = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
     if kind == "original":
         files[CONFIG] = {"model_type": "llava_llama", "mm_vision_tower": str(llava_folder)}
     raw = files.setdefault(file, {})
     for name, value in fields.items():
-        part = name in (TEXT, VISION) and value
-        raw[name] = {**raw[name], **value} if part else value
-        wrong = [*value][-1] if part else name
+        is_nested = name in (TEXT, VISION) and value
+        raw[name] = {**raw[name], **value} if is_nested else value
+        wrong_field = [*value][-1] if is_nested else name
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    named = rf"^{re.escape(str(tmp_path))}.*({wrong}|{value!r})"
-    with pytest.raises(ValueError, match=named) as error:
-        found = inspect_folder(tmp_path)
-        found.backbone.image_settings(tmp_path)
+    message = rf"^{re.escape(str(tmp_path))}.*({wrong_field}|{value!r})"
+    with pytest.raises(ValueError, match=message) as error:
+        source = inspect_folder(tmp_path)
+        source.backbone.image_settings(tmp_path)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("aspect", "padded"), [("pad", True), ("square", False), (None, False)])
-def test_the_original_layout_says_whether_images_are_padded(tmp_path, aspect, padded):
-    """Whatever the tower's file says, as in the original program."""
+@pytest.mark.parametrize(("aspect", "is_padded"), [("pad", True), ("square", False), (None, False)])
+def test_the_configuration_of_the_original_layout_decides_the_padding(tmp_path, aspect, is_padded):
+    """The original program ignores the padding field of the tower's image processor."""
     folder = layouts.original_llava(tmp_path)
-    raw = json.loads((folder / CONFIG).read_text()) | HARMLESS | {"image_aspect_ratio": aspect}
+    raw = json.loads((folder / CONFIG).read_text()) | ACCEPTED | {"image_aspect_ratio": aspect}
     (folder / CONFIG).write_text(json.dumps(raw))
     source = inspect_folder(folder)
     backbone, settings = source.backbone, source.backbone.image_settings(folder / "clip")
     image = Image.linear_gradient("L").resize((40, 20)).convert("RGB")
-    theirs = LlavaImageProcessorPil(do_pad=padded, size=24, crop_size=24)(image)["pixel_values"]
-    for given in (settings, settings._replace(pad=not settings.pad)):
-        ours = backbone.normalise(backbone.preprocess(given, [image]))
+    theirs = LlavaImageProcessorPil(do_pad=is_padded, size=24, crop_size=24)(image)["pixel_values"]
+    for variant in (settings, settings._replace(pad=not settings.pad)):
+        ours = backbone.normalise(backbone.preprocess(variant, [image]))
         np.testing.assert_array_equal(ours, theirs)
-        written = backbone.hf_processor(given)
-        assert {entry["do_pad"] for entry in _entries(written)} == {padded}
+        files = backbone.hf_processor(variant)
+        assert {entry["do_pad"] for entry in _entries(files)} == {is_padded}
 
 
-def _entries(written):
-    return written["preprocessor_config.json"], written["processor_config.json"]["image_processor"]
+def _entries(files):
+    return files["preprocessor_config.json"], files["processor_config.json"]["image_processor"]

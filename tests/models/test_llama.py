@@ -13,14 +13,14 @@ from stepprune_jax.models import decoder as llama
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.llava import Llava
-from stepprune_jax.models.rotary import rotary
+from stepprune_jax.models.rotary import rotary_cos_sin
 from stepprune_jax.models.sequence import Rows
 from stepprune_jax.models.stack import Execution
 
 
 @pytest.fixture(scope="module")
 def language(llava):
-    """(config, weights)."""
+    """Returns the configuration and the weights of the language model."""
     return language_of(llava)
 
 
@@ -35,10 +35,12 @@ def inputs(b=2, s=11):
 
 
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("taps", "capacity", "execution"))
-def run(params, config, ids, position, valid, execution=Execution(), **wanted):
+def run(params, config, ids, position, valid, execution=Execution(), **output_fields):
     rows = Rows(llama.embed(params, ids), position, valid)
-    span, wanted = (0, config.num_layers), llama.OutputSpec(**wanted)
-    stage = llama.run_layers(params, config, rows, span, None, wanted, execution)
+    outputs = llama.OutputSpec(**output_fields)
+    stage = llama.run_layers(
+        params, config, rows, (0, config.num_layers), outputs=outputs, execution=execution
+    )
     return llama.logits(params, config, stage.hidden), stage
 
 
@@ -53,12 +55,12 @@ def test_logits_and_every_intermediate_equal_the_reference(llava, language):
         params, config, ids, position, valid, taps=tuple(taps), query_index=query_index
     )
     model = llava.torch.model.language_model
-    read, hooks = [], []
+    mlp_inputs, hooks = [], []
     for block in model.layers:
-        hook = block.mlp.register_forward_hook(lambda _, given, __: read.append(given[0]))
+        hook = block.mlp.register_forward_hook(lambda _, inputs, __: mlp_inputs.append(inputs[0]))
         hooks.append(hook)
     cache = transformers.DynamicCache(config=model.config)
-    # By position: transformers 5.24 renamed the cache's argument.
+    # The cache is passed by position, because transformers 5.24 renamed this argument.
     theirs = model(
         as_torch(ids), None, None, cache, output_hidden_states=True, output_attentions=True
     )
@@ -67,25 +69,25 @@ def test_logits_and_every_intermediate_equal_the_reference(llava, language):
     assert_close(ours, llava.torch.lm_head(theirs.last_hidden_state), what="logits")
     for layer in range(4):
         assert_close(stage.taps[f"hidden.{layer}"], theirs.hidden_states[layer])
-        full = theirs.attentions[layer]
-        rows = torch.stack([full[row][:, query_index[row].tolist()] for row in range(2)])
+        attention = theirs.attentions[layer]
+        rows = torch.stack([attention[row][:, query_index[row].tolist()] for row in range(2)])
         assert_close(stage.taps[f"attention.{layer}"], rows, what=f"attention {layer}")
         assert_close(stage.taps[f"keys.{layer}"], cache.layers[layer].keys)
-        assert_close(stage.taps[f"mlp_input.{layer}"], read[layer], what=f"mlp input {layer}")
+        assert_close(stage.taps[f"mlp_input.{layer}"], mlp_inputs[layer], what=f"mlp input {layer}")
         normed = model.norm(theirs.hidden_states[layer])
         assert_close(stage.taps[f"normed.{layer}"], normed, what=f"normed {layer}")
-    # The reference norms its last hidden state.
+    # The reference applies the final norm to its last hidden state.
     assert_close(stage.taps["normed.4"], theirs.hidden_states[4])
 
 
-def test_wide_heads_and_a_tied_head_equal_the_reference(tmp_path):
+def test_large_heads_and_a_tied_head_equal_the_reference(tmp_path):
     fields = {"head_dim": 32, "num_key_value_heads": 4, "num_hidden_layers": 1}
-    made = make_llava(tmp_path, text=fields, tie_word_embeddings=True)
-    config, params = language_of(made)
+    pair = make_llava(tmp_path, text=fields, tie_word_embeddings=True)
+    config, params = language_of(pair)
     assert "head" not in params
     ids, position, valid = inputs()
     ours, _ = run(params, config, ids, position, valid)
-    assert_close(ours, made.torch(as_torch(ids)).logits)
+    assert_close(ours, pair.torch(as_torch(ids)).logits)
 
 
 LLAMA3 = {
@@ -105,7 +107,7 @@ def test_rotary_angles_equal_the_reference_at_far_positions(scaling):
         transformers.LlamaConfig(**fields)
     )
     position = jnp.arange(0, 2048, 89)[None]
-    ours = rotary(LlamaConfig.from_hf(fields), position)
+    ours = rotary_cos_sin(LlamaConfig.from_hf(fields), position)
     for part, expected in zip(ours, theirs(torch.zeros(1), as_torch(position)), strict=True):
         np.testing.assert_allclose(part, expected.numpy(), atol=3e-4)
 
@@ -113,26 +115,26 @@ def test_rotary_angles_equal_the_reference_at_far_positions(scaling):
 def test_bfloat16_is_within_its_rounding_of_float32(language):
     config, params = language
     ids, position, valid = inputs()
-    wide, _ = run(params, config, ids, position, valid)
-    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    ours, stage = run(narrow, config, ids, position, valid, capacity=16)
+    expected, _ = run(params, config, ids, position, valid)
+    bfloat16_params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    ours, stage = run(bfloat16_params, config, ids, position, valid, capacity=16)
     assert ours.dtype == jnp.float32
     assert stage.cache.key.dtype == jnp.bfloat16
-    # 8 bits of mantissa; about 3 roundings a block add up over 4 blocks.
-    assert_close(ours, wide, 12 * 2.0**-9)
+    # bfloat16 has 8 bits of mantissa; about 3 roundings per block add up over 4 blocks.
+    assert_close(ours, expected, 12 * 2.0**-9)
 
 
 def test_fused_attention_equals_matrix_products_on_padded_rows(language):
     config, params = language
     ids, position, valid = inputs()
     valid = valid.at[1, 6:].set(False)
-    plain, _ = run(params, config, ids, position, valid)
+    expected, _ = run(params, config, ids, position, valid)
     fused, _ = run(params, config, ids, position, valid, execution=Execution(attention="xla"))
-    assert_close(fused[0], plain[0])
-    assert_close(fused[1, :6], plain[1, :6])
+    assert_close(fused[0], expected[0])
+    assert_close(fused[1, :6], expected[1, :6])
 
 
-def test_training_through_the_layers_keeps_no_copy_of_the_weights(language):
+def test_a_gradient_through_the_layers_stores_no_copy_of_the_weights(language):
     config, params = language
     hidden, position, valid = normal(7, 1, 4, 64), *inputs(b=1, s=4)[1:]
     gradients = []
@@ -142,43 +144,43 @@ def test_training_through_the_layers_keeps_no_copy_of_the_weights(language):
         def gradient(hidden, params, remat=remat):
             def loss(hidden):
                 rows = Rows(hidden, position, valid)
-                how = Execution(remat=remat)
-                stage = llama.run_layers(params, config, rows, (0, 4), execution=how)
+                execution = Execution(remat=remat)
+                stage = llama.run_layers(params, config, rows, (0, 4), execution=execution)
                 return jnp.square(stage.hidden).sum()
 
             return jax.grad(loss)(hidden)
 
         compiled = gradient.lower(hidden, params).compile()
-        stack = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
-        # One layer's slice at a time is fine, a quarter of the stack; with it its transpose.
-        assert compiled.memory_analysis().temp_size_in_bytes < 0.8 * stack
+        stack_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["layers"]))
+        # A slice of one layer and its transpose are allowed; each is a quarter of the stack.
+        assert compiled.memory_analysis().temp_size_in_bytes < 0.8 * stack_bytes
         gradients.append(compiled(hidden, params))
     assert_close(*gradients)
 
 
 @pytest.mark.parametrize("tap", [Tap("attention", 0), Tap("keys", 3), Tap("values", 0)])
-def test_taps_without_queries_outside_of_the_stage_and_unknown_are_refused(language, tap):
+def test_invalid_taps_are_refused(language, tap):
     config, params = language
     rows = Rows(normal(8, 1, 4, 64), *inputs(b=1, s=4)[1:])
     with pytest.raises(ValueError, match=f"tap {tap.kind}.{tap.layer}: "):
-        llama.run_layers(params, config, rows, (0, 2), wanted=llama.OutputSpec(taps=[tap]))
+        llama.run_layers(params, config, rows, (0, 2), outputs=llama.OutputSpec(taps=[tap]))
 
 
 @pytest.mark.slow
 def test_published_widths_equal_the_reference(tmp_path):
-    """One block of CLIP-L, and one of Vicuna 7B."""
+    """Compares one block of CLIP-L and one block of Vicuna 7B."""
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
     vision |= {"num_hidden_layers": 1, "image_size": 336, "patch_size": 14}
     text = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
     text |= {"num_hidden_layers": 1, "num_key_value_heads": 32}
-    made = make_llava(tmp_path, vision, text, vision_feature_layer=-1)
-    pixels, backbone = jnp.asarray(random_bytes(4, 2, 3, 336, 336)), Llava(made.config)
-    features, _ = backbone.encode_image(made.params, pixels)
-    shown = as_torch(backbone.normalise(pixels))
-    theirs = made.torch.model.vision_tower(shown, output_hidden_states=True)
+    pair = make_llava(tmp_path, vision, text, vision_feature_layer=-1)
+    pixels, backbone = jnp.asarray(random_bytes(4, 2, 3, 336, 336)), Llava(pair.config)
+    features, _ = backbone.encode_image(pair.params, pixels)
+    normalised = as_torch(backbone.normalise(pixels))
+    theirs = pair.torch.model.vision_tower(normalised, output_hidden_states=True)
     assert_close(features, theirs.hidden_states[-1][:, 1:])
-    config, params = language_of(made)
+    config, params = language_of(pair)
     ids, _, valid = inputs()
     position = 20 * jnp.broadcast_to(jnp.arange(11), ids.shape)
     ours, _ = run(params, config, ids, position, valid)
-    assert_close(ours, made.torch(as_torch(ids), position_ids=as_torch(position)).logits)
+    assert_close(ours, pair.torch(as_torch(ids), position_ids=as_torch(position)).logits)

@@ -25,7 +25,7 @@ from stepprune_jax.user_input import UserError
 SMALL = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}
 
 
-def _picture(width, height, seed=0):
+def _make_picture(width, height, seed=0):
     random = np.random.default_rng(seed)
     smooth = np.add.outer(np.arange(height) * 3, np.arange(width) * 2)[..., None] % 256
     noise = random.integers(0, 90, (height, width, 3))
@@ -43,35 +43,37 @@ def _picture(width, height, seed=0):
     ],
 )
 @pytest.mark.parametrize("pad", [True, False])
-def test_pixels_equal_those_of_the_reference_bit_for_bit(size, fields, pad, tmp_path):
-    image = _picture(*size)
+def test_pixels_equal_the_reference_bit_for_bit(size, fields, pad, tmp_path):
+    image = _make_picture(*size)
     theirs = LlavaImageProcessorPil(do_pad=pad, **fields)(image, return_tensors="np")
     settings = images.settings_from_hf(fields | {"do_pad": pad})
     _write(tmp_path, preprocessor=fields)
-    seen = read_normalisation(tmp_path)
-    np.testing.assert_array_equal(preprocess_clip(image, settings, seen), theirs["pixel_values"][0])
-    written = images.to_hf(settings, seen)
-    assert images.settings_from_hf(written) == settings
-    nulls = dict.fromkeys(written) | fields  # each null is a default
+    normalisation = read_normalisation(tmp_path)
+    np.testing.assert_array_equal(
+        preprocess_clip(image, settings, normalisation), theirs["pixel_values"][0]
+    )
+    raw = images.to_hf(settings, normalisation)
+    assert images.settings_from_hf(raw) == settings
+    nulls = dict.fromkeys(raw) | fields  # a null field gets its default
     assert images.settings_from_hf(nulls) == settings._replace(pad=True)
 
 
-def test_an_image_that_would_become_very_long_is_refused():
+def test_an_image_with_an_extreme_aspect_ratio_is_refused():
     settings = images.settings_from_hf(SMALL | {"do_pad": False})
-    assert preprocess_clip(_picture(800, 4), settings).shape == (3, 56, 56)
+    assert preprocess_clip(_make_picture(800, 4), settings).shape == (3, 56, 56)
     with pytest.raises(ValueError, match="801 x 4 pixels is too narrow: expected sides of at most"):
-        preprocess_clip(_picture(801, 4), settings)
+        preprocess_clip(_make_picture(801, 4), settings)
 
 
 @pytest.mark.parametrize("size", [(700, 30), (31, 700)])
-def test_strips_of_a_large_square_give_the_same_bytes(size, monkeypatch):
-    image = _picture(*size)
-    whole = preprocess_clip(image)
+def test_padding_in_strips_gives_the_same_bytes(size, monkeypatch):
+    image = _make_picture(*size)
+    expected = preprocess_clip(image)
     monkeypatch.setattr(data_images, "STRIP_PIXELS", 1)
-    np.testing.assert_array_equal(preprocess_clip(image), whole)
+    np.testing.assert_array_equal(preprocess_clip(image), expected)
 
 
-def test_a_mean_that_is_no_byte_pads_with_the_nearest():
+def test_a_mean_outside_the_bytes_is_clipped_for_the_padding():
     assert images.padding_color(Normalisation(mean=(-0.1, 2.0, 1e8))) == (0, 255, 255)
 
 
@@ -99,18 +101,18 @@ def test_a_program_normalises_every_byte_as_the_reference(normalisation, monkeyp
     for ours in (program(normalisation, values, -3), normalise(normalisation, values, -3)):
         assert ours.dtype == np.float32
         np.testing.assert_array_equal(ours, theirs)
-    elsewhere = lambda values, cpu, default: default(values)  # noqa: E731
-    monkeypatch.setattr(jax.lax, "platform_dependent", elsewhere)
+    on_accelerator = lambda values, cpu, default: default(values)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_accelerator)
     computed = normalise(normalisation, jnp.asarray(values), -3)
     assert computed.dtype == np.float32
     np.testing.assert_allclose(computed, theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_every_mode_becomes_rgb():
+def test_every_image_mode_is_converted_to_rgb():
     red = Image.new("RGB", (5, 4), (200, 10, 30))
     palette = red.convert("P", palette=Image.Palette.ADAPTIVE)
     transparent = palette.copy()
-    transparent.info["transparency"] = bytes([0] * 256)  # of which Pillow warns
+    transparent.info["transparency"] = bytes([0] * 256)  # Pillow warns of this form
     for image in (red.convert("RGBA"), red.convert("CMYK"), palette, transparent):
         assert np.abs(np.asarray(open_image(image), int) - (200, 10, 30)).max() <= 1, image.mode
     grey = Image.new("LA", (5, 4), (77, 0))
@@ -125,9 +127,10 @@ def test_sixteen_bit_grey_keeps_its_upper_bits(mode, kind):
     np.testing.assert_array_equal(np.asarray(open_image(image)), expected)
 
 
-# A number at each corner of a picture of 3 x 2 pixels, and where a viewer shows the corners.
+# A picture of 3 x 2 pixels with a number at each corner, and its corners in a viewer for each EXIF
+# orientation.
 CORNERS = np.array([[10, 0, 20], [30, 0, 40]], np.uint8)
-TURNED = {
+CORNERS_BY_ORIENTATION = {
     1: [[10, 20], [30, 40]],
     2: [[20, 10], [40, 30]],
     3: [[40, 30], [20, 10]],
@@ -141,50 +144,50 @@ TURNED = {
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "WEBP"])
-@pytest.mark.parametrize("orientation", TURNED)
-def test_a_photograph_is_turned_as_a_viewer_shows_it(orientation, kind):
+@pytest.mark.parametrize("orientation", CORNERS_BY_ORIENTATION)
+def test_an_image_is_turned_by_its_exif_orientation(orientation, kind):
     exif, file = Image.Exif(), io.BytesIO()
     exif[ExifTags.Base.Orientation] = orientation
     Image.fromarray(CORNERS).save(
         file, kind, exif=exif, **{"lossless": True} if kind == "WEBP" else {}
     )
-    shown = open_image(file.getvalue(), as_shown=True)
+    turned = open_image(file.getvalue(), as_shown=True)
     assert (
-        np.asarray(shown)[:: shown.height - 1, :: shown.width - 1, 0].tolist()
-        == TURNED[orientation]
+        np.asarray(turned)[:: turned.height - 1, :: turned.width - 1, 0].tolist()
+        == CORNERS_BY_ORIENTATION[orientation]
     )
-    assert np.asarray(shown).tolist() == np.asarray(load_image(Image.open(file))).tolist()
-    # Nothing is turned twice, and a picture that is at hand as one that is a file.
-    assert np.array_equal(open_image(shown, as_shown=True), shown)
-    assert np.array_equal(open_image(Image.open(file), as_shown=True), shown)
+    assert np.asarray(turned).tolist() == np.asarray(load_image(Image.open(file))).tolist()
+    # A second call does not turn the image again, and an open image is treated like a file.
+    assert np.array_equal(open_image(turned, as_shown=True), turned)
+    assert np.array_equal(open_image(Image.open(file), as_shown=True), turned)
     if kind != "TIFF":  # Pillow turns a TIFF itself
         assert np.array_equal(np.asarray(open_image(file.getvalue()))[..., 0], CORNERS)
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
 @pytest.mark.parametrize("block", [b"", b"?" * 40, b"MM\0*\0\0\0\x08\0\x09\x01\x12\0\x03\0"])
-def test_damaged_exif_turns_nothing(block):
+def test_damaged_exif_data_is_ignored(block):
     file = io.BytesIO()
     Image.fromarray(CORNERS).save(file, "PNG", exif=b"Exif\0\0" + block)
     assert np.array_equal(np.asarray(open_image(file.getvalue(), as_shown=True))[..., 0], CORNERS)
 
 
-def test_a_transparent_ground_is_white_where_it_is_shown():
-    ink = Image.new("RGBA", (3, 1), (0, 0, 0, 0))
-    ink.putpixel((1, 0), (0, 0, 0, 255))
-    ink.putpixel((2, 0), (200, 0, 100, 128))
-    assert np.asarray(open_image(ink)).tolist() == [[[0] * 3, [0] * 3, [200, 0, 100]]]
+def test_a_transparent_background_is_white_in_visible_images():
+    drawing = Image.new("RGBA", (3, 1), (0, 0, 0, 0))
+    drawing.putpixel((1, 0), (0, 0, 0, 255))
+    drawing.putpixel((2, 0), (200, 0, 100, 128))
+    assert np.asarray(open_image(drawing)).tolist() == [[[0] * 3, [0] * 3, [200, 0, 100]]]
     expected = [[[255] * 3, [0] * 3, [227, 127, 177]]]
-    assert np.asarray(open_image(ink, as_shown=True)).tolist() == expected
-    palette = ink.quantize(3)
-    for image in (ink.convert("LA"), ink.convert("PA"), ink.convert("RGBa"), palette):
-        shown = np.asarray(open_image(image, as_shown=True))
-        assert (shown[0, :2] == [[255], [0]]).all(), image.mode
+    assert np.asarray(open_image(drawing, as_shown=True)).tolist() == expected
+    palette = drawing.quantize(3)
+    for image in (drawing.convert("LA"), drawing.convert("PA"), drawing.convert("RGBa"), palette):
+        visible = np.asarray(open_image(image, as_shown=True))
+        assert (visible[0, :2] == [[255], [0]]).all(), image.mode
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "I;16"])
-def test_one_transparent_colour_is_white_where_it_is_shown(mode, tmp_path):
-    """PNG's tRNS and GIF's index, on black and a lighter point."""
+def test_a_transparent_color_is_white_in_visible_images(mode, tmp_path):
+    """The transparent color is black, by the tRNS chunk of PNG or the index of GIF."""
     image = Image.new(mode, (2, 1))
     image.putpixel((1, 0), {"RGB": (0, 90, 0), "I;16": 90 << 8}.get(mode, 1))
     if mode == "P":
@@ -192,9 +195,9 @@ def test_one_transparent_colour_is_white_where_it_is_shown(mode, tmp_path):
         image.save(tmp_path / "1.gif", transparency=0)
     image.save(tmp_path / "1.png", transparency=(0, 0, 0) if mode == "RGB" else 0)
     for path in tmp_path.iterdir():
-        stored, shown = (np.asarray(open_image(path, as_shown=x)) for x in (False, True))
-        assert (stored[0, 0] == 0).all() and (shown[0, 0] == 255).all(), path
-        assert np.array_equal(stored[0, 1], shown[0, 1]) and stored[0, 1].any(), path
+        stored, visible = (np.asarray(open_image(path, as_shown=x)) for x in (False, True))
+        assert (stored[0, 0] == 0).all() and (visible[0, 0] == 255).all(), path
+        assert np.array_equal(stored[0, 1], visible[0, 1]) and stored[0, 1].any(), path
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
@@ -205,13 +208,13 @@ def test_an_animation_gives_its_first_frame(kind):
     assert not np.asarray(open_image(file.getvalue(), as_shown=True)).any()
 
 
-def test_a_photograph_of_print_is_not_inverted():
+def test_a_cmyk_jpeg_is_not_inverted():
     file = io.BytesIO()
     Image.new("CMYK", (8, 8), (0, 0, 0, 0)).save(file, "JPEG")
     assert np.asarray(open_image(file.getvalue())).min() > 250  # no ink
 
 
-def test_a_decompression_bomb_is_refused_and_explained(tmp_path, monkeypatch):
+def test_a_decompression_bomb_is_refused_with_the_name_of_the_limit(tmp_path, monkeypatch):
     path = tmp_path / "bomb.png"
     Image.new("1", (200, 200)).save(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
@@ -227,12 +230,12 @@ def test_very_long_sides_are_refused_before_they_are_decoded(tmp_path, monkeypat
         open_image(path)
 
 
-def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypatch):
+def test_a_lack_of_memory_is_reported_with_the_name_of_the_image(tmp_path, monkeypatch):
     def refuse(_):
         raise MemoryError
 
     path = tmp_path / "large.png"
-    _picture(4, 4).save(path)
+    _make_picture(4, 4).save(path)
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", refuse)
     with pytest.raises(ValueError, match=r"large\.png needs more memory than is available"):
         open_image(path)
@@ -252,18 +255,18 @@ def test_too_little_memory_for_an_image_is_that_images_error(tmp_path, monkeypat
         (b"GIF", "is not an image in a format that Pillow reads"),
     ],
 )
-def test_a_file_that_is_no_image_is_named_by_what_it_is(start, message, tmp_path):
+def test_the_error_for_a_file_that_is_no_image_names_its_format(start, message, tmp_path):
     path, data = tmp_path / "x.jpg", start + bytes(200 if start else 0)
     path.write_bytes(data)
     for source, name in ((path, str(path)), (data, "the image")):
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError) as error:
             open_image(source)
-        said = str(refused.value)
-        assert said.startswith(f"{name} {message}") and "\n" not in said
+        text = str(error.value)
+        assert text.startswith(f"{name} {message}") and "\n" not in text
 
 
-def test_no_program_in_an_image_is_run(tmp_path, monkeypatch):
-    """Pillow gives the PostScript of an EPS file to Ghostscript, which runs it."""
+def test_postscript_in_an_image_file_is_not_executed(tmp_path, monkeypatch):
+    """Pillow would pass the PostScript of an EPS file to Ghostscript, which executes it."""
     path = tmp_path / "x.png"
     path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n")
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", pytest.fail)
@@ -271,14 +274,16 @@ def test_no_program_in_an_image_is_run(tmp_path, monkeypatch):
         open_image(path)
 
 
-def test_broken_images_are_named(tmp_path):
-    whole = tmp_path / "whole.png"
-    _picture(64, 64).save(whole)
-    (tmp_path / "cut.png").write_bytes(whole.read_bytes()[:-2000])
+def test_errors_of_damaged_images_name_the_file(tmp_path):
+    intact = tmp_path / "whole.png"
+    _make_picture(64, 64).save(intact)
+    (tmp_path / "cut.png").write_bytes(intact.read_bytes()[:-2000])
     info = PngInfo()
     info.add_text("Comment", "x" * 2_000_000, zip=True)
-    _picture(4, 4).save(tmp_path / "comment.png", pnginfo=info)  # an error of another kind
-    # Of no known range.
+    _make_picture(4, 4).save(
+        tmp_path / "comment.png", pnginfo=info
+    )  # Pillow raises an error of another type
+    # The range of 32-bit values is unknown.
     Image.fromarray(np.array([[0, 1]], np.float32)).save(tmp_path / "grey.tif")
     for name, message in (
         ("cut.png", "is a damaged image"),
@@ -291,7 +296,7 @@ def test_broken_images_are_named(tmp_path):
         open_image(tmp_path / "none.png")
     with pytest.raises(ValueError, match="has 0 x 5 pixels"):
         open_image(Image.new("RGB", (0, 5)))
-    assert open_image(whole.read_bytes()).tobytes() == open_image(whole).tobytes()
+    assert open_image(intact.read_bytes()).tobytes() == open_image(intact).tobytes()
 
 
 def _write(folder, processor=None, preprocessor=None):
@@ -300,29 +305,31 @@ def _write(folder, processor=None, preprocessor=None):
             (folder / f"{name}_config.json").write_text(json.dumps(raw))
 
 
-def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path, capsys):
+def test_settings_are_read_from_old_and_new_processor_files(tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match=r"no preprocessor_config\.json"):
         Llava.image_settings(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    kind = {"image_processor_type": "LlavaImageProcessor"}
-    old = SMALL | kind | {"crop_size": 30, "resample": 2}
-    for new, others in (
+    processor_type = {"image_processor_type": "LlavaImageProcessor"}
+    old_fields = SMALL | processor_type | {"crop_size": 30, "resample": 2}
+    for new_fields, conflicts in (
         ({"patch_size": 7}, ""),
         ({"image_processor": None}, ""),
-        ({"image_processor": SMALL | kind | {"do_pad": True}}, "crop_size"),
-        ({"image_processor": kind | {"size": 240, "resample": 0}}, "resample, size"),
+        ({"image_processor": SMALL | processor_type | {"do_pad": True}}, "crop_size"),
+        ({"image_processor": processor_type | {"size": 240, "resample": 0}}, "resample, size"),
         ({"image_processor": {}}, ""),
     ):
-        _write(tmp_path, new, old)
+        _write(tmp_path, new_fields, old_fields)
         theirs, ours = AutoImageProcessor.from_pretrained(tmp_path), Llava.image_settings(tmp_path)
         assert ours.crop_to == theirs.crop_size["height"]
         assert (ours.resize_to, ours.resample) == (theirs.size.shortest_edge, theirs.resample)
         Llava.image_settings(tmp_path)
-        said = capsys.readouterr().err
-        assert said.count("\n") == bool(others)
-        if others:
-            assert f"preprocessor_config.json is not read: image_processor of {tmp_path}" in said
-            assert said.endswith(f"has another {others}\n")
+        warnings = capsys.readouterr().err
+        assert warnings.count("\n") == bool(conflicts)
+        if conflicts:
+            assert (
+                f"preprocessor_config.json is not read: image_processor of {tmp_path}" in warnings
+            )
+            assert warnings.endswith(f"has another {conflicts}\n")
     (tmp_path / "preprocessor_config.json").unlink()
     assert Llava.image_settings(tmp_path) == LlavaImageSettings(resize_to=224, crop_to=224)
     _write(tmp_path, {"image_processor": [1]})
@@ -330,7 +337,9 @@ def test_settings_are_read_from_where_old_and_new_folders_keep_them(tmp_path, ca
         Llava.image_settings(tmp_path)
 
 
-def test_placeholders_that_the_model_does_not_have_are_named(tmp_path, llava_folder, capsys):
+def test_placeholder_fields_that_differ_from_the_model_cause_a_warning(
+    tmp_path, llava_folder, capsys
+):
     published = {"patch_size": 8, "vision_feature_select_strategy": "default"}
     for fields in (
         published,
@@ -342,13 +351,13 @@ def test_placeholders_that_the_model_does_not_have_are_named(tmp_path, llava_fol
         assert not capsys.readouterr().err
     _write(tmp_path, published | {"patch_size": 14, "num_additional_image_tokens": 0})
     inspect_folder(tmp_path)
-    more, patch = capsys.readouterr().err.splitlines()
+    token_warning, patch_warning = capsys.readouterr().err.splitlines()
     path = tmp_path / "processor_config.json"
-    assert f"{path}: num_additional_image_tokens is 0, which is not followed: 1 is" in more
-    assert f"{path}: patch_size is 14, which is not followed: 8 is" in patch
+    assert f"{path}: num_additional_image_tokens is 0, which is not followed: 1 is" in token_warning
+    assert f"{path}: patch_size is 14, which is not followed: 8 is" in patch_warning
 
 
-def test_pixels_that_the_model_does_not_take_are_refused():
+def test_a_crop_of_another_size_than_the_model_is_refused():
     backbone = Llava.read(testing.tiny_hf_config(), None)
     with pytest.raises(ValueError, match="the model takes 24 x 24: crop_size"):
-        backbone.preprocess(LlavaImageSettings(crop_to=23), [_picture(40, 30)])
+        backbone.preprocess(LlavaImageSettings(crop_to=23), [_make_picture(40, 30)])

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT beside `transformers`: pixels, the order of tokens, logits and answers."""
+"""LLaVA-NeXT equals `transformers`: pixels, token order, logits and answers."""
 
 import json
 import re
@@ -43,14 +43,14 @@ from stepprune_jax.models.llava_next.backbone import (
 from stepprune_jax.models.llava_next.images import best_size, fitted_size, unpadded_grid
 from stepprune_jax.registry import PRUNERS, build_pruner
 
-# Height and width of images: of each plan of tiles, enlarged and reduced, with bars on either side,
-# and so narrow that no patch of the tiles remains, or only the ends of rows.
+# (height, width) of images: one for each grid of tiles, enlarged and reduced, with padding on each
+# axis, and so narrow that the tiles contain no patch or only newline tokens.
 SHAPES = ((50, 70), (20, 90), (9, 8), (64, 31), (47, 48), (24, 50), (4, 400), (1, 700), (700, 1))
 STEPS = 6
 
 
 class Pair(NamedTuple):
-    """The reference and ours, with the same weights."""
+    """The reference model and our model, with the same weights."""
 
     torch: Any
     folder: Path
@@ -69,12 +69,12 @@ def pair(tmp_path_factory):
 
 
 def image(number):
-    """That of `SHAPES`."""
+    """Returns a random image with the shape of a number in `SHAPES`."""
     return noise(number, SHAPES[number])
 
 
 def processed(pair, images):
-    """The reference's pixels of some images."""
+    """Returns the pixels of images by the reference's image processor."""
     return LlavaNextImageProcessorPil.from_pretrained(pair.folder)(images, return_tensors="pt")
 
 
@@ -89,34 +89,35 @@ def test_pixels_and_tokens_equal_the_reference(pair, encode):
     for number in range(len(SHAPES)):
         theirs = processed(pair, [image(number)])
         ours = backbone.preprocess(settings, [image(number)])
-        seen = backbone.normalise(ours).values
-        np.testing.assert_array_equal(seen, theirs["pixel_values"])
-        found = pair.torch.model.get_image_features(**theirs).pooler_output[0]
+        normalised = backbone.normalise(ours).values
+        np.testing.assert_array_equal(normalised, theirs["pixel_values"])
+        expected = pair.torch.model.get_image_features(**theirs).pooler_output[0]
         tokens = project(pair.model.params, encode(pair.model.params, ours)[0])
-        assert backbone.num_tokens(backbone.grids(ours)).tolist() == [len(found)]
-        assert tokens.shape[1] == backbone.padded_tokens(ours)
-        assert_close(tokens[0, : len(found)], found, what=f"image {number}")
-    assert encode._cache_size() == 3  # of 3, 4 and 5 tiles, whatever the aspect ratio
+        assert backbone.num_tokens(backbone.grids(ours)).tolist() == [len(expected)]
+        assert tokens.shape[1] == backbone.num_padded_tokens(ours)
+        assert_close(tokens[0, : len(expected)], expected, what=f"image {number}")
+    assert encode._cache_size() == 3  # for 3, 4 and 5 tiles, regardless of the aspect ratio
 
 
-def test_taps_are_in_the_order_of_tokens(pair):
-    """The output of the projected block has the features; the first token is the class token."""
+def test_taps_have_the_order_of_tokens(pair):
+    """The hidden state of the projected block equals the features, after the class token."""
     model = pair.model
     pixels = model.backbone.preprocess(model.image_settings, [image(0), image(2)])
     taps = [Tap(kind, -2) for kind in ("hidden", "keys", "attention", "received", "query", "tile")]
     encode = jax.jit(model.backbone.encode_image, static_argnames="taps")
     features, tapped = encode(model.params, pixels, taps=tuple(taps))
-    named = (tapped[f"{kind}.-2"] for kind, _ in taps)
-    hidden, keys, attention, received, query, tile = named
+    values = (tapped[f"{kind}.-2"] for kind, _ in taps)
+    hidden, keys, attention, received, query, tile = values
     np.testing.assert_array_equal(hidden[:, 1:], features)
-    parts = (keys.sum((1, 3)), attention.sum(1))
-    assert all(part.shape == (2, 52) for part in parts) and query.shape == (2, 4, 8)
+    other_taps = (keys.sum((1, 3)), attention.sum(1))
+    assert all(tap.shape == (2, 52) for tap in other_taps) and query.shape == (2, 4, 8)
     for row, (rows, columns) in enumerate(((4, 6), (3, 2))):
-        ends = 9 + np.arange(rows) * (columns + 1) + columns
+        newlines = 9 + np.arange(rows) * (columns + 1) + columns
         is_patch = np.arange(51) < 9 + rows * (columns + 1)
-        is_patch[ends] = False
-        for part in (received, tile + 1, features.any(2), *(part[:, 1:] for part in parts)):
-            np.testing.assert_array_equal(np.asarray(part[row]) != 0, is_patch)
+        is_patch[newlines] = False
+        without_class_token = (tap[:, 1:] for tap in other_taps)
+        for values in (received, tile + 1, features.any(2), *without_class_token):
+            np.testing.assert_array_equal(np.asarray(values[row]) != 0, is_patch)
     assert (
         tile[0, 9:15].tolist() == [1, 1, 1, 2, 2, 2]
         and tile[0, 30:36].tolist() == [3] * 3 + [4] * 3
@@ -131,14 +132,16 @@ def test_sizes_equal_the_reference(height, width):
     pixels = np.broadcast_to(np.uint8(0), (3, height, width))
     fitted = get_patch_output_size(pixels, theirs, ChannelDimension.FIRST)
     assert fitted_size(height, width, theirs) == fitted
-    plan = [side // 24 for side in theirs]
-    rows, columns = unpadded_grid(height, width, *(24 * part for part in plan))
-    counted = LlavaNextProcessor._get_unpadded_features(None, height, width, 24, 24, *plan)
-    assert (rows * columns, rows) == counted
+    tile_grid = [side // 24 for side in theirs]
+    rows, columns = unpadded_grid(height, width, *(24 * tiles for tiles in tile_grid))
+    expected_count = LlavaNextProcessor._get_unpadded_features(
+        None, height, width, 24, 24, *tile_grid
+    )
+    assert (rows * columns, rows) == expected_count
 
 
-# Prompt, and numbers of its images.
-ASKED = (
+# Prompts with the numbers of their images in `SHAPES`.
+QUESTIONS = (
     *(("What is this?", (number,)) for number in range(6)),
     ("red", (0, 1)),
     ("is the red dog in <image> or in <image>?", (3, 2)),
@@ -151,30 +154,32 @@ ASKED = (
 
 
 def answer_of_reference(pair, prompt, numbers):
-    """Greedy ids after the prompt of ours, with as many places as its image has tokens."""
+    """Returns the reference's greedy answer to our prompt, with one id per visual token."""
     backbone, tokenizer = pair.model.backbone, pair.model.tokenizer
     text = backbone.conversation([backbone.place_images(prompt, len(numbers))])
     images = [processed(pair, [image(number)]) for number in numbers]
-    counts = iter([len(pair.torch.model.get_image_features(**x).pooler_output[0]) for x in images])
+    token_counts = iter(
+        [len(pair.torch.model.get_image_features(**x).pooler_output[0]) for x in images]
+    )
     ids = []
     for token in tokenize_with_images(tokenizer, text, len(numbers)):
-        place = [pair.model.config.image_token_id]
-        ids += place * next(counts) if token == IMAGE_TOKEN else [token]
+        image_token_id = [pair.model.config.image_token_id]
+        ids += image_token_id * next(token_counts) if token == IMAGE_TOKEN else [token]
     inputs = processed(pair, [image(number) for number in numbers]) if numbers else {}
     ids = torch.tensor([ids])
     mask = torch.ones_like(ids)
     options = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": None}
-    made = pair.torch.generate(input_ids=ids, attention_mask=mask, **inputs, **options)
-    return made[0, ids.shape[1] :].tolist()
+    output = pair.torch.generate(input_ids=ids, attention_mask=mask, **inputs, **options)
+    return output[0, ids.shape[1] :].tolist()
 
 
-def answers(model, asked, *arguments, **options):
-    prompts = [prompt for prompt, _ in asked]
-    shown = [list(map(image, numbers)) for _, numbers in asked]
+def ask(model, questions, *arguments, **options):
+    prompts = [prompt for prompt, _ in questions]
+    images = [list(map(image, numbers)) for _, numbers in questions]
     return generate(
         model,
         prompts,
-        shown,
+        images,
         *arguments,
         sampling=Sampling(stop_ids=()),
         options=RunOptions(STEPS),
@@ -183,83 +188,87 @@ def answers(model, asked, *arguments, **options):
 
 
 def test_answers_equal_the_reference(pair):
-    """All in one batch, of which each row is as if alone."""
-    found = answers(pair.model, ASKED)
-    for (prompt, numbers), answer in zip(ASKED, found, strict=True):
+    """All questions are one batch; each row equals the reference's answer to one question."""
+    results = ask(pair.model, QUESTIONS)
+    for (prompt, numbers), answer in zip(QUESTIONS, results, strict=True):
         assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
 
 
-REFUSED = ("grid", "downsample", "topv", "clse", "prumerge", "prumerge_plus", "holov")
-# Those that need no published weights.
-ACCEPTED = [x for x in PRUNERS if x not in (*REFUSED, "glimpseprune", "visionselector")]
+# Pruners that need the tokens of an image on one grid.
+UNSUPPORTED = ("grid", "downsample", "topv", "clse", "prumerge", "prumerge_plus", "holov")
+# Supported pruners that need no published weights.
+SUPPORTED = [
+    name for name in PRUNERS if name not in (*UNSUPPORTED, "glimpseprune", "visionselector")
+]
 QUICK = ("cls", "visionzip", "fastv", "stepprune")
 OPTIONS = {
     name: {"average": False} for name in ("clse", "pyramiddrop", "sparsevlm", "sparsevlm_v2")
 }
 OPTIONS |= {"fastv": {"layer": 1}, "dart": {"layer": 1}}
 POLICIES = {"stepprune": stepprune, "autoselect": one_shot}
-K = 8  # less than half of the smallest image
+BUDGET = 8  # less than half of the smallest image
 
 
-def pruner(name, budget):
+def make_pruner(name, budget):
     policy = POLICIES[name]() if name in POLICIES else None
     budget = None if name == "all" else budget
     return build_pruner(name, budget, policy=policy, options=OPTIONS.get(name))
 
 
-@pytest.mark.parametrize("name", quick_or_slow(ACCEPTED, QUICK))
+@pytest.mark.parametrize("name", quick_or_slow(SUPPORTED, QUICK))
 def test_pruners_keep_their_budget(pair, name):
-    asked = ASKED[5:9]
-    found = answers(pair.model, asked, pruner(name, K))
-    for (_, numbers), answer in zip(asked, found, strict=True):
+    questions = QUESTIONS[5:9]
+    results = ask(pair.model, questions, make_pruner(name, BUDGET))
+    for (_, numbers), answer in zip(questions, results, strict=True):
         sizes = pair.model.backbone.num_tokens(np.array(answer.grids))
         assert answer.visual_tokens == sizes.sum()
-        kept = {"all": sizes.sum(), "dart": (K + 4) * len(numbers)}  # the pivots remain
-        assert answer.kept == kept.get(name, K * len(numbers))
+        # DART also keeps its pivots.
+        expected_counts = {"all": sizes.sum(), "dart": (BUDGET + 4) * len(numbers)}
+        assert answer.kept == expected_counts.get(name, BUDGET * len(numbers))
 
 
-def test_a_budget_of_all_tokens_is_the_model(pair):
-    chosen = build_pruner("stepprune", 51, policy=stepprune(max_steps=51))
-    found, expected = (answers(pair.model, ASKED[5:9], *x) for x in ((chosen,), ()))
-    assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+def test_a_budget_of_all_tokens_gives_the_unpruned_answers(pair):
+    policy = build_pruner("stepprune", 51, policy=stepprune(max_steps=51))
+    pruned, expected = (ask(pair.model, QUESTIONS[5:9], *x) for x in ((policy,), ()))
+    assert [x.token_ids for x in pruned] == [x.token_ids for x in expected]
 
 
 @pytest.mark.parametrize("name", ["stepprune", "autoselect"])
-def test_policies_choose_no_ends_of_rows(pair, name):
-    """They carry nothing; only a budget of more than all patches keeps them."""
-    ends = {9 + 7 * line + 6 for line in range(6)}
-    own = [POLICIES[name]()] if name == "stepprune" else []
-    for chosen in (pruner(name, 24), *own):
-        (found,) = answers(pair.model, [("red", (4,))], chosen)
-        assert found.kept and not ends & set(found.kept_indices[0])
+def test_policies_do_not_keep_newline_tokens(pair, name):
+    """Newline tokens carry no information, so only a budget above all patches keeps them."""
+    newlines = {9 + 7 * line + 6 for line in range(6)}
+    pruners = [POLICIES[name]()] if name == "stepprune" else []
+    for pruner in (make_pruner(name, 24), *pruners):
+        (result,) = ask(pair.model, [("red", (4,))], pruner)
+        assert result.kept and not newlines & set(result.kept_indices[0])
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_pruners_that_need_one_grid_are_refused(pair, name):
     config = pair.model.config
     with pytest.raises(ValueError, match=f"^{name}: it needs tokens on one grid"):
         build_pruner(name, 5).check(config, config.max_image_tokens)
 
 
-def test_tiles_have_equal_shares_of_what_their_class_tokens_attend_to(pair):
-    """As in the authors' program of VisionZip; the ends of rows are kept last."""
-    model, shown = pair.model, image(4)
-    ours = model.backbone.preprocess(model.image_settings, [shown])
-    theirs = processed(pair, [shown])["pixel_values"][0]
+def test_cls_keeps_equally_many_patches_of_each_tile(pair):
+    """The authors' program of VisionZip ranks patches within tiles; newline tokens come last."""
+    model, picture = pair.model, image(4)
+    ours = model.backbone.preprocess(model.image_settings, [picture])
+    theirs = processed(pair, [picture])["pixel_values"][0]
     tower = pair.torch.model.vision_tower
     block = model.config.class_token_block
     attention = tower(theirs, output_attentions=True).attentions[block][:, :, 0, 1:].mean(1)
-    assert ours.plan.tolist() == [[2, 2]] and ours.grid.tolist() == [[6, 6]]
-    (found,) = answers(model, [("red", (4,))], pruner("cls", 47))
+    assert ours.tile_grid.tolist() == [[2, 2]] and ours.grid.tolist() == [[6, 6]]
+    (result,) = ask(model, [("red", (4,))], make_pruner("cls", 47))
     expected = set()
     for tile, row in enumerate(attention):
         for patch in row.topk(2).indices.tolist():
-            line, column = divmod(patch, 3)
-            line, column = line + 3 * ((tile - 1) // 2), column + 3 * ((tile - 1) % 2)
-            expected.add(patch if tile == 0 else 9 + 7 * line + column)
-    assert set(found.kept_indices[0][:10]) == expected  # the first that are chosen
-    ends = {9 + 7 * line + 6 for line in range(6)}
-    assert len(ends & set(found.kept_indices[0])) == 2
+            patch_row, column = divmod(patch, 3)
+            patch_row, column = patch_row + 3 * ((tile - 1) // 2), column + 3 * ((tile - 1) % 2)
+            expected.add(patch if tile == 0 else 9 + 7 * patch_row + column)
+    assert set(result.kept_indices[0][:10]) == expected  # the tokens that are selected first
+    newlines = {9 + 7 * patch_row + 6 for patch_row in range(6)}
+    assert len(newlines & set(result.kept_indices[0])) == 2
 
 
 LAYOUTS = (tiny_llava_next, layouts.new_next, layouts.original_next)
@@ -267,38 +276,34 @@ LAYOUTS = (tiny_llava_next, layouts.new_next, layouts.original_next)
 
 @pytest.mark.parametrize("mistral", [False, True])
 @pytest.mark.parametrize("write", LAYOUTS)
-def test_every_layout_is_loaded_and_written(tmp_path, write, mistral):
+def test_every_layout_is_loaded_and_saved(tmp_path, write, mistral):
     folder = write(tmp_path / "from", mistral=mistral)
     model = load_vlm(folder, dtype=jnp.float32, progress=False)
     assert model.backbone.name == "llava_next"
     assert model.config.prompts == ("mistral" if mistral else "vicuna")
     save_vlm(model, tmp_path / "to")
-    again = load_vlm(tmp_path / "to", dtype=jnp.float32, progress=False)
-    assert type(again.backbone) is type(model.backbone)
-    assert again.image_settings == model.image_settings
-    rows = model.config.text.vocab_size  # the original vocabulary has no image token
-    again.params["language"]["embed"]["embedding"] = again.params["language"]["embed"]["embedding"][
-        :rows
-    ]
-    again.params["language"]["head"]["kernel"] = again.params["language"]["head"]["kernel"][
-        :, :rows
-    ]
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
-    assert again.config.sizes == model.config.sizes
+    reloaded = load_vlm(tmp_path / "to", dtype=jnp.float32, progress=False)
+    assert type(reloaded.backbone) is type(model.backbone)
+    assert reloaded.image_settings == model.image_settings
+    rows = model.config.text.vocab_size  # saving adds an image token to the original vocabulary
+    embed, head = (reloaded.params["language"][name] for name in ("embed", "head"))
+    embed["embedding"], head["kernel"] = embed["embedding"][:rows], head["kernel"][:, :rows]
+    jax.tree.map(np.testing.assert_array_equal, reloaded.params, model.params)
+    assert reloaded.config.sizes == model.config.sizes
     theirs = transformers.LlavaNextForConditionalGeneration.from_pretrained(tmp_path / "to")
     assert theirs.config.text_config.model_type == ("mistral" if mistral else "llama")
     newline = theirs.model.image_newline.detach().numpy()
     np.testing.assert_array_equal(newline, model.params["newline"]["embedding"])
 
 
-def test_mistral_answers_as_the_reference(tmp_path):
+def test_answers_of_a_mistral_equal_the_reference(tmp_path):
     pair = make_pair(tmp_path, mistral=True)
-    asked = ASKED[5:8]
-    for (prompt, numbers), answer in zip(asked, answers(pair.model, asked), strict=True):
+    questions = QUESTIONS[5:8]
+    for (prompt, numbers), answer in zip(questions, ask(pair.model, questions), strict=True):
         assert list(answer.token_ids) == answer_of_reference(pair, prompt, numbers), prompt
 
 
-def test_prompts_are_those_of_the_authors():
+def test_prompts_equal_the_templates_of_the_authors():
     turns = [LlavaNext.place_images("What?", 1), "A dog.", "Why?"]
     assert LlavaNext.conversation(turns[:1]).endswith("questions. USER: <image>\nWhat? ASSISTANT:")
     instruct = LlavaNextMistral.conversation
@@ -307,7 +312,7 @@ def test_prompts_are_those_of_the_authors():
     assert instruct(["Q"], "Be brief.") == "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nQ [/INST]"
 
 
-# The chat templates of the Hugging Face files have the turns without the system's words.
+# The chat templates of the Hugging Face files have the same turns without the system prompt.
 LLAMA_3_SYSTEM = (
     "<|start_header_id|>system<|end_header_id|>\n\nYou are a helpful language and vision "
     "assistant. You are able to understand the visual content that the user provides, and assist "
@@ -327,7 +332,7 @@ YI_TURNS = (
 
 
 @pytest.mark.parametrize(
-    ("rows", "kind", "system", "said"),
+    ("vocab_size", "kind", "system", "turns_text"),
     [
         (128_256, LlavaNextLlama3, LLAMA_3_SYSTEM, LLAMA_3_TURNS),
         (128_320, LlavaNextLlama3, LLAMA_3_SYSTEM, LLAMA_3_TURNS),
@@ -335,42 +340,44 @@ YI_TURNS = (
         (64_064, LlavaNextYi, YI_SYSTEM, YI_TURNS),
     ],
 )
-def test_prompts_follow_the_vocabulary(rows, kind, system, said):
-    """Reads vocabularies of the 34B and of Llama 3, in the original layout and in the other."""
-    backbone = LlavaNext.read(tiny_next_config(rows), None)
+def test_the_vocabulary_size_decides_the_prompt_template(vocab_size, kind, system, turns_text):
+    """Each vocabulary has its original size and its padded size in the Hugging Face layout."""
+    backbone = LlavaNext.read(tiny_next_config(vocab_size), None)
     assert type(backbone) is kind
     turns = [backbone.place_images("What?", 1), "A dog.", "Why?"]
-    assert backbone.conversation(turns) == system + said == backbone.conversation([*turns, None])
-    assert backbone.published_prompts(turns) == (system + said, said)
-    closed, _ = (system + said).split("A dog.")
-    assert backbone.conversation(turns[:2]) == f"{closed}A dog.{kind.END}"
-    asked = backbone.conversation(turns, "Be brief.")
-    assert asked == kind.BEGIN.format("system") + f"Be brief.{kind.END}" + said
+    assert backbone.conversation(turns) == system + turns_text
+    assert backbone.conversation([*turns, None]) == system + turns_text
+    assert backbone.published_prompts(turns) == (system + turns_text, turns_text)
+    first_turn, _ = (system + turns_text).split("A dog.")
+    assert backbone.conversation(turns[:2]) == f"{first_turn}A dog.{kind.END}"
+    with_system = backbone.conversation(turns, "Be brief.")
+    assert with_system == kind.BEGIN.format("system") + f"Be brief.{kind.END}" + turns_text
     for count in range(1, 4):
         assert backbone.conversation(turns).startswith(backbone.conversation(turns[:count]))
 
 
-@pytest.mark.parametrize("rows", [32_000, 32_064, 63_999, 64_065, 128_255, 152_064])
-def test_other_vocabularies_have_the_prompts_of_vicuna(rows):
-    assert type(LlavaNext.read(tiny_next_config(rows), None)) is LlavaNext
+@pytest.mark.parametrize("vocab_size", [32_000, 32_064, 63_999, 64_065, 128_255, 152_064])
+def test_other_vocabulary_sizes_have_the_prompts_of_vicuna(vocab_size):
+    assert type(LlavaNext.read(tiny_next_config(vocab_size), None)) is LlavaNext
 
 
 @pytest.mark.parametrize(
-    ("end", "named"), [("</s> ", 0), ("<\\\\s> ", 0), (" </s>", 0), ("\\n", 1)]
+    ("end", "num_warnings"), [("</s> ", 0), ("<\\\\s> ", 0), (" </s>", 0), ("\\n", 1)]
 )
-def test_a_chat_template_of_other_prompts_is_named(pair, tmp_path, caplog, end, named):
-    said = "{{ m['content'][0]['text'] }}"
-    turns = (
-        f"{{% if m['role'] == 'user' %}}[INST] {said} [/INST]{{% else %}} {said}{{{{ '{end}' }}}}"
-    )
-    template = f"{{% for m in messages %}}{turns}{{% endif %}}{{% endfor %}}"
+def test_a_chat_template_with_other_prompts_causes_a_warning(
+    pair, tmp_path, caplog, end, num_warnings
+):
+    content = "{{ m['content'][0]['text'] }}"
+    user_turn = f"{{% if m['role'] == 'user' %}}[INST] {content} [/INST]"
+    assistant_turn = f"{{% else %}} {content}{{{{ '{end}' }}}}{{% endif %}}"
+    template = f"{{% for m in messages %}}{user_turn}{assistant_turn}{{% endfor %}}"
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    model = LlavaNextMistral(pair.model.config)
-    warn_of_template(tmp_path, model, pair.model.tokenizer)
-    assert len(caplog.records) == named
+    backbone = LlavaNextMistral(pair.model.config)
+    warn_of_template(tmp_path, backbone, pair.model.tokenizer)
+    assert len(caplog.records) == num_warnings
 
 
-WRONG = (
+INVALID_CONFIG = (
     ({"image_grid_pinpoints": []}, "image_grid_pinpoints is [], expected a list of at least one"),
     ({"image_grid_pinpoints": [[24, 50]]}, "[24, 50] is not of whole tiles of 24 x 24 pixels"),
     (
@@ -379,38 +386,38 @@ WRONG = (
     ),
     ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),
 )
-WRONG_PROCESSOR = (
+INVALID_PROCESSOR = (
     ({"crop_size": 32, "size": 32}, "crop_size is 32, the model takes 24"),
     ({"image_grid_pinpoints": SIZES[:2]}, "image_grid_pinpoints is not that of config.json"),
     ({"image_processor_type": "Qwen2VLImageProcessor"}, "unsupported image processor"),
 )
-WRONG_TEXT = (
+INVALID_TEXT = (
     ({"sliding_window": 64}, "sliding_window is 64, expected null"),
     ({"model_type": "qwen2"}, "model_type is 'qwen2'"),
 )
 
 
 @pytest.mark.parametrize(
-    ("file", "fields", "said"),
+    ("file", "fields", "message"),
     [
-        *(("config.json", *case) for case in WRONG),
-        *(("preprocessor_config.json", *case) for case in WRONG_PROCESSOR),
-        *(("text_config", *case) for case in WRONG_TEXT),
+        *(("config.json", *case) for case in INVALID_CONFIG),
+        *(("preprocessor_config.json", *case) for case in INVALID_PROCESSOR),
+        *(("text_config", *case) for case in INVALID_TEXT),
     ],
 )
-def test_bad_files_are_refused_in_a_line_before_any_load(tmp_path, file, fields, said):
+def test_unsupported_fields_are_refused_before_weights_are_read(tmp_path, file, fields, message):
     folder = tiny_llava_next(tmp_path, mistral=True)
     (folder / "model.safetensors").unlink()
     path = folder / ("config.json" if file == "text_config" else file)
     raw = json.loads(path.read_text())
     (raw[file] if file == "text_config" else raw).update(fields)
     path.write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match=re.escape(said)) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         inspect_folder(folder)
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_mistral_without_a_word_of_its_window_is_refused(tmp_path):
+def test_a_mistral_with_the_default_window_is_refused(tmp_path):
     folder = tiny_llava_next(tmp_path, mistral=True)
     raw = json.loads((folder / "config.json").read_text())
     del raw["text_config"]["sliding_window"]
@@ -419,8 +426,8 @@ def test_a_mistral_without_a_word_of_its_window_is_refused(tmp_path):
         inspect_folder(folder)
 
 
-def test_the_tower_of_the_original_layout_may_be_stored_apart(tmp_path):
-    """Which has sizes as (width, height)."""
+def test_the_original_layout_may_store_the_tower_in_another_folder(tmp_path):
+    """The sizes of the original layout are (width, height)."""
     folder = layouts.original_next(tmp_path, with_tower=False)
     raw = json.loads((folder / "config.json").read_text()) | {"image_grid_pinpoints": [[24, 72]]}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -428,14 +435,14 @@ def test_the_tower_of_the_original_layout_may_be_stored_apart(tmp_path):
     assert model.config.sizes == ((72, 24),)
 
 
-def test_weights_are_loaded_strictly(tmp_path):
+def test_missing_and_unused_weights_are_refused(tmp_path):
     folder = tiny_llava_next(tmp_path)
     layouts.rename(folder, (("image_newline", "image_newlines"),))
     with pytest.raises(ValueError, match=r"missing \(1\):\s+image_newline (?s:.*)unused \(1\)"):
         load_vlm(folder, progress=False)
 
 
-def test_images_are_bounded_by_a_number_of_pixels(pair):
+def test_a_limit_of_pixels_removes_larger_image_sizes(pair):
     backbone = pair.model.backbone.bound_images(pair.folder, max_pixels=24 * 48)
     assert backbone.config.sizes == ((24, 48), (48, 24)) and backbone.config.max_tiles == 3
     assert backbone.config.max_image_tokens == 33
@@ -445,7 +452,8 @@ def test_images_are_bounded_by_a_number_of_pixels(pair):
         pair.model.backbone.bound_images(None, min_pixels=5)
 
 
-def test_published_shapes_have_the_published_counts():
+def test_published_configurations_have_the_published_token_counts():
     config = find_backbone("llava-next-7b").config
-    assert (config.max_tiles, config.max_image_tokens) == (5, 2928)  # 5 x 576 and 48 ends of rows
-    assert [config.tokens_of(tiles) for tiles in (3, 4)] == [1776, 2376]
+    assert config.max_tiles == 5
+    assert config.max_image_tokens == 2928  # 5 x 576 patches and 48 newline tokens
+    assert [config.max_tokens_of_tiles(tiles) for tiles in (3, 4)] == [1776, 2376]

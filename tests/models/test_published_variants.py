@@ -1,4 +1,4 @@
-"""Published configurations of each family's variants are read as `transformers` reads them."""
+"""Published configurations of all supported variants are read as by `transformers`."""
 
 import json
 
@@ -89,7 +89,7 @@ LLAMA_31 = {
 
 
 def next_config(text, image_token, **changes):
-    """The `config.json` of a LLaVA-NeXT in the Hugging Face layout."""
+    """Returns the `config.json` of a LLaVA-NeXT in the Hugging Face layout."""
     return {
         "architectures": ["LlavaNextForConditionalGeneration"],
         "ignore_index": -100,
@@ -131,7 +131,8 @@ QWEN_72B = QWEN_7B | {
     "num_key_value_heads": 8,
     "vision_config": QWEN_TOWER | {"intermediate_size": 3456, "out_hidden_size": 8192},
 }
-# `transformers` 4.53 writes the text fields twice, with ids of images that are null in the part.
+# `transformers` 4.53 writes the text fields at the top level and in `text_config`, where the ids of
+# images are null.
 QWEN_SAVED = QWEN_7B | {
     "text_config": {
         **{name: x for name, x in QWEN_7B.items() if not isinstance(x, dict)},
@@ -198,7 +199,7 @@ PROCESSORS = {
 
 
 def write(folder, raw, generation=None):
-    """Writes a folder without weights."""
+    """Writes a checkpoint folder without weights."""
     for name, value in (
         ("config.json", raw),
         ("preprocessor_config.json", PROCESSORS.get(raw["model_type"], PROCESSORS["llava"])),
@@ -210,22 +211,25 @@ def write(folder, raw, generation=None):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_published_fields_are_read_as_by_transformers(tmp_path, name):
-    kind, raw = VARIANTS[name]
+    expected_class, raw = VARIANTS[name]
     backbone = inspect_folder(write(tmp_path, raw)).backbone
-    assert type(backbone) is kind
+    assert type(backbone) is expected_class
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    text, ours = config.get_text_config(), backbone.config.text
+    text, our_text = config.get_text_config(), backbone.config.text
     rope = text.rope_parameters
-    assert ours.vocab_size == text.vocab_size and ours.num_layers == text.num_hidden_layers
-    assert (ours.hidden_size, ours.intermediate_size) == (text.hidden_size, text.intermediate_size)
+    assert our_text.vocab_size == text.vocab_size and our_text.num_layers == text.num_hidden_layers
+    assert (our_text.hidden_size, our_text.intermediate_size) == (
+        text.hidden_size,
+        text.intermediate_size,
+    )
     heads = (text.num_attention_heads, text.num_key_value_heads)
-    assert (ours.num_heads, ours.num_kv_heads) == heads
-    assert ours.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // heads[0])
-    assert (ours.rms_norm_eps, ours.rope_theta) == (text.rms_norm_eps, rope["rope_theta"])
-    assert ours.max_positions == text.max_position_embeddings
-    assert ours.tie_embeddings == config.tie_word_embeddings
-    assert list(ours.rope_sections) == rope.get("mrope_section", [])
-    scaling = ours.rope_scaling
+    assert (our_text.num_heads, our_text.num_kv_heads) == heads
+    assert our_text.head_dim == (getattr(text, "head_dim", None) or text.hidden_size // heads[0])
+    assert (our_text.rms_norm_eps, our_text.rope_theta) == (text.rms_norm_eps, rope["rope_theta"])
+    assert our_text.max_positions == text.max_position_embeddings
+    assert our_text.tie_embeddings == config.tie_word_embeddings
+    assert list(our_text.rope_sections) == rope.get("mrope_section", [])
+    scaling = our_text.rope_scaling
     assert (scaling.kind if scaling else "default") == rope["rope_type"]
     assert backbone.config.image_token_id == config.image_token_id
     layers = getattr(config.vision_config, "num_hidden_layers", None) or config.vision_config.depth
@@ -234,22 +238,23 @@ def test_published_fields_are_read_as_by_transformers(tmp_path, name):
 
 QWEN_1_5 = LLAMA_3 | {"model_type": "qwen2", "rope_theta": 1000000.0, "vocab_size": 152064}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-REFUSED = {
+UNSUPPORTED = {
     "llava-next-72b-hf": (next_config(QWEN_1_5, 151646), "model_type is 'qwen2'"),
     "Qwen3-VL-30B-A3B": (QWEN3_8B | {"model_type": "qwen3_vl_moe"}, "a mixture of experts"),
     "Qwen3-VL-8B-FP8": (QWEN3_8B | FP8, r"quantized weights \('fp8'\)"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_other_variants_are_refused_in_one_line(tmp_path, name):
-    raw, message = REFUSED[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_variants_are_refused_with_one_line(tmp_path, name):
+    raw, message = UNSUPPORTED[name]
     with pytest.raises(ValueError, match=message) as error:
         inspect_folder(write(tmp_path, raw))
     assert "\n" not in str(error.value)
 
 
-# Of the authors: the tower in a folder, pinpoints as (width, height), no image token.
+# Fields of the authors' layout: the tower is in another folder, pinpoints are (width, height), and
+# there is no image token.
 ORIGINAL = {
     "image_aspect_ratio": "anyres",
     "image_crop_resolution": 224,
@@ -269,7 +274,7 @@ ORIGINAL = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("expected_class", "text"),
     [
         (LlavaNext, VICUNA | {"model_type": "llava", "vocab_size": 32000}),
         (LlavaNextMistral, MISTRAL | {"model_type": "llava_mistral", "vocab_size": 32000}),
@@ -277,12 +282,12 @@ ORIGINAL = {
         (LlavaNextLlama3, LLAMA_3 | {"model_type": "llava_llama", "vocab_size": 128256}),
     ],
 )
-def test_files_of_the_authors_give_the_same_model(tmp_path, kind, text):
+def test_files_in_the_layout_of_the_authors_give_the_same_model(tmp_path, expected_class, text):
     tower = tmp_path / "clip"
     tower.mkdir()
     write(tower, {"model_type": "clip", "vision_config": CLIP})
-    stops = {"eos_token_id": [128001, 128009]}
-    source = inspect_folder(write(tmp_path, text | ORIGINAL, stops))
-    assert type(source.backbone) is kind and source.vision_folder == tower
+    generation = {"eos_token_id": [128001, 128009]}
+    source = inspect_folder(write(tmp_path, text | ORIGINAL, generation))
+    assert type(source.backbone) is expected_class and source.vision_folder == tower
     assert source.config.eos_token_ids == (128001, 128009)
     assert source.config.max_image_tokens == 2928 and source.config.image_token_id is None

@@ -1,4 +1,4 @@
-"""Qwen3-VL beside `transformers`: pixels, tower, deep features, positions, logits and answers."""
+"""Qwen3-VL equals `transformers`: pixels, tower, DeepStack features, positions and answers."""
 
 import json
 from pathlib import Path
@@ -27,11 +27,11 @@ from stepprune_jax.inference import RunOptions, Sampling, generate, trace_arrays
 from stepprune_jax.models import vlm
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.families import find_family
-from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
+from stepprune_jax.models.qwen2_5_vl.images import num_padded_tokens
 from stepprune_jax.models.qwen3_vl import Qwen3_VL
 from stepprune_jax.models.rotary import pair_axes
 from stepprune_jax.models.stack import unstack
-from stepprune_jax.models.weights import join, separate
+from stepprune_jax.models.weights import join_kernels, separate_kernels
 from stepprune_jax.policy import FeatureStats, Inputs, PolicyConfig, Progress
 from stepprune_jax.policy.noise import gate_tokens
 from stepprune_jax.pruning import LayerPruner
@@ -40,14 +40,14 @@ from stepprune_jax.registry import PRUNERS, build_pruner, weighted
 from stepprune_jax.selectors import AutoSelectConfig
 from stepprune_jax.selectors.visionselector import VisionSelectorConfig
 
-# Sizes (height, width) that are rounded, reduced, enlarged, and narrow.
+# (height, width) of images that are rounded, reduced, enlarged, and narrow; their token counts.
 SIZES = ((50, 70), (20, 90), (9, 8), (64, 31))
 TOKENS = (35, 22, 6, 32)
 STEPS, E = 6, 48
 
 
 class Pair(NamedTuple):
-    """The reference and ours, with the same weights."""
+    """The reference model and our model, with the same weights."""
 
     torch: Any
     folder: Path
@@ -66,12 +66,15 @@ def pair(tmp_path_factory):
 
 
 def image(number):
-    """That of `SIZES`."""
+    """Returns a random image with the size of a number in `SIZES`."""
     return noise(SIZES[number][0], SIZES[number])
 
 
-class Seen(NamedTuple):
-    """Images as both see them; of each the reference's features, those of deep mergers last."""
+class Processed(NamedTuple):
+    """Images, processed by both implementations, and the reference's features of each image.
+
+    The features of a token are followed by its DeepStack features.
+    """
 
     theirs: Any
     ours: Any
@@ -79,13 +82,13 @@ class Seen(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def seen(pair):
+def processed(pair):
     images = [image(number) for number in range(len(SIZES))]
     theirs = Qwen2VLImageProcessorPil.from_pretrained(pair.folder)(images, return_tensors="pt")
     ours = pair.model.backbone.preprocess(pair.model.image_settings, images)
-    found = pair.torch.model.visual(theirs["pixel_values"], grid_thw=theirs["image_grid_thw"])
-    whole = torch.cat([found.pooler_output, *found.deepstack_features], dim=1)
-    return Seen(theirs, ours, whole.split(list(TOKENS)))
+    output = pair.torch.model.visual(theirs["pixel_values"], grid_thw=theirs["image_grid_thw"])
+    features = torch.cat([output.pooler_output, *output.deepstack_features], dim=1)
+    return Processed(theirs, ours, features.split(list(TOKENS)))
 
 
 TAPS = (Tap("received", -1), Tap("keys", 1), Tap("hidden", -1))
@@ -97,88 +100,93 @@ def encode(pair):
 
 
 @pytest.fixture(scope="module")
-def tower(pair, seen, encode):
-    """Our tokens and taps of the images."""
-    return encode(pair.model.params, seen.ours, taps=TAPS)
+def tower(pair, processed, encode):
+    """Computes our tokens and taps of the images."""
+    return encode(pair.model.params, processed.ours, taps=TAPS)
 
 
-def test_patches_and_grids_equal_the_reference_bit_by_bit(pair, seen):
-    theirs, ours, _ = seen
+def test_patches_and_grids_equal_the_reference_bit_for_bit(pair, processed):
+    theirs, ours, _ = processed
     grid = theirs["image_grid_thw"].numpy()
     np.testing.assert_array_equal(ours.grid, grid[:, 1:] // 2)
-    parts = np.split(theirs["pixel_values"].numpy(), np.cumsum(grid.prod(1))[:-1])
+    expected_patches = np.split(theirs["pixel_values"].numpy(), np.cumsum(grid.prod(1))[:-1])
     values = pair.model.backbone.normalise(ours).values
-    for patches, expected in zip(values, parts, strict=True):
+    for patches, expected in zip(values, expected_patches, strict=True):
         frames = expected.reshape(len(expected), 3, 2, 16)
         for frame in range(2):
-            own = patches[: len(expected)].reshape(-1, 3, 16)
-            np.testing.assert_array_equal(own, frames[:, :, frame])
+            frame_values = patches[: len(expected)].reshape(-1, 3, 16)
+            np.testing.assert_array_equal(frame_values, frames[:, :, frame])
         assert not patches[len(expected) :].any()
 
 
-def by_hand(pair, theirs):
-    """What the patches of the last block receive, keys of the middle one, the tower's result."""
-    given, visual = {}, pair.torch.model.visual
+def taps_of_reference(pair, theirs):
+    """Computes the taps of `TAPS` for each image with the reference's tower."""
+    attention_inputs, visual = {}, pair.torch.model.visual
     hooks = [
         block.attn.register_forward_pre_hook(
-            lambda _, args, kwargs, at=at: given.update({at: (args[0], kwargs)}), with_kwargs=True
+            lambda _, args, kwargs, number=number: attention_inputs.update(
+                {number: (args[0], kwargs)}
+            ),
+            with_kwargs=True,
         )
-        for at, block in enumerate(visual.blocks)
+        for number, block in enumerate(visual.blocks)
     ]
-    found = visual(theirs["pixel_values"], grid_thw=theirs["image_grid_thw"])
+    output = visual(theirs["pixel_values"], grid_thw=theirs["image_grid_thw"])
     for hook in hooks:
         hook.remove()
 
-    def turned(at):
-        x, more = given[at]
-        query, key, _ = visual.blocks[at].attn.qkv(x).reshape(len(x), 3, 2, 16).unbind(1)
-        angles = more["position_embeddings"]
+    def rotated_query_and_key(number):
+        hidden_input, keywords = attention_inputs[number]
+        qkv = visual.blocks[number].attn.qkv(hidden_input)
+        query, key, _ = qkv.reshape(len(hidden_input), 3, 2, 16).unbind(1)
+        angles = keywords["position_embeddings"]
         return reference.apply_rotary_pos_emb_vision(query, key, *angles)
 
-    (query, key), (_, middle) = turned(2), turned(1)
-    counts, parts = [4 * count for count in TOKENS], []
-    for q, k, other, hidden in zip(
-        *(x.split(counts) for x in (query, key, middle, found.last_hidden_state)), strict=True
+    (query, key), (_, middle_key) = rotated_query_and_key(2), rotated_query_and_key(1)
+    counts, results = [4 * count for count in TOKENS], []
+    for q, k, other_key, hidden in zip(
+        *(array.split(counts) for array in (query, key, middle_key, output.last_hidden_state)),
+        strict=True,
     ):
         weights = torch.softmax(torch.einsum("qhc,khc->hqk", q, k) / 4, dim=2)
-        merged = weights.mean((0, 1)), other.mean(1), hidden
-        parts.append([x.reshape(len(x) // 4, 4, -1).mean(1) for x in merged])
-    return parts
+        patch_values = weights.mean((0, 1)), other_key.mean(1), hidden
+        results.append([values.reshape(len(values) // 4, 4, -1).mean(1) for values in patch_values])
+    return results
 
 
-def test_tower_mergers_and_taps_equal_the_reference(pair, seen, tower):
+def test_tower_mergers_and_taps_equal_the_reference(pair, processed, tower):
     tokens, tapped = tower
     assert tokens.shape == (
         4,
-        padded_tokens(max(TOKENS), pair.model.config.max_image_tokens),
+        num_padded_tokens(max(TOKENS), pair.model.config.max_image_tokens),
         3 * E,
     )
     assert pair.model.config.token_width == 3 * E and pair.model.config.feature_width == E
-    expected = by_hand(pair, seen.theirs)
-    for number, part in enumerate(seen.features):
-        for of in range(3):  # merged, and each of two deep features
-            own = slice(of * E, (of + 1) * E)
-            assert_close(tokens[number, : len(part), own], part[:, own])
+    expected = taps_of_reference(pair, processed.theirs)
+    for number, feature in enumerate(processed.features):
+        for level in range(3):  # the token and its two DeepStack features
+            channels = slice(level * E, (level + 1) * E)
+            assert_close(tokens[number, : len(feature), channels], feature[:, channels])
         received, keys, hidden = expected[number]
-        assert_close(tapped["received.-1"][number, : len(part)], received[:, 0])
-        assert_close(tapped["keys.1"][number, : len(part)], keys)
-        assert_close(tapped["hidden.-1"][number, : len(part)], hidden)
-        assert not tapped["received.-1"][number, len(part) :].any()
+        assert_close(tapped["received.-1"][number, : len(feature)], received[:, 0])
+        assert_close(tapped["keys.1"][number, : len(feature)], keys)
+        assert_close(tapped["hidden.-1"][number, : len(feature)], hidden)
+        assert not tapped["received.-1"][number, len(feature) :].any()
     assert pair.model.config.received_block == 2
     assert pair.model.config.global_blocks == (0, 1, 2)
 
 
-def test_images_of_any_aspect_share_programs(pair, encode, seen, tower):
-    """The bounds allow two padded sizes; the fixture `tower` has compiled one."""
-    before = encode._cache_size()
+def test_images_of_any_aspect_ratio_share_two_programs(pair, encode, processed, tower):
+    """The area bounds allow two padded sizes; the fixture `tower` compiles one of the programs."""
+    size_before = encode._cache_size()
     for size in ((50, 70), (70, 50), (33, 60), (90, 24), (24, 90), (20, 20), (12, 12), (10, 60)):
         pixels = pair.model.backbone.preprocess(pair.model.image_settings, 4 * [noise(1, size)])
         encode(pair.model.params, pixels, taps=TAPS)
-    assert encode._cache_size() - before == 1
+    assert encode._cache_size() - size_before == 1
 
 
-# Prompt, and numbers of its images.
-ASKED = (
+# Prompts with the numbers of their images in `SIZES`.
+QUESTIONS = (
     *(("What is this?", (number,)) for number in range(4)),
     ("red", (0, 1)),
     ("is the red dog in <image> or in <image>?", (3, 2)),
@@ -191,83 +199,93 @@ ASKED = (
 )
 
 
-def inputs_of_reference(pair, seen, prompt, numbers):
-    """A prompt as the published template writes it, with as many places as there are tokens."""
+def inputs_of_reference(pair, processed, prompt, numbers):
+    """Returns the reference's inputs for a prompt, with one id per visual token."""
     mark = "<|vision_start|><image><|vision_end|>"
-    said = prompt if "<image>" in prompt else "<image>" * len(numbers) + prompt
-    text = f"<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n".replace("<image>", mark)
+    message = prompt if "<image>" in prompt else "<image>" * len(numbers) + prompt
+    text = f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n".replace(
+        "<image>", mark
+    )
     for number in numbers:
         text = text.replace("<image>", "<|image_pad|>" * TOKENS[number], 1)
     ids = torch.tensor([pair.model.tokenizer(text).input_ids])
-    kind = (ids == pair.model.config.image_token_id).int()
-    inputs = {"input_ids": ids, "mm_token_type_ids": kind}
+    is_image = (ids == pair.model.config.image_token_id).int()
+    inputs = {"input_ids": ids, "mm_token_type_ids": is_image}
     if numbers:
-        parts = seen.theirs["pixel_values"].split([4 * count for count in TOKENS])
-        inputs["image_grid_thw"] = seen.theirs["image_grid_thw"][list(numbers)]
-        inputs["pixel_values"] = torch.cat([parts[number] for number in numbers])
+        image_pixels = processed.theirs["pixel_values"].split([4 * count for count in TOKENS])
+        inputs["image_grid_thw"] = processed.theirs["image_grid_thw"][list(numbers)]
+        inputs["pixel_values"] = torch.cat([image_pixels[number] for number in numbers])
     pair.torch.model.rope_deltas = None
     return inputs
 
 
-def answers(model, asked, *arguments, **options):
-    """Ours, without an end."""
-    prompts = [prompt for prompt, _ in asked]
-    shown = [[image(number) for number in numbers] for _, numbers in asked]
-    how = {"sampling": Sampling(stop_ids=()), "options": RunOptions(STEPS)}
-    return generate(model, prompts, shown, *arguments, **how, **options)
+def ask(model, questions, *arguments, **options):
+    """Generates our answers of `STEPS` tokens, without stop tokens."""
+    prompts = [prompt for prompt, _ in questions]
+    images = [[image(number) for number in numbers] for _, numbers in questions]
+    common_options = {"sampling": Sampling(stop_ids=()), "options": RunOptions(STEPS)}
+    return generate(model, prompts, images, *arguments, **common_options, **options)
 
 
-def test_answers_positions_and_logits_equal_the_reference(pair, seen):
-    """All in one batch, of which each row is as if alone."""
+def test_answers_positions_and_logits_equal_the_reference(pair, processed):
+    """All questions are one batch; each row equals the reference's answer to one question."""
     traces = []
-    found = answers(pair.model, ASKED, trace=traces.append)
-    for row, ((prompt, numbers), answer) in enumerate(zip(ASKED, found, strict=True)):
-        inputs = inputs_of_reference(pair, seen, prompt, numbers)
+    results = ask(pair.model, QUESTIONS, trace=traces.append)
+    for row, ((prompt, numbers), answer) in enumerate(zip(QUESTIONS, results, strict=True)):
+        inputs = inputs_of_reference(pair, processed, prompt, numbers)
         arrays = trace_arrays(traces[0], row)
         position, _ = pair.torch.model.get_rope_index(
             inputs["input_ids"], inputs["mm_token_type_ids"], inputs.get("image_grid_thw")
         )
         np.testing.assert_array_equal(arrays["position_0"], position[:, 0])
         assert_close(arrays["logits"], pair.torch(**inputs).logits[0, -1], what=prompt)
-        made = pair.torch.generate(
+        output = pair.torch.generate(
             **inputs, max_new_tokens=STEPS, do_sample=False, eos_token_id=None
         )
-        assert list(answer.token_ids) == made[0, inputs["input_ids"].shape[1] :].tolist(), prompt
+        assert list(answer.token_ids) == output[0, inputs["input_ids"].shape[1] :].tolist(), prompt
 
 
-def test_a_batch_without_images_has_no_deep_features(pair):
-    """It has no place for an image, either."""
-    none = jnp.zeros((1, 0, 1), jnp.int32)
+def test_a_batch_without_images_has_zero_deepstack_features(pair):
+    """The batch also has no slots for images."""
+    no_images = jnp.zeros((1, 0, 1), jnp.int32)
     visual = vlm.Visual(
-        jnp.zeros((1, 0, 1, 3 * E)), none > 0, none, none, jnp.zeros((1, 0, 2), jnp.int32)
+        jnp.zeros((1, 0, 1, 3 * E)),
+        no_images > 0,
+        no_images,
+        no_images,
+        jnp.zeros((1, 0, 2), jnp.int32),
     )
-    place = jax.jit(vlm.assemble, static_argnames="backbone")
+    assemble = jax.jit(vlm.assemble, static_argnames="backbone")
     ids = jnp.array([[1, 4, 5]])
-    found = place(pair.model.params, pair.model.backbone, ids, jnp.array([3]), visual)
-    assert found.hidden.shape == (1, 3, E) and found.deep.shape == (1, 3, 2, E)
-    assert not found.deep.any()
+    sequence = assemble(pair.model.params, pair.model.backbone, ids, jnp.array([3]), visual)
+    assert sequence.hidden.shape == (1, 3, E) and sequence.deep.shape == (1, 3, 2, E)
+    assert not sequence.deep.any()
 
 
-def layers_of_reference(pair, seen, kept, before=0):
-    """Logits at the end of "Is it red?", about image 0 of which some tokens remain.
+def pruned_logits_of_reference(pair, processed, kept, before=0):
+    """Computes the reference's logits after "Is it red?" if only some tokens of image 0 are kept.
 
-    The others are dropped before a layer of the language model.
+    Args:
+        pair: both models.
+        processed: the processed images.
+        kept: indices of the kept tokens.
+        before: layer of the language model before which all other tokens are dropped.
     """
     language = pair.torch.model.language_model
-    inputs = inputs_of_reference(pair, seen, "Is it red?", (0,))
-    whole, visual = seen.features[0], inputs["mm_token_type_ids"][0].bool()
+    inputs = inputs_of_reference(pair, processed, "Is it red?", (0,))
+    features, visual = processed.features[0], inputs["mm_token_type_ids"][0].bool()
     position, _ = pair.torch.model.get_rope_index(
         inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"]
     )
     hidden = language.embed_tokens(inputs["input_ids"])
-    hidden[0, visual] = whole[:, :E]
-    remain = ~visual
-    remain[torch.nonzero(visual)[:, 0][torch.tensor(kept)]] = True
+    hidden[0, visual] = features[:, :E]
+    is_kept = ~visual
+    is_kept[torch.nonzero(visual)[:, 0][torch.tensor(kept)]] = True
     deep = torch.zeros(2, len(visual), E)
-    deep[:, visual] = whole[:, E:].reshape(-1, 2, E).transpose(0, 1)
+    deep[:, visual] = features[:, E:].reshape(-1, 2, E).transpose(0, 1)
     for number, layer in enumerate(language.layers):
         if number == before:
-            hidden, position, deep = hidden[:, remain], position[..., remain], deep[:, remain]
+            hidden, position, deep = hidden[:, is_kept], position[..., is_kept], deep[:, is_kept]
         angles = language.rotary_emb(hidden, position)
         s = hidden.shape[1]
         mask = torch.full((s, s), torch.finfo(torch.float32).min).triu(1)[None, None]
@@ -279,29 +297,29 @@ def layers_of_reference(pair, seen, kept, before=0):
 
 CHOICES = (
     ("divprune", {}, 0),
-    # Before the layer behind which the second deep features are added, and behind all of them.
+    # Drops before the last layer that adds DeepStack features, and after this layer.
     ("fastv", {"layer": 1}, 1),
     pytest.param("fastv", {"layer": 2}, 2, marks=pytest.mark.slow),
 )
 
 
 @pytest.mark.parametrize(("name", "options", "before"), CHOICES)
-def test_deep_features_of_kept_tokens_alone_are_added(pair, seen, name, options, before):
+def test_only_kept_tokens_add_their_deepstack_features(pair, processed, name, options, before):
     traces = []
-    answers(pair.model, ASKED[-1:], build_pruner(name, 9, options=options), trace=traces.append)
+    ask(pair.model, QUESTIONS[-1:], build_pruner(name, 9, options=options), trace=traces.append)
     arrays = trace_arrays(traces[0])
     kept = arrays[f"kept_{int(before > 0)}"]
     assert len(kept) == 9
-    assert_close(arrays["logits"], layers_of_reference(pair, seen, kept, before))
+    assert_close(arrays["logits"], pruned_logits_of_reference(pair, processed, kept, before))
 
 
-def test_joined_and_unrolled_weights_give_the_same_logits(pair, seen, tower):
-    """As on a GPU: matrices side by side, one layer after the other."""
+def test_joined_and_unrolled_weights_give_the_same_logits(pair, processed, tower):
+    """GPUs run joined matrices and unrolled layers."""
     params, config = pair.model.params, pair.model.config
-    tokens, grid = tower[0][:1, None], jnp.asarray(seen.ours.grid[:1])[:, None]
+    tokens, grid = tower[0][:1, None], jnp.asarray(processed.ours.grid[:1])[:, None]
     index = jnp.arange(tokens.shape[2], dtype=jnp.int32)[None, None]
     visual = vlm.Visual(tokens, index < TOKENS[0], index, index, grid)
-    joined = join(jax.tree.map(jnp.copy, params))
+    joined = join_kernels(jax.tree.map(jnp.copy, params))
     ids, length = jnp.array([[1, vlm.IMAGE_TOKEN, 5]]), jnp.array([3])
 
     @jax.jit
@@ -311,12 +329,15 @@ def test_joined_and_unrolled_weights_give_the_same_logits(pair, seen, tower):
 
     assert_close(logits(unstack(joined)), logits(params))
     abstract = vlm.abstract_params(pair.model.backbone)
-    jax.tree.map(np.testing.assert_array_equal, separate(joined, abstract), params)
+    jax.tree.map(np.testing.assert_array_equal, separate_kernels(joined, abstract), params)
 
 
 @pytest.mark.slow
 def test_published_widths_equal_the_reference(tmp_path):
-    """One block of the tower, and one layer of the 2B, with the published table and sections."""
+    """Compares one block of the tower and one layer of the 2B model.
+
+    The position table and the rotary sections have their published sizes.
+    """
     tower = {"depth": 1, "deepstack_visual_indexes": [0], "hidden_size": 1024, "num_heads": 16}
     tower |= {"intermediate_size": 4096, "out_hidden_size": 2048, "patch_size": 16}
     raw = tiny_qwen3_config(qwen_tokenizer())
@@ -333,19 +354,19 @@ def test_published_widths_equal_the_reference(tmp_path):
     )
     assert pair.model.config.vision.side == 48
     assert pair.model.config.text.rope_sections == (24, 20, 20)
-    shown, traces = noise(0, (300, 260)), []
-    generate(pair.model, ["red"], [shown], options=RunOptions(1), trace=traces.append)
-    theirs = Qwen2VLImageProcessorPil.from_pretrained(pair.folder)([shown], return_tensors="pt")
+    picture, traces = noise(0, (300, 260)), []
+    generate(pair.model, ["red"], [picture], options=RunOptions(1), trace=traces.append)
+    theirs = Qwen2VLImageProcessorPil.from_pretrained(pair.folder)([picture], return_tensors="pt")
     count = int(theirs["image_grid_thw"].prod()) // 4
     text = "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * count
     text += "<|vision_end|>red<|im_end|>\n<|im_start|>assistant\n"
     ids = torch.tensor([pair.model.tokenizer(text).input_ids])
-    kind = (ids == pair.model.config.image_token_id).int()
-    logits = pair.torch(input_ids=ids, mm_token_type_ids=kind, **theirs).logits[0, -1]
+    is_image = (ids == pair.model.config.image_token_id).int()
+    logits = pair.torch(input_ids=ids, mm_token_type_ids=is_image, **theirs).logits[0, -1]
     assert_close(trace_arrays(traces[0])["logits"], logits)
 
 
-# Those that need no published weights; their taps, and what they cannot do here.
+# Pruners that need no published weights, and pruners that need a class token.
 NEED_CLASS_TOKEN = ("cls", "prumerge", "prumerge_plus")
 NAMES = [x for x in PRUNERS if x not in {*NEED_CLASS_TOKEN, *weighted()}]
 BEFORE = [name for name in NAMES if not issubclass(PRUNERS[name], LayerPruner)]
@@ -360,43 +381,45 @@ CONFIGS = {
 }
 
 
-def own_policy(name="stepprune"):
-    """Random weights of a trained method; None for others."""
+def random_policy(name="stepprune"):
+    """Returns a trained method with random weights; None for a method without weights."""
     if name not in CONFIGS:
         return None
-    empty = PRUNERS[name](config=CONFIGS[name])
-    return empty.replace(params=drawn(empty.specs(), 1))
+    untrained = PRUNERS[name](config=CONFIGS[name])
+    return untrained.replace(params=drawn(untrained.specs(), 1))
 
 
 @pytest.mark.parametrize("name", [*BEFORE, "stepprune"])
-def test_deep_features_follow_their_token(name):
-    """Deep features that are -2 times their token remain so, be it gathered or averaged."""
+def test_pruners_gather_and_average_deepstack_features_with_their_tokens(name):
+    """DeepStack features that are -2 times their token keep this ratio."""
     random = np.random.default_rng(0)
     tokens = random.standard_normal((2, 12, E)).astype(np.float32)
     score = random.random((2, 12)).astype(np.float32)
     taps = {"visionzip": (score, tokens[..., :4]), "holov": (score,), "hiprune": (score, score)}
-    others = {"grid": np.array([[3, 4], [3, 3]], np.int32), "deep": -2 * tokens}
-    others |= {"valid": np.arange(12) < np.array([[12], [9]])}
-    others |= {"text": np.ones((2, 1, E), np.float32), "text_valid": np.ones((2, 1), bool)}
-    shown = view(tokens, *taps.get(name, ()), count=[12, 9] if name == "all" else 4, **others)
-    pruner = build_pruner(name, None if name == "all" else 4, policy=own_policy(name))
-    kept = select(pruner.program(), shown, 12 if name == "all" else 5)
-    assert kept.tokens.shape[2] == 2 * E and kept.count.tolist() == shown.count.tolist()
+    fields = {"grid": np.array([[3, 4], [3, 3]], np.int32), "deep": -2 * tokens}
+    fields |= {"valid": np.arange(12) < np.array([[12], [9]])}
+    fields |= {"text": np.ones((2, 1, E), np.float32), "text_valid": np.ones((2, 1), bool)}
+    pruner_inputs = view(
+        tokens, *taps.get(name, ()), count=[12, 9] if name == "all" else 4, **fields
+    )
+    pruner = build_pruner(name, None if name == "all" else 4, policy=random_policy(name))
+    kept = select(pruner.program(), pruner_inputs, 12 if name == "all" else 5)
+    assert kept.tokens.shape[2] == 2 * E and kept.count.tolist() == pruner_inputs.count.tolist()
     np.testing.assert_allclose(kept.tokens[..., E:], -2 * kept.tokens[..., :E], atol=1e-5)
     assert np.abs(kept.tokens[:, 0]).max(1).all()
 
 
-def test_recycled_tokens_average_their_deep_features():
+def test_recycled_tokens_average_their_deepstack_features():
     random = np.random.default_rng(0)
     hidden = random.standard_normal((1, 14, 4)).astype(np.float32)
     image = np.where(np.arange(14) < 12, 0, -1)[None]
-    before = rows(image, hidden)._replace(note=jnp.zeros((1, 14)))
-    before = before._replace(deep=-2 * before.hidden[:, :, None])
+    sequence = rows(image, hidden)._replace(note=jnp.zeros((1, 14)))
+    sequence = sequence._replace(deep=-2 * sequence.hidden[:, :, None])
     score = jnp.asarray(random.random((1, 14)), jnp.float32)
-    after, remain = jax.jit(recycle, static_argnums=3)(before, score, jnp.array([[4]]), 0.0)
-    assert remain.sum() == 4 + 1 + 2  # of 3 candidates of 8 dropped ones, one cluster
-    assert after.index[0, 4] == -1 and after.image[0, 4] == 0
-    np.testing.assert_allclose(after.deep[:, :, 0], -2 * after.hidden, atol=1e-5)
+    recycled, is_kept = jax.jit(recycle, static_argnums=3)(sequence, score, jnp.array([[4]]), 0.0)
+    assert is_kept.sum() == 4 + 1 + 2  # 8 dropped tokens give 3 candidates and one cluster
+    assert recycled.index[0, 4] == -1 and recycled.image[0, 4] == 0
+    np.testing.assert_allclose(recycled.deep[:, :, 0], -2 * recycled.hidden, atol=1e-5)
 
 
 OPTIONS = {name: {"layer": 1} for name in ("fastv", "topv", "dart")}
@@ -408,13 +431,14 @@ OPTIONS |= {
 @pytest.mark.parametrize("name", quick_or_slow([*NAMES, *CONFIGS], ["visionzip"]))
 def test_pruners_keep_their_budget(pair, name):
     budget = None if name == "all" else 5
-    pruner = build_pruner(name, budget, policy=own_policy(name), options=OPTIONS.get(name))
-    asked = ASKED[4], ASKED[6]
-    for (_, numbers), answer in zip(asked, answers(pair.model, asked, pruner), strict=True):
-        whole = sum(TOKENS[number] for number in numbers)
-        assert answer.visual_tokens == whole
-        kept = {"all": whole, "dart": 4 * len(numbers)}  # in turns of eight pivots
-        assert answer.kept == kept.get(name, 5 * len(numbers))
+    pruner = build_pruner(name, budget, policy=random_policy(name), options=OPTIONS.get(name))
+    questions = QUESTIONS[4], QUESTIONS[6]
+    for (_, numbers), answer in zip(questions, ask(pair.model, questions, pruner), strict=True):
+        num_tokens = sum(TOKENS[number] for number in numbers)
+        assert answer.visual_tokens == num_tokens
+        # DART divides the budget among eight pivots.
+        expected_counts = {"all": num_tokens, "dart": 4 * len(numbers)}
+        assert answer.kept == expected_counts.get(name, 5 * len(numbers))
 
 
 @pytest.mark.parametrize("name", NEED_CLASS_TOKEN)
@@ -424,57 +448,61 @@ def test_pruners_that_need_a_class_token_are_refused(pair, name):
         build_pruner(name, 5).check(config, config.max_image_tokens)
 
 
-def gated(alpha, deep, stats):
-    chosen = own_policy()
-    inputs = Inputs(jnp.ones((2, 3, E)), deep=deep, deep_stats=stats)
-    return gate_tokens(chosen.params, chosen.config, jax.random.key(0), inputs, alpha)
+def gate(alpha, features, stats):
+    policy = random_policy()
+    inputs = Inputs(jnp.ones((2, 3, E)), deep=features, deep_stats=stats)
+    return gate_tokens(policy.params, policy.config, jax.random.key(0), inputs, alpha)
 
 
-def test_the_noise_gate_hides_the_deep_features_of_dropped_tokens():
+def test_the_noise_gate_hides_the_deepstack_features_of_dropped_tokens():
     random = np.random.default_rng(0)
-    deep = jnp.asarray(50 + 3 * random.standard_normal((2, 3, 400)), jnp.float32)
+    features = jnp.asarray(50 + 3 * random.standard_normal((2, 3, 400)), jnp.float32)
     stats = FeatureStats(jnp.full(400, 50.0), jnp.full(400, 9.0), jnp.float32(1))
     alpha = jnp.array([[1.0, 0, 1], [0, 0, 1]])
-    run = jax.jit(gated)
-    whole = run(alpha, deep, stats)
-    assert whole.shape == (2, 3, E + 400)
-    found, is_open = np.asarray(whole[..., E:]), np.asarray(alpha) > 0
-    np.testing.assert_allclose(found[is_open], np.asarray(deep)[is_open], rtol=1e-5)
-    other = jnp.where(alpha[..., None] > 0, deep, deep + 7)
-    np.testing.assert_array_equal(run(alpha, other, stats), whole)
-    hidden = found[~is_open]  # noise of the mean and the deviation of the features
-    assert abs(hidden.mean() - 50) < 0.3 and abs(hidden.std() - 3) < 0.2
-    slope = jax.jit(jax.grad(lambda x: run(alpha, x, stats).sum()))(deep)
-    np.testing.assert_array_equal(np.abs(slope).max(2) > 0, is_open)
+    run = jax.jit(gate)
+    gated_tokens = run(alpha, features, stats)
+    assert gated_tokens.shape == (2, 3, E + 400)
+    gated_features, is_open = np.asarray(gated_tokens[..., E:]), np.asarray(alpha) > 0
+    np.testing.assert_allclose(gated_features[is_open], np.asarray(features)[is_open], rtol=1e-5)
+    changed_features = jnp.where(alpha[..., None] > 0, features, features + 7)
+    np.testing.assert_array_equal(run(alpha, changed_features, stats), gated_tokens)
+    # The noise has the mean and the standard deviation of the features.
+    noise_values = gated_features[~is_open]
+    assert abs(noise_values.mean() - 50) < 0.3 and abs(noise_values.std() - 3) < 0.2
+    gradient = jax.jit(jax.grad(lambda x: run(alpha, x, stats).sum()))(features)
+    np.testing.assert_array_equal(np.abs(gradient).max(2) > 0, is_open)
 
 
-def test_the_gates_of_visionselector_scale_deep_features_as_their_tokens():
+def test_visionselector_scales_deepstack_features_like_their_tokens():
     tokens = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, E)), jnp.float32)
-    inputs, chosen, seen = Inputs(tokens, deep=-2 * tokens), own_policy("visionselector"), []
+    inputs, policy = Inputs(tokens, deep=-2 * tokens), random_policy("visionselector")
+    gated_inputs = []
 
     @jax.jit
     def run(inputs):
-        chosen.loss(jax.random.key(0), inputs, lambda x: seen.append(x) or x.sum(), Progress())
-        return seen.pop()
+        policy.loss(
+            jax.random.key(0), inputs, lambda x: gated_inputs.append(x) or x.sum(), Progress()
+        )
+        return gated_inputs.pop()
 
-    gated = run(inputs)
-    np.testing.assert_allclose(gated[..., E:], -2 * gated[..., :E], rtol=1e-5)
-    assert (np.abs(gated) < np.abs(inputs.whole)).all()
+    gated_tokens = run(inputs)
+    np.testing.assert_allclose(gated_tokens[..., E:], -2 * gated_tokens[..., :E], rtol=1e-5)
+    assert (np.abs(gated_tokens) < np.abs(inputs.whole)).all()
 
 
-def test_operations_are_those_of_the_program(pair):
+def test_vision_flops_equal_the_traced_program(pair):
     backbone, params = pair.model.backbone, vlm.abstract_params(pair.model.backbone, jnp.float32)
     pixels = pair.model.backbone.preprocess(pair.model.image_settings, [noise(0, (32, 32))])
-    traced = jax.make_jaxpr(lambda p, x: backbone.encode_image(p, x)[0])(params, pixels)
+    jaxpr = jax.make_jaxpr(lambda p, x: backbone.encode_image(p, x)[0])(params, pixels)
     assert pixels.grid.tolist() == [[4, 4]] and pixels.values.shape[1] == 64  # no padding
-    assert traced_flops(traced) == sum(backbone.vision_flops((4, 4)).values())
+    assert traced_flops(jaxpr) == sum(backbone.vision_flops((4, 4)).values())
 
 
 # Files.
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_folders_are_loaded_and_written(tmp_path, tied):
+def test_folders_are_loaded_and_saved(tmp_path, tied):
     config = tiny_qwen3_config(qwen_tokenizer())
     changes = {"tie_word_embeddings": tied}
     changes["text_config"] = config["text_config"] | {"tie_word_embeddings": tied}
@@ -483,21 +511,25 @@ def test_folders_are_loaded_and_written(tmp_path, tied):
     assert ("head" in model.params["language"]) != tied
     assert model.config.max_pixels == 1024 and model.config.min_pixels == 256
     save_vlm(model, tmp_path / "to")
-    again = load_vlm(tmp_path / "to", dtype=jnp.float32, progress=False)
-    assert again.config == model.config and again.image_settings == model.image_settings
-    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    reloaded = load_vlm(tmp_path / "to", dtype=jnp.float32, progress=False)
+    assert reloaded.config == model.config and reloaded.image_settings == model.image_settings
+    jax.tree.map(np.testing.assert_array_equal, reloaded.params, model.params)
     theirs, report = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
         tmp_path / "to", output_loading_info=True
     )
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    deep = theirs.model.visual.deepstack_merger_list[1].linear_fc2.weight.detach()
-    np.testing.assert_array_equal(model.params["deep_mergers"]["down"]["kernel"][1].T, deep)
-    # As newer `transformers` write it.
+    assert not any(
+        report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
+    expected_kernel = theirs.model.visual.deepstack_merger_list[1].linear_fc2.weight.detach()
+    np.testing.assert_array_equal(
+        model.params["deepstack_mergers"]["down"]["kernel"][1].T, expected_kernel
+    )
+    # Newer versions of `transformers` write other fields for the rotary embedding.
     theirs.config.save_pretrained(tmp_path / "new")
     raw = json.loads((tmp_path / "new" / "config.json").read_text())
     assert "rope_parameters" in raw["text_config"]
-    newer = Qwen3_VL.read(raw, None).config
-    assert newer.text == model.config.text and newer.vision == model.config.vision
+    newer_config = Qwen3_VL.read(raw, None).config
+    assert newer_config.text == model.config.text and newer_config.vision == model.config.vision
 
 
 REFUSED = (
@@ -517,24 +549,24 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_a_field_is_refused_by_name(changes, message):
+def test_an_unsupported_field_is_refused_by_name(changes, message):
     raw = tiny_qwen3_config(qwen_tokenizer())
     for name, value in changes.items():
-        part = f"{name}_config"
-        raw |= {part: raw[part] | value} if name in ("text", "vision") else {name: value}
-    with pytest.raises(ValueError, match=message) as refused:
+        section = f"{name}_config"
+        raw |= {section: raw[section] | value} if name in ("text", "vision") else {name: value}
+    with pytest.raises(ValueError, match=message) as error:
         find_family(raw, "here").read(raw, None)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_folder_of_another_family_names_those_that_are_supported():
+def test_the_error_for_another_family_lists_the_supported_models():
     raw = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"]}
-    with pytest.raises(ValueError, match=r"supported: .*Qwen3-VL without experts") as refused:
+    with pytest.raises(ValueError, match=r"supported: .*Qwen3-VL without experts") as error:
         find_family(raw, "here")
-    assert "docs/architecture.md" in str(refused.value) and "\n" not in str(refused.value)
+    assert "docs/architecture.md" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_weights_that_do_not_fit_are_listed(pair, tmp_path):
+def test_missing_and_unused_weights_are_listed(pair, tmp_path):
     tensors = layouts.rename(tiny_qwen3(tmp_path), ())
     layouts.testing.write_tensors(
         tmp_path,
@@ -543,39 +575,41 @@ def test_weights_that_do_not_fit_are_listed(pair, tmp_path):
             for name, x in tensors.items()
         },
     )
-    with pytest.raises(ValueError, match=r"deepstack_merger_list\.1\.norm\.weight") as refused:
+    with pytest.raises(ValueError, match=r"deepstack_merger_list\.1\.norm\.weight") as error:
         load_vlm(tmp_path, progress=False)
-    assert "missing (6)" in str(refused.value) and "unused (6)" in str(refused.value)
+    assert "missing (6)" in str(error.value) and "unused (6)" in str(error.value)
 
 
-def test_int8_weights_leave_norms_as_they_are(pair):
-    rounded = load_vlm(pair.folder, dtype=jnp.float32, weights="int8", progress=False)
-    found, whole = (model.params["language"]["layers"] for model in (rounded, pair.model))
+def test_norms_are_not_quantized(pair):
+    int8_model = load_vlm(pair.folder, dtype=jnp.float32, weights="int8", progress=False)
+    int8_layers, full_layers = (
+        model.params["language"]["layers"] for model in (int8_model, pair.model)
+    )
     for name in ("query_norm", "key_norm"):
-        scale = found["attention"][name]["scale"]
-        np.testing.assert_array_equal(scale, whole["attention"][name]["scale"])
-    assert found["attention"]["query"]["kernel"].value.dtype == jnp.int8
+        scale = int8_layers["attention"][name]["scale"]
+        np.testing.assert_array_equal(scale, full_layers["attention"][name]["scale"])
+    assert int8_layers["attention"]["query"]["kernel"].value.dtype == jnp.int8
 
 
-def test_sections_take_turns():
+def test_interleaved_sections_take_channel_pairs_in_turn():
     assert pair_axes((4, 2, 2)).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
-    published = pair_axes((24, 20, 20))
-    assert np.flatnonzero(published == 1).tolist() == list(range(1, 60, 3))
-    assert np.flatnonzero(published == 2).tolist() == list(range(2, 60, 3))
+    published_axes = pair_axes((24, 20, 20))
+    assert np.flatnonzero(published_axes == 1).tolist() == list(range(1, 60, 3))
+    assert np.flatnonzero(published_axes == 2).tolist() == list(range(2, 60, 3))
 
 
-def test_prompts_are_those_of_the_chat_template():
+def test_prompts_equal_the_chat_template():
     start = (
         "<|im_start|>user\n<|vision_start|><image><|vision_end|>What?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     turns = [Qwen3_VL.place_images("What?", 1), "A dog.", "Why?"]
-    closed = start + "A dog.<|im_end|>"
+    answered = start + "A dog.<|im_end|>"
     assert Qwen3_VL.conversation(turns[:1]) == start
-    assert Qwen3_VL.conversation(turns[:2]) == closed
-    asked = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert Qwen3_VL.conversation(turns) == closed + asked
-    own = "<|im_start|>system\nBe brief.<|im_end|>\n" + start
-    assert Qwen3_VL.conversation(turns[:1], "Be brief.") == own
+    assert Qwen3_VL.conversation(turns[:2]) == answered
+    second_question = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert Qwen3_VL.conversation(turns) == answered + second_question
+    with_system = "<|im_start|>system\nBe brief.<|im_end|>\n" + start
+    assert Qwen3_VL.conversation(turns[:1], "Be brief.") == with_system
     with pytest.raises(ValueError, match=r"<\|video_pad\|>, but videos are not supported"):
         Qwen3_VL.conversation(["<|video_pad|>What?"])

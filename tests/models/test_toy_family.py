@@ -1,6 +1,7 @@
-"""A family of a few lines, with the methods that a family has to write, from its files to training.
+"""A family with only the required methods can be loaded, pruned, queried, saved and trained.
 
-Its tower is one product with each patch's pixels. Nothing but `FAMILIES` hears of it.
+Its tower multiplies the pixels of each patch by one matrix. The family is registered only in
+`FAMILIES`.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from stepprune_jax.checkpoints.save import save_vlm
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models import decoder, families
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.config import LLAMA, LlamaConfig, ModelConfig, written
+from stepprune_jax.models.config import LLAMA, LlamaConfig, ModelConfig, write_fields
 from stepprune_jax.models.images import read_processor
 from stepprune_jax.models.weights import WeightRule, language_rules
 from stepprune_jax.pruning import Budget, FastV
@@ -40,7 +41,7 @@ class ToyConfig(ModelConfig):
     vision: Tower
 
     def to_hf(self, dtype):
-        text = written(self.text, LLAMA) | {"model_type": "llama"}
+        text = write_fields(self.text, LLAMA) | {"model_type": "llama"}
         fields = {"image_token_id": self.image_token_id, "eos_token_id": [*self.eos_token_ids]}
         return fields | {"model_type": "toy", "vision": self.vision._asdict(), "text_config": text}
 
@@ -87,20 +88,20 @@ class Toy(Backbone):
         texts = [f"{text}{end}" if text else "" for text, end in zip(turns, ends, strict=True)]
         return (system or "") + "".join(texts)
 
-    def is_harmless(self, name):
+    def may_be_unused(self, name):
         return False
 
     def weight_rules(self):
-        own = (
+        rules = (
             WeightRule(f"{part}/kernel", f"{part}.weight", "transpose") for part in ("tower", "in")
         )
-        return (*own, *language_rules("model.", "lm_head", False))
+        return (*rules, *language_rules("model.", "lm_head", False))
 
     def init_params(self, key):
         vision, e = self.config.vision, self.config.text.hidden_size
         sizes = {"tower": (3 * vision.patch**2, vision.hidden_size), "in": (vision.hidden_size, e)}
-        own = {name: {"kernel": jax.random.normal(key, size)} for name, size in sizes.items()}
-        return own | {"language": decoder.init_language(key, self.config.text)}
+        params = {name: {"kernel": jax.random.normal(key, size)} for name, size in sizes.items()}
+        return params | {"language": decoder.init_language(key, self.config.text)}
 
     def hf_processor(self, settings):
         return {"preprocessor_config.json": settings}
@@ -112,7 +113,7 @@ class Toy(Backbone):
         side = self.config.vision.side
         return np.asarray(image.resize((side, side))).transpose(2, 0, 1)
 
-    def max_pixels(self, count):
+    def largest_pixel_shapes(self, count):
         side = self.config.vision.side
         return jax.ShapeDtypeStruct((count, 3, side, side), np.uint8)
 
@@ -122,12 +123,12 @@ class Toy(Backbone):
 
     def encode_image(self, params, pixels, taps=(), execution=None):
         side, patch = self.config.vision.side // self.config.vision.patch, self.config.vision.patch
-        parts = (
+        patches = (
             self.normalise(pixels)
             .reshape(-1, 3, side, patch, side, patch)
             .transpose(0, 2, 4, 1, 3, 5)
         )
-        return parts.reshape(len(pixels), side**2, -1) @ params["tower"]["kernel"], {}
+        return patches.reshape(len(pixels), side**2, -1) @ params["tower"]["kernel"], {}
 
     def project(self, params, features):
         return features @ params["in"]["kernel"]
@@ -136,8 +137,12 @@ class Toy(Backbone):
         return place[..., None, :], jnp.asarray(self.num_tokens(grid))
 
     def vision_flops(self, grid):
-        vision, n = self.config.vision, 2 * grid[0] * grid[1] * self.config.vision.hidden_size
-        return {"tower": n * 3 * vision.patch**2, "projector": n * self.config.text.hidden_size}
+        vision, width = self.config.vision, self.config.text.hidden_size
+        flops_per_value = 2 * grid[0] * grid[1] * vision.hidden_size
+        return {
+            "tower": flops_per_value * 3 * vision.patch**2,
+            "projector": flops_per_value * width,
+        }
 
 
 @pytest.fixture
@@ -150,22 +155,25 @@ def folder(tmp_path, monkeypatch):
     return testing.write_folder(tmp_path / "toy", raw, {}, tensors, tokenizer)
 
 
-def test_a_family_of_a_few_lines_loads_prunes_answers_saves_and_trains(folder, tmp_path):
+def test_a_family_with_only_the_required_methods_works_from_loading_to_training(folder, tmp_path):
     model = load_vlm(folder, dtype=jnp.float32, progress=False)
     data = write_data(tmp_path / "data")
-    images, asked = [[data / "images" / "0.png"], [data / "images" / "1.png"]], ["red?", "a dog?"]
+    images = [[data / "images" / "0.png"], [data / "images" / "1.png"]]
+    questions = ["red?", "a dog?"]
 
     def answers(model, pruner):
-        return generate(model, asked, images, pruner, options=RunOptions(4))
+        return generate(model, questions, images, pruner, options=RunOptions(4))
 
     policy = build_pruner("stepprune", 3, policy=stepprune())
     for pruner in (policy, FastV(Budget("count", 3), 1)):
-        found = answers(model, pruner)
-        assert [(one.visual_tokens, one.kept) for one in found] == [(9, 3), (9, 3)]
+        pruned = answers(model, pruner)
+        assert [(answer.visual_tokens, answer.kept) for answer in pruned] == [(9, 3), (9, 3)]
     save_vlm(model, tmp_path / "saved")
-    again = load_vlm(tmp_path / "saved", dtype=jnp.float32, progress=False)
-    assert again.backbone == model.backbone and hash(again.backbone) == hash(model.backbone)
-    assert [x.token_ids for x in answers(again, pruner)] == [x.token_ids for x in found]
+    reloaded = load_vlm(tmp_path / "saved", dtype=jnp.float32, progress=False)
+    assert reloaded.backbone == model.backbone and hash(reloaded.backbone) == hash(model.backbone)
+    assert [answer.token_ids for answer in answers(reloaded, pruner)] == [
+        answer.token_ids for answer in pruned
+    ]
     run = make_run(folder, data, steps=2, method="autoselect", **{"optimizer.warmup": 1})
     train(run, tmp_path / "run")
     assert all(np.isfinite(row["lm_loss"]) for row in metrics(tmp_path / "run"))

@@ -18,7 +18,7 @@ def test_programs_that_answer_read_large_layers_without_a_copy(monkeypatch):
         layers_seen.append(params["a"]["layers"])
         return params["a"]["layers"][-1]["w"] * x
 
-    monkeypatch.setattr(stack, "_LARGE", 4096)
+    monkeypatch.setattr(stack, "_LARGE_LAYER_BYTES", 4096)
     w = jnp.arange(3 * 1024, dtype=jnp.float32).reshape(3, 1024)
     weights = {"a": {"layers": {"w": w}, "b": w[0]}}
     run = programs.jit_for_weights(last, (), answers=True)

@@ -13,7 +13,7 @@ from stepprune_jax.efficiency.model_shapes import KNOWN, MODELS, find_backbone
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
-from stepprune_jax.models.weights import join
+from stepprune_jax.models.weights import join_kernels
 from stepprune_jax.parallel.compiling import usage
 from stepprune_jax.parallel.placement import local_rows
 from stepprune_jax.parallel.sharding import (
@@ -81,7 +81,7 @@ def test_every_weight_has_a_rule_that_divides_it_and_every_rule_a_weight(name):
     # The first one counts: a longer path stands before the shorter one that it ends with.
     used = {
         next(pattern for pattern, _ in rules if matches(path, pattern))
-        for path, _ in [*leaves(params), *leaves(jax.eval_shape(join, params))]
+        for path, _ in [*leaves(params), *leaves(jax.eval_shape(join_kernels, params))]
     }
     tied = {"language/head/kernel"} if backbone.config.text.tie_embeddings else set()
     assert used | tied == {pattern for pattern, _ in rules}
@@ -123,7 +123,7 @@ def test_a_dimension_that_cannot_be_divided_is_named():
 @pytest.mark.parametrize("name", ["llava-7b", "qwen2.5-vl-3b"])
 def test_joined_matrices_are_cut_along_the_rows_that_they_read(name):
     backbone = find_backbone(name)
-    joined = jax.eval_shape(join, vlm.abstract_params(backbone))
+    joined = jax.eval_shape(join_kernels, vlm.abstract_params(backbone))
     placed = shardings(joined, backbone.SHARDING_RULES, build_mesh("fsdp", jax.devices()[:2]))
     language = placed["language"]["layers"]
     kernels = language["attention"]["query_key_value"], language["mlp"]["gate_up"]

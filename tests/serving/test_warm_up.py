@@ -88,7 +88,7 @@ def test_listed_pixels_have_all_shapes_with_the_fewest_and_the_most_tokens(model
         (count,) = backbone.num_tokens(backbone.grids(pixels)).tolist()
         return pixels.values.shape, count
 
-    for pixels in backbone.list_pixels(*size):
+    for pixels in backbone.list_example_pixels(*size):
         (count,) = backbone.num_tokens(backbone.grids(pixels)).tolist()
         counts.setdefault(pixels.values.shape, []).append(count)
     assert len(counts) > 2

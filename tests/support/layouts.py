@@ -1,4 +1,4 @@
-"""Tiny checkpoints in other layouts than those of `stepprune_jax.testing` and `tiny_qwen`."""
+"""Writes tiny checkpoints in further layouts, besides `stepprune_jax.testing` and `tiny_qwen`."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from stepprune_jax import testing
 from stepprune_jax.checkpoints import safetensors
 from stepprune_jax.checkpoints.weight_files import read_folder
 from stepprune_jax.models.llava import Llava
-from stepprune_jax.models.weights import renamed
+from stepprune_jax.models.weights import replace_prefix
 
-# The published weight names in other dialects.
+# Prefixes of the published weight names, and their replacements in other layouts.
 _NEW_NAMES = (
     ("language_model.lm_head.", "lm_head."),
     ("language_model.model.", "model.language_model."),
@@ -40,9 +40,12 @@ _ORIGINAL_FIELDS = {
 
 
 def rename(folder, names):
-    """Renames the weights of a folder; without names, takes them out of it."""
+    """Renames a folder's weights by prefix, or removes them without names; returns the weights."""
     entries = read_folder(folder)
-    tensors = {renamed(x, names): safetensors.read_tensor(e) for x, e in entries.items()}
+    tensors = {
+        replace_prefix(name, names): safetensors.read_tensor(entry)
+        for name, entry in entries.items()
+    }
     for path in Path(folder).glob("*.safetensors*"):
         path.unlink()
     if names:
@@ -51,14 +54,14 @@ def rename(folder, names):
 
 
 def new_llava(folder, **options):
-    """A LLaVA with the names of newer `transformers`."""
+    """Writes a LLaVA with the weight names of newer `transformers`."""
     testing.tiny_llava(folder, **options)
     rename(folder, _NEW_NAMES)
     return Path(folder)
 
 
 def new_qwen(folder, **options):
-    """A Qwen2.5-VL with the names of newer `transformers`, in shards."""
+    """Writes a Qwen2.5-VL with the weight names of newer `transformers`, in shards."""
     tiny_qwen(folder, **options)
     rename(folder, _NEW_QWEN_NAMES)
     to_shards(Path(folder), 3)
@@ -66,7 +69,7 @@ def new_qwen(folder, **options):
 
 
 def original_llava(folder, text=None, **options):
-    """LLaVA-v1.5 as its authors published it, with a CLIP folder ``clip`` inside."""
+    """Writes a LLaVA-1.5 in the original layout, with its tower in the subfolder ``clip``."""
     folder, tokenizer = Path(folder), testing.tiny_tokenizer(image_token=False)
     clip = folder / "clip"
     testing.tiny_llava(folder, text={"vocab_size": len(tokenizer), **(text or {})}, **options)
@@ -76,10 +79,12 @@ def original_llava(folder, text=None, **options):
     testing.write_tensors(
         clip, {name.removeprefix("vision_tower."): tensor for name, tensor in tower.items()}
     )
-    testing.write_tensors(folder, {renamed(x, _ORIGINAL_NAMES): y for x, y in tensors.items()})
+    testing.write_tensors(
+        folder, {replace_prefix(x, _ORIGINAL_NAMES): y for x, y in tensors.items()}
+    )
     raw = json.loads((folder / "config.json").read_text())
-    about = {"model_type": "clip", "vision_config": raw["vision_config"]}
-    (clip / "config.json").write_text(json.dumps(about))
+    clip_config = {"model_type": "clip", "vision_config": raw["vision_config"]}
+    (clip / "config.json").write_text(json.dumps(clip_config))
     (folder / "config.json").write_text(json.dumps({**raw["text_config"], **_ORIGINAL_FIELDS}))
     (folder / "preprocessor_config.json").rename(clip / "preprocessor_config.json")
     tokenizer.save_pretrained(folder)
@@ -87,20 +92,20 @@ def original_llava(folder, text=None, **options):
 
 
 def new_next(folder, **options):
-    """A LLaVA-NeXT with the names of newer `transformers`."""
+    """Writes a LLaVA-NeXT with the weight names of newer `transformers`."""
     tiny_llava_next(folder, **options)
     rename(folder, (*_NEW_NAMES, ("image_newline", "model.image_newline")))
     return Path(folder)
 
 
 def original_next(folder, mistral=False, with_tower=True):
-    """LLaVA-NeXT as its authors published it: with the tower, of which there is a folder, too."""
+    """Writes a LLaVA-NeXT in the original layout, with its tower also in the subfolder ``clip``."""
     folder = original_llava(folder)
-    stored, clip = rename(folder, ()), rename(folder / "clip", ())
+    weights, clip = rename(folder, ()), rename(folder / "clip", ())
     newline = np.random.default_rng(1).standard_normal(48, np.float32)
-    own = {f"model.vision_tower.vision_tower.{name}": x for name, x in clip.items()}
+    tower_weights = {f"model.vision_tower.vision_tower.{name}": x for name, x in clip.items()}
     testing.write_tensors(
-        folder, {**stored, **(own if with_tower else {}), "model.image_newline": newline}
+        folder, {**weights, **(tower_weights if with_tower else {}), "model.image_newline": newline}
     )
     testing.write_tensors(folder / "clip", clip)
     raw = json.loads((folder / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A tiny LLaVA-NeXT with random weights, as a checkpoint folder."""
+"""Writes a tiny LLaVA-NeXT with random weights as a checkpoint folder."""
 
 from pathlib import Path
 
@@ -9,13 +9,14 @@ from stepprune_jax.models.config import Json
 from stepprune_jax.models.llava_next import LlavaNext
 from stepprune_jax.testing import random_tensors, tiny_hf_config, tiny_tokenizer, write_folder
 
-# Tiles are 24 x 24 pixels, of 3 x 3 patches; (height, width) as published, in tiles.
+# (height, width) in pixels, with the published numbers of tiles. A tile is 24 x 24 pixels, or 3 x 3
+# patches.
 SIZES = [[24, 48], [48, 24], [48, 48], [72, 24], [24, 72]]
 MISTRAL = {"model_type": "mistral", "sliding_window": None}
 
 
 def tiny_next_config(vocab_size: int = 512, mistral: bool = False, **changes: object) -> Json:
-    """Describes the model; `changes` are fields of ``config.json``."""
+    """Returns the ``config.json`` of the model; `changes` replace its fields."""
     raw = tiny_hf_config(vocab_size, text=MISTRAL if mistral else {})
     kind = {"model_type": "llava_next", "architectures": ["LlavaNextForConditionalGeneration"]}
     return raw | kind | {"image_grid_pinpoints": SIZES, **changes}
@@ -29,7 +30,7 @@ def tiny_llava_next(
     seed: int = 0,
     **changes: object,
 ) -> Path:
-    """Writes the folder."""
+    """Writes the checkpoint folder; `changes` replace fields of ``config.json``."""
     tokenizer = tiny_tokenizer()
     raw = tiny_next_config(len(tokenizer), mistral, **changes)
     processor = {

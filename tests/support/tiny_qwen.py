@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL and a tiny Qwen3-VL with random weights, as checkpoint folders or parts."""
+"""Writes a tiny Qwen2.5-VL or Qwen3-VL with random weights as a checkpoint folder."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _TOKENS = (
 
 
 def qwen_tokenizer() -> Tokenizer:
-    """Builds a small tokenizer with the rules of Qwen's: bytes, and the template's tokens last."""
+    """Builds a small tokenizer with Qwen's rules: bytes, followed by the template's tokens."""
     import tokenizers
     import transformers
 
@@ -42,37 +42,41 @@ def qwen_tokenizer() -> Tokenizer:
 
 
 def tiny_qwen_config(tokenizer: Tokenizer, **changes: object) -> Json:
-    """Its ``config.json`` as published files have it, with the ids of `qwen_tokenizer`."""
-    ids = _ids(tokenizer)
+    """Returns the ``config.json`` of a Qwen2.5-VL, with the ids of `qwen_tokenizer`."""
+    ids = _template_ids(tokenizer)
     language = LlamaConfig(
         len(tokenizer), 48, 96, 3, 4, 2, 12, 1e6, 1e-6, max_positions=512, rope_sections=(2, 2, 2)
     )
     vision = QwenVisionConfig(32, 52, 3, 2, 4, window_size=16, full_blocks=(0, 2), out_size=48)
-    raw = QwenConfig(vision, language, ids["image_pad"], eos_token_ids=_ends(ids)).to_hf("float32")
-    return _published(raw, ids) | changes
+    raw = QwenConfig(vision, language, ids["image_pad"], eos_token_ids=_stop_ids(ids)).to_hf(
+        "float32"
+    )
+    return _as_published(raw, ids) | changes
 
 
 def tiny_qwen3_config(tokenizer: Tokenizer, **changes: object) -> Json:
-    """That of a Qwen3-VL; two of its three blocks have deep features, for layers 0 and 1."""
-    ids = _ids(tokenizer)
+    """Returns the ``config.json`` of a Qwen3-VL with DeepStack features of the blocks 0 and 1."""
+    ids = _template_ids(tokenizer)
     language = LlamaConfig(
         len(tokenizer), 48, 96, 3, 4, 2, 16, 1e6, 1e-6, max_positions=512, rope_sections=(4, 2, 2)
     )
-    vision = Qwen3VisionConfig(32, 52, 3, 2, 4, out_size=48, positions=25, deep_blocks=(0, 1))
-    raw = Qwen3Config(vision, language, ids["image_pad"], eos_token_ids=_ends(ids)).to_hf("float32")
-    return _published(raw, ids) | changes
+    vision = Qwen3VisionConfig(32, 52, 3, 2, 4, out_size=48, positions=25, deepstack_blocks=(0, 1))
+    raw = Qwen3Config(vision, language, ids["image_pad"], eos_token_ids=_stop_ids(ids)).to_hf(
+        "float32"
+    )
+    return _as_published(raw, ids) | changes
 
 
-def _ids(tokenizer: Tokenizer) -> dict[str, int]:
+def _template_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {name.strip("<|>"): tokenizer.convert_tokens_to_ids(name) for name in _TOKENS}
 
 
-def _ends(ids: dict[str, int]) -> tuple[int, ...]:
+def _stop_ids(ids: dict[str, int]) -> tuple[int, ...]:
     return ids["im_end"], ids["endoftext"]
 
 
-def _published(raw: Json, ids: dict[str, int]) -> Json:
-    """Adds what published files have, and `to_hf` does not write."""
+def _as_published(raw: Json, ids: dict[str, int]) -> Json:
+    """Adds the fields of published files that `to_hf` does not write."""
     del raw["dtype"]
     marks = {f"{name}_token_id": ids[name] for name in ("vision_start", "vision_end")}
     return {**raw, **marks, "video_token_id": ids["video_pad"]}
@@ -87,10 +91,14 @@ def tiny_qwen(
     seed: int = 0,
     **changes: object,
 ) -> Path:
-    """Writes the folder; a token is 64 pixels of a resized image, of which there are bounds."""
+    """Writes the folder of a Qwen2.5-VL; `changes` replace fields of ``config.json``.
+
+    A visual token covers 64 pixels of a resized image, whose area is limited by `min_pixels` and
+    `max_pixels`.
+    """
     tokenizer = qwen_tokenizer()
     raw = tiny_qwen_config(tokenizer, **changes)
-    processor = {"min_pixels": min_pixels, "max_pixels": max_pixels} | _processor(raw)
+    processor = {"min_pixels": min_pixels, "max_pixels": max_pixels} | _processor_fields(raw)
     tensors = random_tensors(Qwen2_5_VL.read(raw, None), dtype, seed)
     return write_folder(folder, raw, processor, tensors, tokenizer)
 
@@ -104,10 +112,10 @@ def tiny_qwen3(
     seed: int = 0,
     **changes: object,
 ) -> Path:
-    """Writes the folder of a Qwen3-VL, with the processor's fields of its published files."""
+    """Writes the folder of a Qwen3-VL; the processor has the fields of the published files."""
     tokenizer = qwen_tokenizer()
     raw = tiny_qwen3_config(tokenizer, **changes)
-    processor = _processor(raw) | {
+    processor = _processor_fields(raw) | {
         "image_processor_type": "Qwen2VLImageProcessorFast",
         "processor_class": "Qwen3VLProcessor",
         "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
@@ -118,7 +126,7 @@ def tiny_qwen3(
     return write_folder(folder, raw, processor, tensors, tokenizer)
 
 
-def _processor(raw: Json) -> Json:
+def _processor_fields(raw: Json) -> Json:
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "patch_size": raw["vision_config"]["patch_size"],

@@ -1,4 +1,4 @@
-"""Methods that prune between layers, on the torch model of `transformers`, one prompt at a time."""
+"""Runs methods that prune between layers on the torch model of `transformers`, row by row."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,13 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 
 class Row(NamedTuple):
-    """What enters a layer: states [1, s, e], position ids [1, s], images and indices [s].
+    """Inputs of a layer for one prompt.
 
-    The image is -1 for text; the index in it is -1 for text and merged tokens.
+    Attributes:
+        hidden: [1, s, e] residual stream.
+        position: [1, s] position ids.
+        image: [s] number of each token's image; -1 for text.
+        index: [s] index of each token in its image; -1 for text and merged tokens.
     """
 
     hidden: torch.Tensor
@@ -21,71 +25,76 @@ class Row(NamedTuple):
     index: np.ndarray
 
     def take(self, slots):
-        """Some of the slots."""
+        """Returns the row with only the given slots."""
         slots = np.asarray(slots, int)
         return Row(
             self.hidden[:, slots], self.position[:, slots], self.image[slots], self.index[slots]
         )
 
     def span(self, image):
-        """The slots of an image."""
+        """Returns the slots of an image."""
         return np.flatnonzero(self.image == image)
 
     def dropping(self, kept):
-        """The text and, of the visual tokens, those in the given slots of each image."""
+        """Returns the row with all text and only the visual tokens in the given slots per image."""
         kept = np.concatenate([np.zeros(0, int), *kept])
         return self.take(np.sort(np.concatenate([np.flatnonzero(self.image < 0), kept])))
 
     def inserting(self, image, tokens):
-        """Merged tokens [c, e] behind those of an image, at the last one's position ids."""
-        at, c = self.span(image)[-1] + 1, len(tokens)
+        """Returns the row with merged tokens [c, e] after an image, at its last position id."""
+        slot, count = self.span(image)[-1] + 1, len(tokens)
         hidden = torch.tensor(tokens, dtype=self.hidden.dtype)[None]
-        position = self.position[:, at - 1 : at].repeat(1, c)
+        position = self.position[:, slot - 1 : slot].repeat(1, count)
         return Row(
-            torch.cat([self.hidden[:, :at], hidden, self.hidden[:, at:]], dim=1),
-            torch.cat([self.position[:, :at], position, self.position[:, at:]], dim=1),
-            np.insert(self.image, at, [image] * c),
-            np.insert(self.index, at, [-1] * c),
+            torch.cat([self.hidden[:, :slot], hidden, self.hidden[:, slot:]], dim=1),
+            torch.cat([self.position[:, :slot], position, self.position[:, slot:]], dim=1),
+            np.insert(self.image, slot, [image] * count),
+            np.insert(self.index, slot, [-1] * count),
         )
 
 
 @torch.no_grad()
-def check(pair, asked, drops, renumber=False, forgets=False):
-    """Holds our answer against a greedy one that prunes once, in the prefill.
-
-    Every layer caches what entered it, unless it forgets. Returns the rows of each stage.
+def check(pair, traced_answer, drops, renumber=False, forgets=False):
+    """Compares our answer with the torch model's greedy answer that prunes during the prefill.
 
     Args:
         pair: both models.
-        asked: our answer.
-        drops: for some layers what they leave: a function of (language model, the rows that entered
-            each layer up to this one) that returns the row which enters in place of the last.
-        renumber: whether tokens are numbered anew behind each cut.
-        forgets: whether dropped tokens leave the caches of all layers before.
+        traced_answer: our answer, with its prompt, images and trace.
+        drops: functions by layer. A function maps (language model, inputs of all layers so far and
+            of this layer) to the pruned inputs of this layer.
+        renumber: whether tokens get consecutive position ids after each cut.
+        forgets: whether dropped tokens are also removed from the KV caches of earlier layers.
+
+    Returns:
+        The rows of each stage.
     """
     model, core = pair.theirs, pair.theirs.model.language_model
-    max_tokens = len(asked.answer.token_ids)
-    hidden, spans = prompted(pair, asked.prompt, asked.images, all_patches)
+    max_tokens = len(traced_answer.answer.token_ids)
+    hidden, spans = prompted(pair, traced_answer.prompt, traced_answer.images, all_patches)
     s = hidden.shape[1]
     image, index = np.full(s, -1), np.full(s, -1)
     for number, span in enumerate(spans):
         image[span], index[span] = number, np.arange(len(span))
     row = Row(hidden, torch.arange(s)[None], image, index)
-    cache, rows, entered, following, logits = transformers.DynamicCache(), [row], [], [], []
+    cache, rows, entered, next_positions, logits = transformers.DynamicCache(), [row], [], [], []
     for number, block in enumerate(core.layers):
         if number in drops:
-            before, row = row, drops[number](core, [*entered, row])
+            previous, row = row, drops[number](core, [*entered, row])
             if forgets:
-                named = {*zip(row.image, row.index, strict=True)}
-                old = zip(before.image, before.index, strict=True)
-                left = [at for at, one in enumerate(old) if one in named]  # all of the text is -1
+                kept_tokens = {*zip(row.image, row.index, strict=True)}
+                previous_tokens = zip(previous.image, previous.index, strict=True)
+                # All text tokens are (-1, -1).
+                kept_slots = [
+                    slot for slot, token in enumerate(previous_tokens) if token in kept_tokens
+                ]
                 for layer in cache.layers:
-                    layer.keys, layer.values = layer.keys[:, :, left], layer.values[:, :, left]
+                    layer.keys = layer.keys[:, :, kept_slots]
+                    layer.values = layer.values[:, :, kept_slots]
             if renumber:
                 row = row._replace(position=torch.arange(row.hidden.shape[1])[None])
             rows.append(row)
         entered.append(row)
-        following.append(row.hidden.shape[1] if renumber else s)
+        next_positions.append(row.hidden.shape[1] if renumber else s)
         row = row._replace(hidden=_run(core, block, row.hidden, row.position, cache))
     hidden = row.hidden
     while True:
@@ -94,53 +103,57 @@ def check(pair, asked, drops, renumber=False, forgets=False):
             break
         hidden = core.embed_tokens(logits[-1].argmax()[None, None])
         for number, block in enumerate(core.layers):
-            position = torch.tensor([[following[number] + len(logits) - 1]])
+            position = torch.tensor([[next_positions[number] + len(logits) - 1]])
             hidden = _run(core, block, hidden, position, cache)
-    logits, arrays = torch.stack(logits).numpy(), asked.arrays
+    logits, arrays = torch.stack(logits).numpy(), traced_answer.arrays
     for stage, row in enumerate(rows):
         visual = row.image >= 0
         np.testing.assert_array_equal(arrays[f"kept_{stage}"], row.index[visual])
         np.testing.assert_array_equal(arrays[f"image_{stage}"], row.image[visual])
         np.testing.assert_array_equal(arrays[f"position_{stage}"], row.position[0])
     np.testing.assert_allclose(arrays["logits"], logits[0], atol=1e-4)
-    assert asked.answer.token_ids == tuple(logits.argmax(1))
-    assert asked.answer.kept == (rows[-1].image >= 0).sum()
+    assert traced_answer.answer.token_ids == tuple(logits.argmax(1))
+    assert traced_answer.answer.kept == (rows[-1].image >= 0).sum()
     return rows
 
 
 def _run(core, block, hidden, position, cache):
-    """A layer over a row, or over one token behind what it has cached."""
+    """Runs a layer over a row, or over one new token with the KV cache."""
     angles = core.rotary_emb(hidden, position)
-    # By position: transformers 5.24 renamed the cache's argument.
+    # The cache is passed by position, because transformers 5.24 renamed this argument.
     return block(hidden, None, None, cache, position_embeddings=angles)
 
 
 def queries_and_keys(core, number, row):
-    """Of a layer for the row that enters it, after rotary positions: [h, s, c], keys repeated."""
-    own, block = core.layers[number].self_attn, core.layers[number]
-    normed, heads = block.input_layernorm(row.hidden), (1, row.hidden.shape[1], -1, own.head_dim)
-    query, key = (f(normed).view(heads).transpose(1, 2) for f in (own.q_proj, own.k_proj))
+    """Computes a layer's queries and repeated keys [h, s, c] after rotary positions."""
+    attention, block = core.layers[number].self_attn, core.layers[number]
+    normed = block.input_layernorm(row.hidden)
+    shape = 1, row.hidden.shape[1], -1, attention.head_dim
+    query, key = (
+        projection(normed).view(shape).transpose(1, 2)
+        for projection in (attention.q_proj, attention.k_proj)
+    )
     query, key = apply_rotary_pos_emb(query, key, *core.rotary_emb(row.hidden, row.position))
-    return query[0], repeat_kv(key, own.num_key_value_groups)[0]
+    return query[0], repeat_kv(key, attention.num_key_value_groups)[0]
 
 
 def attention(core, number, row, slots):
-    """Softmax attention [h, q, s] of a layer from some slots of the row that enters it."""
+    """Computes a layer's softmax attention [h, q, s] from some slots of its input row."""
     query, key = queries_and_keys(core, number, row)
     s = query.shape[1]
     slots = np.arange(s)[slots]
     scores = query[:, slots] @ key.transpose(1, 2) * query.shape[2] ** -0.5
-    later = torch.arange(s) > torch.tensor(slots)[:, None]
-    return scores.masked_fill(later, -torch.inf).softmax(-1).numpy()
+    is_later = torch.arange(s) > torch.tensor(slots)[:, None]
+    return scores.masked_fill(is_later, -torch.inf).softmax(-1).numpy()
 
 
 def best(scores, count):
-    """Indices of the highest scores, in descending order; the first of equal ones."""
+    """Returns the indices of the highest scores in descending order; ties go to lower indices."""
     return np.argsort(-np.asarray(scores), kind="stable")[:count]
 
 
 def keeping_best(scores, row, counts):
-    """The row with the best of each image's tokens, by scores [s]; a count for each image."""
+    """Returns the row with the `counts` best tokens of each image, by scores [s]."""
     spans = [row.span(image) for image in range(len(counts))]
     return row.dropping(
         [

@@ -1,4 +1,4 @@
-"""Images, their pixels and visual tokens as a model of the LLaVA family takes them."""
+"""Random images, and pixels and visual tokens for models of the LLaVA family."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +11,17 @@ from stepprune_jax.models.llava.images import LlavaImageSettings, resize
 
 
 def noise(seed, size=(24, 24)):
-    """An image of random pixels, of so many rows and columns."""
+    """Returns an image of random pixels; `size` is (rows, columns)."""
     return Image.fromarray(random_bytes(seed, *size, 3))
 
 
 def random_bytes(seed, *shape):
-    """Pixels as an image processor returns them."""
+    """Returns random bytes, such as the pixels of an image processor."""
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
 def as_a_phone_stores(image):
-    """The image on its side, with the EXIF orientation by which a viewer turns it back."""
+    """Returns the image rotated by 90 degrees, with the EXIF orientation that rotates it back."""
     stored = image.transpose(Image.Transpose.ROTATE_90)
     stored.getexif()[ExifTags.Base.Orientation] = 6
     return stored
@@ -32,12 +32,12 @@ def preprocess_clip(
     settings=LlavaImageSettings(),  # noqa: B008  it is frozen
     normalisation=Normalisation(),  # noqa: B008
 ):
-    """The pixels [3, height, width] that CLIP sees of an RGB image."""
+    """Returns the normalised pixels [3, height, width] of an RGB image, as input of CLIP."""
     return normalise(normalisation, resize(image, settings, normalisation), -3)
 
 
 def visual_of(config, tokens, index=None, valid=None):
-    """A `vlm.Visual` of the tokens [b, j, k, e] of images of one grid, or those at `index`."""
+    """Returns a `vlm.Visual` of tokens [b, j, k, e] with indices `index`, by default 0 to k - 1."""
     b, j, k = tokens.shape[:3]
     index = jnp.arange(k, dtype=jnp.int32) if index is None else jnp.asarray(index, jnp.int32)
     index = jnp.broadcast_to(index, (b, j, k))

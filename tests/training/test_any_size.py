@@ -15,7 +15,7 @@ from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.cli.export import latest_policy, same_policy
 from stepprune_jax.efficiency.model_shapes import find_backbone
-from stepprune_jax.models.qwen2_5_vl.images import padded_tokens
+from stepprune_jax.models.qwen2_5_vl.images import num_padded_tokens
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import train
 from stepprune_jax.training.batches import Batches, Bucket, Loading
@@ -82,7 +82,9 @@ def test_updates_are_traced_through_deep_features(tmp_path, samples):
     setup = make_step_config(run, inspect_folder(tmp_path).backbone)
     traced = trace_update(setup, jnp.float32, 12, Bucket(64, 32, 4))
     (state, scalars), weights = traced.out_info, traced.in_avals[0][0]
-    assert scalars["loss"].shape == () and weights["deep_mergers"]["up"]["kernel"].shape[0] == 2
+    assert (
+        scalars["loss"].shape == () and weights["deepstack_mergers"]["up"]["kernel"].shape[0] == 2
+    )
     assert jax.tree.structure(state) == jax.tree.structure(
         jax.eval_shape(lambda key: init_state(key, setup), jax.random.key(0))
     )
@@ -93,9 +95,9 @@ def test_hosts_that_share_a_batch_pad_to_one_size(world, tmp_path):
     whole = open_tiny(run, tmp_path)
     setup = make_step_config(run, inspect_folder(world[0]).backbone)
     batch = whole[0]
-    padded = padded_tokens(max(TOKENS), setup.backbone.config.max_image_tokens)
+    padded = num_padded_tokens(max(TOKENS), setup.backbone.config.max_image_tokens)
     assert batch.pixels.values.shape[1] == 4 * padded
-    largest = setup.backbone.max_pixels(1)
+    largest = setup.backbone.largest_pixel_shapes(1)
     parts = [
         Batches(whole._corpus, whole._images, 12, run.seed, 64, loading=Loading(local=rows))[0]
         for rows in (slice(0, 6), slice(6, 12))
@@ -150,7 +152,7 @@ def test_the_papers_second_model_has_the_papers_values():
     setup = make_step_config(run, model, build_mesh(run.mesh, jax.devices()[:2]))
     assert model.config.max_image_tokens == 2048 and setup.method.longest(1000) == 500
     # Shapes only: the tower at the largest size, in the dtype of the run.
-    pixels = model.max_pixels(2)
+    pixels = model.largest_pixel_shapes(2)
     features = jax.eval_shape(
         functools.partial(encode_rows, setup=setup),
         jax.eval_shape(model.init_params, jax.random.key(0)),

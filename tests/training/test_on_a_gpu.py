@@ -47,7 +47,8 @@ def test_every_attention_is_that_of_the_products(
         jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(query, key, value)
     )
     there = [jax.device_put(x, gpu) for x in inputs]
-    result = jax.jit(lambda q, k, v: self_attend(q, k, v, causal, implementation))(*there)
+    options = {"causal": causal, "implementation": implementation}
+    result = jax.jit(lambda q, k, v: self_attend(q, k, v, **options))(*there)
     np.testing.assert_allclose(np.asarray(result, np.float32), expected, atol=tolerance)
     products = jax.jit(lambda q, k, v: attend(q, [Segment(k, v, mask)]))(*there)
     np.testing.assert_allclose(np.asarray(products, np.float32), expected, atol=tolerance)

@@ -17,7 +17,7 @@ from stepprune_jax.inference.base import Pairs, Plan, PromptLayout
 from stepprune_jax.inference.sampling import Sampling, greedy
 from stepprune_jax.models import vlm
 from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.weights import join
+from stepprune_jax.models.weights import join_kernels
 from stepprune_jax.parallel.placement import decodes_by_step, row_count, uses_joined_weights
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
@@ -137,7 +137,7 @@ class Programs:
         """Returns the frozen weights as loaded for inference."""
         weights = vlm.abstract_params(self._backbone, self._dtype, self._setup.weights)
         if uses_joined_weights(self._mesh.devices.flat[0].platform, self._mesh):
-            weights = jax.eval_shape(join, weights)
+            weights = jax.eval_shape(join_kernels, weights)
         return self._place(weights, self._backbone.SHARDING_RULES)
 
     @functools.cached_property
@@ -163,7 +163,7 @@ class Programs:
         return FastV(Budget("count", self._kept), layer)
 
     def _pixels(self, rows: int) -> PyTree:
-        return self._by_rows(self._backbone.max_pixels(rows))
+        return self._by_rows(self._backbone.largest_pixel_shapes(rows))
 
     def _features(self, rows: int) -> PyTree:
         return _shape((rows, self._tokens, self._model.token_width), self._dtype)

@@ -43,7 +43,7 @@ def compiled_programs(
     hidden = shape((batch, length, text.hidden_size), dtype)
     sequence = jax.eval_shape(functools.partial(from_embeddings, config), hidden, row)
     cache = Cache(shape(slots, dtype), shape(slots, dtype), row, row)
-    pixels = backbone.max_pixels(batch)
+    pixels = backbone.largest_pixel_shapes(batch)
 
     def encode(params, pixels):
         features, _ = backbone.encode_image(params, pixels)

@@ -8,7 +8,7 @@ import jax
 
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.models import vlm
-from stepprune_jax.models.weights import flatten, join
+from stepprune_jax.models.weights import flatten, join_kernels
 from tools.aot.hlo import backends, copied_weights, loops
 from tools.card import figures
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--dump", type=Path, required=True, help="folder of the dump")
     given = parser.parse_args()
     weights = vlm.abstract_params(find_backbone(given.model))
-    weights = flatten(weights) | flatten(jax.eval_shape(join, weights))
+    weights = flatten(weights) | flatten(jax.eval_shape(join_kernels, weights))
     kernels = {leaf.shape[-2:] for path, leaf in weights.items() if path.endswith("kernel")}
     files = sorted(given.dump.glob("*after_optimizations.txt"))
     if not files:

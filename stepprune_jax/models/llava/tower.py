@@ -26,8 +26,8 @@ from stepprune_jax.models.layers import (
     Dense,
     LayerNorm,
     activate,
-    product,
-    side_by_side,
+    joined_dense,
+    matmul,
 )
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.stack import (
@@ -39,8 +39,6 @@ from stepprune_jax.models.stack import (
 )
 from stepprune_jax.policy.layers import merge_heads, split_heads
 
-_EXACT = jax.lax.Precision.HIGHEST
-
 TAP_KINDS = ("hidden", "attention", "received", "keys", "query")
 
 
@@ -51,19 +49,19 @@ class ClipAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "i t d"], attention: str = "matmul") -> BlockOutput:
-        """Returns the projected result as `hidden`, with queries, keys and values."""
+        """Returns the projected attention output as `hidden`, with queries, keys and values."""
         width, heads = self.config.hidden_size, self.config.num_heads
         widths = {"query": width, "key": width, "value": width}
-        parts = side_by_side(self, x, widths, True)
-        parts = [split_heads(part, part.shape[-1] * heads // width) for part in parts]
-        query, key, value = parts if len(parts) == 3 else jnp.split(parts[0], 3, axis=1)
-        mixed = self_attend(query, key, value, False, attention)
-        mixed = Dense(width, name="out")(merge_heads(mixed))
-        return BlockOutput(mixed, query, key, value)
+        outputs = joined_dense(self, x, widths, True)
+        outputs = [split_heads(output, output.shape[-1] * heads // width) for output in outputs]
+        query, key, value = outputs if len(outputs) == 3 else jnp.split(outputs[0], 3, axis=1)
+        attended = self_attend(query, key, value, causal=False, implementation=attention)
+        hidden = Dense(width, name="out")(merge_heads(attended))
+        return BlockOutput(hidden, query, key, value)
 
 
 class ClipMlp(nn.Module):
-    """Two projections with an activation between them."""
+    """MLP with two layers and an activation between them."""
 
     config: ClipConfig
 
@@ -75,26 +73,26 @@ class ClipMlp(nn.Module):
 
 
 class ClipBlock(nn.Module):
-    """One pre-norm block."""
+    """Pre-norm transformer block: attention, then an MLP, each with a residual connection."""
 
     config: ClipConfig
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "i t d"], attention: str = "matmul") -> BlockOutput:
-        """Runs the block on [i, t, d], t the class token and the patches."""
+        """Runs the block on [i, t, d], where t counts the class token and the patches."""
         eps = self.config.layer_norm_eps
-        mixed = ClipAttention(self.config, name="attention")(
+        output = ClipAttention(self.config, name="attention")(
             LayerNorm(eps, name="norm1")(hidden), attention
         )
-        hidden = hidden + mixed.hidden
+        hidden = hidden + output.hidden
         hidden = hidden + ClipMlp(self.config, name="mlp")(LayerNorm(eps, name="norm2")(hidden))
-        return mixed._replace(hidden=hidden)
+        return output._replace(hidden=hidden)
 
 
 def init_vision(key: Array, config: ClipConfig) -> Params:
-    """Draws float32 weights of the tower."""
+    """Initialises random float32 weights of the tower."""
     keys = iter(jax.random.split(key, 4))
-    d, p, places = config.hidden_size, config.patch_size, config.trained.num_patches + 1
+    d, p, num_positions = config.hidden_size, config.patch_size, config.trained.num_patches + 1
     norm = {"scale": jnp.ones(d), "bias": jnp.zeros(d)}
     block, sample = ClipBlock(config), jnp.zeros((1, 1, d))
     return {
@@ -102,10 +100,10 @@ def init_vision(key: Array, config: ClipConfig) -> Params:
         "patch_embedding": {
             "kernel": jax.random.normal(next(keys), (p * p * 3, d)) * (p * p * 3) ** -0.5
         },
-        "position_embedding": jax.random.normal(next(keys), (places, d)) * 0.02,
+        "position_embedding": jax.random.normal(next(keys), (num_positions, d)) * 0.02,
         "pre_norm": norm,
         "post_norm": norm,
-        "layers": jax.vmap(lambda k: block.init(k, sample)["params"])(
+        "layers": jax.vmap(lambda key: block.init(key, sample)["params"])(
             jax.random.split(next(keys), config.num_layers)
         ),
     }
@@ -114,46 +112,71 @@ def init_vision(key: Array, config: ClipConfig) -> Params:
 def embed_patches(
     params: Params, config: ClipConfig, pixels: Float[Array, "i 3 H W"]
 ) -> Float[Array, "i t d"]:
-    """Embeds the class token and patches in raster order, after the first norm: hidden state 0."""
+    """Embeds the class token and the patches: computes hidden state 0 of the tower.
+
+    Args:
+        params: weights of the tower.
+        config: shape of the tower.
+        pixels: [i, 3, H, W] normalised images.
+
+    Returns:
+        [i, t, d] the class token, then the patches in raster order, after the first norm.
+    """
     i = pixels.shape[0]
     kernel = params["patch_embedding"]["kernel"]
     p, side = config.patch_size, config.image_size // config.patch_size
-    # A strided convolution without overlap is one matrix product over cut-out patches, whose
-    # values run over (row, column, channel). An incomplete patch at the border is dropped.
+    # A convolution without overlap is a matrix product over patches, whose values run over
+    # (row, column, channel). An incomplete patch at the border is dropped.
     patches = pixels[:, :, : side * p, : side * p].astype(kernel.dtype)
     patches = patches.reshape(i, 3, side, p, side, p).transpose(0, 2, 4, 3, 5, 1)
-    patches = product(patches.reshape(i, side * side, p * p * 3), kernel)
-    first = jnp.broadcast_to(params["class_embedding"], (i, 1, config.hidden_size))
-    hidden = jnp.concatenate([first, patches], axis=1) + positions(params, config)
+    patches = matmul(patches.reshape(i, side * side, p * p * 3), kernel)
+    class_token = jnp.broadcast_to(params["class_embedding"], (i, 1, config.hidden_size))
+    hidden = jnp.concatenate([class_token, patches], axis=1) + position_embeddings(params, config)
     norm = LayerNorm(config.layer_norm_eps)
     return cast(Array, norm.apply({"params": params["pre_norm"]}, hidden))
 
 
-def positions(params: Params, config: ClipConfig) -> Float[Array, "t d"]:
-    """Returns the position embeddings, between those of the trained size for images of another."""
+def position_embeddings(params: Params, config: ClipConfig) -> Float[Array, "t d"]:
+    """Returns the position embeddings of the class token and the patches.
+
+    For images of another size than in training, the embeddings of the patches are resized by
+    bicubic interpolation.
+    """
     table, side = params["position_embedding"], config.image_size // config.patch_size
-    trained = config.trained.image_size // config.patch_size
-    if trained == side:
+    trained_side = config.trained.image_size // config.patch_size
+    if trained_side == side:
         return table
-    weights = jnp.asarray(bicubic(trained, side))
-    grid = table[1:].astype(jnp.float32).reshape(trained, trained, -1)
-    between = jnp.einsum("as,bt,std->abd", weights, weights, grid, precision=_EXACT)
-    between = between.reshape(side * side, -1).astype(table.dtype)
-    return jnp.concatenate([table[:1], between])
+    weights = jnp.asarray(bicubic_weights(trained_side, side))
+    grid = table[1:].astype(jnp.float32).reshape(trained_side, trained_side, -1)
+    resized = jnp.einsum(
+        "as,bt,std->abd", weights, weights, grid, precision=jax.lax.Precision.HIGHEST
+    )
+    resized = resized.reshape(side * side, -1).astype(table.dtype)
+    return jnp.concatenate([table[:1], resized])
 
 
-def bicubic(size: int, wanted: int) -> Float[np.ndarray, "wanted size"]:
-    """Returns the weights by which torch's bicubic interpolation resizes an axis."""
-    place = (np.arange(wanted) + 0.5) * size / wanted - 0.5
-    weights = np.zeros((wanted, size), np.float32)
+def bicubic_weights(size: int, new_size: int) -> Float[np.ndarray, "new_size size"]:
+    """Returns the matrix of bicubic interpolation along an axis, as torch resizes it.
+
+    The function uses Keys' kernel (https://doi.org/10.1109/TASSP.1981.1163711) with a = -0.75.
+
+    Args:
+        size: length of the axis.
+        new_size: length of the resized axis.
+
+    Returns:
+        [new_size, size] weights of the old values for each new value.
+    """
+    center = (np.arange(new_size) + 0.5) * size / new_size - 0.5
+    weights = np.zeros((new_size, size), np.float32)
     for shift in range(-1, 3):
-        source = np.floor(place).astype(int) + shift
-        x, a = np.abs(place - source), -0.75  # Keys' kernel, with torch's slope
-        near = ((a + 2) * x - (a + 3)) * x * x + 1
-        far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-        # Places outside repeat the border.
-        at = np.arange(wanted), np.clip(source, 0, size - 1)
-        np.add.at(weights, at, np.where(x <= 1, near, far))
+        source = np.floor(center).astype(int) + shift
+        x, a = np.abs(center - source), -0.75
+        within_one = ((a + 2) * x - (a + 3)) * x * x + 1
+        beyond_one = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+        # Sources outside the axis repeat the value at the border.
+        entries = np.arange(new_size), np.clip(source, 0, size - 1)
+        np.add.at(weights, entries, np.where(x <= 1, within_one, beyond_one))
     return weights
 
 
@@ -162,45 +185,66 @@ def encode(
     config: ClipConfig,
     pixels: Float[Array, "i 3 H W"],
     layer: int = -2,
+    *,
     taps: Sequence[Tap] = (),
     execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i t d"], dict[str, Array]]:
-    """Runs the tower up to hidden state `layer`; later blocks run only if a tap needs them.
+    """Runs the tower up to a hidden state.
 
-    Returns the state [i, n+1, d] without the final norm, and the taps by name: "hidden"
-    [i, n+1, d]; "attention", the class token's row of softmax weights, heads kept, [i, h, n+1]
-    float32; "received" [i, n] float32, the attention that patches receive, averaged over heads and
-    all tokens; "keys" [i, h, n+1, c]; "query" [i, h, c], the class token's.
+    Later blocks run only if a tap needs them.
+
+    Args:
+        params: weights of the tower.
+        config: shape of the tower.
+        pixels: [i, 3, H, W] normalised images.
+        layer: number of the hidden state: 0 is the embedding, -1 the output of the last block.
+        taps: intermediates to return; n is the number of patches.
+            "hidden": [i, n+1, d] hidden state, the class token first.
+            "attention": [i, h, n+1] float32 softmax weights of the class token's query.
+            "received": [i, n] float32 attention that patches receive, averaged over heads and over
+            all tokens.
+            "keys": [i, h, n+1, c] keys.
+            "query": [i, h, c] query of the class token.
+        execution: how the blocks are run.
+
+    Returns:
+        [i, n+1, d] the hidden state, without the final norm, and the taps by name.
     """
-    named = resolve_taps(taps, config.num_layers, TAP_KINDS)
-    result = next(iter(resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()))
-    cuts = [at for kind, at in [*named.values(), result] if kind == "hidden"]
-    watched = [at for kind, at in named.values() if kind != "hidden"]
-    last = max([*cuts, *(at + 1 for at in watched)])
-    block = ClipBlock(config)
+    taps_by_name = resolve_taps(taps, config.num_layers, TAP_KINDS)
+    (_, layer), *_ = resolve_taps([Tap("hidden", layer)], config.num_layers, TAP_KINDS).values()
+    state_layers = [index for kind, index in taps_by_name.values() if kind == "hidden"] + [layer]
+    output_blocks = [index for kind, index in taps_by_name.values() if kind != "hidden"]
+    num_blocks = max([*state_layers, *(index + 1 for index in output_blocks)])
+    clip_block = ClipBlock(config)
 
     def body(hidden, index):
-        weights = take_layer(params["layers"], index)
-        output = cast(BlockOutput, block.apply({"params": weights}, hidden, execution.attention))
+        weights = {"params": take_layer(params["layers"], index)}
+        output = cast(BlockOutput, clip_block.apply(weights, hidden, execution.attention))
         return output.hidden, output
 
-    hidden = embed_patches(params, config, pixels)
-    body = checkpoint_layer(body, remat=False)
-    _, outputs, states = run_stack(params["layers"], body, hidden, (0, last), watched, cuts)
-    found = {}
-    for name, (kind, at) in named.items():
-        if kind == "hidden":
-            found[name] = states[at]
-        elif kind == "keys":
-            found[name] = outputs[at].key
-        elif kind == "query":
-            found[name] = outputs[at].query[:, :, 0]
-        elif kind == "received":
-            query, key = outputs[at].query, outputs[at].key
-            everywhere = jnp.ones((len(query), query.shape[2]), bool)
-            found[name] = received_attention(query, key, everywhere)[:, 1:]
-        else:
-            output = outputs[at]
-            keys = Segment(output.key, output.value, None)
-            found[name] = attention_weights(output.query[:, :, :1], [keys])[:, :, 0]
-    return states[result[1]], found
+    _, outputs, states = run_stack(
+        params["layers"],
+        checkpoint_layer(body, remat=False),
+        embed_patches(params, config, pixels),
+        (0, num_blocks),
+        output_blocks=output_blocks,
+        carry_layers=state_layers,
+    )
+    tapped = {
+        name: states[index] if kind == "hidden" else _read_tap(kind, outputs[index])
+        for name, (kind, index) in taps_by_name.items()
+    }
+    return states[layer], tapped
+
+
+def _read_tap(kind: str, output: BlockOutput) -> Array:
+    """Computes the value of a tap from the output of its block."""
+    if kind == "keys":
+        return output.key
+    if kind == "query":
+        return output.query[:, :, 0]
+    if kind == "received":
+        is_token = jnp.ones((len(output.query), output.query.shape[2]), bool)
+        return received_attention(output.query, output.key, is_token)[:, 1:]
+    segment = Segment(output.key, output.value, None)
+    return attention_weights(output.query[:, :, :1], [segment])[:, :, 0]

@@ -1,8 +1,9 @@
-"""LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/): LLaVA on tiles.
+"""LLaVA-NeXT (https://llava-vl.github.io/blog/2024-01-30-llava-next/): LLaVA on tiles of images.
 
-The visual tokens of an image are the patches of the whole image, then those of its tiles, row by
-row of all tiles, each row ended by the learned token `image_newline`. Before the projector, that
-token is a vector of zeros, which no patch is.
+The visual tokens of an image are the patches of its overview, followed by the patches of its tiles.
+The tiles form one grid of patches, which is read row by row; each row ends with the learned newline
+token `image_newline`. Before the projector, the newline token is a vector of zeros. No patch is a
+vector of zeros.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from PIL import Image
 
 from stepprune_jax.models.attention import Tap
@@ -26,7 +27,7 @@ from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.llava.images import LlavaImageSettings
 from stepprune_jax.models.llava_next import images
 from stepprune_jax.models.llava_next.config import CONTEXT, SIZES, LlavaNextConfig
-from stepprune_jax.models.llava_next.images import BothSizes, Tiles
+from stepprune_jax.models.llava_next.images import ResizedVersions, Tiles
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.models.weights import WeightRule
 from stepprune_jax.settings import is_count
@@ -52,7 +53,7 @@ class LlavaNext(Llava):
 
     @classmethod
     def matches(cls, raw: Json) -> bool:
-        # Kinds of tiles that are not supported begin with the same word.
+        # Unsupported kinds of tiles also begin with "anyres"; `read` rejects them.
         is_tiled = str(raw.get("image_aspect_ratio")).startswith("anyres") and Llava.matches(raw)
         return is_tiled or raw.get("model_type") == "llava_next"
 
@@ -77,7 +78,7 @@ class LlavaNext(Llava):
     def image_settings(cls, folder: str | Path) -> LlavaImageSettings:
         return images.settings_from_hf(*read_processor(folder))
 
-    def describe(self, settings: LlavaImageSettings) -> Json:
+    def hf_image_processor(self, settings: LlavaImageSettings) -> Json:
         return images.to_hf(settings, self.config.normalisation, self.config.sizes)
 
     def bound_images(
@@ -92,79 +93,88 @@ class LlavaNext(Llava):
             raw, where = read_processor(folder)
             crop = images.settings_from_hf(raw, where).crop_to
             require(crop == side, f"{where}: crop_size is {crop}, the model takes {side}")
-            own = read_fields(raw, where, {"sizes": SIZES._replace(default=sizes)})["sizes"]
-            require(own == sizes, f"{where}: {SIZES.field} is not that of config.json")
+            rules = {"sizes": SIZES._replace(default=sizes)}
+            processor_sizes = read_fields(raw, where, rules)["sizes"]
+            is_equal = processor_sizes == sizes
+            require(is_equal, f"{where}: {SIZES.field} is not that of config.json")
         if max_pixels is None:
             return self
-        least = min(height * width for height, width in sizes)
-        expected = f"an integer from {least}, the area of the smallest size"
-        expect("max_pixels", max_pixels, is_count(max_pixels, least), expected)
-        return self.replace(sizes=tuple(x for x in sizes if x[0] * x[1] <= max_pixels))
+        smallest_area = min(height * width for height, width in sizes)
+        expected = f"an integer from {smallest_area}, the area of the smallest size"
+        expect("max_pixels", max_pixels, is_count(max_pixels, smallest_area), expected)
+        return self.replace(sizes=tuple(size for size in sizes if math.prod(size) <= max_pixels))
 
-    def resize(self, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
+    def resize(self, settings: LlavaImageSettings, image: Image.Image) -> ResizedVersions:
         return images.resize(self.config, settings, image)
 
-    def cut(self, image: BothSizes) -> Tiles:
+    def to_pixels(self, image: ResizedVersions) -> Tiles:
         return images.to_tiles(image)
 
     def normalise(self, pixels: Tiles) -> Tiles:
         return pixels._replace(values=super().normalise(pixels.values))
 
-    def max_pixels(self, count: int) -> Tiles:
+    def largest_pixel_shapes(self, count: int) -> Tiles:
         side, tiles = self.config.vision.image_size, self.config.max_tiles
         pair = jax.ShapeDtypeStruct((count, 2), np.int32)
         values = jax.ShapeDtypeStruct((count, tiles, 3, side, side), np.uint8)
         return Tiles(values, pair, pair)
 
-    def list_pixels(self, width: int, height: int) -> list[Tiles]:
-        del width, height  # there are few shapes
-        side, patches, listed = self.config.vision.image_size, self.config.grid[0], []
-        # Of the plans of a number of tiles, the one with the most rows has the most tokens.
-        for tiles, plan in {math.prod(plan): plan for plan in sorted(self.config.plans)}.items():
-            values = np.zeros((1, 1 + tiles, 3, side, side), np.uint8)
-            # A narrow image has no row of patches in its tiles.
-            for rows in (0, patches * plan[0]):
-                grid = np.array([[rows, patches * plan[1]]], np.int32)
-                listed.append(Tiles(values, grid, np.array([plan], np.int32)))
-        return listed
+    def list_example_pixels(self, width: int, height: int) -> list[Tiles]:
+        del width, height  # the model has few shapes, so all are listed
+        side, patches_per_side = self.config.vision.image_size, self.config.grid[0]
+        # Among tile grids with the same number of tiles, the grid with the most rows has the most
+        # tokens, because each row of patches adds a newline. Sorting puts this grid last.
+        largest_grids = {math.prod(grid): grid for grid in sorted(self.config.tile_grids)}
+        examples = []
+        for num_tiles, (tile_rows, tile_columns) in largest_grids.items():
+            values = np.zeros((1, 1 + num_tiles, 3, side, side), np.uint8)
+            # The tiles of an extremely narrow image contain no row of patches.
+            for rows in (0, patches_per_side * tile_rows):
+                grid = np.array([[rows, patches_per_side * tile_columns]], np.int32)
+                tile_grid = np.array([[tile_rows, tile_columns]], np.int32)
+                examples.append(Tiles(values, grid, tile_grid))
+        return examples
 
     def grids(self, pixels: Tiles) -> Int[np.ndarray, "i 2"]:
         return np.asarray(pixels.grid, np.int32)
 
-    def squared(self, pixels: Tiles) -> Tiles:
-        plan = np.array(max(self.config.plans, key=lambda plan: (math.prod(plan), min(plan))))
-        plan = np.broadcast_to(plan.astype(np.int32), pixels.plan.shape)
-        return pixels._replace(grid=self.config.grid[0] * plan, plan=plan)
+    def with_square_grids(self, pixels: Tiles) -> Tiles:
+        tile_grids = self.config.tile_grids
+        tile_grid = np.array(max(tile_grids, key=lambda grid: (math.prod(grid), min(grid))))
+        tile_grid = np.broadcast_to(tile_grid.astype(np.int32), pixels.tile_grid.shape)
+        return pixels._replace(grid=self.config.grid[0] * tile_grid, tile_grid=tile_grid)
 
-    def seen(self, settings: LlavaImageSettings, image: Image.Image) -> Image.Image:
-        resized, patch = self.resize(settings, image), self.config.vision.patch_size
-        height, width = (patch * max(1, int(length)) for length in resized.grid)
+    def visible_image(self, settings: LlavaImageSettings, image: Image.Image) -> Image.Image:
+        resized, patch_size = self.resize(settings, image), self.config.vision.patch_size
+        height, width = (patch_size * max(1, int(length)) for length in resized.grid)
         top, left = (resized.padded.shape[1] - height) // 2, (resized.padded.shape[2] - width) // 2
-        shown = resized.padded[:, top : top + height, left : left + width]
-        return Image.fromarray(shown.transpose(1, 2, 0))
+        unpadded = resized.padded[:, top : top + height, left : left + width]
+        return Image.fromarray(unpadded.transpose(1, 2, 0))
 
-    def cells(
+    def token_cells(
         self, grid: Sequence[int], tokens: Sequence[int] | Int[np.ndarray, "k"]
     ) -> Int[np.ndarray, "k"]:
-        # A patch of the whole image is shown by the cell at its centre.
-        base, side = self.config.vision.num_patches, self.config.grid[0]
+        overview_tokens, side = self.config.vision.num_patches, self.config.grid[0]
         index, (rows, columns) = np.asarray(tokens, int), grid
-        row, column = np.divmod(index - base, columns + 1)
-        tiled = np.where(column < columns, row * columns + column, -1)
-        down, across = (2 * x + 1 for x in np.divmod(index, side))
-        whole = down * rows // (2 * side) * columns + across * columns // (2 * side)
-        return np.where(index < 0, -1, np.where(index < base, whole, tiled))
+        row, column = np.divmod(index - overview_tokens, columns + 1)
+        tile_cell = np.where(column < columns, row * columns + column, -1)
+        # A patch of the overview is mapped to the cell at its center.
+        center_y, center_x = (2 * coordinate + 1 for coordinate in np.divmod(index, side))
+        row, column = center_y * rows // (2 * side), center_x * columns // (2 * side)
+        overview_cell = row * columns + column
+        cells = np.where(index < overview_tokens, overview_cell, tile_cell)
+        return np.where(index < 0, -1, cells)
 
     def num_tokens(self, grid: Int[Array | np.ndarray, "*b 2"]) -> Int[Array | np.ndarray, "*b"]:
-        tiled = grid[..., 0] * (grid[..., 1] + 1)
-        return (self.config.vision.num_patches + tiled).astype(np.int32)
+        tile_tokens = grid[..., 0] * (grid[..., 1] + 1)
+        return (self.config.vision.num_patches + tile_tokens).astype(np.int32)
 
-    def padded_tokens(self, pixels: Tiles) -> int:
-        return self.config.tokens_of(pixels.values.shape[1])
+    def num_padded_tokens(self, pixels: Tiles) -> int:
+        return self.config.max_tokens_of_tiles(pixels.values.shape[1])
 
     def init_params(self, key: Array) -> Params:
-        own, width = jax.random.fold_in(key, 1), self.config.text.hidden_size
-        newline = jax.random.normal(own, (width,)) * width**-0.5
+        newline_key, width = jax.random.fold_in(key, 1), self.config.text.hidden_size
+        newline = jax.random.normal(newline_key, (width,)) * width**-0.5
         return {**super().init_params(key), "newline": {"embedding": newline}}
 
     def encode_image(
@@ -174,45 +184,52 @@ class LlavaNext(Llava):
         taps: Sequence[Tap] = (),
         execution: Execution = Execution(),
     ) -> tuple[Float[Array, "i n d"], dict[str, Array]]:
-        # Taps have the class token of the whole image first, as those of LLaVA, then all tokens.
-        (i, t), base = pixels.values.shape[:2], self.config.vision.num_patches
+        # If the taps of LLaVA contain a class token, the class token of the overview comes first
+        # here, followed by all tokens of the image.
+        (i, t), num_patches = pixels.values.shape[:2], self.config.vision.num_patches
         values = jnp.reshape(cast(Array, pixels.values), (i * t, *pixels.values.shape[2:]))
-        own = [tap for tap in taps if tap.kind != "tile"]
-        features, tapped = super().encode_image(params, values, own, execution)
-        place, shown = self._places(pixels)
-
-        def laid_out(x: Array, axis: int, place: Array, shown: Array) -> Array:
-            """Takes each token from those of all tiles, in place of its tile's axis."""
-            x = jnp.moveaxis(x, axis, 1)
-            x, wide = x.reshape(i, -1, *x.shape[2:]), (i, -1, *[1] * (x.ndim - 2))
-            x = jnp.take_along_axis(x, place.reshape(wide), axis=1)
-            return jnp.moveaxis(jnp.where(shown.reshape(wide), x, 0), 1, axis)
-
-        tile, first = place // base, ((0, 0), (1, 0))
-        behind = jnp.pad(place + tile + 1, first), jnp.pad(shown, first, constant_values=True)
+        tower_taps = [tap for tap in taps if tap.kind != "tile"]
+        features, tapped = super().encode_image(params, values, tower_taps, execution)
+        patch, is_patch = self._source_patches(pixels)
+        tile = patch // num_patches
+        # Some taps have a class token in front of the patches of each tile; these are the indices
+        # into their tokens.
+        first = ((0, 0), (1, 0))
+        token = jnp.pad(patch + tile + 1, first)
+        is_token = jnp.pad(is_patch, first, constant_values=True)
         for name, tap in tapped.items():
             if name.startswith("query"):
                 tapped[name] = tap.reshape(i, t, *tap.shape[1:])[:, 0]
+                continue
+            axis = 1 if name.startswith(("hidden", "received")) else 2
+            if tap.shape[axis] > num_patches:
+                tapped[name] = _gather_tokens(tap, axis, token, is_token)
             else:
-                axis = 1 if name.startswith(("hidden", "received")) else 2
-                at = behind if tap.shape[axis] > base else (place, shown)
-                tapped[name] = laid_out(tap, axis, *at)
-        tile = jnp.where(shown, tile, -1)
+                tapped[name] = _gather_tokens(tap, axis, patch, is_patch)
+        tile = jnp.where(is_patch, tile, -1)
         tapped |= {f"{kind}.{layer}": tile for kind, layer in taps if kind == "tile"}
-        return laid_out(features, 1, place, shown), tapped
+        return _gather_tokens(features, 1, patch, is_patch), tapped
 
-    def _places(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Array]:
-        """Returns the place of each token among the patches of all tiles, and if it is a patch."""
-        base, side = self.config.vision.num_patches, self.config.grid[0]
-        token = jnp.arange(self.padded_tokens(pixels), dtype=jnp.int32)[None]
-        grid, plan = (jnp.asarray(x, jnp.int32)[..., None] for x in (pixels.grid, pixels.plan))
-        (rows, columns), (down, across) = grid.swapaxes(0, 1), plan.swapaxes(0, 1)
-        row, column = (token - base) // (columns + 1), (token - base) % (columns + 1)
-        shown = (token < base) | ((row < rows) & (column < columns))
-        row, column = row + (down * side - rows) // 2, column + (across * side - columns) // 2
-        tile = 1 + row // side * across + column // side
-        place = jnp.where(token < base, token, tile * base + row % side * side + column % side)
-        return jnp.where(shown, place, 0), shown
+    def _source_patches(self, pixels: Tiles) -> tuple[Int[Array, "i n"], Bool[Array, "i n"]]:
+        """Returns the patch that each token is read from, and whether the token is a patch.
+
+        Patches are numbered over all tiles of an image, the overview first. For newline tokens and
+        padding the number is 0.
+        """
+        num_patches, side = self.config.vision.num_patches, self.config.grid[0]
+        token = jnp.arange(self.num_padded_tokens(pixels), dtype=jnp.int32)[None]
+        rows, columns = jnp.asarray(pixels.grid, jnp.int32)[..., None].swapaxes(0, 1)
+        tile_rows, tile_columns = jnp.asarray(pixels.tile_grid, jnp.int32)[..., None].swapaxes(0, 1)
+        row = (token - num_patches) // (columns + 1)
+        column = (token - num_patches) % (columns + 1)
+        is_patch = (token < num_patches) | ((row < rows) & (column < columns))
+        # The image is centered on the tiles, so the padding in front of it is skipped.
+        row += (tile_rows * side - rows) // 2
+        column += (tile_columns * side - columns) // 2
+        tile = 1 + row // side * tile_columns + column // side
+        tile_patch = tile * num_patches + row % side * side + column % side
+        patch = jnp.where(token < num_patches, token, tile_patch)
+        return jnp.where(is_patch, patch, 0), is_patch
 
     def project(self, params: Params, features: Float[Array, "*b d"]) -> Float[Array, "*b e"]:
         projected, newline = super().project(params, features), params["newline"]["embedding"]
@@ -220,11 +237,36 @@ class LlavaNext(Llava):
         return jnp.where(is_newline, newline.astype(projected.dtype), projected)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
-        # The fewest tiles that hold the grid.
+        # The grid is cut into the smallest number of tiles that covers it.
         side, (rows, columns) = self.config.grid[0], grid
-        tiles = 1 + -(-rows // side) * -(-columns // side)
-        tile, patches = super().vision_flops(self.config.grid), side * side + rows * columns
-        return {"tower": tiles * tile["tower"], "projector": tile["projector"] * patches // side**2}
+        num_tiles = 1 + -(-rows // side) * -(-columns // side)
+        num_patches = side * side + rows * columns
+        flops_per_tile = super().vision_flops(self.config.grid)
+        projector = flops_per_tile["projector"] * num_patches // side**2
+        return {"tower": num_tiles * flops_per_tile["tower"], "projector": projector}
+
+
+def _gather_tokens(
+    x: Array, axis: int, index: Int[Array, "i n"], is_valid: Bool[Array, "i n"]
+) -> Array:
+    """Gathers an image's tokens from the tokens of its tiles.
+
+    Args:
+        x: array whose axis 0 enumerates the tiles of all images, and whose `axis` enumerates the
+            tokens of a tile.
+        axis: axis of the tokens of a tile, at least 1.
+        index: [i, n] number of each token among the concatenated tokens of its image's tiles.
+        is_valid: [i, n] False for tokens that are zeros.
+
+    Returns:
+        The array with axis 0 for the i images and n tokens along `axis`.
+    """
+    x = jnp.moveaxis(x, axis, 1)
+    x = x.reshape(len(index), -1, *x.shape[2:])
+    broadcast_shape = (*index.shape, *[1] * (x.ndim - 2))
+    x = jnp.take_along_axis(x, index.reshape(broadcast_shape), axis=1)
+    x = jnp.where(is_valid.reshape(broadcast_shape), x, 0)
+    return jnp.moveaxis(x, 1, axis)
 
 
 class LlavaNextMistral(LlavaNext):
@@ -232,25 +274,28 @@ class LlavaNextMistral(LlavaNext):
 
     @classmethod
     def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
-        said = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else ""
+        system_prompt = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else ""
         text = ""
-        for number, message in enumerate(turns):
+        for turn, message in enumerate(turns):
             answer = f" {message} </s>" if message else ""
-            text += answer if number % 2 else f"[INST] {message or ''} [/INST]"
-        return text.replace("[INST] ", f"[INST] {said}", 1)
+            text += answer if turn % 2 else f"[INST] {message or ''} [/INST]"
+        return text.replace("[INST] ", f"[INST] {system_prompt}", 1)
 
     @classmethod
     def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:
-        # The Hugging Face files have the blank behind the end of an answer, older ones with a slip.
+        # The templates of the Hugging Face files put the space after the end token. Older files
+        # misspell the end token.
         text = cls.conversation(turns)
         return text, *(text.replace(" </s>", end) for end in ("</s> ", "<\\s> "))
 
 
-class _Turns(LlavaNext):
-    """LLaVA-NeXT with prompts of turns that all end with the same token.
+class _DelimitedTurns(LlavaNext):
+    """LLaVA-NeXT with prompts whose turns, including the system prompt, have the same delimiters.
 
-    `BEGIN` precedes a turn and has a field for its role, `END` follows it, and `SYSTEM` is what the
-    system says.
+    Attributes:
+        BEGIN: text in front of a turn, with a format field for the role.
+        END: text after a turn.
+        SYSTEM: the template's system prompt.
     """
 
     BEGIN: ClassVar[str]
@@ -259,21 +304,23 @@ class _Turns(LlavaNext):
 
     @classmethod
     def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
-        begin = [cls.BEGIN.format(role) for role in ("system", "user", "assistant")]
-        text = begin[0] + (cls.SYSTEM if system is None else system) + cls.END
-        for number, message in enumerate([*turns, None][: len(turns) + len(turns) % 2]):
-            is_open = number % 2 == 1 and not message
-            text += begin[1 + number % 2] + (message or "") + ("" if is_open else cls.END)
+        system = cls.SYSTEM if system is None else system
+        text = cls.BEGIN.format("system") + system + cls.END
+        for turn, message in enumerate([*turns, None][: len(turns) + len(turns) % 2]):
+            is_assistant = turn % 2 == 1
+            role = "assistant" if is_assistant else "user"
+            end = "" if is_assistant and not message else cls.END
+            text += cls.BEGIN.format(role) + (message or "") + end
         return text
 
     @classmethod
     def published_prompts(cls, turns: Sequence[str]) -> tuple[str, ...]:
-        # The template of the Hugging Face files has no words of the system.
+        # The chat template of the Hugging Face files has no system prompt.
         text = cls.conversation(turns)
         return text, text.removeprefix(cls.BEGIN.format("system") + cls.SYSTEM + cls.END)
 
 
-class LlavaNextLlama3(_Turns):
+class LlavaNextLlama3(_DelimitedTurns):
     """LLaVA-NeXT with the prompts of Llama 3 Instruct."""
 
     BEGIN, END = "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>"
@@ -284,8 +331,8 @@ class LlavaNextLlama3(_Turns):
     )
 
 
-class LlavaNextYi(_Turns):
-    """LLaVA-NeXT with the prompts of the 34B, whose language model is a Yi."""
+class LlavaNextYi(_DelimitedTurns):
+    """LLaVA-NeXT with the prompts of the 34B model, whose language model is a Yi."""
 
     BEGIN, END = "<|im_start|>{}\n", "<|im_end|>"
     SYSTEM = "Answer the questions."

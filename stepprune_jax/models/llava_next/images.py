@@ -1,7 +1,8 @@
-"""Images to tiles: the whole image resized to a tile, then the tiles of a larger one, row by row.
+"""LLaVA-NeXT's image processor: an image becomes an overview and the tiles of a larger version.
 
-The larger one is resized to fit one of the model's sizes and padded with black. Every number,
-normalised, equals that of the Pillow image processor of ``transformers``, bit for bit.
+The overview is the image resized to the side of a tile. The larger version is resized to fit one of
+the model's sizes, padded with black, and cut into tiles, row by row. After normalisation, every
+number equals the Pillow image processor of ``transformers`` bit for bit.
 """
 
 import math
@@ -23,89 +24,132 @@ _KIND = "LlavaNextImageProcessor"
 
 
 class Tiles(NamedTuple):
-    """Images as tiles of bytes, padded to one number of tiles with zeros.
+    """Images as tiles; the `Pixels` of LLaVA-NeXT.
 
-    The grid counts the patches of the tiles without those that hold padding alone, the plan tiles.
+    Attributes:
+        values: [i, t, 3, s, s] bytes of the tiles, the overview first. Images with fewer tiles are
+            padded with zeros.
+        grid: [i, 2] rows and columns of the patches of the larger version, without patches that
+            contain only padding.
+        tile_grid: [i, 2] rows and columns of tiles, without the overview.
     """
 
     values: UInt8[Array | np.ndarray, "*i t 3 s s"] | jax.ShapeDtypeStruct
     grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
-    plan: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
+    tile_grid: Int[Array | np.ndarray, "*i 2"] | jax.ShapeDtypeStruct
 
 
-class BothSizes(NamedTuple):
-    """Bytes of the whole image at the size of a tile, and of the larger one, with its grid."""
+class ResizedVersions(NamedTuple):
+    """Both resized versions of an image.
 
-    whole: Bytes
+    Attributes:
+        overview: bytes of the image at the size of a tile.
+        padded: bytes of the larger version, with its padding.
+        grid: [2] see `Tiles.grid`.
+    """
+
+    overview: Bytes
     padded: Bytes
     grid: Int[np.ndarray, "2"]
 
 
 def settings_from_hf(raw: Json, where: str) -> LlavaImageSettings:
-    """Translates a Hugging Face image processor dict of the file `where`."""
+    """Translates the JSON object of a Hugging Face image processor.
+
+    Args:
+        raw: the parsed JSON object.
+        where: its file, for error messages.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: the kind of the processor or a field is not supported.
+    """
     kind = str(raw.get("image_processor_type") or raw.get("feature_extractor_type") or _KIND)
     supported = f"supported: {_KIND}, CLIPImageProcessor"
-    known = kind.startswith((_KIND, "CLIP"))
-    require(known, f"{where}: unsupported image processor {kind!r}; {supported}")
-    own = raw | {"image_processor_type": None, "feature_extractor_type": None, "do_pad": False}
-    settings = images.settings_from_hf(own, where)
+    is_supported = kind.startswith((_KIND, "CLIP"))
+    require(is_supported, f"{where}: unsupported image processor {kind!r}; {supported}")
+    # `do_pad` pads batches in this processor, while it pads images to squares in LLaVA's processor.
+    llava_fields = {"image_processor_type": None, "feature_extractor_type": None, "do_pad": False}
+    settings = images.settings_from_hf(raw | llava_fields, where)
     size, crop = settings.resize_to, settings.crop_to
     require(size == crop, f"{where}: crop_size is {crop}, expected size, {size}")
     return settings
 
 
 def to_hf(settings: LlavaImageSettings, normalisation: Normalisation, sizes: Sizes) -> Json:
-    """Describes the image processor; `do_pad` is about batches there."""
-    pinpoints = [list(size) for size in sizes]
-    own = {"image_processor_type": _KIND, "image_grid_pinpoints": pinpoints, "do_pad": True}
-    return images.to_hf(settings, normalisation) | own
+    """Returns the JSON fields of the image processor, which `settings_from_hf` reads."""
+    return images.to_hf(settings, normalisation) | {
+        "image_processor_type": _KIND,
+        "image_grid_pinpoints": [list(size) for size in sizes],
+        "do_pad": True,  # of batches
+    }
 
 
 def best_size(height: int, width: int, sizes: Sizes) -> tuple[int, int]:
-    """Returns the size that shows most of an image's pixels, and of those the smallest."""
+    """Returns the (height, width) that preserves the most pixels of an image.
+
+    Among sizes that preserve equally many pixels, it returns the smallest.
+
+    Args:
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+        sizes: (height, width) pairs to choose from.
+    """
 
     def rank(size: tuple[int, int]) -> tuple[int, int]:
         scale = min(size[1] / width, size[0] / height)
-        shown = min(int(width * scale) * int(height * scale), width * height)
-        return shown, shown - math.prod(size)
+        num_pixels = min(int(width * scale) * int(height * scale), width * height)
+        return num_pixels, num_pixels - math.prod(size)
 
-    return max(sizes, key=rank)  # the first of equal ones
+    return max(sizes, key=rank)  # `max` returns the first of equal sizes, as `transformers` does
 
 
 def fitted_size(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Returns height and width of an image that is resized to fit a size."""
+    """Returns the (height, width) of an image that is scaled to fit into a (height, width)."""
     scale = min(size[0] / height, size[1] / width)
     return min(math.ceil(height * scale), size[0]), min(math.ceil(width * scale), size[1])
 
 
 def unpadded_grid(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Returns the patches of an image in a grid of them, as `transformers` counts them."""
+    """Returns the rows and columns of patches that contain the image, as `transformers` counts.
+
+    Args:
+        height: height of the image in pixels.
+        width: width of the image in pixels.
+        rows: rows of patches of the padded image.
+        columns: columns of patches of the padded image.
+    """
     if width / height > columns / rows:
-        filled = int(round(height * (columns / width), 7))
-        return rows - (rows - filled) // 2 * 2, columns
-    filled = int(round(width * (rows / height), 7))
-    return rows, columns - (columns - filled) // 2 * 2
+        filled_rows = int(round(height * (columns / width), 7))
+        return rows - (rows - filled_rows) // 2 * 2, columns
+    filled_columns = int(round(width * (rows / height), 7))
+    return rows, columns - (columns - filled_columns) // 2 * 2
 
 
-def resize(config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.Image) -> BothSizes:
-    """Resizes an RGB image to a tile, and to fit the best of the model's sizes."""
-    side, patch = config.vision.image_size, config.vision.patch_size
-    down, across = best_size(image.height, image.width, config.sizes)
-    height, width = fitted_size(image.height, image.width, (down, across))
-    padded = Image.new("RGB", (across, down))
+def resize(
+    config: LlavaNextConfig, settings: LlavaImageSettings, image: Image.Image
+) -> ResizedVersions:
+    """Resizes an RGB image to the overview and to the best of the model's sizes."""
+    side, patch_size = config.vision.image_size, config.vision.patch_size
+    size = best_size(image.height, image.width, config.sizes)
+    height, width = fitted_size(image.height, image.width, size)
+    padded = Image.new("RGB", (size[1], size[0]))
     fitted = image.resize((width, height), settings.resample)
-    padded.paste(fitted, ((across - width) // 2, (down - height) // 2))
-    whole = image.resize((side, side), settings.resample)
-    whole, padded = (np.asarray(part).transpose(2, 0, 1) for part in (whole, padded))
-    rows, columns = (length // side * (side // patch) for length in (down, across))
+    padded.paste(fitted, ((size[1] - width) // 2, (size[0] - height) // 2))
+    overview = image.resize((side, side), settings.resample)
+    rows, columns = (length // side * (side // patch_size) for length in size)
     grid = np.array(unpadded_grid(image.height, image.width, rows, columns), np.int32)
-    return BothSizes(whole, padded, grid)
+    return ResizedVersions(
+        np.asarray(overview).transpose(2, 0, 1), np.asarray(padded).transpose(2, 0, 1), grid
+    )
 
 
-def to_tiles(image: BothSizes) -> Tiles:
-    """Cuts a resized image into tiles, without the axis of images."""
-    side = image.whole.shape[1]
+def to_tiles(image: ResizedVersions) -> Tiles:
+    """Cuts a resized image into tiles; the result has no axis of images."""
+    side = image.overview.shape[1]
     rows, columns = (length // side for length in image.padded.shape[1:])
     tiles = image.padded.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
-    values = np.concatenate([image.whole[None], tiles.reshape(-1, 3, side, side)])
+    values = np.concatenate([image.overview[None], tiles.reshape(-1, 3, side, side)])
     return Tiles(values, image.grid, np.array([rows, columns], np.int32))

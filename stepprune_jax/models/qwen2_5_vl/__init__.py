@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: images of any size, a tower with windows and a merger."""
+"""Qwen2.5-VL: images of any size, a tower with windowed attention, and a merger."""
 
 from stepprune_jax.models.qwen2_5_vl.backbone import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenConfig

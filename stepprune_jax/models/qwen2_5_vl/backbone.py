@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al., https://arxiv.org/abs/2502.13923): tower, merger, language model."""
+"""Qwen2.5-VL (Bai et al., https://arxiv.org/abs/2502.13923), and the base class of Qwen3-VL."""
 
 import contextlib
 import dataclasses
@@ -24,14 +24,15 @@ from stepprune_jax.models.qwen2_5_vl import images, tower, weights
 from stepprune_jax.models.qwen2_5_vl.config import PatchModelConfig, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches, QwenImageSettings
 from stepprune_jax.models.stack import Execution, Params
-from stepprune_jax.models.weights import WeightRule, renamed
+from stepprune_jax.models.weights import WeightRule, replace_prefix
 from stepprune_jax.user_input import naming, require
 
 _ROLES = ("user", "assistant")
 _START, _END = "<|im_start|>", "<|im_end|>"
 _IMAGE = f"<|vision_start|>{IMAGE_MARK}<|vision_end|>"
-# Placeholders of visual tokens: in the user's text they would count as tokens that do not exist.
-_PLACEHOLDERS = {
+# Special tokens that represent visual tokens, with the reason why prompts must not contain them:
+# in the user's text they would represent visual tokens that do not exist.
+_FORBIDDEN_TOKENS = {
     token: f"which the template adds: use {IMAGE_MARK} for an image"
     for token in ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
 } | {"<|video_pad|>": "but videos are not supported"}
@@ -39,13 +40,13 @@ _PLACEHOLDERS = {
 
 @dataclasses.dataclass(frozen=True)
 class QwenBackbone(Backbone):
-    """What Qwen's models share: images of any size, prompts, position ids of three axes.
+    """Base class of the Qwen-VL families: images of any size, prompts, and 3D position ids.
 
     Attributes:
-        PROCESSOR: class of the processor in `transformers`.
-        SYSTEM: what the system says by the template; None for nothing.
-        TOWER: the family's module with `init_vision` and `encode`.
-        WEIGHTS: the family's module with `rules`.
+        PROCESSOR: name of the processor's class in `transformers`.
+        SYSTEM: the template's system prompt; None for no system prompt.
+        TOWER: module of the family with `init_vision` and `encode`.
+        WEIGHTS: module of the family with `rules`.
     """
 
     config: PatchModelConfig
@@ -54,7 +55,7 @@ class QwenBackbone(Backbone):
     TOWER: ClassVar[ModuleType]
     WEIGHTS: ClassVar[ModuleType]
 
-    def is_harmless(self, name: str) -> bool:
+    def may_be_unused(self, name: str) -> bool:
         return self.config.text.tie_embeddings and name == weights.HEAD + ".weight"
 
     @classmethod
@@ -70,69 +71,68 @@ class QwenBackbone(Backbone):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
     ) -> Backbone:
-        config = self.config
-        least, most = config.min_pixels, config.max_pixels
+        lower, upper = self.config.min_pixels, self.config.max_pixels
         if folder is not None:
-            least, most = images.processor_bounds(config.vision, *read_processor(folder))
-        least = least if min_pixels is None else min_pixels
-        most = most if max_pixels is None else max_pixels
-        named = contextlib.nullcontext() if folder is None else naming(str(folder))
-        with named:
-            return self.replace(min_pixels=least, max_pixels=most)
+            lower, upper = images.read_area_bounds(self.config.vision, *read_processor(folder))
+        lower = lower if min_pixels is None else min_pixels
+        upper = upper if max_pixels is None else max_pixels
+        # The checks of the configuration name the folder, if there is one.
+        with contextlib.nullcontext() if folder is None else naming(str(folder)):
+            return self.replace(min_pixels=lower, max_pixels=upper)
 
     def resize(self, settings: QwenImageSettings, image: Image.Image) -> Bytes:
         return images.resize(self.config, settings, image)
 
-    def cut(self, image: Bytes) -> Patches:
+    def to_pixels(self, image: Bytes) -> Patches:
         return images.to_patches(self.config, image)
 
     def normalise(self, pixels: Patches) -> Patches:
         return images.normalise_patches(self.config, pixels)
 
-    def max_pixels(self, count: int) -> Patches:
-        vision, largest = self.config.vision, self.config.max_image_tokens
-        patches = images.padded_tokens(largest, largest) * vision.unit
+    def largest_pixel_shapes(self, count: int) -> Patches:
+        vision, num_tokens = self.config.vision, self.config.max_image_tokens
+        num_patches = images.num_padded_tokens(num_tokens, num_tokens) * vision.unit
         return Patches(
-            jax.ShapeDtypeStruct((count, patches, 3 * vision.patch_size**2), np.uint8),
+            jax.ShapeDtypeStruct((count, num_patches, 3 * vision.patch_size**2), np.uint8),
             jax.ShapeDtypeStruct((count, 2), np.int32),
         )
 
-    def list_pixels(self, width: int, height: int) -> list[Patches]:
-        return images.list_pixels(self.config, width, height)
+    def list_example_pixels(self, width: int, height: int) -> list[Patches]:
+        return images.list_example_pixels(self.config, width, height)
 
-    def squared(self, pixels: Patches) -> Patches:
+    def with_square_grids(self, pixels: Patches) -> Patches:
         side = math.isqrt(self.config.max_image_tokens)
         return pixels._replace(grid=np.full(pixels.grid.shape, side, np.int32))
 
     def grids(self, pixels: Patches) -> Int[np.ndarray, "i 2"]:
         return np.asarray(pixels.grid, np.int32)
 
-    def padded_tokens(self, pixels: Patches) -> int:
+    def num_padded_tokens(self, pixels: Patches) -> int:
         return pixels.values.shape[1] // self.config.vision.unit
 
     @classmethod
     def conversation(cls, turns: Sequence[str | None], system: str | None = None) -> str:
-        # A closed last turn ends with its end token, without a newline after it.
+        # If the assistant's last turn has text, the prompt ends with the end token and no newline.
         turns = list(turns) + [None] * (len(turns) % 2)
         system = cls.SYSTEM if system is None else system
         for message in (system, *turns):
-            for token, reason in _PLACEHOLDERS.items():
+            for token, reason in _FORBIDDEN_TOKENS.items():
                 require(token not in (message or ""), f"the prompt has {token}, {reason}")
-        said = [] if system is None else [f"{_START}system\n{system}{_END}"]
-        for number, message in enumerate(turns):
-            end = _END if message or number + 1 < len(turns) else ""
+        texts = [] if system is None else [f"{_START}system\n{system}{_END}"]
+        for turn, message in enumerate(turns):
+            end = _END if message or turn + 1 < len(turns) else ""
             message = (message or "").replace(IMAGE_MARK, _IMAGE)
-            said.append(f"{_START}{_ROLES[number % 2]}\n{message}{end}")
-        return "\n".join(said)
+            texts.append(f"{_START}{_ROLES[turn % 2]}\n{message}{end}")
+        return "\n".join(texts)
 
     def weight_rules(self) -> tuple[WeightRule, ...]:
         return self.WEIGHTS.rules(self.config.vision)
 
     def init_params(self, key: Array) -> Params:
-        vision, language = jax.random.split(key)
+        vision_key, language_key = jax.random.split(key)
         return {
-            **self.TOWER.init_vision(vision, self.config.vision),
-            "language": decoder.init_language(language, self.config.text),
+            **self.TOWER.init_vision(vision_key, self.config.vision),
+            "language": decoder.init_language(language_key, self.config.text),
         }
 
     def encode_image(
@@ -151,7 +151,7 @@ class QwenBackbone(Backbone):
     def image_positions(
         self, grid: Int[Array, "*b 2"], place: Int[Array, "*b k"]
     ) -> tuple[Int[Array, "*b p k"], Int[Array, "*b"]]:
-        # 0 in time, the row, and the column; text after the image is shifted by the longer side.
+        # The axes are (time, row, column), and time is 0. An image's extent is its longer side.
         columns = jnp.maximum(grid[..., 1:], 1)
         offset = jnp.stack([jnp.zeros_like(place), place // columns, place % columns], axis=-2)
         return offset, grid.max(-1)
@@ -164,7 +164,7 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
     config: QwenConfig
     name = "qwen2_5_vl"
     SUPPORTED = "Qwen2.5-VL (model_type 'qwen2_5_vl')"
-    CONTEXT_LIMIT = 32768  # the longest row of training
+    CONTEXT_LIMIT = 32768  # the longest sequence of the model's training
     PROCESSOR = "Qwen2_5_VLProcessor"
     SYSTEM = "You are a helpful assistant."
     TOWER, WEIGHTS = tower, weights
@@ -181,18 +181,21 @@ class Qwen2_5_VL(QwenBackbone):  # noqa: N801
 
     @classmethod
     def canonical_name(cls, name: str, of_vision_folder: bool = False) -> str:
-        return renamed(name, weights.PREFIXES)
+        return replace_prefix(name, weights.PREFIXES)
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
-        # With the attention of whole windows; the merger counts as the projector.
+        # Each block counts complete windows. The merger counts as the projector.
         vision = self.config.vision
-        d, n = vision.hidden_size, grid[0] * grid[1]
-        m, wide = n * vision.unit, vision.unit * d
-        seen = [vision.unit * vision.window**2] * vision.num_layers
+        d, num_tokens = vision.hidden_size, grid[0] * grid[1]
+        num_patches, merged_width = num_tokens * vision.unit, vision.unit * d
+        keys_per_block = [vision.unit * vision.window**2] * vision.num_layers
         for block in vision.full_blocks:
-            seen[block] = m
-        products = m * (4 * d * d + 3 * d * vision.intermediate_size) * vision.num_layers
-        attention = sum(2 * m * d * min(m, keys) for keys in seen)
-        embedding = m * vision.temporal_patch_size * 3 * vision.patch_size**2 * d
-        merger = n * wide * (wide + vision.out_size)
-        return {"tower": 2 * (embedding + products + attention), "projector": 2 * merger}
+            keys_per_block[block] = num_patches
+        dense_macs_per_patch = 4 * d * d + 3 * d * vision.intermediate_size
+        dense_macs = num_patches * dense_macs_per_patch * vision.num_layers
+        attention_macs = sum(2 * num_patches * d * min(num_patches, k) for k in keys_per_block)
+        patch_values = vision.temporal_patch_size * 3 * vision.patch_size**2
+        embedding_macs = num_patches * patch_values * d
+        merger_macs = num_tokens * merged_width * (merged_width + vision.out_size)
+        tower_macs = embedding_macs + dense_macs + attention_macs
+        return {"tower": 2 * tower_macs, "projector": 2 * merger_macs}

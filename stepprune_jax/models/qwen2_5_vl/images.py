@@ -1,9 +1,9 @@
-"""Images to the patches that the towers of Qwen's models take, each image at its own size.
+"""Image processor of the Qwen-VL families: an image becomes patches, at its own size.
 
-An image is resized so that its sides are multiples of a merged patch and its area is within bounds,
-and cut into patches. Every number, normalised, equals that of the Pillow image processor of
-``transformers``, bit for bit. That processor repeats an image as the second frame of its patches;
-here patches have one frame, which the tower reads twice.
+An image is resized and cut into patches. Its sides become multiples of a merged patch and its area
+is kept within limits. After normalisation, every number equals the Pillow image processor of
+``transformers`` bit for bit. The processor of ``transformers`` repeats an image as the second frame
+of its patches; here patches have one frame, and the tower reads this frame twice.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 from PIL import Image
 
-from stepprune_jax.models.config import Json, one_of, part, read_fields, size
+from stepprune_jax.models.config import Json, choice_rule, object_rule, read_fields, size_rule
 from stepprune_jax.models.images import (
     RESAMPLE,
     Bytes,
@@ -23,7 +23,7 @@ from stepprune_jax.models.images import (
     normalise,
 )
 from stepprune_jax.models.qwen2_5_vl.config import (
-    MOST_PIXELS,
+    PILLOW_MAX_PIXELS,
     PatchModelConfig,
     PatchTowerConfig,
 )
@@ -31,20 +31,20 @@ from stepprune_jax.user_input import require
 
 _KIND = "Qwen2VLImageProcessor"
 _ONLY = {
-    "kind": one_of(
+    "kind": choice_rule(
         "image_processor_type", _KIND, f"{_KIND}Fast", f"{_KIND}Pil", "Qwen2_5_VLImageProcessor"
     ),
-    "resize": one_of("do_resize", True),
-    "rescale": one_of("do_rescale", True),
-    "normalize": one_of("do_normalize", True),
+    "resize": choice_rule("do_resize", True),
+    "rescale": choice_rule("do_rescale", True),
+    "normalize": choice_rule("do_normalize", True),
 }
-# Defaults of the processor's class, which the published files do not rely on.
-_AREA = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-# Images are padded to a multiple of this many tokens, whose patches are a block of the tower's
-# attention.
+# Defaults of the processor's class. The published files do not rely on these defaults.
+_DEFAULT_AREA = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+# Images are padded to a multiple of this number of tokens. Their 64 patches are one block of the
+# tower's attention within windows.
 BLOCK_TOKENS = 16
-# Tokens that images are padded to, multiples of `BLOCK_TOKENS`. Each size is a program of several
-# seconds of compilation, and padding costs time: `python -m tools.bench.buckets` counts both.
+# Padded numbers of tokens of images, multiples of `BLOCK_TOKENS`. Each size costs seconds of
+# compilation, and fewer sizes cost padding: `python -m tools.bench.buckets` measures both.
 IMAGE_SIZES = (
     *(16, 48, 160, 320, 608, 960, 1376, 1888),
     *(2496, 3264, 4224, 5504, 7168, 9344, 12288, 16384),
@@ -52,16 +52,23 @@ IMAGE_SIZES = (
 
 
 class QwenImageSettings(NamedTuple):
-    """Settings of the image processor, without those in `PatchModelConfig`."""
+    """Settings of the image processor that are not in `PatchModelConfig`.
+
+    Attributes:
+        resample: number of a Pillow resampling filter.
+    """
 
     resample: int = 3
 
 
 class Patches(NamedTuple):
-    """Images as patches, padded to one length with zeros.
+    """Images as patches; the `Pixels` of the Qwen-VL families.
 
-    Values are bytes until they are normalised, which leaves the padding; they are grouped by merged
-    patch in raster order and run over channel, row and column. The grid counts merged patches.
+    Attributes:
+        values: [i, m, v] values of the patches: bytes, or float32 after normalisation. The patches
+            of a merged patch are consecutive, and merged patches have raster order. The v values of
+            a patch run over (channel, row, column). Images are padded with zeros to m patches.
+        grid: [i, 2] rows and columns of merged patches.
     """
 
     values: UInt8[Array | np.ndarray, "*i m v"] | Float[Array, "*i m v"] | jax.ShapeDtypeStruct
@@ -69,39 +76,66 @@ class Patches(NamedTuple):
 
 
 def settings_from_hf(raw: Json, where: str) -> QwenImageSettings:
-    """Translates a Hugging Face image processor dict of the file `where`."""
+    """Translates the JSON object of a Hugging Face image processor.
+
+    Args:
+        raw: the parsed JSON object.
+        where: its file, for error messages.
+
+    Raises:
+        ValueError: the kind of the processor or a field is not supported.
+    """
     read_fields(raw, where, _ONLY)
     return QwenImageSettings(**read_fields(raw, where, RESAMPLE))
 
 
-def processor_bounds(vision: PatchTowerConfig, raw: Json, where: str) -> tuple[int, int]:
-    """Reads the bounds of an image's area from an image processor dict, and checks its patches."""
-    sides = ("patch_size", "temporal_patch_size", "merge_size")
-    for side in sides:
-        expected = f"{getattr(vision, side)}, the model's"
-        rule = one_of(side, getattr(vision, side))._replace(expected=expected)
-        read_fields(raw, where, {side: rule})
-    edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-    outside = {pixels: size(pixels, None, MOST_PIXELS) for pixels in edges}
-    bounds = read_fields(raw, where, outside)
-    area = read_fields(raw, where, {"size": part("size", _AREA)})["size"]
-    # Older versions repeat the bounds in `size`, by their own names.
-    others = sorted(area.keys() - {*edges.values()} - {x for x in edges if bounds[x]})
-    require(not others, f"{where}: size has {others}, expected {[*edges.values()]}")
-    inside = {
-        pixels: size(edge, None, MOST_PIXELS)._replace(optional=False)
-        for pixels, edge in edges.items()
-        if bounds[pixels] is None
+def read_area_bounds(vision: PatchTowerConfig, raw: Json, where: str) -> tuple[int, int]:
+    """Reads the limits of an image's area from an image processor, and checks its patch sizes.
+
+    Args:
+        vision: shape of the tower.
+        raw: the parsed JSON object of the image processor.
+        where: its file, for error messages.
+
+    Returns:
+        The smallest and the largest area in pixels.
+
+    Raises:
+        ValueError: the limits are invalid, or the patches are not the patches of the model.
+    """
+    for field in ("patch_size", "temporal_patch_size", "merge_size"):
+        expected = f"{getattr(vision, field)}, the model's"
+        rule = choice_rule(field, getattr(vision, field))._replace(expected=expected)
+        read_fields(raw, where, {field: rule})
+    # The limits are fields of the processor, or entries of its field `size`, by other names.
+    entry_names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    field_rules = {name: size_rule(name, None, PILLOW_MAX_PIXELS) for name in entry_names}
+    bounds = read_fields(raw, where, field_rules)
+    area = read_fields(raw, where, {"size": object_rule("size", _DEFAULT_AREA)})["size"]
+    # Older versions repeat the fields of the processor in `size`.
+    repeated = {name for name in entry_names if bounds[name]}
+    unknown = sorted(area.keys() - {*entry_names.values()} - repeated)
+    require(not unknown, f"{where}: size has {unknown}, expected {[*entry_names.values()]}")
+    entry_rules = {
+        name: size_rule(entry, None, PILLOW_MAX_PIXELS)._replace(optional=False)
+        for name, entry in entry_names.items()
+        if bounds[name] is None
     }
-    bounds |= read_fields(area, f"{where}: size", inside)
+    bounds |= read_fields(area, f"{where}: size", entry_rules)
     return bounds["min_pixels"], bounds["max_pixels"]
 
 
-def to_hf(config: PatchModelConfig, settings: QwenImageSettings, kind: str) -> Json:
-    """Describes the image processor of a kind, in the field names of old and new versions."""
+def to_hf(config: PatchModelConfig, settings: QwenImageSettings, processor_class: str) -> Json:
+    """Returns the JSON fields of the image processor, by the names of old and new versions.
+
+    Args:
+        config: configuration of the model.
+        settings: settings of the image processor.
+        processor_class: name of the processor's class in `transformers`.
+    """
     return {
         "image_processor_type": _KIND,
-        "processor_class": kind,
+        "processor_class": processor_class,
         "do_convert_rgb": True,
         "do_resize": True,
         "min_pixels": config.min_pixels,
@@ -116,11 +150,14 @@ def to_hf(config: PatchModelConfig, settings: QwenImageSettings, kind: str) -> J
 
 
 def target_size(config: PatchModelConfig, height: int, width: int) -> tuple[int, int]:
-    """Returns the (height, width) to which an image is resized, unless it is too narrow.
+    """Returns the (height, width) of a resized image.
 
-    Each side is rounded to the nearest multiple of a merged patch, halves to even. If the area is
-    then out of bounds, both sides are scaled by one factor to meet the bound, and rounded down or
-    up.
+    Each side is rounded to the nearest multiple of a merged patch, and halves to an even multiple.
+    If the area is then outside the limits, both sides are scaled by one factor to meet the limit,
+    and rounded down for the upper limit or up for the lower limit.
+
+    Raises:
+        ValueError: the image is too narrow.
     """
     check_aspect(width, height)
     factor, sides = config.vision.factor, (height, width)
@@ -136,61 +173,67 @@ def target_size(config: PatchModelConfig, height: int, width: int) -> tuple[int,
 
 
 def resize(config: PatchModelConfig, settings: QwenImageSettings, image: Image.Image) -> Bytes:
-    """Returns the bytes of an RGB image at its target size."""
+    """Resizes an RGB image to its target size; returns its bytes."""
     height, width = target_size(config, image.height, image.width)
     return np.asarray(image.resize((width, height), settings.resample)).transpose(2, 0, 1)
 
 
 def to_patches(config: PatchModelConfig, image: Bytes) -> Patches:
-    """Cuts a resized image into padded patches, without the axis of images."""
+    """Cuts a resized image into patches and pads them; the result has no axis of images."""
     vision = config.vision
     p, k = vision.patch_size, vision.merge_size
     rows, columns = (side // vision.factor for side in image.shape[1:])
-    parts = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
-    slots = padded_tokens(rows * columns, config.max_image_tokens)
-    patches = np.zeros((slots * vision.unit, 3 * p * p), np.uint8)
-    filled = patches[: rows * columns * vision.unit].reshape(parts.shape)
-    filled[:] = parts
-    return Patches(patches, np.array([rows, columns], np.int32))
+    # From (channel, row, column) to (merged patch, patch in it, channel, row, column).
+    patches = image.reshape(3, rows, k, p, columns, k, p).transpose(1, 4, 2, 5, 0, 3, 6)
+    num_slots = num_padded_tokens(rows * columns, config.max_image_tokens)
+    values = np.zeros((num_slots * vision.unit, 3 * p * p), np.uint8)
+    image_values = values[: rows * columns * vision.unit].reshape(patches.shape)
+    image_values[:] = patches  # writes to a view of `values`
+    return Patches(values, np.array([rows, columns], np.int32))
 
 
 def normalise_patches(config: PatchModelConfig, pixels: Patches) -> Patches:
-    """Normalises images, except their padding."""
-    values, grid = (cast(Array, part) for part in pixels)
-    *before, m, v = values.shape
-    parts = normalise(config.normalisation, values.reshape(*before, m, 3, v // 3), -2)
-    real = np.arange(m) < config.vision.unit * grid.prod(-1)[..., None]
-    where = parts.__array_namespace__().where
-    return Patches(where(real[..., None], parts.reshape(values.shape), 0), grid)
+    """Normalises the bytes of images to float32; padding remains 0."""
+    values, grid = (cast(Array, leaf) for leaf in pixels)
+    *leading, m, v = values.shape
+    by_channel = values.reshape(*leading, m, 3, v // 3)
+    normalised = normalise(config.normalisation, by_channel, -2).reshape(values.shape)
+    is_patch = np.arange(m) < config.vision.unit * grid.prod(-1)[..., None]
+    where = normalised.__array_namespace__().where
+    return Patches(where(is_patch[..., None], normalised, 0), grid)
 
 
-def padded_tokens(count: int, largest: int) -> int:
-    """Returns the number of tokens that an image with `count` tokens is padded to.
+def num_padded_tokens(num_tokens: int, max_tokens: int) -> int:
+    """Returns the padded number of tokens of an image with `num_tokens` tokens.
 
-    The number is the next of `IMAGE_SIZES`, but not above the padded number of the `largest` image:
-    `largest` rounded up to one of four numbers per doubling.
+    This is the next of `IMAGE_SIZES`, but at most `max_tokens` rounded up to one of four numbers
+    per doubling.
+
+    Args:
+        num_tokens: number of tokens of the image.
+        max_tokens: number of tokens of the largest image.
     """
-    size = next((size for size in IMAGE_SIZES if size >= count), _quarter_step(count))
-    return min(size, _quarter_step(largest))
+    size = next((size for size in IMAGE_SIZES if size >= num_tokens), _round_up(num_tokens))
+    return min(size, _round_up(max_tokens))
 
 
-def _quarter_step(count: int) -> int:
-    """Rounds up to 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, ...: four sizes per doubling."""
+def _round_up(count: int) -> int:
+    """Rounds up to 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, and so on: four per doubling."""
     step = max(BLOCK_TOKENS, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 
 
-def list_pixels(config: PatchModelConfig, width: int, height: int) -> list[Patches]:
-    """Lists made-up patches of every padded number; see `Backbone.list_pixels`."""
+def list_example_pixels(config: PatchModelConfig, width: int, height: int) -> list[Patches]:
+    """Lists artificial patches of every padded size; see `Backbone.list_example_pixels`."""
     vision = config.vision
     rows, columns = (max(1, round(side / vision.factor)) for side in (height, width))
-    count = max(1, config.min_pixels // vision.factor**2)
-    most = min(config.max_image_tokens, max(rows * columns, config.enlarged_tokens))
-    listed = []
-    while count <= most:
-        padded = padded_tokens(count, config.max_image_tokens)
-        values = np.zeros((1, padded * vision.unit, 3 * vision.patch_size**2), np.uint8)
-        for tokens in sorted({count, padded}):
-            listed.append(Patches(values, np.array([[1, tokens]], np.int32)))
-        count = padded + 1
-    return listed
+    num_tokens = max(1, config.min_pixels // vision.factor**2)
+    max_tokens = min(config.max_image_tokens, max(rows * columns, config.max_enlarged_tokens))
+    examples = []
+    while num_tokens <= max_tokens:
+        num_slots = num_padded_tokens(num_tokens, config.max_image_tokens)
+        values = np.zeros((1, num_slots * vision.unit, 3 * vision.patch_size**2), np.uint8)
+        for tokens in sorted({num_tokens, num_slots}):
+            examples.append(Patches(values, np.array([[1, tokens]], np.int32)))
+        num_tokens = num_slots + 1
+    return examples

@@ -1,12 +1,13 @@
-"""Qwen2.5-VL's vision transformer, as pure functions over a tree of stacked weights.
+"""The vision transformer of Qwen2.5-VL, as pure functions of stacked weights.
 
 Bai et al., "Qwen2.5-VL Technical Report" (https://arxiv.org/abs/2502.13923). Pre-norm blocks with
-rotary positions by row and by column; most attend within windows of the image, a few to all of it.
-A merger turns each square of patches into a token.
+rotary positions by row and by column. Most blocks attend within windows of the image; a few blocks
+have global attention. A merger turns each square of patches into a token.
 
-Patches are ordered by window, so that a window is a run of at most as many patches as a full one
-has. Rows of patches are cut into blocks of that length: a patch's window lies in its own block and
-the two neighbouring ones, wherever windows begin. No window is padded.
+Patches are ordered by window, so the patches of a window are consecutive; their number is at most
+the number of a complete window. The sequence of patches is cut into chunks of that length. The
+window of a patch then lies in the chunk of the patch and the two neighbouring chunks, wherever
+windows begin. Windows need no padding.
 """
 
 import functools
@@ -34,11 +35,11 @@ from stepprune_jax.models.layers import (
     GatedMlp,
     RmsNorm,
     activate,
-    wide_product,
+    matmul_float32,
 )
 from stepprune_jax.models.qwen2_5_vl.config import PatchTowerConfig, QwenVisionConfig
 from stepprune_jax.models.qwen2_5_vl.images import Patches
-from stepprune_jax.models.rotary import axial_rotary, inverse_powers, rotate
+from stepprune_jax.models.rotary import axial_cos_sin, geometric_frequencies, rotate
 from stepprune_jax.models.stack import (
     Execution,
     Params,
@@ -54,11 +55,15 @@ _EPS = 1e-6
 _ROPE_BASE = 10000.0
 
 
-class Layout(NamedTuple):
-    """Order of merged patches by window: [i, n] of slots, padding last.
+class WindowLayout(NamedTuple):
+    """Order of merged patches by window. n slots contain the patches, then padding.
 
-    `raster` is the raster index of each slot's merged patch, `slot` its inverse, `window` a number,
-    -1 in the padding, `place` row and column, `size` [i] the merged patches of each image.
+    Attributes:
+        raster: [i, n] raster index of the merged patch in each slot.
+        slot: [i, n] slot of each merged patch; the inverse of `raster`.
+        window: [i, n] number of each slot's window; -1 for padding.
+        place: [i, 2, n] row and column of the merged patch in each slot; 0 for padding.
+        size: [i] number of merged patches of each image.
     """
 
     raster: Int[Array, "i n"]
@@ -69,54 +74,63 @@ class Layout(NamedTuple):
 
 
 class TowerInputs(NamedTuple):
-    """Inputs shared by all blocks: rotary angles, the window of each patch (-1 in the padding)."""
+    """Inputs that all blocks share, in window order.
+
+    Attributes:
+        cosine: [i, m, c] float32 cosine of the rotary angles of patches.
+        sine: [i, m, c] float32 sine of the rotary angles.
+        window: [i, m] number of each patch's window; -1 for padding.
+        length: [i] number of patches of each image.
+    """
 
     cosine: Float[Array, "i m c"]
     sine: Float[Array, "i m c"]
     window: Int[Array, "i m"]
     length: Int[Array, "i"]
 
-    @property
-    def valid(self) -> Bool[Array, "i 1 m"]:
-        """Mask of real patches, for keys."""
-        return (self.window >= 0)[:, None]
 
+def lay_out_windows(grid: Int[Array, "i 2"], side: int, num_slots: int) -> WindowLayout:
+    """Orders the merged patches of images by window.
 
-def lay_out_windows(grid: Int[Array, "i 2"], side: int, slots: int) -> Layout:
-    """Orders the merged patches of grids [i, 2] in n slots by windows of `side` x `side`.
+    Windows begin at the first row and column of the image. Windows at the opposite edges may be
+    smaller.
 
-    Windows begin at the image's first row and column; those at its other edges may be smaller.
+    Args:
+        grid: [i, 2] rows and columns of merged patches of each image.
+        side: merged patches on each side of a window.
+        num_slots: number n of slots, at least the size of the largest grid.
     """
-    number = jnp.arange(slots, dtype=jnp.int32)
-    columns = jnp.maximum(grid[:, 1:], 1)  # an absent image has none
+    number = jnp.arange(num_slots, dtype=jnp.int32)
+    columns = jnp.maximum(grid[:, 1:], 1)  # avoids a division by 0 for an absent image
     size = grid.prod(1).astype(jnp.int32)
-    real = number < size[:, None]
+    is_patch = number < size[:, None]
     row, column = number // columns, number % columns
     window = row // side * -(-columns // side) + column // side
-    window = jnp.where(real, window, slots)  # sorts the padding last
+    window = jnp.where(is_patch, window, num_slots)  # sorts padding last
     raster = jnp.argsort(window, axis=1, stable=True)
     slot = jnp.argsort(raster, axis=1)
     row, column, window = (
-        jnp.take_along_axis(of_patch, raster, axis=1) for of_patch in (row, column, window)
+        jnp.take_along_axis(values, raster, axis=1) for values in (row, column, window)
     )
-    place = jnp.where(real[:, None], jnp.stack([row, column], axis=1), 0)
-    return Layout(raster, slot, jnp.where(real, window, -1), place, size)
+    place = jnp.where(is_patch[:, None], jnp.stack([row, column], axis=1), 0)
+    return WindowLayout(raster, slot, jnp.where(is_patch, window, -1), place, size)
 
 
 def rotary_frequencies(config: PatchTowerConfig) -> np.ndarray:
-    """Returns the angles [c / 4] of one step to the next row; columns have the same."""
-    return inverse_powers(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
+    """Returns [c / 4] radians per row; columns have the same frequencies."""
+    return geometric_frequencies(_ROPE_BASE, config.hidden_size // config.num_heads // 2)
 
 
-def _context(config: QwenVisionConfig, layout: Layout) -> TowerInputs:
-    """Computes angles and windows of patches in window order."""
+def _make_context(config: QwenVisionConfig, layout: WindowLayout) -> TowerInputs:
+    """Computes the rotary angles and the windows of patches, in window order."""
     k, unit = config.merge_size, config.unit
-    within = jnp.stack(jnp.divmod(jnp.arange(unit), k))  # row and column in the merged patch
-    position = layout.place[..., None] * k + within[:, None]
+    place_in_square = jnp.stack(jnp.divmod(jnp.arange(unit), k))
+    position = layout.place[..., None] * k + place_in_square[:, None]
     position = position.reshape(*position.shape[:2], -1)
-    pairs = rotary_frequencies(config)
-    angles = axial_rotary((pairs, pairs), position)
-    return TowerInputs(*angles, jnp.repeat(layout.window, unit, axis=1), layout.size * unit)
+    frequencies = rotary_frequencies(config)
+    cosine, sine = axial_cos_sin((frequencies, frequencies), position)
+    window = jnp.repeat(layout.window, unit, axis=1)
+    return TowerInputs(cosine, sine, window, layout.size * unit)
 
 
 def _attend_in_windows(
@@ -124,35 +138,56 @@ def _attend_in_windows(
     key: Float[Array, "i h m c"],
     value: Float[Array, "i h m c"],
     window: Int[Array, "i m"],
-    length: int,
+    max_length: int,
 ) -> Float[Array, "i h m c"]:
-    """Attends from each patch to its window, of at most `length` patches."""
+    """Computes attention from each patch to the patches of its window.
+
+    Args:
+        query: [i, h, m, c] queries in window order.
+        key: [i, h, m, c] keys in window order.
+        value: [i, h, m, c] values in window order.
+        window: [i, m] number of each patch's window; -1 for padding.
+        max_length: number of patches of a complete window, which is the length of a chunk.
+
+    Returns:
+        [i, h, m, c] attention outputs; undefined for padding.
+    """
     i, h, m, c = query.shape
-    missing = -m % length
-    blocks = (m + missing) // length
+    padding = -m % max_length
+    num_chunks = (m + padding) // max_length
 
-    def cut(x, axis, fill):
-        """Cuts patches into blocks [i, blocks, ...], and lists each block's neighbours."""
+    def to_chunks(x, axis, fill):
+        """Returns the previous, the same and the next chunk for each chunk of patches.
+
+        Each of the three results is [i * num_chunks, ...] with `max_length` patches along the axis.
+        """
         widths = [(0, 0)] * x.ndim
-        widths[axis] = (length, missing + length)
+        widths[axis] = (max_length, padding + max_length)  # an empty chunk on both sides
         x = jnp.pad(x, widths, constant_values=fill)
-        parts = x.reshape(*x.shape[:axis], blocks + 2, length, *x.shape[axis + 1 :])
-        parts = jnp.moveaxis(parts, axis, 1)
-        beside = (parts[:, start : start + blocks] for start in range(3))
-        return [part.reshape(i * blocks, *part.shape[2:]) for part in beside]
+        chunks = x.reshape(*x.shape[:axis], num_chunks + 2, max_length, *x.shape[axis + 1 :])
+        chunks = jnp.moveaxis(chunks, axis, 1)
+        shifted = (chunks[:, start : start + num_chunks] for start in range(3))
+        return [chunk.reshape(i * num_chunks, *chunk.shape[2:]) for chunk in shifted]
 
-    own = cut(query, 2, 0)[1]
-    windows = cut(window, 1, -1)
+    _, query_chunk, _ = to_chunks(query, 2, 0)
+    key_windows = to_chunks(window, 1, -1)
+    query_window = key_windows[1][:, :, None]
     segments = [
-        Segment(keys, values, (windows[1][:, :, None] == other[:, None]) & (other >= 0)[:, None])
-        for keys, values, other in zip(cut(key, 2, 0), cut(value, 2, 0), windows, strict=True)
+        Segment(
+            key_chunk,
+            value_chunk,
+            (query_window == key_window[:, None]) & (key_window >= 0)[:, None],
+        )
+        for key_chunk, value_chunk, key_window in zip(
+            to_chunks(key, 2, 0), to_chunks(value, 2, 0), key_windows, strict=True
+        )
     ]
-    mixed = attend(own, segments).reshape(i, blocks, h, length, c)
-    return jnp.moveaxis(mixed, 1, 2).reshape(i, h, blocks * length, c)[:, :, :m]
+    attended = attend(query_chunk, segments).reshape(i, num_chunks, h, max_length, c)
+    return jnp.moveaxis(attended, 1, 2).reshape(i, h, num_chunks * max_length, c)[:, :, :m]
 
 
 class QwenVisionAttention(nn.Module):
-    """Self-attention with biases and rotary positions, within windows or to the whole image."""
+    """Self-attention with biases and rotary positions, within windows or global."""
 
     config: QwenVisionConfig
 
@@ -161,33 +196,46 @@ class QwenVisionAttention(nn.Module):
         self,
         x: Float[Array, "i m d"],
         context: TowerInputs,
-        full: Bool[Array, ""] | bool,
+        is_global: Bool[Array, ""] | bool,
         attention: str = "matmul",
     ) -> BlockOutput:
-        """Returns the projected result as `hidden`, with queries, keys and values."""
+        """Computes the attention of one block.
+
+        Args:
+            x: [i, m, d] normalised residual stream in window order.
+            context: rotary angles and windows.
+            is_global: whether patches attend to the entire image; a Python bool if blocks are
+                unrolled.
+            attention: see `Execution.attention`, for global attention.
+
+        Returns:
+            A `BlockOutput` whose `hidden` is the projected attention output.
+        """
         config = self.config
-        parts = jnp.split(Dense(3 * config.hidden_size, name="qkv")(x), 3, axis=2)
-        query, key, value = (split_heads(part, config.num_heads) for part in parts)
+        qkv = jnp.split(Dense(3 * config.hidden_size, name="qkv")(x), 3, axis=2)
+        query, key, value = (split_heads(part, config.num_heads) for part in qkv)
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
-        length = config.unit * config.window**2
+        window_length = config.unit * config.window**2
 
-        def to_all():
-            return self_attend(query, key, value, False, attention, context.length)
+        def attend_globally():
+            return self_attend(
+                query, key, value, causal=False, implementation=attention, length=context.length
+            )
 
-        def in_windows():
-            return _attend_in_windows(query, key, value, context.window, length)
+        def attend_in_windows():
+            return _attend_in_windows(query, key, value, context.window, window_length)
 
-        if isinstance(full, bool):
-            mixed = to_all() if full else in_windows()
+        if isinstance(is_global, bool):
+            attended = attend_globally() if is_global else attend_in_windows()
         else:
-            mixed = jax.lax.cond(full, to_all, in_windows)
-        mixed = Dense(config.hidden_size, name="out")(merge_heads(mixed))
-        return BlockOutput(mixed, query, key, value)
+            attended = jax.lax.cond(is_global, attend_globally, attend_in_windows)
+        hidden = Dense(config.hidden_size, name="out")(merge_heads(attended))
+        return BlockOutput(hidden, query, key, value)
 
 
 class QwenVisionBlock(nn.Module):
-    """One pre-norm block."""
+    """Pre-norm transformer block: attention, then a gated MLP, each with a residual connection."""
 
     config: QwenVisionConfig
 
@@ -196,16 +244,16 @@ class QwenVisionBlock(nn.Module):
         self,
         hidden: Float[Array, "i m d"],
         context: TowerInputs,
-        full: Bool[Array, ""] | bool,
+        is_global: Bool[Array, ""] | bool,
         attention: str = "matmul",
     ) -> BlockOutput:
-        """Runs the block; `full` selects attention to the whole image."""
-        mixed = QwenVisionAttention(self.config, name="attention")(
-            RmsNorm(_EPS, name="norm1")(hidden), context, full, attention
+        """Runs the block with global attention, or with attention within windows."""
+        output = QwenVisionAttention(self.config, name="attention")(
+            RmsNorm(_EPS, name="norm1")(hidden), context, is_global, attention
         )
-        hidden = hidden + mixed.hidden
+        hidden = hidden + output.hidden
         mlp = GatedMlp(self.config.intermediate_size, True, name="mlp")
-        return mixed._replace(hidden=hidden + mlp(RmsNorm(_EPS, name="norm2")(hidden)))
+        return output._replace(hidden=hidden + mlp(RmsNorm(_EPS, name="norm2")(hidden)))
 
 
 class Merger(nn.Module):
@@ -215,7 +263,7 @@ class Merger(nn.Module):
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "i m d"]) -> Float[Array, "i n e"]:
-        """Merges patches that are grouped by square."""
+        """Merges patches; the patches of a square must be consecutive."""
         i, m, d = hidden.shape
         unit = self.config.unit
         x = RmsNorm(_EPS, name="norm")(hidden).reshape(i, m // unit, unit * d)
@@ -224,17 +272,19 @@ class Merger(nn.Module):
 
 
 def init_vision(key: Array, config: QwenVisionConfig) -> Params:
-    """Draws float32 weights of the tower and its merger."""
+    """Initialises random float32 weights of the tower and its merger."""
     patch_key, layers_key, merger_key = jax.random.split(key, 3)
     d, unit = config.hidden_size, config.unit
-    values = config.temporal_patch_size * config.patch_size**2 * 3
+    patch_values = config.temporal_patch_size * config.patch_size**2 * 3
     angles = jnp.ones((1, unit, d // config.num_heads))
     context = TowerInputs(angles, angles, jnp.zeros((1, unit), jnp.int32), jnp.full(1, unit))
     block, sample = QwenVisionBlock(config), jnp.zeros((1, unit, d))
     return {
         "vision": {
-            "patch_embedding": {"kernel": jax.random.normal(patch_key, (values, d)) * values**-0.5},
-            "layers": jax.vmap(lambda k: block.init(k, sample, context, True)["params"])(
+            "patch_embedding": {
+                "kernel": jax.random.normal(patch_key, (patch_values, d)) * patch_values**-0.5
+            },
+            "layers": jax.vmap(lambda key: block.init(key, sample, context, True)["params"])(
                 jax.random.split(layers_key, config.num_layers)
             ),
         },
@@ -245,19 +295,28 @@ def init_vision(key: Array, config: QwenVisionConfig) -> Params:
 def embed_patches(
     params: Params, config: PatchTowerConfig, values: Float[Array, "i m v"]
 ) -> Float[Array, "i m d"]:
-    """Projects patches, whose frames all equal the image; adds a bias if there is one."""
+    """Embeds patches, with the still image as every frame.
+
+    Args:
+        params: weights of the tower; its patch embedding may have a bias.
+        config: shape of the tower.
+        values: [i, m, v] normalised values of one frame of each patch.
+
+    Returns:
+        [i, m, d] embeddings.
+    """
     kernel, bias = params["patch_embedding"]["kernel"], params["patch_embedding"].get("bias")
     p, frames = config.patch_size, config.temporal_patch_size
     # The kernel runs over (frame, row, column, channel), the values over (channel, row, column).
     kernel = kernel.reshape(frames, p, p, 3, -1).transpose(0, 3, 1, 2, 4)
     values = values.astype(kernel.dtype)
-    parts = [wide_product(values, frame.reshape(3 * p * p, -1)) for frame in kernel]
-    parts += [] if bias is None else [bias]
-    return functools.reduce(operator.add, parts).astype(kernel.dtype)
+    terms = [matmul_float32(values, frame.reshape(3 * p * p, -1)) for frame in kernel]
+    terms += [] if bias is None else [bias]
+    return functools.reduce(operator.add, terms).astype(kernel.dtype)
 
 
-def _taken(x: Float[Array, "i n w"], index: Int[Array, "i n"]) -> Float[Array, "i n w"]:
-    """Reorders the rows of each image."""
+def _gather_rows(x: Float[Array, "i n w"], index: Int[Array, "i n"]) -> Float[Array, "i n w"]:
+    """Reorders the rows of each image by index."""
     return jnp.take_along_axis(x, index[..., None], axis=1)
 
 
@@ -268,51 +327,79 @@ def encode(
     taps: Sequence[Tap] = (),
     execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i n e"], dict[str, Array]]:
-    """Runs the tower and the merger; returns tokens in raster order, and the taps by name.
+    """Runs the tower and the merger.
 
-    Taps by merged patch, in raster order: "received" [i, n] float32, the attention received in a
-    block that attends to the whole image, averaged over heads, the image's patches and those of the
-    merged one; "keys" [i, n, c] float32, the mean over heads and the patches of the merged one,
-    after rotary positions; "hidden" [i, n, d], the mean over these patches.
+    Args:
+        params: weights of the model.
+        config: shape of the tower.
+        pixels: images; their values are normalised.
+        taps: intermediates to return, per merged patch in raster order.
+            "received": [i, n] float32 attention that a merged patch receives in a block with global
+            attention, averaged over heads, over all patches of the image as queries, and over the
+            patches of the merged patch.
+            "keys": [i, n, c] float32 keys after rotary positions, averaged over heads and over the
+            patches of the merged patch.
+            "hidden": [i, n, d] hidden state, averaged over the patches of the merged patch.
+        execution: how the blocks are run.
+
+    Returns:
+        [i, n, e] tokens in raster order, and the taps by name.
+
+    Raises:
+        ValueError: a "received" tap of a block that attends within windows.
     """
     vision, unit = params["vision"], config.unit
-    named = resolve_taps(taps, config.num_layers, TAP_KINDS)
-    for name, (kind, at) in named.items():
-        if kind == "received" and at not in config.full_blocks:
+    taps_by_name = resolve_taps(taps, config.num_layers, TAP_KINDS)
+    for name, (kind, layer) in taps_by_name.items():
+        if kind == "received" and layer not in config.full_blocks:
             raise UserError(f"tap {name} belongs to a block that attends within windows")
-    i, m, values = pixels.values.shape
+    i, m, v = pixels.values.shape
     layout = lay_out_windows(jnp.asarray(pixels.grid), config.window, m // unit)
-    context = _context(config, layout)
-    block = QwenVisionBlock(config)
-    is_full = jnp.isin(jnp.arange(config.num_layers), jnp.array(config.full_blocks, jnp.int32))
+    context = _make_context(config, layout)
+    vision_block = QwenVisionBlock(config)
+    global_mask = jnp.isin(jnp.arange(config.num_layers), jnp.array(config.full_blocks, jnp.int32))
 
     def body(hidden, index):
         weights = {"params": take_layer(vision["layers"], index)}
-        full = index in config.full_blocks if isinstance(index, int) else is_full[index]
-        output = cast(BlockOutput, block.apply(weights, hidden, context, full, execution.attention))
+        is_global = index in config.full_blocks if isinstance(index, int) else global_mask[index]
+        output = cast(
+            BlockOutput,
+            vision_block.apply(weights, hidden, context, is_global, execution.attention),
+        )
         return output.hidden, output
 
-    merged = jnp.reshape(cast(Array, pixels.values), (i, m // unit, unit * values))
-    hidden = embed_patches(vision, config, _taken(merged, layout.raster).reshape(i, m, values))
-    watched = [at for kind, at in named.values() if kind != "hidden"]
+    merged_values = jnp.reshape(cast(Array, pixels.values), (i, m // unit, unit * v))
+    values = _gather_rows(merged_values, layout.raster).reshape(i, m, v)
     hidden, outputs, states = run_stack(
         vision["layers"],
         checkpoint_layer(body, remat=False),
-        hidden,
+        embed_patches(vision, config, values),
         (0, config.num_layers),
-        watched,
-        [at for kind, at in named.values() if kind == "hidden"],
+        output_blocks=[layer for kind, layer in taps_by_name.values() if kind != "hidden"],
+        carry_layers=[layer for kind, layer in taps_by_name.values() if kind == "hidden"],
     )
     tokens = cast(Array, Merger(config).apply({"params": params["merger"]}, hidden))
     tapped = {}
-    for name, (kind, at) in named.items():
-        if kind == "received":
-            query, key = outputs[at].query, outputs[at].key
-            found = received_attention(query, key, context.window >= 0)[..., None]
-        elif kind == "hidden":
-            found = states[at]
+    for name, (kind, layer) in taps_by_name.items():
+        if kind == "hidden":
+            per_patch = states[layer]
         else:
-            found = outputs[at].key.astype(jnp.float32).mean(1)
-        found = _taken(found.reshape(i, m // unit, unit, -1).mean(2), layout.slot)
-        tapped[name] = found[..., 0] if kind == "received" else found
-    return _taken(tokens, layout.slot), tapped
+            per_patch = read_patch_tap(kind, outputs[layer], context.window >= 0)
+        tap = _gather_rows(mean_over_squares(per_patch, unit), layout.slot)
+        tapped[name] = tap[..., 0] if kind == "received" else tap
+    return _gather_rows(tokens, layout.slot), tapped
+
+
+def read_patch_tap(
+    kind: str, output: BlockOutput, is_patch: Bool[Array, "i m"]
+) -> Float[Array, "i m w"]:
+    """Computes a "received" [i, m, 1] or "keys" [i, m, c] tap per patch, as float32."""
+    if kind == "received":
+        return received_attention(output.query, output.key, is_patch)[..., None]
+    return output.key.astype(jnp.float32).mean(1)
+
+
+def mean_over_squares(x: Float[Array, "i m w"], unit: int) -> Float[Array, "i n w"]:
+    """Averages over the `unit` consecutive patches of each merged patch."""
+    i, m, w = x.shape
+    return x.reshape(i, m // unit, unit, w).mean(2)

@@ -1,7 +1,7 @@
-"""Qwen3-VL (https://arxiv.org/abs/2511.21631): tower, mergers, language model.
+"""The Qwen3-VL family (https://arxiv.org/abs/2511.21631).
 
-Images, prompts and position ids are those of Qwen2.5-VL, with larger patches and without a system's
-words.
+Images, prompts and position ids follow Qwen2.5-VL, except that patches are larger and the template
+has no system prompt.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from stepprune_jax.models.qwen3_vl.config import Qwen3Config
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3_VL(QwenBackbone):  # noqa: N801
-    """Qwen3-VL's dense instruction-tuned models."""
+    """Dense instruction-tuned models of Qwen3-VL."""
 
     config: Qwen3Config
     name = "qwen3_vl"
     SUPPORTED = "Qwen3-VL without experts (model_type 'qwen3_vl')"
-    CONTEXT_LIMIT = 262144  # the longest row of training
+    CONTEXT_LIMIT = 262144  # the longest sequence of the model's training
     PROCESSOR = "Qwen3VLProcessor"
     TOWER, WEIGHTS = tower, weights
     SHARDING_RULES = weights.SHARDING_RULES
@@ -39,12 +39,17 @@ class Qwen3_VL(QwenBackbone):  # noqa: N801
         return name
 
     def vision_flops(self, grid: tuple[int, int]) -> dict[str, int]:
-        # With the mergers, which read all tokens: nothing is left for a projector of the kept ones.
+        # The mergers read all tokens before pruning, so they count as part of the tower. The kept
+        # tokens need no projector.
         vision = self.config.vision
-        d, n = vision.hidden_size, grid[0] * grid[1]
-        m, wide = n * vision.unit, vision.unit * d
-        products = m * (4 * d * d + 2 * d * vision.intermediate_size) * vision.num_layers
-        attention = 2 * m * m * d * vision.num_layers
-        embedding = m * vision.temporal_patch_size * 3 * vision.patch_size**2 * d
-        mergers = (1 + self.config.deep_layers) * n * wide * (wide + vision.out_size)
-        return {"tower": 2 * (embedding + products + attention + mergers), "projector": 0}
+        d, num_tokens = vision.hidden_size, grid[0] * grid[1]
+        num_patches, merged_width = num_tokens * vision.unit, vision.unit * d
+        dense_macs_per_patch = 4 * d * d + 2 * d * vision.intermediate_size
+        dense_macs = num_patches * dense_macs_per_patch * vision.num_layers
+        attention_macs = 2 * num_patches * num_patches * d * vision.num_layers
+        patch_values = vision.temporal_patch_size * 3 * vision.patch_size**2
+        embedding_macs = num_patches * patch_values * d
+        num_mergers = 1 + self.config.num_deepstack_layers
+        merger_macs = num_mergers * num_tokens * merged_width * (merged_width + vision.out_size)
+        tower_macs = embedding_macs + dense_macs + attention_macs + merger_macs
+        return {"tower": 2 * tower_macs, "projector": 0}

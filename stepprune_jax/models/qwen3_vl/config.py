@@ -1,4 +1,4 @@
-"""Frozen configurations of Qwen3-VL and its tower, from Hugging Face `config.json` dicts."""
+"""Configurations of Qwen3-VL, and their translation from and to ``config.json`` files."""
 
 import dataclasses
 import itertools
@@ -6,23 +6,23 @@ import math
 
 from stepprune_jax.models.config import (
     LLAMA,
-    LONGEST_SIDE,
-    MOST_LAYERS,
+    MAX_LAYERS,
+    MAX_SIDE,
     Json,
-    number,
-    one_of,
-    part,
+    choice_rule,
+    number_rule,
+    object_rule,
     read_fields,
-    size,
+    size_rule,
+    write_fields,
     write_rope,
-    written,
 )
 from stepprune_jax.models.qwen2_5_vl.config import (
     IDS,
     PATCH_TOWER,
     PatchModelConfig,
     PatchTowerConfig,
-    integers,
+    integers_rule,
     is_tied,
     read_text,
 )
@@ -30,79 +30,84 @@ from stepprune_jax.user_input import UserError, naming, require
 
 _TOWER = {
     **PATCH_TOWER,
-    "hidden_size": size("hidden_size", 1152),
-    "intermediate_size": size("intermediate_size", 4304),
-    "num_layers": size("depth", 27, MOST_LAYERS),
-    "patch_size": size("patch_size", 16, LONGEST_SIDE),
-    "positions": size("num_position_embeddings", 2304),
-    "deep_blocks": integers("deepstack_visual_indexes", (8, 16, 24)),
+    "hidden_size": size_rule("hidden_size", 1152),
+    "intermediate_size": size_rule("intermediate_size", 4304),
+    "num_layers": size_rule("depth", 27, MAX_LAYERS),
+    "patch_size": size_rule("patch_size", 16, MAX_SIDE),
+    "positions": size_rule("num_position_embeddings", 2304),
+    "deepstack_blocks": integers_rule("deepstack_visual_indexes", (8, 16, 24)),
 }
 _TOWER_ONLY = {
-    "kind": one_of("model_type", "qwen3_vl_vision", "qwen3_vl"),
-    "activation": one_of("hidden_act", "gelu_pytorch_tanh"),
-    "channels": one_of("in_channels", 3),
-    "rope": part("rope_parameters", {}),
+    "kind": choice_rule("model_type", "qwen3_vl_vision", "qwen3_vl"),
+    "activation": choice_rule("hidden_act", "gelu_pytorch_tanh"),
+    "channels": choice_rule("in_channels", 3),
+    "rope": object_rule("rope_parameters", {}),
 }
 _TOWER_ROPE = {
-    "kind": one_of("rope_type", "axial"),
-    "theta": one_of("rope_theta", 10000.0),
+    "kind": choice_rule("rope_type", "axial"),
+    "theta": choice_rule("rope_theta", 10000.0),
 }
 _TEXT = {
     **{name: rule for name, rule in LLAMA.items() if name != "tie_embeddings"},
-    "vocab_size": size("vocab_size", 151936),
-    "intermediate_size": size("intermediate_size", 22016),
-    "num_kv_heads": size("num_key_value_heads", 32),
-    "head_dim": size("head_dim", 128),
-    "rms_norm_eps": number("rms_norm_eps", 1e-6),
-    "max_positions": size("max_position_embeddings", 128000),
+    "vocab_size": size_rule("vocab_size", 151936),
+    "intermediate_size": size_rule("intermediate_size", 22016),
+    "num_kv_heads": size_rule("num_key_value_heads", 32),
+    "head_dim": size_rule("head_dim", 128),
+    "rms_norm_eps": number_rule("rms_norm_eps", 1e-6),
+    "max_positions": size_rule("max_position_embeddings", 128000),
 }
 _TEXT_ONLY = {
-    "kind": one_of("model_type", "qwen3_vl_text"),
-    "activation": one_of("hidden_act", "silu"),
-    "attention_bias": one_of("attention_bias", False),
+    "kind": choice_rule("model_type", "qwen3_vl_text"),
+    "activation": choice_rule("hidden_act", "silu"),
+    "attention_bias": choice_rule("attention_bias", False),
 }
 _ROPE = {
-    "sections": integers("mrope_section", (24, 20, 20)),
-    "interleaved": one_of("mrope_interleaved", True),
+    "sections": integers_rule("mrope_section", (24, 20, 20)),
+    "interleaved": choice_rule("mrope_interleaved", True),
 }
-_PARTS = {"vision": part("vision_config"), "text": part("text_config")}
+_PARTS = {"vision": object_rule("vision_config"), "text": object_rule("text_config")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3VisionConfig(PatchTowerConfig):
-    """Shape of the tower, whose blocks all attend to the whole image.
+    """Shape of the tower of Qwen3-VL, whose blocks all have global attention.
 
-    Its table of learned positions has `positions` rows, those of a square of patches. What leaves
-    each of `deep_blocks` is merged, too, and added after as many layers of the language model.
+    Attributes:
+        patch_size: side of a patch in pixels.
+        positions: number of learned position embeddings, the square of an integer. They are laid
+            out as a square of patches.
+        deepstack_blocks: ascending numbers of the blocks whose outputs are merged to DeepStack
+            features (https://arxiv.org/abs/2406.04334). Layer l of the language model adds the
+            features of the block with index l in this tuple.
     """
 
     patch_size: int = 16
     positions: int = 2304
-    deep_blocks: tuple[int, ...] = (8, 16, 24)
+    deepstack_blocks: tuple[int, ...] = (8, 16, 24)
 
     def __post_init__(self):
         super().__post_init__()
-        deep, layers = self.deep_blocks, self.num_layers
-        rising = all(one < other for one, other in itertools.pairwise(deep))
+        deepstack_blocks, num_layers = self.deepstack_blocks, self.num_layers
+        is_ascending = all(a < b for a, b in itertools.pairwise(deepstack_blocks))
         with naming("vision_config"):
             require(
                 self.side**2 == self.positions,
                 f"num_position_embeddings {self.positions} is not the square of an integer",
             )
             require(
-                rising and all(block < layers for block in deep),
-                f"deepstack_visual_indexes is {list(deep)}, expected ascending numbers of blocks "
-                f"of a tower that has {layers}",
+                is_ascending and all(block < num_layers for block in deepstack_blocks),
+                f"deepstack_visual_indexes is {list(deepstack_blocks)}, expected ascending numbers "
+                f"of blocks of a tower that has {num_layers}",
             )
 
     @property
     def side(self) -> int:
-        """Patches on each side of the table of positions."""
+        """Number of patches on each side of the square of position embeddings."""
         return math.isqrt(self.positions)
 
     @classmethod
     def from_hf(cls, raw: Json) -> "Qwen3VisionConfig":
-        """Builds the config from a parsed `vision_config`."""
+        """Builds the config from the `vision_config` of a ``config.json``."""
         rope = read_fields(raw, "vision_config", _TOWER_ONLY)["rope"]
         read_fields(rope, "vision_config: rope_parameters", _TOWER_ROPE)
         return cls(**read_fields(raw, "vision_config", _TOWER))
@@ -110,44 +115,44 @@ class Qwen3VisionConfig(PatchTowerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Config(PatchModelConfig):
-    """Qwen3-VL: a tower whose deep features the first layers of the language model add."""
+    """Configuration of Qwen3-VL, whose first decoder layers add DeepStack features of the tower."""
 
     vision: Qwen3VisionConfig
-    # Bounds of a resized image's area in the published files: 64 to 16,384 tokens.
+    # Limits of a resized image's area in the published files: 64 to 16,384 tokens.
     min_pixels: int = 64 * 32 * 32
     max_pixels: int = 16384 * 32 * 32
 
     def __post_init__(self):
         super().__post_init__()
-        deep, layers = len(self.vision.deep_blocks), self.text.num_layers
+        num_blocks, num_layers = len(self.vision.deepstack_blocks), self.text.num_layers
         with naming("config.json"):
             require(
-                deep <= layers,
-                f"deepstack_visual_indexes of vision_config has {deep} numbers, expected at most "
-                f"one for each of the {layers} layers of the language model",
+                num_blocks <= num_layers,
+                f"deepstack_visual_indexes of vision_config has {num_blocks} numbers, expected at "
+                f"most one for each of the {num_layers} layers of the language model",
             )
 
     @property
-    def deep_layers(self) -> int:
-        """As many as there are blocks of the tower with deep features."""
-        return len(self.vision.deep_blocks)
+    def num_deepstack_layers(self) -> int:
+        """Number of language-model layers that add DeepStack features, one per tower block."""
+        return len(self.vision.deepstack_blocks)
 
     @property
     def global_blocks(self) -> tuple[int, ...]:
-        """All blocks."""
+        """All blocks of the tower."""
         return tuple(range(self.vision.num_layers))
 
     @property
     def received_block(self) -> int:
-        """The last block."""
+        """The tower's last block."""
         return self.vision.num_layers - 1
 
     @classmethod
     def from_hf(cls, raw: Json) -> "Qwen3Config":
-        """Builds the config from a parsed `config.json`.
+        """Builds the config from a parsed ``config.json``.
 
         Raises:
-            ValueError: a field is not supported; the message names it.
+            ValueError: a field has an unsupported value; the message names the field.
         """
         if raw.get("model_type") != "qwen3_vl":
             raise UserError(
@@ -157,18 +162,27 @@ class Qwen3Config(PatchModelConfig):
         parts = read_fields(raw, "config.json", _PARTS)
         text = parts["text"]
         read_fields(text, "text_config", _TEXT_ONLY)
-        language = {"rope_theta": 500000.0, **text}
-        more = {"tie_embeddings": is_tied(raw, text), "qk_norm": True, "rope_interleaved": True}
-        given = {name: value for name, value in raw.items() if value is not None}
+        outer_fields = {name: value for name, value in raw.items() if value is not None}
         return cls(
             vision=Qwen3VisionConfig.from_hf(parts["vision"]),
-            text=read_text(language, _TEXT, _ROPE, **more),
-            **read_fields({**text, **given}, "config.json", IDS),
+            text=read_text(
+                {"rope_theta": 500000.0, **text},
+                _TEXT,
+                _ROPE,
+                tie_embeddings=is_tied(raw, text),
+                qk_norm=True,
+                rope_interleaved=True,
+            ),
+            **read_fields({**text, **outer_fields}, "config.json", IDS),
         )
 
     def to_hf(self, dtype: str) -> Json:
-        """Describes a model as a ``config.json``, in the field names of the published files."""
-        text, ids = self.text, written(self, IDS)
+        """Returns the ``config.json`` of the model, with the field names of the published files.
+
+        Args:
+            dtype: name of the weights' dtype.
+        """
+        text, ids = self.text, write_fields(self, IDS)
         rope = {
             **write_rope(text.rope_scaling),
             "mrope_section": list(text.rope_sections),
@@ -181,7 +195,7 @@ class Qwen3Config(PatchModelConfig):
             "image_token_id": ids.pop("image_token_id"),
             "tie_word_embeddings": text.tie_embeddings,
             "text_config": {
-                **written(text, _TEXT),
+                **write_fields(text, _TEXT),
                 **ids,
                 "bos_token_id": self.bos_token_id,
                 "model_type": "qwen3_vl_text",
@@ -192,7 +206,7 @@ class Qwen3Config(PatchModelConfig):
                 "rope_scaling": rope,
             },
             "vision_config": {
-                **written(self.vision, _TOWER),
+                **write_fields(self.vision, _TOWER),
                 "model_type": "qwen3_vl",
                 "hidden_act": "gelu_pytorch_tanh",
                 "in_channels": 3,

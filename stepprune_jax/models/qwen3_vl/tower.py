@@ -1,12 +1,12 @@
-"""Qwen3-VL's vision transformer, as pure functions over a tree of stacked weights.
+"""The vision transformer of Qwen3-VL, as pure functions of stacked weights.
 
-Qwen Team, "Qwen3-VL Technical Report" (https://arxiv.org/abs/2511.21631). Pre-norm blocks, each of
-which attends to the whole image, with rotary positions by row and by column. A learned table of
-positions, stretched over the image, is added to the patches. A merger turns each square of patches
-into a token. Further mergers turn what leaves some blocks into deep features (DeepStack,
-https://arxiv.org/abs/2406.04334), one vector of each for every token.
+Qwen Team, "Qwen3-VL Technical Report" (https://arxiv.org/abs/2511.21631). Pre-norm blocks with
+global attention and rotary positions by row and by column. A learned square table of position
+embeddings is interpolated to the size of the image and added to the patches. A merger turns each
+square of patches into a token. Further mergers turn the outputs of some blocks into DeepStack
+features (https://arxiv.org/abs/2406.04334): one vector per token for each of these blocks.
 
-Patches are grouped by merged patch, these in raster order.
+The patches of a merged patch are consecutive, and merged patches have raster order.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int
 
-from stepprune_jax.models.attention import Tap, received_attention, resolve_taps, self_attend
+from stepprune_jax.models.attention import Tap, resolve_taps, self_attend
 from stepprune_jax.models.layers import BlockOutput, Dense, LayerNorm, activate
 from stepprune_jax.models.qwen2_5_vl.images import Patches
-from stepprune_jax.models.qwen2_5_vl.tower import embed_patches, rotary_frequencies
+from stepprune_jax.models.qwen2_5_vl.tower import (
+    embed_patches,
+    mean_over_squares,
+    read_patch_tap,
+    rotary_frequencies,
+)
 from stepprune_jax.models.qwen3_vl.config import Qwen3VisionConfig
-from stepprune_jax.models.rotary import axial_rotary, rotate
+from stepprune_jax.models.rotary import axial_cos_sin, rotate
 from stepprune_jax.models.stack import (
     Execution,
     Params,
@@ -37,61 +42,77 @@ _EPS = 1e-6
 
 
 class TowerInputs(NamedTuple):
-    """Inputs shared by all blocks: rotary angles of the patches, and how many each image has."""
+    """Inputs that all blocks share.
+
+    Attributes:
+        cosine: [i, m, c] float32 cosine of the rotary angles of patches.
+        sine: [i, m, c] float32 sine of the rotary angles.
+        length: [i] number of patches of each image; the patches are a prefix of the m slots.
+    """
 
     cosine: Float[Array, "i m c"]
     sine: Float[Array, "i m c"]
     length: Int[Array, "i"]
 
     @property
-    def real(self) -> Bool[Array, "i m"]:
-        """Mask of patches that are not padding."""
+    def is_patch(self) -> Bool[Array, "i m"]:
+        """Mask of patches; False for padding."""
         return jnp.arange(self.cosine.shape[1]) < self.length[:, None]
 
 
-def patch_places(
-    config: Qwen3VisionConfig, grid: Int[Array, "i 2"], slots: int
+def patch_coordinates(
+    config: Qwen3VisionConfig, grid: Int[Array, "i 2"], num_slots: int
 ) -> Int[Array, "i 2 m"]:
-    """Returns row and column of each patch, for n `slots` of merged patches; any in the padding."""
+    """Returns the row and column of each patch; arbitrary numbers for padding.
+
+    Args:
+        config: shape of the tower.
+        grid: [i, 2] rows and columns of merged patches of each image.
+        num_slots: number of merged patches, including padding.
+    """
     k, unit = config.merge_size, config.unit
-    number = jnp.arange(slots, dtype=jnp.int32)
-    columns = jnp.maximum(grid[:, 1:], 1)  # an absent image has none
-    merged = jnp.stack([number // columns, number % columns], axis=1)
-    within = jnp.stack(jnp.divmod(jnp.arange(unit, dtype=jnp.int32), k))
-    return (merged[..., None] * k + within[:, None]).reshape(len(grid), 2, slots * unit)
+    number = jnp.arange(num_slots, dtype=jnp.int32)
+    columns = jnp.maximum(grid[:, 1:], 1)  # avoids a division by 0 for an absent image
+    merged_place = jnp.stack([number // columns, number % columns], axis=1)
+    place_in_square = jnp.stack(jnp.divmod(jnp.arange(unit, dtype=jnp.int32), k))
+    place = merged_place[..., None] * k + place_in_square[:, None]
+    return place.reshape(len(grid), 2, num_slots * unit)
 
 
-def stretched(
+def interpolate_positions(
     table: Float[Array, "p d"],
     side: int,
     size: Int[Array, "i 2"],
     place: Int[Array, "i 2 m"],
 ) -> Float[Array, "i m d"]:
-    """Reads a square table at the places of patches of an image, in float32.
+    """Interpolates a square table of position embeddings at the patches of images, in float32.
 
-    Corners fall on corners; between four rows of the table it is linear in each axis.
+    The interpolation is bilinear. The corners of the image map to the corners of the table.
 
     Args:
-        table: learned positions in raster order.
-        side: rows and columns of the square.
-        size: rows and columns of patches of each image.
-        place: row and column of each patch.
+        table: [p, d] embeddings in raster order, with p = side * side.
+        side: rows and columns of the table.
+        size: [i, 2] rows and columns of patches of each image.
+        place: [i, 2, m] row and column of each patch.
+
+    Returns:
+        [i, m, d] float32 position embeddings.
     """
-    at = place.astype(jnp.float32) * (side - 1) / jnp.maximum(size - 1, 1)[..., None]
-    low = jnp.floor(at)
-    beyond, low = at - low, low.astype(jnp.int32)
+    coordinate = place.astype(jnp.float32) * (side - 1) / jnp.maximum(size - 1, 1)[..., None]
+    low = jnp.floor(coordinate)
+    fraction, low = coordinate - low, low.astype(jnp.int32)
     total = jnp.float32(0)
-    for down in (0, 1):
-        for right in (0, 1):
-            step = jnp.array([down, right])[:, None]
-            tap = jnp.clip(low + step, 0, side - 1)
-            weight = jnp.where(step == 1, beyond, 1 - beyond).prod(1)
-            total += table[tap[:, 0] * side + tap[:, 1]] * weight[..., None]
+    for row_step in (0, 1):
+        for column_step in (0, 1):
+            step = jnp.array([row_step, column_step])[:, None]
+            corner = jnp.clip(low + step, 0, side - 1)
+            weight = jnp.where(step == 1, fraction, 1 - fraction).prod(1)
+            total += table[corner[:, 0] * side + corner[:, 1]] * weight[..., None]
     return total
 
 
 class TowerAttention(nn.Module):
-    """Self-attention to the whole image, with biases and rotary positions."""
+    """Global self-attention with biases and rotary positions."""
 
     config: Qwen3VisionConfig
 
@@ -99,19 +120,21 @@ class TowerAttention(nn.Module):
     def __call__(
         self, x: Float[Array, "i m d"], context: TowerInputs, attention: str = "matmul"
     ) -> BlockOutput:
-        """Returns the projected result as `hidden`, with queries, keys and values."""
+        """Returns the projected attention output as `hidden`, with queries, keys and values."""
         config = self.config
-        parts = jnp.split(Dense(3 * config.hidden_size, name="qkv")(x), 3, axis=2)
-        query, key, value = (split_heads(part, config.num_heads) for part in parts)
+        qkv = jnp.split(Dense(3 * config.hidden_size, name="qkv")(x), 3, axis=2)
+        query, key, value = (split_heads(part, config.num_heads) for part in qkv)
         query = rotate(query, context.cosine, context.sine)
         key = rotate(key, context.cosine, context.sine)
-        mixed = self_attend(query, key, value, False, attention, context.length)
-        mixed = Dense(config.hidden_size, name="out")(merge_heads(mixed))
-        return BlockOutput(mixed, query, key, value)
+        attended = self_attend(
+            query, key, value, causal=False, implementation=attention, length=context.length
+        )
+        hidden = Dense(config.hidden_size, name="out")(merge_heads(attended))
+        return BlockOutput(hidden, query, key, value)
 
 
 class TowerMlp(nn.Module):
-    """A linear layer, GELU and a linear layer, of which none is gated."""
+    """MLP with two layers and a GELU between them."""
 
     config: Qwen3VisionConfig
 
@@ -124,7 +147,7 @@ class TowerMlp(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """One pre-norm block."""
+    """Pre-norm transformer block: attention, then an MLP, each with a residual connection."""
 
     config: Qwen3VisionConfig
 
@@ -134,60 +157,72 @@ class TowerBlock(nn.Module):
     ) -> BlockOutput:
         """Runs the block."""
         config = self.config
-        mixed = TowerAttention(config, name="attention")(
+        output = TowerAttention(config, name="attention")(
             LayerNorm(_EPS, name="norm1")(hidden), context, attention
         )
-        hidden = hidden + mixed.hidden
+        hidden = hidden + output.hidden
         mlp = TowerMlp(config, name="mlp")
-        return mixed._replace(hidden=hidden + mlp(LayerNorm(_EPS, name="norm2")(hidden)))
+        return output._replace(hidden=hidden + mlp(LayerNorm(_EPS, name="norm2")(hidden)))
 
 
 class Merger(nn.Module):
     """Merges each square of patches into a vector of the language model's width.
 
-    Patches are normalised one by one; where it `is_deep`, those of a square as one vector.
+    Attributes:
+        config: shape of the tower.
+        norm_after_merge: whether the norm applies to the concatenated patches of a square, as in
+            DeepStack mergers, instead of to each patch.
     """
 
     config: Qwen3VisionConfig
-    is_deep: bool = False
+    norm_after_merge: bool = False
 
     @nn.compact
     def __call__(self, hidden: Float[Array, "i m d"]) -> Float[Array, "i n e"]:
-        """Merges patches that are grouped by square."""
+        """Merges patches; the patches of a square must be consecutive."""
         i, m, d = hidden.shape
         unit, norm = self.config.unit, LayerNorm(_EPS, name="norm")
-        merged = (i, m // unit, unit * d)
-        x = norm(hidden.reshape(merged)) if self.is_deep else norm(hidden).reshape(merged)
+        merged_shape = (i, m // unit, unit * d)
+        if self.norm_after_merge:
+            x = norm(hidden.reshape(merged_shape))
+        else:
+            x = norm(hidden).reshape(merged_shape)
         x = activate("gelu", Dense(unit * d, name="up")(x))
         return Dense(self.config.out_size, name="down")(x)
 
 
 def init_vision(key: Array, config: Qwen3VisionConfig) -> Params:
-    """Draws float32 weights of the tower and its mergers; without deep ones if it has none."""
-    patch_key, table_key, layers_key, merger_key, deep_key = jax.random.split(key, 5)
-    d, unit, deep = config.hidden_size, config.unit, len(config.deep_blocks)
-    values = config.temporal_patch_size * config.patch_size**2 * 3
+    """Initialises random float32 weights of the tower and its mergers.
+
+    Returns:
+        The weights. There is no "deepstack_mergers" for a tower without DeepStack blocks.
+    """
+    patch_key, table_key, layers_key, merger_key, deepstack_key = jax.random.split(key, 5)
+    d, unit, num_deepstack = config.hidden_size, config.unit, len(config.deepstack_blocks)
+    patch_values = config.temporal_patch_size * config.patch_size**2 * 3
     angles = jnp.ones((1, unit, d // config.num_heads))
     context = TowerInputs(angles, angles, jnp.full(1, unit))
     sample = jnp.zeros((1, unit, d))
 
-    def stacked(module: nn.Module, key: Array, count: int, *given: TowerInputs) -> Params:
-        draw = jax.vmap(lambda key: module.init(key, sample, *given)["params"])
-        return dict(draw(jax.random.split(key, count)))
+    def init_stack(module: nn.Module, key: Array, count: int, *inputs: TowerInputs) -> Params:
+        init = jax.vmap(lambda key: module.init(key, sample, *inputs)["params"])
+        return dict(init(jax.random.split(key, count)))
 
-    deep_mergers = stacked(Merger(config, is_deep=True), deep_key, deep) if deep else {}
     params = {
         "vision": {
             "patch_embedding": {
-                "kernel": jax.random.normal(patch_key, (values, d)) * values**-0.5,
+                "kernel": jax.random.normal(patch_key, (patch_values, d)) * patch_values**-0.5,
                 "bias": jnp.zeros(d),
             },
             "positions": jax.random.normal(table_key, (config.positions, d)) * 0.02,
-            "layers": stacked(TowerBlock(config), layers_key, config.num_layers, context),
+            "layers": init_stack(TowerBlock(config), layers_key, config.num_layers, context),
         },
         "merger": Merger(config).init(merger_key, sample)["params"],
     }
-    return {**params, "deep_mergers": deep_mergers} if deep else params
+    if num_deepstack:
+        merger = Merger(config, norm_after_merge=True)
+        params["deepstack_mergers"] = init_stack(merger, deepstack_key, num_deepstack)
+    return params
 
 
 def encode(
@@ -197,54 +232,58 @@ def encode(
     taps: Sequence[Tap] = (),
     execution: Execution = Execution(),
 ) -> tuple[Float[Array, "i n w"], dict[str, Array]]:
-    """Runs the tower and the mergers; returns tokens in raster order, and the taps by name.
+    """Runs the tower and the mergers.
 
-    Behind each token are its deep features, one vector of its own width for each of `deep_blocks`.
-    Taps by merged patch are those of Qwen2.5-VL: "received" [i, n] float32, the attention received
-    in a block, averaged over heads, the image's patches and those of the merged one; "keys"
-    [i, n, c] float32, the mean over heads and the patches of the merged one, after rotary
-    positions; "hidden" [i, n, d], the mean over these patches.
+    Args:
+        params: weights of the model.
+        config: shape of the tower.
+        pixels: images; their values are normalised.
+        taps: intermediates to return; see `qwen2_5_vl.tower.encode`. Every block supports
+            "received".
+        execution: how the blocks are run.
+
+    Returns:
+        [i, n, w] tokens in raster order, and the taps by name. Each token is followed by its
+        DeepStack features: one vector of the token's width for each of `deepstack_blocks`.
     """
     vision, unit = params["vision"], config.unit
-    named = resolve_taps(taps, config.num_layers, TAP_KINDS)
-    i, m, _ = pixels.values.shape
+    taps_by_name = resolve_taps(taps, config.num_layers, TAP_KINDS)
     grid = jnp.asarray(pixels.grid)
-    place = patch_places(config, grid, m // unit)
-    pairs = rotary_frequencies(config)
-    length = grid.prod(1).astype(jnp.int32) * unit
-    context = TowerInputs(*axial_rotary((pairs, pairs), place), length)
-    block = TowerBlock(config)
+    place = patch_coordinates(config, grid, pixels.values.shape[1] // unit)
+    frequencies = rotary_frequencies(config)
+    cosine, sine = axial_cos_sin((frequencies, frequencies), place)
+    context = TowerInputs(cosine, sine, grid.prod(1).astype(jnp.int32) * unit)
+    tower_block = TowerBlock(config)
 
     def body(hidden, index):
         weights = {"params": take_layer(vision["layers"], index)}
-        output = cast(BlockOutput, block.apply(weights, hidden, context, execution.attention))
+        output = cast(BlockOutput, tower_block.apply(weights, hidden, context, execution.attention))
         return output.hidden, output
 
     hidden = embed_patches(vision, config, jnp.asarray(pixels.values))
-    table = vision["positions"]
-    position = stretched(table, config.side, grid * config.merge_size, place)
-    behind = [block + 1 for block in config.deep_blocks]
+    position = interpolate_positions(
+        vision["positions"], config.side, grid * config.merge_size, place
+    )
+    deepstack_layers = [block + 1 for block in config.deepstack_blocks]
+    state_layers = [layer for kind, layer in taps_by_name.values() if kind == "hidden"]
     hidden, outputs, states = run_stack(
         vision["layers"],
         checkpoint_layer(body, remat=False),
         hidden + position.astype(hidden.dtype),
         (0, config.num_layers),
-        [at for kind, at in named.values() if kind != "hidden"],
-        [*behind, *(at for kind, at in named.values() if kind == "hidden")],
+        output_blocks=[layer for kind, layer in taps_by_name.values() if kind != "hidden"],
+        carry_layers=[*deepstack_layers, *state_layers],
     )
-    merged = [Merger(config).apply({"params": params["merger"]}, hidden)]
-    for number, state in enumerate(behind):
-        weights = {"params": take_layer(params["deep_mergers"], number)}
-        merged.append(Merger(config, is_deep=True).apply(weights, states[state]))
+    tokens = [Merger(config).apply({"params": params["merger"]}, hidden)]
+    for number, layer in enumerate(deepstack_layers):
+        weights = {"params": take_layer(params["deepstack_mergers"], number)}
+        tokens.append(Merger(config, norm_after_merge=True).apply(weights, states[layer]))
     tapped = {}
-    for name, (kind, at) in named.items():
-        if kind == "received":
-            query, key = outputs[at].query, outputs[at].key
-            found = received_attention(query, key, context.real)[..., None]
-        elif kind == "hidden":
-            found = states[at]
+    for name, (kind, layer) in taps_by_name.items():
+        if kind == "hidden":
+            per_patch = states[layer]
         else:
-            found = outputs[at].key.astype(jnp.float32).mean(1)
-        found = found.reshape(i, m // unit, unit, -1).mean(2)
-        tapped[name] = found[..., 0] if kind == "received" else found
-    return jnp.concatenate(cast(list[Array], merged), axis=2), tapped
+            per_patch = read_patch_tap(kind, outputs[layer], context.is_patch)
+        tap = mean_over_squares(per_patch, unit)
+        tapped[name] = tap[..., 0] if kind == "received" else tap
+    return jnp.concatenate(cast(list[Array], tokens), axis=2), tapped

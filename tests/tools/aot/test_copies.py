@@ -15,7 +15,7 @@ from stepprune_jax.models import stack, vlm
 from stepprune_jax.models.decoder import init_cache
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.sequence import from_embeddings
-from stepprune_jax.models.weights import flatten, join
+from stepprune_jax.models.weights import flatten, join_kernels
 from stepprune_jax.parallel.placement import uses_joined_weights
 from stepprune_jax.parallel.programs import jit_for_weights
 from tools.aot.hlo import copied_weights
@@ -48,7 +48,7 @@ def copies(name, program, answers=True, weights="full"):
     dtype = jnp.bfloat16
     params = vlm.abstract_params(Llava(config), dtype, weights)
     if uses_joined_weights(to.devices[0].platform, None):
-        params = jax.eval_shape(join, params)
+        params = jax.eval_shape(join_kernels, params)
     params = place(params)
     side, rows = config.vision.image_size, jax.ShapeDtypeStruct((1,), jnp.int32)
     hidden = jax.ShapeDtypeStruct((1, TOKENS, config.text.hidden_size), dtype)
@@ -76,7 +76,7 @@ def copies(name, program, answers=True, weights="full"):
 @pytest.mark.parametrize("name", ["cpu", "h200", "a6000", "v5e"])
 def test_the_programs_that_answer_copy_no_weight(name, program, monkeypatch):
     if name == "cpu":  # where layers are small, to be quick
-        monkeypatch.setattr(stack, "_LARGE", 0)
+        monkeypatch.setattr(stack, "_LARGE_LAYER_BYTES", 0)
     assert copies(name, program) == ()
 
 
@@ -84,7 +84,7 @@ def test_the_programs_that_answer_copy_no_weight(name, program, monkeypatch):
 @pytest.mark.parametrize("name", ["cpu", "h200", "a6000", "v5e"])
 def test_int8_matrices_are_converted_within_their_products(name, program, monkeypatch):
     if name == "cpu":
-        monkeypatch.setattr(stack, "_LARGE", 0)
+        monkeypatch.setattr(stack, "_LARGE_LAYER_BYTES", 0)
     assert copies(name, program, weights="int8") == ()
 
 

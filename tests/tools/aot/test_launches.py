@@ -49,7 +49,7 @@ def programs(tmp_path_factory, pytestconfig):
     """Programs for a card of a small model, whose layers count as large."""
     folder = testing.tiny_llava(tmp_path_factory.mktemp("model"), vision={"image_size": 84})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stack, "_LARGE", 0)
+        patch.setattr(stack, "_LARGE_LAYER_BYTES", 0)
         patch.chdir(pytestconfig.rootpath)
         patch.syspath_prepend(str(pytestconfig.rootpath))
         run = configurations.load("configs/shapes.py")
