@@ -1,7 +1,7 @@
 """StepPrune in JAX: a sequential policy that prunes the visual tokens of multimodal LLMs.
 
-Public names are imported on first use: importing jax takes seconds, which scoring answers, for one,
-does not need, and the policies need none of the packages that models do.
+Public names are imported on first use. Importing jax takes seconds, which scoring of answers does
+not need, and the policies do not need the packages that the models need.
 """
 
 from importlib import import_module
@@ -66,25 +66,29 @@ __all__ = [
 ]
 
 
-_FILES = {
+# Module of `checkpoints` that defines each name. Its package exports nothing.
+_CHECKPOINT_MODULES = {
     "VLM": "load",
     "load_policy": "policy",
     "load_vlm": "load",
     "save_policy": "policy",
     "save_vlm": "save",
 }
+# Packages that export all remaining names.
+_PACKAGES = ("policy", "selectors", "inference")
 
 
 def __getattr__(name: str) -> Any:
-    """Finds a public name in the package that exports it."""
+    """Imports a public name from the module or package that defines it."""
     if name == "__version__":
         return import_module(f"{__name__}.version").version()
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        if name in _FILES:
-            return getattr(import_module(f"{__name__}.checkpoints.{_FILES[name]}"), name)
-        packages = (import_module(f"{__name__}.{p}") for p in ("policy", "selectors", "inference"))
+        if name in _CHECKPOINT_MODULES:
+            module = import_module(f"{__name__}.checkpoints.{_CHECKPOINT_MODULES[name]}")
+            return getattr(module, name)
+        packages = (import_module(f"{__name__}.{package}") for package in _PACKAGES)
         return next(getattr(package, name) for package in packages if name in package.__all__)
     except ModuleNotFoundError as error:
         from stepprune_jax.extras import explain

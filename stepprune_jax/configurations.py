@@ -1,7 +1,7 @@
-"""Configurations by name: "shapes", "llava7b:literal".
+"""Loads configurations by name, such as "shapes" or "llava7b:literal".
 
-They are the files of `configs/`, which an installed package contains. A configuration that builds
-on another one calls `load`:
+A configuration is a Python file in `configs/`, or a file of the user. Its function `get_config` may
+build on another configuration:
 
     from stepprune_jax import configurations
 
@@ -28,39 +28,42 @@ def names() -> list[str]:
 
 
 def find(config: str) -> tuple[Path, str]:
-    """Returns the file of a configuration, and the argument that follows a colon.
+    """Finds the file of a configuration.
 
     Args:
-        config: one of `names`, or the path of a file.
+        config: one of `names`, or the path of a file; an argument may follow a colon.
+
+    Returns:
+        The file, and the argument, which is "" if there is none.
 
     Raises:
         FileNotFoundError: there is no such name or file; the message lists the names.
     """
     name, _, argument = config.partition(":")
-    known = names()
-    file = _folder() / f"{name}.py" if name in known else Path(name)
+    all_names = names()
+    file = _folder() / f"{name}.py" if name in all_names else Path(name)
     if not file.is_file():
         raise FileNotFoundError(
             f"no configuration file {name}, and no configuration of that name."
-            f"{nearest(name, known)} The names are {', '.join(known)}"
+            f"{nearest(name, all_names)} The names are {', '.join(all_names)}"
         )
     return file, argument
 
 
 def load(config: str, changes: Sequence[str] = ()) -> Any:
-    """Loads a configuration: the settings that its `get_config` returns.
+    """Loads a configuration by calling its `get_config`.
 
     Args:
         config: one of `names`, or the path of a file; an argument of `get_config` may follow a
             colon, as in "llava7b:literal".
-        changes: changes to its fields, each "field=value", such as "optimizer.lr=1e-3".
+        changes: changes of fields, each "field=value", such as "optimizer.lr=1e-3".
 
     Returns:
-        The settings, by default a `training.Run`.
+        The settings, usually a `training.Run`.
 
     Raises:
         FileNotFoundError: there is no such configuration.
-        ValueError: it does not take the argument, has a mistake, or does not accept a change.
+        ValueError: the file has a mistake, or does not accept the argument or a change.
     """
     file, argument = find(config)
     try:
@@ -68,31 +71,35 @@ def load(config: str, changes: Sequence[str] = ()) -> Any:
         settings = get_config(*[argument] * bool(argument))
     except OSError:
         raise
-    except Exception as error:  # any kind: the file is a program
-        raise UserError(f"{_place(error, file)}{error}") from error
-    found = f"{file}: expected a get_config that returns settings, not {type(settings).__name__}"
-    require(isinstance(settings, Settings), found)
+    except Exception as error:  # the file is a program, which may raise any kind
+        raise UserError(f"{_locate(error, file)}{error}") from error
+    if not isinstance(settings, Settings):
+        kind = type(settings).__name__
+        raise UserError(f"{file}: expected a get_config that returns settings, not {kind}")
     texts = {}
     for change in changes:
-        name, equals, texts[name] = change.partition("=")
-        require(bool(equals), f"{change!r} is no change of a field, expected FIELD=VALUE")
+        name, separator, texts[name] = change.partition("=")
+        require(bool(separator), f"{change!r} is no change of a field, expected FIELD=VALUE")
     return settings.replace(read_changes(settings, texts))
 
 
-def _place(error: Exception, file: Path) -> str:
-    """Returns the start of a message: the file, and for a bug in it the line and the kind."""
-    if isinstance(error, ValueError):  # a refused value, which names its field
+def _locate(error: Exception, file: Path) -> str:
+    """Returns the start of a message about an error in a configuration file.
+
+    For a bug in the file, this includes the line and the type of the error.
+    """
+    if isinstance(error, ValueError):  # a refused value; the message names the field
         return f"{file}: "
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    where, line = frame.filename, frame.lineno
+    path, line = frame.filename, frame.lineno
     if isinstance(error, SyntaxError):
-        where, line = error.filename, error.lineno
-    elif where == __file__:  # the call itself, such as an argument that it does not take
+        path, line = error.filename, error.lineno
+    elif path == __file__:  # the call of get_config failed, for example due to its argument
         return f"{file}: {type(error).__name__}: "
-    return f"{where}, line {line}: {type(error).__name__}: "
+    return f"{path}, line {line}: {type(error).__name__}: "
 
 
 def _folder() -> Path:
-    """Returns the folder of the files: in the package, or beside it in a clone."""
-    inside = _PACKAGE / "configs"
-    return inside if inside.is_dir() else _PACKAGE.parent / "configs"
+    """Returns `configs/` inside the installed package, or next to the package in a clone."""
+    installed = _PACKAGE / "configs"
+    return installed if installed.is_dir() else _PACKAGE.parent / "configs"

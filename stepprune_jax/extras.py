@@ -1,11 +1,11 @@
-"""Optional packages: the extra of this one that installs each, and commands that need them."""
+"""Optional packages, and the console scripts that explain which package is missing."""
 
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
-# The smallest extra with a package, by the name that is imported.
+# Smallest extra of stepprune-jax that installs each package, by the name that is imported.
 _EXTRA = {
     "PIL": "vlm",
     "absl": "vlm",
@@ -27,11 +27,15 @@ _EXTRA = {
 
 
 class MissingPackageError(ImportError):
-    """An optional package is missing; the message says what to install."""
+    """Raised if an optional package is missing. The message says what to install."""
 
 
 def explain(error: ModuleNotFoundError) -> str:
-    """Returns a line that says what to install; raises the error if it is about another module."""
+    """Returns the command that installs the missing package of an import error.
+
+    Raises:
+        ModuleNotFoundError: the given error, if it is not about an optional package.
+    """
     package = str(error.name).partition(".")[0]
     if package not in _EXTRA:
         raise error
@@ -39,13 +43,21 @@ def explain(error: ModuleNotFoundError) -> str:
 
 
 def need(package: str, reason: str) -> None:
-    """Raises an error if a package is missing that will be imported after long work."""
+    """Checks that a package is installed, before long work that ends by importing it.
+
+    Args:
+        package: name of the package, as imported.
+        reason: start of the message.
+
+    Raises:
+        MissingPackageError: the package is not installed.
+    """
     if find_spec(package) is None:
         raise MissingPackageError(f"{reason}: {explain(ModuleNotFoundError(name=package))}")
 
 
 def _command(name: str) -> Callable[[], None]:
-    """Returns a console script: the `command` of a module of `cli`."""
+    """Returns a console script that runs the function `command` of a module of `cli`."""
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""All pruners by name, and how one is built from what commands, files and requests say."""
+"""Lists all pruners by name, and builds them from user input."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from stepprune_jax.selectors.visionselector import VisionSelector
 from stepprune_jax.settings import accepted, is_number, read_value
 from stepprune_jax.user_input import UserError, expect, nearest, require
 
-# The only list of names, used by commands, configurations and tables.
+# Commands, configurations and tables all read this list of names.
 PRUNERS: dict[str, type[Pruner]] = {
     kind.name: kind
     for kind in (
@@ -64,17 +64,17 @@ PRUNERS: dict[str, type[Pruner]] = {
 
 
 def trainable() -> dict[str, type[Policy]]:
-    """Returns those of `PRUNERS` that can be trained."""
+    """Returns the pruners that can be trained, by name."""
     return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, Policy)}
 
 
 def weighted() -> dict[str, type[TrainedPruner]]:
-    """Returns those of `PRUNERS` that have weights."""
+    """Returns the pruners with weights, by name."""
     return {name: kind for name, kind in PRUNERS.items() if issubclass(kind, TrainedPruner)}
 
 
 def selector_of(config: SelectorConfig) -> Any:
-    """Returns the method that a configuration belongs to, without weights."""
+    """Returns the pruner that a configuration belongs to, without weights."""
     kind: Any = next(kind for kind in weighted().values() if kind.config_type is type(config))
     return kind(config=config)
 
@@ -90,42 +90,45 @@ def build_pruner(
     """Builds a pruner from user input.
 
     Args:
-        name: a name of `PRUNERS`; by default the policy's method, or "all" without a policy.
-        budget: tokens to keep per image, or text for `Budget.parse`. Without one a policy stops by
-            itself; for a mean budget, it does so at the stop bias of its calibration.
-        policy: a trained method, from `load_policy`.
-        stop_bias: number added to the policy's stop logits, instead of its own bias. The policy
-            then stops by itself, also with a mean budget, which is only a label.
+        name: a name of `PRUNERS`; None selects the policy's method, or "all" without a policy.
+        budget: tokens to keep per image, or text for `Budget.parse`. With None, a policy uses its
+            learned stop. For a mean budget, the stop bias comes from the policy's calibration.
+        policy: a trained pruner, from `load_policy`.
+        stop_bias: number added to the policy's stop logits instead of the policy's own bias. The
+            policy then uses its learned stop, and a mean budget is only a label.
         options: fields of the pruner by name; values may be text.
 
     Returns:
         The pruner.
 
     Raises:
-        TypeError: the policy is none.
-        ValueError: an unknown name or option, a bad value, an unsupported kind of budget, or a
-            policy that does not match the method.
+        TypeError: `policy` has another type.
+        ValueError: the name or an option is unknown, a value is bad, the pruner does not support
+            the budget, or the policy belongs to another pruner.
     """
     if not isinstance(policy, TrainedPruner | None):
         raise TypeError(f"policy is {policy!r}, expected a policy, such as load_policy returns")
-    own, options = None if policy is None else policy.name, options or {}
-    needs = f"a budget (--budget) needs a pruner (--pruner) or a policy (--policy); {BUDGETS_PAGE}"
-    require(name is not None or own is not None or budget is None, needs)
+    policy_method, options = None if policy is None else policy.name, options or {}
+    if name is None and policy is None and budget is not None:
+        raise UserError(
+            "a budget (--budget) needs a pruner (--pruner) or a policy (--policy); " + BUDGETS_PAGE
+        )
     if name is None:
-        name = own or "all"
+        name = policy_method or "all"
     if name not in PRUNERS:
         hint = nearest(name, PRUNERS)
         raise UserError(f"unknown pruner {name!r}, expected one of {', '.join(PRUNERS)}.{hint}")
     kind = PRUNERS[name]
-    has_weights = kind.config_type is None or policy is not None
-    require(has_weights, f"the pruner {name!r} is trained: it needs a policy (--policy)")
-    require(own in (None, name), f"the policy belongs to {own!r}, not to {name!r}")
+    if kind.config_type is not None and policy is None:
+        raise UserError(f"the pruner {name!r} is trained: it needs a policy (--policy)")
+    if policy_method not in (None, name):
+        raise UserError(f"the policy belongs to {policy_method!r}, not to {name!r}")
     budget = kind.default_budget(options) if budget is None else Budget.parse(budget)
     kind.require_kind(budget)
     fields = _read_fields(kind, options)
     if stop_bias is not None:
-        stops = policy is not None and kind.has_stop
-        require(stops, "a stop bias (--stop_bias) needs a policy (--policy) that stops")
+        can_stop = policy is not None and kind.has_stop
+        require(can_stop, "a stop bias (--stop_bias) needs a policy (--policy) that stops")
         expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number (--stop_bias)")
     if policy is None:
         return kind(budget=budget, **fields)
@@ -135,15 +138,15 @@ def build_pruner(
     return policy.replace(**fields).with_budget(budget)
 
 
-def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
-    """Reads options of a pruner, for `build_pruner`.
+def read_options(source: str, texts: Iterable[str]) -> dict[str, str]:
+    """Parses options of a pruner, for `build_pruner`.
 
     Args:
-        where: source of the options, for messages.
+        source: source of the options, for messages.
         texts: options as "KEY=VALUE".
 
     Returns:
-        The values by key, as text.
+        The values as text by key.
 
     Raises:
         ValueError: a text has another form, or a key is given twice.
@@ -151,22 +154,23 @@ def read_options(where: str, texts: Iterable[str]) -> dict[str, str]:
     options = {}
     for text in texts:
         key, _, value = text.partition("=")
-        once = bool(key) and "=" in text and key not in options
-        require(once, f"{where}: {text!r}, expected KEY=VALUE, such as layer=3, once")
+        is_new_pair = bool(key) and "=" in text and key not in options
+        require(is_new_pair, f"{source}: {text!r}, expected KEY=VALUE, such as layer=3, once")
         options[key] = value
     return options
 
 
 def _read_fields(kind: type[Pruner], options: Mapping[str, Any]) -> dict[str, Any]:
     """Converts options, which may be text, to the types of a pruner's fields."""
-    # The types are no strings: these modules evaluate their annotations.
-    base = {field.name for field in dataclasses.fields(TrainedPruner)}  # the budget among them
-    known = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in base}
+    # Fields that all pruners share, such as the budget, are not options. `field.type` is a type and
+    # not a string, because modules of pruners do not postpone annotations.
+    shared = {field.name for field in dataclasses.fields(TrainedPruner)}
+    types = {x.name: x.type for x in dataclasses.fields(kind) if x.name not in shared}
     values = {}
-    for name, given in options.items():
-        if name not in known:
-            names = ", ".join(sorted(known)) or "none"
+    for name, option in options.items():
+        if name not in types:
+            names = ", ".join(sorted(types)) or "none"
             raise UserError(f"{kind.name} has no option {name!r}; its options: {names}")
-        value = read_value(given, known[name])
-        values[name] = accepted(f"{kind.name}: option {name}", value, known[name])
+        value = read_value(option, types[name])
+        values[name] = accepted(f"{kind.name}: option {name}", value, types[name])
     return values

@@ -1,11 +1,12 @@
-"""Frozen settings with defaults, which check themselves.
+"""Defines configurations as frozen dataclasses that check their fields.
 
-A group of a configuration is a frozen dataclass; a field says what it accepts beside its type:
+A group of a configuration is a subclass of `Settings`. Functions such as `positive` define a
+field's default and its valid values:
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class OptimizerSettings(Settings, path="config.optimizer"):
         lr: float = positive(1e-3)
-        warmup: int = count(40, least=0)
+        warmup: int = count(40, minimum=0)
 
 Errors name the field as users know it: "config.optimizer.lr is 0.0, expected a number above 0".
 """
@@ -24,40 +25,46 @@ from stepprune_jax.user_input import UserError, expect, naming, nearest
 
 T = TypeVar("T", bound="Settings")
 
-Holds = Callable[[Any], bool]  # whether a value of the type of a field is accepted
-Annotation = Any  # the type of a field, as it is written
-Default = Any  # to a type checker, a field has the type of its default
+Validator = Callable[[Any], bool]  # returns whether a value of the field's type is valid
+Annotation = Any  # type of a field, as in its annotation
+Default = Any  # a field definition; a type checker sees the type of the field's default
 
-# Normal numbers of float32, apart from 0. Integers in JSON may be too large for any float.
-_LEAST, _LARGEST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
-_WORDS = {bool: "True or False", int: "an integer of 32 bits", float: "a number", str: "a string"}
+# Smallest and largest positive normal number of float32. Programs use settings as float32.
+_MIN_FLOAT32, _MAX_FLOAT32 = 2.0**-126, 2.0**127 * (2 - 2.0**-23)
+_TYPE_NAMES = {
+    bool: "True or False",
+    int: "an integer of 32 bits",
+    float: "a number",
+    str: "a string",
+}
 
 
 def setting(
     default: object,
     expected: str = "",
-    holds: Holds = lambda _: True,
+    is_valid: Validator = lambda _: True,
     *,
     free: bool = False,
 ) -> Default:
     """Defines a field of `Settings`.
 
     Args:
-        default: its default.
-        expected: description of accepted values, for messages; by default that of the field's type.
-        holds: tells whether a value of the field's type is accepted; None is, where the type is.
+        default: the default value.
+        expected: description of valid values, for messages; "" describes the field's type.
+        is_valid: returns whether a value of the field's type is valid. None is always valid if the
+            type allows it.
         free: whether a run may be resumed with another value, because no result depends on it.
     """
-    metadata = {"expected": expected, "holds": holds, "free": free}
+    metadata = {"expected": expected, "is_valid": is_valid, "free": free}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def count(default: int | None, least: int = 1, *, free: bool = False) -> Default:
-    """Defines a field for an integer of at least `least`; `free` as in `setting`."""
-    expected = f"an integer from {least}, below 2**31"
-    return setting(default, expected, lambda value: value >= least, free=free)
+def count(default: int | None, minimum: int = 1, *, free: bool = False) -> Default:
+    """Defines a field for an integer of at least `minimum`; `free` as in `setting`."""
+    expected = f"an integer from {minimum}, below 2**31"
+    return setting(default, expected, lambda value: value >= minimum, free=free)
 
 
 def number(default: float | None, *, free: bool = False) -> Default:
@@ -82,10 +89,12 @@ def choice(default: str, names: Sequence[str]) -> Default:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base class of settings; a subclass gives the path that its errors name, such as config.data.
+    """Base class of configurations and their groups.
+
+    A subclass is declared with the path that error messages show, such as `path="config.data"`.
 
     Raises:
-        ValueError: a field has a value that it does not accept.
+        ValueError: a field has a value that is not valid.
     """
 
     _path: ClassVar[str] = "config"
@@ -96,12 +105,12 @@ class Settings:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = _accepted(type(self), field, getattr(self, field.name))
+            value = _check_field(type(self), field, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
-    def expect(self, name: str, fits: bool, expected: str) -> None:
-        """Raises a UserError that names the field and what was `expected`, unless it fits."""
-        expect(f"{self._path}.{name}", getattr(self, name), fits, expected)
+    def expect(self, name: str, is_valid: bool, expected: str) -> None:
+        """Raises a UserError about a field if its value is not valid, as `user_input.expect`."""
+        expect(f"{self._path}.{name}", getattr(self, name), is_valid, expected)
 
     def replace(self: T, changes: Mapping[str, object]) -> T:
         """Returns these settings with some fields changed.
@@ -110,33 +119,34 @@ class Settings:
             changes: values by dotted name, such as "optimizer.lr".
 
         Raises:
-            ValueError: there is no such field, or it does not accept the value.
+            ValueError: there is no such field, or the value is not valid.
         """
         return _replace(self, changes, self._path)
 
     def flat(self) -> dict[str, object]:
-        """Returns the fields by dotted name, with JSON values."""
-        return dict(_walk("", json.loads(json.dumps(dataclasses.asdict(self)))))
+        """Returns the fields as JSON values by dotted name."""
+        return dict(_flatten("", json.loads(json.dumps(dataclasses.asdict(self)))))
 
     def free_fields(self) -> tuple[str, ...]:
         """Returns the dotted names of fields and groups that no result depends on."""
-        return tuple(_free(self, ""))
+        return tuple(_list_free(self, ""))
 
     def changes(self, old: Mapping[str, object]) -> list[str]:
-        """Compares these settings with those of an earlier run, as "config.name: old -> new".
+        """Compares these settings with the settings of an earlier run.
 
         Args:
             old: result of `flat`.
 
         Returns:
-            The differing fields, without those that no result depends on.
+            A line "config.name: old -> new" for each field that differs. Fields that no result
+            depends on are omitted.
         """
-        new, free = self.flat(), self.free_fields()
+        new, free_names = self.flat(), self.free_fields()
         return [
             f"config.{name}: {old.get(name)!r} -> {new.get(name)!r}"
             for name in sorted({*old, *new})
             if old.get(name) != new.get(name)
-            and not any(name == part or name.startswith(part + ".") for part in free)
+            and not any(name == free or name.startswith(free + ".") for free in free_names)
         ]
 
 
@@ -144,75 +154,100 @@ def read_changes(settings: Settings, texts: Mapping[str, str]) -> dict[str, obje
     """Reads changes from the command line, for `Settings.replace`.
 
     Args:
-        settings: the settings that are to be changed.
-        texts: values by dotted name: the text itself for a field of text, else a literal of Python.
-            For a tuple it may be values with commas between them; one that has a comma needs the
-            literal. No text is the empty tuple.
+        settings: the settings that will be changed.
+        texts: values as text by dotted name. A text field takes the text itself; other fields take
+            a Python literal. A tuple field also takes values with commas between them, and "" for
+            the empty tuple. A value that contains a comma needs a tuple literal.
+
+    Returns:
+        The values by dotted name. A text that cannot be read stays text, which `replace` refuses.
     """
-    return {name: read_value(text, _kind_at(settings, name)) for name, text in texts.items()}
+    return {name: read_value(text, _annotation_of(settings, name)) for name, text in texts.items()}
 
 
-def read_value(given: object, kind: Annotation) -> object:
-    """Reads a value of a type, which may be text; what cannot be read stays text, to be refused."""
-    value, several = given, get_origin(kind) is tuple
-    if isinstance(given, str) and kind is not str:
-        if several:  # unless the whole is a literal
-            value = tuple(read_value(x, get_args(kind)[0]) for x in given.split(",") if x)
-        words = {"true": True, "false": False, "none": None}
+def read_value(value: object, kind: Annotation) -> object:
+    """Converts a value that may be text to a type.
+
+    Args:
+        value: the value. Only text and lists are converted.
+        kind: the type, as in an annotation.
+
+    Returns:
+        The converted value. A text that cannot be read stays text, which `accepted` refuses.
+    """
+    result, is_tuple = value, get_origin(kind) is tuple
+    if isinstance(value, str) and kind is not str:
+        if is_tuple:  # the default if the text is not a literal
+            result = tuple(read_value(x, get_args(kind)[0]) for x in value.split(",") if x)
+        constants = {"true": True, "false": False, "none": None}
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            known = given.lower() in words
-            value = words[given.lower()] if known else ast.literal_eval(given)
-    value = tuple(value) if isinstance(value, list) else value
-    return (value,) if several and not isinstance(value, tuple) else value
+            word = value.lower()
+            result = constants[word] if word in constants else ast.literal_eval(value)
+    result = tuple(result) if isinstance(result, list) else result
+    return (result,) if is_tuple and not isinstance(result, tuple) else result
 
 
 def accepted(
-    name: str, value: object, kind: Annotation, expected: str = "", holds: Holds = lambda _: True
+    name: str,
+    value: object,
+    kind: Annotation,
+    expected: str = "",
+    is_valid: Validator = lambda _: True,
 ) -> object:
-    """Returns a value of a type, with integers as floats where the type has those.
+    """Checks a value and returns it in the form that is stored.
+
+    Args:
+        name: name of the value, for the message.
+        value: the value.
+        kind: the type, as in an annotation.
+        expected: as in `setting`.
+        is_valid: as in `setting`.
+
+    Returns:
+        The value. If the type has floats, integers become floats.
 
     Raises:
-        ValueError: it is refused; the message has its name. `expected` and `holds` as in `setting`.
+        ValueError: the value has another type or is not valid.
     """
-    fits = _fits(value, kind) and (value is None or holds(value))
-    expect(name, value, fits, expected or _expected(kind))
-    # `lr=1` is 1.0: one type, one program.
-    if isinstance(value, tuple) and _fits((0.5,), kind):
+    is_accepted = _has_type(value, kind) and (value is None or is_valid(value))
+    expect(name, value, is_accepted, expected or _describe_type(kind))
+    # `lr=1` and `lr=1.0` must give equal settings, which share one compiled program.
+    if isinstance(value, tuple) and _has_type((0.5,), kind):
         return tuple(float(item) if isinstance(item, int) else item for item in value)
-    whole = isinstance(value, int) and not isinstance(value, bool) and _fits(0.5, kind)
-    return float(value) if whole else value
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return float(value) if is_integer and _has_type(0.5, kind) else value
 
 
-def is_count(value: object, least: int = 1) -> TypeGuard[int]:
-    """Returns whether a value is an integer of at least `least`; booleans are not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_count(value: object, minimum: int = 1) -> TypeGuard[int]:
+    """Returns whether a value is an integer of at least `minimum` and not a boolean."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether a value is a number that float32 holds; booleans are not."""
+    """Returns whether a value is 0 or a normal float32 number, and not a boolean."""
     if isinstance(value, bool) or not isinstance(value, float | int):
         return False
-    return value == 0 or _LEAST <= abs(value) <= _LARGEST
+    return value == 0 or _MIN_FLOAT32 <= abs(value) <= _MAX_FLOAT32
 
 
-def _accepted(cls: type[Settings], field: dataclasses.Field, value: object) -> object:
-    """Returns a value of a field as it is stored; raises if it is refused."""
-    limits = {name: field.metadata[name] for name in ("expected", "holds") if field.metadata}
-    return accepted(f"{cls._path}.{field.name}", value, _kinds(cls)[field.name], **limits)
+def _check_field(cls: type[Settings], field: dataclasses.Field, value: object) -> object:
+    """Checks the value of a field of `cls`, as `accepted` does."""
+    limits = {name: field.metadata[name] for name in ("expected", "is_valid") if field.metadata}
+    return accepted(f"{cls._path}.{field.name}", value, _annotations(cls)[field.name], **limits)
 
 
 @functools.cache
-def _kinds(cls: type) -> dict[str, Annotation]:
+def _annotations(cls: type) -> dict[str, Annotation]:
     return get_type_hints(cls)
 
 
-def _fits(value: object, kind: Annotation) -> bool:
-    """Returns whether a value is of the type that a field is annotated with."""
-    origin, arms = get_origin(kind), get_args(kind)
+def _has_type(value: object, kind: Annotation) -> bool:
+    """Returns whether a value has the type of an annotation."""
+    origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, arm) for arm in arms)
+        return any(_has_type(value, argument) for argument in arguments)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, arms[0]) for item in value)
+        return isinstance(value, tuple) and all(_has_type(item, arguments[0]) for item in value)
     if kind is float:
         return is_number(value)
     if kind is int:
@@ -220,65 +255,77 @@ def _fits(value: object, kind: Annotation) -> bool:
     return isinstance(value, origin or kind)
 
 
-def _expected(kind: Annotation) -> str:
-    """Describes a type, for messages."""
-    arms = [arm for arm in get_args(kind) if arm is not type(None)]
+def _describe_type(kind: Annotation) -> str:
+    """Describes the type of an annotation, for messages."""
+    arguments = [argument for argument in get_args(kind) if argument is not type(None)]
     if get_origin(kind) is tuple:
-        return f"a tuple, each {_expected(arms[0])}"
+        return f"a tuple, each {_describe_type(arguments[0])}"
     if get_origin(kind) is Mapping:
         return "a mapping"
-    return _WORDS.get(kind) or " or ".join(map(_expected, arms)) or kind.__name__
+    return _TYPE_NAMES.get(kind) or " or ".join(map(_describe_type, arguments)) or kind.__name__
 
 
 def _replace(settings: Any, changes: Mapping[str, object], path: str) -> Any:
-    """Changes the fields of a group at once, as some values are only valid together."""
-    known = [field.name for field in dataclasses.fields(settings)]
+    """Returns settings with changed fields.
+
+    All fields of a group change at once, because some values are only valid together.
+
+    Args:
+        settings: a dataclass.
+        changes: values by dotted name.
+        path: dotted path of `settings`, for messages.
+    """
+    names = [field.name for field in dataclasses.fields(settings)]
     values: dict[str, object] = {}
-    within: dict[str, dict[str, object]] = {}
-    for name, value in changes.items():
-        head, _, rest = name.partition(".")
-        if head not in known:
-            raise UserError(f"{path}.{head} is not a field.{nearest(head, known)}")
-        if rest:
-            within.setdefault(head, {})[rest] = value
+    group_changes: dict[str, dict[str, object]] = {}
+    for dotted_name, value in changes.items():
+        name, _, inner_name = dotted_name.partition(".")
+        if name not in names:
+            raise UserError(f"{path}.{name} is not a field.{nearest(name, names)}")
+        if inner_name:
+            group_changes.setdefault(name, {})[inner_name] = value
         else:
-            values[head] = value
-    for head, inner in within.items():
-        old = values.get(head, getattr(settings, head))
+            values[name] = value
+    for name, inner_changes in group_changes.items():
+        old = values.get(name, getattr(settings, name))
         if isinstance(old, Mapping):
-            values[head] = {**old, **inner}
+            values[name] = {**old, **inner_changes}
         elif dataclasses.is_dataclass(old):
-            values[head] = _replace(old, inner, f"{path}.{head}")
+            values[name] = _replace(old, inner_changes, f"{path}.{name}")
         else:
-            raise UserError(f"{path}.{head}.{next(iter(inner))} is not a field")
-    if isinstance(settings, Settings):  # now: a type checker around the class names no field
+            raise UserError(f"{path}.{name}.{next(iter(inner_changes))} is not a field")
+    if isinstance(settings, Settings):
+        # Checked before the constructor, because a run-time type checker such as jaxtyping's would
+        # raise an error there that does not name the field.
         fields = {field.name: field for field in dataclasses.fields(settings)}
-        values = {k: _accepted(type(settings), fields[k], v) for k, v in values.items()}
-    with naming(path, ValueError):  # the policy's own configurations know no UserError
+        values = {k: _check_field(type(settings), fields[k], v) for k, v in values.items()}
+    with naming(path, ValueError):  # configurations of the policy raise a plain ValueError
         return dataclasses.replace(settings, **values)
 
 
-def _kind_at(settings: object, name: str) -> Annotation:
-    """Returns the type of a field by its dotted name; text if there is none."""
-    head, _, rest = name.partition(".")
-    kind, inner = _kinds(type(settings)).get(head, str), getattr(settings, head, None)
-    return _kind_at(inner, rest) if rest and dataclasses.is_dataclass(inner) else kind
+def _annotation_of(settings: object, dotted_name: str) -> Annotation:
+    """Returns the annotation of a field, or `str` if there is no such field."""
+    name, _, inner_name = dotted_name.partition(".")
+    kind, value = _annotations(type(settings)).get(name, str), getattr(settings, name, None)
+    if inner_name and dataclasses.is_dataclass(value):
+        return _annotation_of(value, inner_name)
+    return kind
 
 
-def _walk(prefix: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yields the leaves of nested dictionaries by dotted name."""
+def _flatten(prefix: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yields the leaves of nested dicts by dotted name."""
     if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _walk(f"{prefix}.{name}" if prefix else name, inner)
+        for name, inner_value in value.items():
+            yield from _flatten(f"{prefix}.{name}" if prefix else name, inner_value)
     else:
         yield prefix, value
 
 
-def _free(settings: Settings, prefix: str) -> Iterator[str]:
-    """Yields dotted names of fields marked free; fields of a free group are not listed."""
+def _list_free(settings: Settings, prefix: str) -> Iterator[str]:
+    """Yields the dotted names of free fields. Fields of a free group are not listed."""
     for field in dataclasses.fields(settings):
-        inner = getattr(settings, field.name)
+        value = getattr(settings, field.name)
         if field.metadata.get("free"):
             yield prefix + field.name
-        elif isinstance(inner, Settings):
-            yield from _free(inner, f"{prefix}{field.name}.")
+        elif isinstance(value, Settings):
+            yield from _list_free(value, f"{prefix}{field.name}.")

@@ -1,4 +1,4 @@
-"""Tiny checkpoints for tests, in real layouts with random weights, without torch."""
+"""Writes tiny checkpoints with random weights for tests, in real layouts and without torch."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,8 @@ from stepprune_jax.models.config import Json, LlamaConfig, Tokenizer
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.config import ClipConfig
 
-# Words of the vicuna_v1 prompt and small talk; each word and each prefix of it becomes a piece.
+# Words of the vicuna_v1 prompt and of short questions. Each word and each of its prefixes becomes a
+# token.
 _WORDS = (
     "▁A ▁chat ▁between ▁a ▁curious ▁user ▁and ▁an ▁art ificial ▁intelligence ▁assistant . ▁The "
     "▁gives ▁helpful , ▁detailed ▁pol ite ▁answers ▁to ▁the ' s ▁questions ▁US ER : ▁ASS IST ANT "
@@ -23,10 +24,13 @@ _WORDS = (
 
 
 def tiny_tokenizer(image_token: bool = True) -> Tokenizer:
-    """Builds a small tokenizer with the rules of Llama's, with or without ``<image>``.
+    """Builds a small tokenizer with the rules of Llama's tokenizer.
 
-    It uses byte-pair encoding with byte fallback, writes blanks as ``▁``, puts one in front of any
-    text, and has the begin-of-sequence id 1; ids 0 to 258 are those of Llama.
+    It uses byte-pair encoding with byte fallback, writes blanks as ``▁``, and puts a blank before
+    every text. Ids 0 to 258 equal Llama's; the begin-of-sequence id is 1.
+
+    Args:
+        image_token: whether the vocabulary contains the special token ``<image>``.
     """
     import tokenizers
     import transformers
@@ -37,19 +41,27 @@ def tiny_tokenizer(image_token: bool = True) -> Tokenizer:
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     merges = []
     for word in words:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in vocabulary:
-                vocabulary[word[:end]] = len(vocabulary)
-                merges.append((word[: end - 1], word[end - 1]))
+        for length in range(2, len(word) + 1):
+            prefix = word[:length]
+            if prefix not in vocabulary:
+                vocabulary[prefix] = len(vocabulary)
+                merges.append((prefix[:-1], prefix[-1]))
     backend = tokenizers.Tokenizer(
         tokenizers.models.BPE(
             vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
         )
     )
-    norm, decode = tokenizers.normalizers, tokenizers.decoders
-    backend.normalizer = norm.Sequence([norm.Prepend("▁"), norm.Replace(" ", "▁")])
-    backend.decoder = decode.Sequence(
-        [decode.Replace("▁", " "), decode.ByteFallback(), decode.Fuse(), decode.Strip(" ", 1, 0)]
+    normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
@@ -63,14 +75,14 @@ def tiny_tokenizer(image_token: bool = True) -> Tokenizer:
 
 
 def llava_encoder(tokenizer: Tokenizer) -> ConversationEncoder:
-    """Returns the encoder of LLaVA's conversations with this tokenizer."""
+    """Returns an encoder of conversations in LLaVA's prompt template."""
     return ConversationEncoder(tokenizer, Llava.place_images, Llava.conversation)
 
 
 def tiny_hf_config(
     vocab_size: int = 512, vision: Json | None = None, text: Json | None = None
 ) -> Json:
-    """Describes a LLaVA small enough to run in milliseconds.
+    """Returns the configuration of a LLaVA that runs in milliseconds.
 
     Args:
         vocab_size: size of the vocabulary; its last id is the image token.
@@ -78,11 +90,12 @@ def tiny_hf_config(
         text: fields to change in ``text_config``.
 
     Returns:
-        A Hugging Face ``config.json`` dict.
+        The contents of a Hugging Face ``config.json``.
     """
     language = LlamaConfig(vocab_size, 48, 96, 2, 4, 2, 12, 1e4, 1e-5, max_positions=256)
     raw = LlavaConfig(ClipConfig(32, 64, 3, 4, 24, 8), language, vocab_size - 1).to_hf("float32")
-    del raw["dtype"], raw["text_config"]["head_dim"]  # they follow from weights and width
+    # Callers may change dtype and width, which determine these fields.
+    del raw["dtype"], raw["text_config"]["head_dim"]
     raw["vision_config"] |= vision or {}
     raw["text_config"] |= text or {}
     return raw
@@ -110,11 +123,11 @@ def tiny_llava(
     """
     tokenizer = tiny_tokenizer()
     raw = tiny_hf_config(len(tokenizer), vision, text)
-    side = raw["vision_config"]["image_size"]
+    image_size = raw["vision_config"]["image_size"]
     processor = {
         "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": side},
-        "crop_size": {"height": side, "width": side},
+        "size": {"shortest_edge": image_size},
+        "crop_size": {"height": image_size, "width": image_size},
     }
     tensors = random_tensors(Llava.read(raw, None), dtype, seed)
     return write_folder(folder, raw, processor, tensors, tokenizer)
@@ -123,22 +136,30 @@ def tiny_llava(
 def random_tensors(
     backbone: Backbone, dtype: DTypeLike = np.float32, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Draws weights under the published names and in the files' axes.
+    """Returns normally distributed weights in the layout of the family's published files.
 
-    Norms are near 1; all others have a standard deviation of 0.1.
+    The standard deviation is 0.1. Scales of norms have a mean of 1, all other weights of 0.
+
+    Args:
+        backbone: the model.
+        dtype: dtype of the tensors.
+        seed: seed of the weights.
+
+    Returns:
+        Tensors by their published names.
     """
-    random = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     tensors = {}
     for target in backbone.weight_targets(vlm.abstract_params(backbone)):
         mean = 1.0 if target.path.endswith("scale") else 0.0
         for name in target.names:
-            draw = random.standard_normal(target.tensor_shape, np.float32)
-            tensors[name] = (mean + 0.1 * draw).astype(dtype)
+            noise = rng.standard_normal(target.tensor_shape, np.float32)
+            tensors[name] = (mean + 0.1 * noise).astype(dtype)
     return tensors
 
 
 def write_tensors(folder: str | Path, tensors: dict[str, np.ndarray]) -> None:
-    """Writes tensors to the safetensors file of an existing folder."""
+    """Writes tensors to the file `model.safetensors` of an existing folder."""
     specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     safetensors.write_file(Path(folder) / safetensors.SINGLE_NAME, specs, tensors.values())
 
@@ -150,7 +171,18 @@ def write_folder(
     tensors: dict[str, np.ndarray],
     tokenizer: Tokenizer,
 ) -> Path:
-    """Writes a checkpoint folder, created if needed, and returns it."""
+    """Writes a checkpoint folder.
+
+    Args:
+        folder: folder to write; created if needed.
+        config: contents of `config.json`.
+        processor: contents of `preprocessor_config.json`.
+        tensors: weights by published name.
+        tokenizer: a `transformers` tokenizer.
+
+    Returns:
+        The folder.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in (("config.json", config), ("preprocessor_config.json", processor)):

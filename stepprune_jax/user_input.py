@@ -1,4 +1,4 @@
-"""What a user gave and got wrong: one class of error, and how its messages are made."""
+"""Errors about user input, and helpers that write their messages."""
 
 import contextlib
 import difflib
@@ -13,38 +13,48 @@ _LOG = logging.getLogger(__name__)
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: a flag, a setting, a file, an image, a prompt.
+    """Raised for a mistake in user input: a flag, a setting, a file, an image or a prompt.
 
-    Its message says in one line what was given and what was expected; commands show that line, and
-    the traceback of any other error.
+    The message says in one line which value was given and which value was expected. Commands print
+    this line without a traceback. All other errors keep their traceback.
     """
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises a UserError with a message, unless a condition holds."""
+    """Raises a UserError with this message if the condition is false."""
     if not condition:
         raise UserError(message)
 
 
-def expect(name: str, value: object, fits: bool, expected: str) -> None:
-    """Raises a UserError that names a value and what was `expected`, unless it fits."""
-    require(fits, f"{name} is {value!r}, expected {expected}")
+def expect(name: str, value: object, is_valid: bool, expected: str) -> None:
+    """Raises a UserError if a value is not valid.
+
+    Args:
+        name: name of the value, as the user knows it.
+        value: the value.
+        is_valid: result of the caller's check.
+        expected: description of valid values. The message is "NAME is VALUE, expected EXPECTED".
+    """
+    require(is_valid, f"{name} is {value!r}, expected {expected}")
 
 
 def expect_type(name: str, value: object, kind: type, expected: str) -> None:
-    """Raises a UserError that names a value and what was `expected`, unless it is of a type."""
+    """Raises a UserError if a value is not an instance of `kind`; arguments as in `expect`."""
     require(isinstance(value, kind), f"{name} is a {type(value).__name__}, expected {expected}")
 
 
 @contextlib.contextmanager
-def naming(place: str | Path, *others: type[Exception]) -> Iterator[None]:
-    """Puts a place, such as a file, in front of the user's errors, unless they begin with it.
+def naming(place: str | Path, *error_types: type[Exception]) -> Iterator[None]:
+    """Puts a place in front of the messages of UserErrors that are raised inside the context.
 
-    Errors of `others` become UserErrors: other packages raise them about what the user gave.
+    Args:
+        place: source of the input, such as a file. A message that begins with it stays unchanged.
+        *error_types: further errors that become UserErrors, because other packages raise them about
+            user input.
     """
     try:
         yield
-    except (UserError, *others) as error:
+    except (UserError, *error_types) as error:
         message = str(error)
         if isinstance(error, UserError) and message.startswith(str(place)):
             raise
@@ -53,36 +63,37 @@ def naming(place: str | Path, *others: type[Exception]) -> Iterator[None]:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Logs a warning about a file, which a program may read several times."""
+    """Logs a warning, but only once for each message."""
     _LOG.warning("%s", message)
 
 
 def one_line(text: object) -> str:
-    """Returns a text from outside, such as a message with a file's name, as one printable line."""
+    """Returns untrusted text as one printable line, with other characters escaped."""
     joined = " ".join(str(text).split())
-    hidden = ("Cc", "Cs")  # control characters, and bytes of a file's name that are not UTF-8
+    # Control characters, and surrogates: Python's form of file name bytes that are not UTF-8.
+    escaped_categories = ("Cc", "Cs")
     return "".join(
-        x.encode("unicode_escape").decode() if unicodedata.category(x) in hidden else x
+        x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped_categories else x
         for x in joined
     )
 
 
-def local_path(given: str | Path) -> Path:
-    """Returns a path from outside with the home folder in place of a leading "~".
+def local_path(text: str | Path) -> Path:
+    """Returns a path with the user's home folder in place of a leading "~".
 
-    The path of an unknown user's folder remains as given; `Path.expanduser` would raise.
+    "~name" of an unknown user stays unchanged, unlike in `Path.expanduser`, which would raise.
 
     Raises:
-        UserError: the user of this process has no home folder. A folder of the name "~" would be
-            created in the working directory.
+        UserError: the user has no home folder. Without this error, a folder with the name "~" would
+            be created in the working directory.
     """
-    path = os.path.expanduser(given)
-    problem = f"{given}: this user has no home folder, expected a path without ~"
+    path = os.path.expanduser(text)
+    problem = f"{text}: this user has no home folder, expected a path without ~"
     require(path != "~" and not path.startswith("~/"), problem)
     return Path(path)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: a question that suggests another."""
-    similar = difflib.get_close_matches(name, known, n=1)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns the question "Did you mean X?" for an unknown name, or "" if no name is similar."""
+    similar = difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {similar[0]}?" if similar else ""

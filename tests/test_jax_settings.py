@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from small_world import WIDTHS, drawn
+from small_world import WIDTHS, random_params
 from tiny_run import make_run, metrics, write_data
 
 from stepprune_jax import FeatureStats, update_stats
@@ -50,7 +50,7 @@ def setting(request):
 def made(kind, width=32):
     config = kind.config_type(**WIDTHS | {"feature_width": width})
     policy = kind.init(jax.random.key(0, impl="threefry2x32"), config, FeatureStats.start(width))
-    return policy.replace(params=jax.tree.map(lambda x: x / 4, drawn(policy.specs(), 1)))
+    return policy.replace(params=jax.tree.map(lambda x: x / 4, random_params(policy.specs(), 1)))
 
 
 def world(dtype):

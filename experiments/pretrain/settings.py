@@ -140,7 +140,7 @@ class StageSettings(Settings):
         muon_lr: peak learning rate of Muon, for matrices; None or 0 leaves all weights to AdamW.
     """
 
-    steps: int = count(800, least=0)
+    steps: int = count(800, minimum=0)
     batch_size: int = count(32)
     lr: float = positive(1e-3)
     muon_lr: float | None = number(0.02)
@@ -171,7 +171,7 @@ class LanguageSettings(StageSettings, path="config.language"):
 
     steps: int = count(4000)
     lr: float = positive(2e-3)
-    whole_steps: int = count(2200, least=0)
+    whole_steps: int = count(2200, minimum=0)
     filled: int | None = count(None)
     thinned_share: float = share(0.75)
     kept: tuple[int, ...] = (2, 4, 8, 16, 32, 48, 64)
@@ -188,7 +188,7 @@ class NoiseSettings(StageSettings, path="config.noise"):
         taste: how strongly the choice depends on the contents of patches.
     """
 
-    steps: int = count(1200, least=0)
+    steps: int = count(1200, minimum=0)
     muon_lr: float | None = number(0.01)
     thinned_share: float = share(0.5)
     taste: float = number(4.0)
@@ -212,9 +212,9 @@ class Pretraining(Settings):
         noise: the third stage.
     """
 
-    seed: int = count(0, least=0)
+    seed: int = count(0, minimum=0)
     micro_batch: int = count(8)
-    cpu_devices: int = count(2, least=0, free=True)
+    cpu_devices: int = count(2, minimum=0, free=True)
     log_every: int = count(20, free=True)
     checkpoint_every: int = count(200, free=True)
     dtype: str = choice("float16", ("float16", "bfloat16", "float32"))

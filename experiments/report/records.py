@@ -55,7 +55,7 @@ def read_records(
     rows = []
     for file in sorted(read_files(folder), key=place):
         provenance = file.provenance
-        worth = BENCHMARKS[provenance.benchmark].worth(data)
+        worth = BENCHMARKS[provenance.benchmark].make_grader(data)
         answers = {answer.id: answer for answer in read_answers(file.path, broken=[])}
         if not answers.keys() >= {*ids}:  # of another run, which was interrupted
             continue

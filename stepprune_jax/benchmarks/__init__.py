@@ -1,6 +1,7 @@
-"""The benchmarks: their questions, answer files and scorers. Nothing here imports jax.
+"""Questions, answer files and scorers of benchmarks. Nothing here imports jax.
 
-Each benchmark is a module, and so is a data folder of one's own. `BENCHMARKS` lists them all.
+Each benchmark is a module; `folder` is the benchmark of a user's data folder. `BENCHMARKS` contains
+all of them by name.
 """
 
 from stepprune_jax.benchmarks import folder, gqa, mmbench, mme, pope, scienceqa, textvqa, vqav2

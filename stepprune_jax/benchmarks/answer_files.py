@@ -1,8 +1,8 @@
-"""Answer files as a run writes them: line by line, resumed after an interruption.
+"""Writes answer files line by line, and resumes them after an interruption.
 
-`METHOD.jsonl` has its provenance in `METHOD.json`: everything that determines the answers. A run
-with another provenance does not add to the file. If several processes share the questions, process
-0 writes to `METHOD.jsonl`, and process n to `METHOD.part-n.jsonl`. The parts are merged later.
+The answers in `METHOD.jsonl` have a provenance in `METHOD.json`: everything that determines them. A
+run with another provenance is refused. If several processes share the questions, process 0 writes
+to `METHOD.jsonl`, and process n to `METHOD.part-n.jsonl`. The parts are merged later.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ ANSWERS = "answers"
 
 
 def pruning_rate(count: float | int, num_tokens: int) -> float:
-    """Returns the pruned share of an image's tokens in percent, to one decimal."""
+    """Returns the pruned fraction of `num_tokens` tokens in percent, if `count` tokens are kept."""
     return round(100 * (1 - count / num_tokens), 1)
 
 
@@ -70,24 +70,29 @@ class Provenance(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """Base name of the row's files."""
+        """Base name of the answer file, made of method, mode and pruning rate."""
         rate = [self.mode, f"{self.pruning_rate:g}"] if self.pruning_rate else []
         words = " ".join([self.method, *rate]).lower().replace("+", " plus")
         return re.sub(r"(?:[^\w.]|_)+", "-", words).strip("-") or "row"
 
 
 def digest(texts: Sequence[str]) -> str:
-    """Returns a fingerprint of texts, to compare the questions of two results."""
+    """Returns the start of a SHA-256 digest of texts, in hexadecimal."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def questions_digest(questions: Sequence[BenchmarkQuestion]) -> str:
-    """Returns a fingerprint of the ids and messages of questions, without their images."""
+    """Returns a digest of the ids and messages of questions. It does not cover the images."""
     return digest([f"{question.question_id} {question.text}" for question in questions])
 
 
 class AnswerFile(NamedTuple):
-    """The answers of one method to one benchmark."""
+    """The answer file of one table row on one benchmark.
+
+    Attributes:
+        path: the file, which may not exist yet.
+        provenance: everything that determines its answers.
+    """
 
     path: Path
     provenance: Provenance
@@ -124,9 +129,9 @@ class AnswerLine(NamedTuple):
         kept: number of visual tokens kept.
         ms: milliseconds of the answer; None if not measured.
         fields: optional fields. `gflops`: operations up to the first token. `order`, `grid` and
-            `visual_tokens`: the kept tokens, the grid and the number of tokens of an image whose
-            selection may be drawn. `BOUND`: "minimum" or "T_max" where the count of a learned stop
-            is at that bound.
+            `visual_tokens`: the kept tokens, the grid and the number of tokens of the image, so
+            that a report can draw them. `BOUND`: "minimum" or "T_max" if the count of a learned
+            stop is at this bound.
     """
 
     text: str
@@ -146,7 +151,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def check_claim(file: AnswerFile) -> None:
-    """Raises a UserError if a file holds answers with no provenance, or with another one."""
+    """Raises a UserError if an existing file has no provenance or a different one."""
     if not file.parts():
         return
     has_provenance = file.provenance_path.is_file()
@@ -159,22 +164,26 @@ def check_claim(file: AnswerFile) -> None:
     ]
     if changes:
         provenance_name = file.provenance_path.name
-        differ = "; ".join(changes) if has_provenance else f"{provenance_name} is missing"
+        reason = "; ".join(changes) if has_provenance else f"{provenance_name} is missing"
         raise UserError(
             f"{file.path} holds answers with another provenance; move the file and its .json away, "
-            f"or give another --workdir. {differ}"
+            f"or give another --workdir. {reason}"
         )
 
 
 def claim(file: AnswerFile) -> None:
-    """Claims a file for this run by writing its provenance next to it."""
+    """Writes the provenance of a file, so that only runs with equal provenance add to the file.
+
+    Raises:
+        ValueError: the file exists with another provenance.
+    """
     check_claim(file)
     file.path.parent.mkdir(parents=True, exist_ok=True)
     write_json(file.provenance_path, file.provenance._asdict())
 
 
 def _flat(provenance: Provenance) -> JsonObject:
-    """Lists the values of a provenance by name."""
+    """Returns the values of a provenance by name, including those in `made`."""
     values = provenance._asdict()
     return values | values.pop("made")
 
@@ -190,7 +199,7 @@ def _read(path: Path) -> Provenance:
 
 
 def read_files(folder: Path) -> list[AnswerFile]:
-    """Lists the answer files of one benchmark by name."""
+    """Returns the answer files in the folder of a benchmark, sorted by name."""
     paths = sorted(folder.glob("*.json"))
     files = [AnswerFile(path.with_suffix(".jsonl"), _read(path)) for path in paths]
     return [file for file in files if file.path.is_file()]
@@ -206,50 +215,53 @@ def recover(path: Path) -> list[JsonObject]:
     if complete_lines != data:
         replace_file(path, complete_lines)
     lines = read_json_lines(path) if complete_lines.strip() else []
-    for where, value in lines:
-        identity(value, "question_id", where)
+    for place, value in lines:
+        identity(value, "question_id", place)
         for name in ("prompt", "text"):
-            field(value, name, where, lambda text: isinstance(text, str), "a text")
+            field(value, name, place, lambda text: isinstance(text, str), "a text")
     return [value for _, value in lines]
 
 
-def outstanding(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
-    """Lists the numbers of unanswered questions.
+def find_unanswered(file: AnswerFile, questions: Sequence[BenchmarkQuestion]) -> list[int]:
+    """Returns the numbers of the questions without an answer in a file.
 
-    Also merges the parts and sorts the lines in the order of the questions. Only one process may
-    call this function, and no process may write meanwhile. A question that occurs twice needs two
-    lines.
+    Also merges the parts of the file and sorts its lines in the order of the questions. Only one
+    process may call this function, and no process may write at the same time. A question that
+    occurs twice needs two lines.
+
+    Raises:
+        ValueError: a line answers another question.
     """
-    waiting = defaultdict(list)
+    unanswered_numbers = defaultdict(list)  # by key of the question
     for number, question in enumerate(questions):
-        waiting[question.key].append(number)
-    answered: dict[int, JsonObject] = {}
+        unanswered_numbers[question.key].append(number)
+    lines: dict[int, JsonObject] = {}  # by number of the question
     parts, num_lines = file.parts(), 0
     for path in parts:
         for value in recover(path):
             num_lines += 1
             key = str(value["question_id"]), value["prompt"]
-            if key not in waiting:
+            if key not in unanswered_numbers:
                 raise UserError(
                     f"{path}: question {key[0]!r} with the prompt {key[1][:60]!r} is not one of "
                     "this benchmark; move the file away"
                 )
-            if waiting[key]:  # the first of several answers counts
-                answered[waiting[key].pop(0)] = value
-    ordered = sorted(answered)
-    if len(parts) > 1 or num_lines > len(answered) or list(answered) != ordered:
-        replace_file(file.path, b"".join(_bytes(answered[number]) for number in ordered))
+            if unanswered_numbers[key]:  # the first of several answers counts
+                lines[unanswered_numbers[key].pop(0)] = value
+    sorted_numbers = sorted(lines)
+    if len(parts) > 1 or num_lines > len(lines) or list(lines) != sorted_numbers:
+        replace_file(file.path, b"".join(_encode(lines[number]) for number in sorted_numbers))
         for path in parts:
             if path != file.path:
                 path.unlink()
-    return [number for number in range(len(questions)) if number not in answered]
+    return [number for number in range(len(questions)) if number not in lines]
 
 
 def append(path: Path, lines: Iterable[JsonObject]) -> None:
     """Appends lines to a file and flushes them to disk."""
     with file_named(path), path.open("ab") as out:
         for line in lines:
-            out.write(_bytes(line))
+            out.write(_encode(line))
         out.flush()
         os.fsync(out.fileno())
 
@@ -257,16 +269,27 @@ def append(path: Path, lines: Iterable[JsonObject]) -> None:
 def answer_object(
     file: AnswerFile, number: int, question: BenchmarkQuestion, line: AnswerLine
 ) -> JsonObject:
-    """Builds a line: LLaVA's fields in LLaVA's order, then the fields of an `AnswerLine`."""
+    """Builds the JSON object of a line.
+
+    Args:
+        file: the answer file.
+        number: number of the question.
+        question: the question.
+        line: the answer.
+
+    Returns:
+        LLaVA's fields in LLaVA's order, followed by the fields of the answer.
+    """
     fields = dict(question.fields)
-    head = {name: fields.pop(name) for name in ("round_id",) if name in fields}
-    value = {"question_id": question.question_id, **head, "prompt": question.prompt}
+    first_fields = {name: fields.pop(name) for name in ("round_id",) if name in fields}
+    value = {"question_id": question.question_id, **first_fields, "prompt": question.prompt}
     value |= {"text": line.text, **fields, "answer_id": f"{file.path.stem}-{number}"}
     value |= {"model_id": file.provenance.model, "metadata": {}}
     value |= {"kept": line.kept, "ms": None if line.ms is None else round(line.ms, 3)}
     return value | line.fields
 
 
-def _bytes(value: JsonObject) -> bytes:
-    # An answer may hold half of a surrogate pair, which must be escaped.
+def _encode(value: JsonObject) -> bytes:
+    """Returns a line of JSON as bytes."""
+    # An answer may contain an unpaired surrogate, which only ASCII escapes can express.
     return json.dumps(value, ensure_ascii=True).encode() + b"\n"

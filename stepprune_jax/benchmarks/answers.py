@@ -13,9 +13,16 @@ from stepprune_jax.user_input import UserError
 
 
 class GivenAnswer(NamedTuple):
-    """A line of an answer file: its place, `question_id` as text, the answer, and all fields."""
+    """A line of an answer file.
 
-    where: str
+    Attributes:
+        place: file and line, for messages.
+        id: the field `question_id` as text.
+        text: the answer.
+        fields: all fields of the line.
+    """
+
+    place: str
     id: str
     text: str
     fields: JsonObject
@@ -23,59 +30,73 @@ class GivenAnswer(NamedTuple):
     @property
     def prompt(self) -> str:
         """The recorded question; raises a UserError if the line has no prompt."""
-        return words(self.fields, "prompt", self.where)
+        return words(self.fields, "prompt", self.place)
 
 
 def read_answers(file: str | Path, broken: list[str] | None = None) -> list[GivenAnswer]:
-    """Reads an answer file, in its order.
+    """Reads an answer file.
 
-    Lines that are not JSON are an error; or skipped, with a message on each added to `broken`.
+    Args:
+        file: the file.
+        broken: output list. Messages about lines that are not JSON are appended, and the lines are
+            skipped. With None, such a line is an error.
+
+    Returns:
+        The lines in the order of the file.
     """
     answers = []
-    for where, value in read_json_lines(file, broken):
-        name = identity(value, "question_id", where)
-        text = field(value, "text", where, lambda text: isinstance(text, str), "an answer")
-        answers.append(GivenAnswer(where, name, text, value))
+    for place, value in read_json_lines(file, broken):
+        question_id = identity(value, "question_id", place)
+        text = field(value, "text", place, lambda text: isinstance(text, str), "an answer")
+        answers.append(GivenAnswer(place, question_id, text, value))
     return answers
 
 
-def latest(
+def latest_answers(
     answers: Iterable[GivenAnswer],
     question_ids: Iterable[str],
     warnings: list[str],
     remedy: str = "",
 ) -> dict[str, GivenAnswer]:
-    """Returns the last answer to each question of a benchmark, in the order of `question_ids`.
+    """Returns the last answer to each question of a benchmark.
 
-    Duplicates, unknown ids and missing answers become warnings.
+    Args:
+        answers: the answers in the order of the file.
+        question_ids: ids of the benchmark's questions.
+        warnings: output list. Warnings about repeated, unknown and missing answers are appended.
+        remedy: end of the error message.
+
+    Returns:
+        The answers by question id, in the order of `question_ids`. Unanswered questions are
+        omitted.
 
     Raises:
-        UserError: no line answers any of the questions; the message ends with `remedy`.
+        UserError: no line answers any of the questions.
     """
     question_ids = list(dict.fromkeys(question_ids))
-    last, repeated, unknown = dict.fromkeys(question_ids), 0, []
+    last_answers, num_repeated, unknown_ids = dict.fromkeys(question_ids), 0, []
     for answer in answers:
-        if answer.id not in last:
-            unknown.append(answer.id)
+        if answer.id not in last_answers:
+            unknown_ids.append(answer.id)
             continue
-        repeated += last[answer.id] is not None
-        last[answer.id] = answer
-    kept = {name: answer for name, answer in last.items() if answer is not None}
-    if not kept:
-        first = f", such as {question_ids[0]!r}" if question_ids else ""
-        raise UserError(f"no answer is to a question of this benchmark{first}{remedy}")
-    if repeated:
-        warnings.append(f"{repeated:,} questions answered repeatedly: the last answer counts")
-    if unknown:
-        ignored = f"{len(unknown):,} answers to unknown questions ignored"
-        warnings.append(f"{ignored}, such as {unknown[0]!r}")
-    missing = [name for name in question_ids if name not in kept]
-    if missing:
+        num_repeated += last_answers[answer.id] is not None
+        last_answers[answer.id] = answer
+    answer_of = {name: answer for name, answer in last_answers.items() if answer is not None}
+    if not answer_of:
+        example = f", such as {question_ids[0]!r}" if question_ids else ""
+        raise UserError(f"no answer is to a question of this benchmark{example}{remedy}")
+    if num_repeated:
+        warnings.append(f"{num_repeated:,} questions answered repeatedly: the last answer counts")
+    if unknown_ids:
+        ignored = f"{len(unknown_ids):,} answers to unknown questions ignored"
+        warnings.append(f"{ignored}, such as {unknown_ids[0]!r}")
+    missing_ids = [name for name in question_ids if name not in answer_of]
+    if missing_ids:
         warnings.append(
-            f"{len(missing):,} of {len(question_ids):,} questions have no answer, such as "
-            f"{missing[0]!r}"
+            f"{len(missing_ids):,} of {len(question_ids):,} questions have no answer, such as "
+            f"{missing_ids[0]!r}"
         )
-    return kept
+    return answer_of
 
 
 def require_all(
@@ -84,10 +105,17 @@ def require_all(
     answered_ids: Collection[str],
     unknown_lines: int = 0,
 ) -> None:
-    """Raises a UserError for unanswered questions or unknown lines, as official programs do."""
+    """Raises a UserError for unanswered questions or unknown lines, as official programs do.
+
+    Args:
+        file: the answer file, for the message.
+        question_ids: ids of the benchmark's questions.
+        answered_ids: ids of the answered questions.
+        unknown_lines: number of lines that answer other questions.
+    """
     if len(answered_ids) < len(question_ids) or unknown_lines:
-        missing = (name for name in question_ids if name not in answered_ids)
-        example = next((f", such as {name!r}" for name in missing), "")
+        missing_ids = (name for name in question_ids if name not in answered_ids)
+        example = next((f", such as {name!r}" for name in missing_ids), "")
         count = f"{len(question_ids) - len(answered_ids):,} of {len(question_ids):,}"
         raise UserError(
             f"{file}: {count} questions have no answer{example}, and {unknown_lines:,} lines "

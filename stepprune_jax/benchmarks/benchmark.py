@@ -1,4 +1,4 @@
-"""The interface of benchmarks for the stages of an evaluation: generate, convert, score."""
+"""Interface of benchmarks: reading questions, scoring and converting answers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class Score(NamedTuple):
-    """The outcome of scoring one file of answers.
+    """The result of scoring one answer file.
 
     Attributes:
-        headline: the figure that papers print for this benchmark, unrounded where the
-            official program does not round it.
-        parts: every other figure by name, JSON values only; percentages, except counts.
+        headline: the figure that papers print for this benchmark, rounded only if the official
+            program rounds it.
+        parts: all other figures by name, JSON values. Percentages, except for numbers of questions.
         warnings: caveats for readers of the figures, one sentence each.
     """
 
@@ -35,28 +35,31 @@ class Benchmark:
 
     Attributes:
         name: name on the command line; the key in `BENCHMARKS`.
-        title: its name in papers.
-        headline: description of the headline number.
-        column: name of the headline number in tables of this benchmark.
-        decimals: decimals of the headline number in tables.
-        question_files: possible paths of LLaVA's question file, relative to the root, the preferred
-            one first.
-        question_source: where to get the question file.
-        read: `read(path, images)` yields the questions of a file in the benchmark's form.
-        images: folder that the question file's image paths start from, relative to the root; empty
-            if the question file contains the images.
-        image_source: where to get the images.
+        title: name in papers.
+        headline: description of the headline figure.
+        column: name of the headline figure in tables of this benchmark.
+        decimals: decimals of the headline figure in tables.
+        question_files: possible paths of LLaVA's question file, relative to the root. The first
+            existing one is read.
+        question_source: source of the question file, for messages.
+        read: `read(path, images)` yields the questions of a file.
+        images: folder of the images, relative to the root; empty if the question file contains the
+            images.
+        image_source: source of the images, for messages.
         calibration: question file for calibrating stop biases, relative to the root; empty to
             calibrate on some questions of the benchmark.
-        keep_order: whether every answer records its kept tokens; otherwise a few samples do.
+        keep_order: whether every answer stores its kept tokens; otherwise a few answers do.
         without_ocr: removes the OCR tokens from a question, if the question file has them.
-        max_new_tokens: the longest answer, in tokens, that LLaVA's program allows.
-        score: `score(root, answers, **options)`.
-        options: keyword options of `score`, each with its values, the default first.
-        worth: `worth(root)` returns a function that grades a single answer from 0 to 1, or None if
-            the correct answer is unknown. The headline need not be the mean.
-        convert: `convert(root, answers, out)`, which writes the official submission or text files
-            and returns its warnings; None if the official program reads the answers directly.
+        max_new_tokens: longest answer in tokens that LLaVA's program allows.
+        score: `score(root, answers, **options)` returns the `Score` of an answer file. `root` is
+            the folder of LLaVA's layout. Raises a FileNotFoundError for missing files and a
+            ValueError for malformed ones.
+        options: values of each keyword option of `score`, the default first.
+        make_grader: `make_grader(root)` returns a function that grades one answer from 0 to 1, or
+            returns None if the correct answer is unknown. The headline may differ from the mean
+            grade.
+        convert: `convert(root, answers, out)` writes the official submission or text files, and
+            returns warnings; None if the official program reads answer files.
         submission_suffix: suffix of the file that `convert` writes; empty for a folder.
     """
 
@@ -76,7 +79,7 @@ class Benchmark:
     max_new_tokens: int
     score: Callable[..., Score]
     options: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    worth: Callable[[Path], Callable[[GivenAnswer], float | None]]
+    make_grader: Callable[[Path], Callable[[GivenAnswer], float | None]]
     convert: Callable[[Path, Path, Path], list[str]] | None = None
     submission_suffix: str = ".json"
 
@@ -89,7 +92,7 @@ class Benchmark:
             root: folder of LLaVA's layout; for `folder` the data folder.
             file: another question file, relative to the root: any of the benchmark's splits in the
                 same format, or, for VQAv2, the official questions of a split.
-            ocr: whether prompts keep their OCR tokens, as for LLaVA's figures on TextVQA.
+            ocr: whether prompts keep their OCR tokens, as in LLaVA's evaluation on TextVQA.
 
         Returns:
             The questions in the order of the file, at least one.
@@ -99,8 +102,8 @@ class Benchmark:
             ValueError: the file is malformed; the message names file, line and field.
         """
         root = Path(root)
-        places = [root / name for name in ([file] if file else self.question_files)]
-        path = next((place for place in places if place.is_file()), places[0])
+        paths = [root / name for name in ([file] if file else self.question_files)]
+        path = next((path for path in paths if path.is_file()), paths[0])
         layout.file(path, self.question_source)
         questions = list(self.read(path, root / self.images))
         if not questions:
@@ -111,30 +114,30 @@ class Benchmark:
         return questions
 
     def judge(self, root: str | Path, answers: str | Path) -> list[float | None]:
-        """Grades each line of an answer file separately.
+        """Grades each line of an answer file.
 
         Args:
-            root: as for `score`.
-            answers: answer file.
+            root: folder of LLaVA's layout.
+            answers: the answer file.
 
         Returns:
-            `worth` of each line.
+            A grade from 0 to 1 for each line; None if the correct answer is unknown.
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a malformed file.
+            ValueError: a file is malformed.
         """
-        worth = self.worth(Path(root))
-        return [worth(answer) for answer in read_answers(answers)]
+        grade = self.make_grader(Path(root))
+        return [grade(answer) for answer in read_answers(answers)]
 
 
-def worth_by_id(
+def grade_by_id(
     truths: Mapping[str, T], judge: Callable[[str, T], float | bool]
 ) -> Callable[[GivenAnswer], float | None]:
-    """Returns a function that grades answers by the ids of their questions; see `Benchmark.worth`.
+    """Returns a grader that finds the correct answer by question id; see `Benchmark.make_grader`.
 
     Args:
-        truths: what `judge` compares the answer to each question with.
+        truths: correct answer of each question, or other data that `judge` needs.
         judge: `judge(text, truth)` grades an answer from 0 to 1.
     """
     return lambda answer: (
@@ -143,6 +146,6 @@ def worth_by_id(
 
 
 def mean_percent(values: Iterable[float | bool]) -> float:
-    """Averages values in percent."""
+    """Returns 100 times the mean of the values."""
     values = list(values)
     return 100 * sum(values) / len(values)

@@ -1,11 +1,11 @@
-"""A data folder in LLaVA's format, for example a user's data: exact match of short answers."""
+"""Benchmark of a user's data folder in LLaVA's format: exact match of short answers."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, mean_percent
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
 from stepprune_jax.data.json_files import Record, identity, read_json_lines, words
 from stepprune_jax.data.llava import read_questions
@@ -22,12 +22,14 @@ def is_right(text: str, truth: str) -> bool:
 
 
 def _read(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
+    """Reads the questions of a split; see `Benchmark.read`."""
     for question in read_questions(path, images):
         yield BenchmarkQuestion(question.question_id, question.text, question.text, question.image)
 
 
-def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
-    return worth_by_id(_read_truths(root), is_right)
+def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
+    """Grades an answer as right or wrong; see `Benchmark.make_grader`."""
+    return grade_by_id(_read_truths(root), is_right)
 
 
 def score(root: str | Path, answers: str | Path) -> Score:
@@ -48,22 +50,23 @@ def score(root: str | Path, answers: str | Path) -> Score:
     """
     questions, truths, warnings = _by_id(Path(root) / QUESTIONS), _read_truths(Path(root)), []
     kinds: dict[str, list[str]] = {}
-    for name, (where, row) in questions.items():
-        kind = words(row, "category", where) if "category" in row else "default"
-        require(name in truths, f"{where}: no answer to question {name!r} in {ANSWERS}")
+    for name, (place, row) in questions.items():
+        kind = words(row, "category", place) if "category" in row else "default"
+        require(name in truths, f"{place}: no answer to question {name!r} in {ANSWERS}")
         kinds.setdefault(kind, []).append(name)
-    if unmatched := len(truths.keys() - questions.keys()):
-        warnings.append(f"{unmatched:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
-    kept = latest(read_answers(answers), questions, warnings)
+    if num_unmatched := len(truths.keys() - questions.keys()):
+        warnings.append(f"{num_unmatched:,} answers of {ANSWERS} are to no question of {QUESTIONS}")
+    answer_of = latest_answers(read_answers(answers), questions, warnings)
     is_correct = {
-        name: name in kept and is_right(kept[name].text, truths[name]) for name in questions
+        name: name in answer_of and is_right(answer_of[name].text, truths[name])
+        for name in questions
     }
     parts = {
         "category": {
             kind: mean_percent(is_correct[name] for name in kinds[kind]) for kind in sorted(kinds)
         },
         "questions": len(questions),
-        "answered": len(kept),
+        "answered": len(answer_of),
     }
     return Score(100 * (sum(is_correct.values()) / len(is_correct)), parts, warnings)
 
@@ -72,18 +75,18 @@ def _by_id(path: Path) -> dict[str, Record]:
     """Reads the objects of a file by question id; a repeated id is an error."""
     records: dict[str, Record] = {}
     for record in read_json_lines(layout.file(path, _SOURCE)):
-        name = identity(record.value, "question_id", record.where)
+        name = identity(record.value, "question_id", record.place)
         if name in records:
-            place = f"was already given at {records[name].where}"
-            raise UserError(f'{record.where}: "question_id" {name!r} {place}')
+            place = f"was already given at {records[name].place}"
+            raise UserError(f'{record.place}: "question_id" {name!r} {place}')
         records[name] = record
     return records
 
 
 def _read_truths(root: Path) -> dict[str, str]:
-    """Reads the correct answers by question."""
+    """Reads the correct answers by question id."""
     records = _by_id(root / ANSWERS).items()
-    return {name: words(row, "answer", where) for name, (where, row) in records}
+    return {name: words(row, "answer", place) for name, (place, row) in records}
 
 
 BENCHMARK = Benchmark(
@@ -100,5 +103,5 @@ BENCHMARK = Benchmark(
     keep_order=True,
     max_new_tokens=3,
     score=score,
-    worth=_worth,
+    make_grader=_make_grader,
 )

@@ -1,8 +1,8 @@
-"""GQA, test-dev balanced: exact match, as the official program counts it.
+"""GQA, test-dev balanced: exact match as in the official program.
 
-Hudson and Manning, "GQA" (CVPR 2019). The official program's validity, plausibility and grounding
-need files that were never published for test-dev, and its consistency needs answers to the
-unbalanced questions: none of the four is reported.
+Hudson and Manning, "GQA" (CVPR 2019). Four figures of the official program are not reported:
+validity, plausibility and grounding need files that were never published for test-dev, and
+consistency needs answers to the unbalanced questions.
 """
 
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers, require_all
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers, require_all
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, mean_percent
 from stepprune_jax.data.json_files import JsonObject, read_json_object
 from stepprune_jax.user_input import UserError
 
@@ -22,7 +22,7 @@ NUM_QUESTIONS = 12_578
 _SOURCE = "questions1.2.zip at https://cs.stanford.edu/people/dorarad/gqa/download.html"
 
 # Operations that the official program does not count as steps of reasoning.
-_NO_STEP = ("exist", "query: name", "choose name")
+_UNCOUNTED_OPERATIONS = ("exist", "query: name", "choose name")
 
 
 class GqaQuestion(NamedTuple):
@@ -45,7 +45,7 @@ class GqaQuestion(NamedTuple):
     group: str | None
 
 
-def predicted(text: str) -> str:
+def normalize_prediction(text: str) -> str:
     """Normalizes an answer: strips full stops at its end and converts to lower case."""
     return text.rstrip(".").lower()
 
@@ -64,29 +64,33 @@ def read_questions(path: Path) -> dict[str, GqaQuestion]:
 
 
 def _question(record: JsonObject) -> GqaQuestion:
-    """Extracts the relevant fields of a record."""
+    """Extracts the fields that the official program reads from a record."""
     group = record["groups"]["global"]
-    operations = (f"{each['operation']}: {each['argument']}" for each in record["semantic"])
+    operations = [f"{part['operation']}: {part['argument']}" for part in record["semantic"]]
     return GqaQuestion(
         answer=record["answer"],
         structural=str(record["types"]["structural"]),
         semantic=str(record["types"]["semantic"]),
-        steps=sum(not any(part in each for part in _NO_STEP) for each in operations),
+        steps=sum(
+            not any(text in operation for text in _UNCOUNTED_OPERATIONS) for operation in operations
+        ),
         words=len(record["question"].split()),
         group=None if group is None else str(group),
     )
 
 
 def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
-    """Measures how much the distribution of answers in each group differs from the correct one.
+    """Measures how much the distributions of predictions and of correct answers differ.
 
-    Computes, for each group, the chi-square statistic of the predicted counts against the counts
-    of the correct answers. Returns the mean over groups, weighted by their numbers of questions,
-    divided by 100. A prediction that is correct for no question of its group does not count. Lower
-    is better.
+    For each group, the chi-square statistic compares the counts of predictions with the counts of
+    correct answers. A prediction that is correct for no question of its group does not count.
 
     Args:
         pairs: (group, correct answer, prediction) of each question that has a group.
+
+    Returns:
+        The mean of the statistic over groups, weighted by their numbers of questions, divided by
+        100. Lower is better.
     """
     true_counts, predicted_counts = defaultdict(Counter), defaultdict(Counter)
     for group, answer, prediction in pairs:
@@ -102,40 +106,48 @@ def distribution(pairs: Iterable[tuple[str, str, str]]) -> float:
 def score(root: str | Path, answers: str | Path, *, missing: str = "refuse") -> Score:
     """Scores answers to the balanced test-dev questions.
 
-    The headline is the accuracy in percent. Parts: `binary` and `open` accuracy; accuracy per
-    `structural` type, `semantic` type, number of `steps` and of `words`; `distribution`, as there;
-    the number of `questions` scored. The official program refuses a file with unanswered questions;
-    `missing="leave-out"` scores the answered questions.
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+        missing: "refuse" raises an error for unanswered questions, as the official program does.
+            "leave-out" scores the answered questions.
+
+    Returns:
+        The headline is the accuracy in percent. Parts: accuracy of `binary` and `open` questions;
+        accuracy per `structural` type, `semantic` type, number of `steps` and of `words`; the
+        result of `distribution`; and the number of scored `questions`.
     """
     questions = read_questions(_questions_path(root))
     warnings = layout.size_warnings(
         f"{QUESTIONS}, balanced questions", len(questions), NUM_QUESTIONS
     )
-    kept = latest(read_answers(answers), questions, warnings)
+    answer_of = latest_answers(read_answers(answers), questions, warnings)
     if missing == "refuse":
-        require_all(answers, questions, kept)
-    scored = [(questions[name], predicted(answer.text)) for name, answer in kept.items()]
-    accuracy, parts = _accuracies(scored)
+        require_all(answers, questions, answer_of)
+    predictions = [
+        (questions[name], normalize_prediction(answer.text)) for name, answer in answer_of.items()
+    ]
+    accuracy, parts = _accuracies(predictions)
     return Score(accuracy, parts, warnings)
 
 
-def _accuracies(scored: list[tuple[GqaQuestion, str]]) -> tuple[float, JsonObject]:
-    """Computes accuracy over all questions, and over each kind of them."""
-    kinds: dict[str, dict[str | int, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for question, prediction in scored:
+def _accuracies(predictions: list[tuple[GqaQuestion, str]]) -> tuple[float, JsonObject]:
+    """Returns the accuracy over all questions, and the parts of `score`."""
+    grades: dict[str, dict[str | int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for question, prediction in predictions:
         is_correct = prediction == question.answer
-        kinds["kind"]["open" if question.structural == "query" else "binary"].append(is_correct)
+        grades["kind"]["open" if question.structural == "query" else "binary"].append(is_correct)
         for kind in ("structural", "semantic", "steps", "words"):
-            kinds[kind][getattr(question, kind)].append(is_correct)
+            grades[kind][getattr(question, kind)].append(is_correct)
     tables = {
-        kind: {str(name): mean_percent(rights) for name, rights in sorted(table.items())}
-        for kind, table in kinds.items()
+        kind: {str(name): mean_percent(values) for name, values in sorted(table.items())}
+        for kind, table in grades.items()
     }
-    parts = {**tables.pop("kind"), **tables, "questions": len(scored)}
-    pairs = [(q.group, q.answer, prediction) for q, prediction in scored if q.group is not None]
+    parts = {**tables.pop("kind"), **tables, "questions": len(predictions)}
+    pairs = [(q.group, q.answer, text) for q, text in predictions if q.group is not None]
     if pairs:
         parts["distribution"] = distribution(pairs)
-    return mean_percent([prediction == question.answer for question, prediction in scored]), parts
+    return mean_percent([text == question.answer for question, text in predictions]), parts
 
 
 def _questions_path(root: str | Path) -> Path:
@@ -143,16 +155,18 @@ def _questions_path(root: str | Path) -> Path:
     return layout.file(Path(root) / "gqa" / "data" / QUESTIONS, _SOURCE)
 
 
-def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
-    """Grades an answer as right or wrong; see `Benchmark.worth`."""
+def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
+    """Grades an answer as right or wrong; see `Benchmark.make_grader`."""
     questions = read_questions(_questions_path(root))
-    return worth_by_id(questions, lambda text, question: predicted(text) == question.answer)
+    return grade_by_id(
+        questions, lambda text, question: normalize_prediction(text) == question.answer
+    )
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:
-    """Writes the file that the official program reads: `questionId` and `prediction` per line."""
+    """Writes the file that the official program reads, with `questionId` and `prediction`."""
     lines = [
-        {"questionId": answer.id, "prediction": predicted(answer.text)}
+        {"questionId": answer.id, "prediction": normalize_prediction(answer.text)}
         for answer in read_answers(answers)
     ]
     layout.write_submission(out, json.dumps(lines).encode())
@@ -169,6 +183,6 @@ BENCHMARK = Benchmark(
     max_new_tokens=128,
     score=score,
     options={"missing": ("refuse", "leave-out")},
-    worth=_worth,
+    make_grader=_make_grader,
     convert=convert,
 )

@@ -12,14 +12,27 @@ DATA = "playground/data/eval"
 
 
 def file(path: Path, source: str) -> Path:
-    """Returns a path; raises a FileNotFoundError that names the source if the file is missing."""
+    """Returns the path of an existing file.
+
+    Raises:
+        FileNotFoundError: the file is missing; the message names its source.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}: get it from {source}")
     return path
 
 
 def records(value: Mapping[str, object], field: str, path: Path) -> list[tuple[str, Any]]:
-    """Returns the entries of the list in a file's field, each with its place for messages."""
+    """Returns the entries of a list in a JSON file.
+
+    Args:
+        value: the JSON object of the file.
+        field: name of the list.
+        path: the file, for messages.
+
+    Returns:
+        Pairs (place for messages, entry).
+    """
     entries = value.get(field)
     if not isinstance(entries, list) or not entries:
         raise UserError(f'{path}: expected a list under "{field}"')
@@ -27,23 +40,28 @@ def records(value: Mapping[str, object], field: str, path: Path) -> list[tuple[s
 
 
 @contextlib.contextmanager
-def expected(where: str, what: str) -> Iterator[None]:
-    """Turns a missing field or a wrong type into a UserError that names the record."""
+def expected(place: str, what: str) -> Iterator[None]:
+    """Converts errors about missing fields or wrong types inside the context to UserErrors.
+
+    Args:
+        place: file and number of the record.
+        what: description of the expected fields.
+    """
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
-        raise UserError(f"{where}: expected {what} ({error!r})") from error
+        raise UserError(f"{place}: expected {what} ({error!r})") from error
 
 
 def size_warnings(what: str, count: int, published: int) -> list[str]:
-    """Returns a warning if a list is not as long as the published one."""
+    """Returns a list of one warning if a list has another length than the published one."""
     if count == published:
         return []
     return [f"{what}: {count:,} here, {published:,} in the published list"]
 
 
 def write_submission(out: str | Path, content: bytes) -> None:
-    """Writes a submission atomically, so that an interrupted run keeps the earlier file."""
+    """Writes a submission atomically. An interrupted run leaves an earlier file unchanged."""
     out = Path(out)
     if out.is_dir():
         raise IsADirectoryError(f"{out} is a folder: expected the name of a file")

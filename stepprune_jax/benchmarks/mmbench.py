@@ -1,8 +1,8 @@
-"""MMBench and MMBench-CN: circular accuracy on the dev split, and the sheet for the server.
+"""MMBench and MMBench-CN: circular accuracy on the dev split, and submissions to the server.
 
-A question counts only if it is answered correctly in every rotation of its options; the rotations
-are rows of the file. Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?"
-(ECCV 2024).
+A question is correct only if it is answered correctly in every rotation of its options. The
+rotations are rows of the question file. Liu et al., "MMBench: Is Your Multi-modal Model an
+All-around Player?" (ECCV 2024).
 """
 
 import base64
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent, worth_by_id
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id, mean_percent
 from stepprune_jax.benchmarks.questions import OPTION_LETTER, BenchmarkQuestion
 from stepprune_jax.data.json_files import JsonObject
 from stepprune_jax.user_input import UserError
@@ -35,14 +35,17 @@ _EMPTY = frozenset(
         *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
     ]
 )
-# Columns that a submission does not have.
-_LEFT_OUT = frozenset(("hint", "category", "source", "image", "comment", "l2-category"))
-_PREDICTION = 6
-_ASKED = "ABCD"  # options shown by LLaVA's program
+# Columns of the question file that a submission omits.
+_OMITTED_COLUMNS = frozenset(("hint", "category", "source", "image", "comment", "l2-category"))
+# Position of the column "prediction" in LLaVA's submission.
+_PREDICTION_COLUMN = 6
+# Letters of the options that LLaVA's program shows.
+_SHOWN_LETTERS = "ABCD"
 
-_BLANKED = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
-_STATED = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
-_LAST_WORDS = 4
+# Rules of VLMEvalKit's "exact matching", see `option_letter`.
+_MARKS_TO_BLANKS = str.maketrans(dict.fromkeys(".()[],:;!*#{}", " "))
+_ANSWER_IS = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
+_NUM_LAST_WORDS = 4
 
 
 class Edition(NamedTuple):
@@ -50,10 +53,10 @@ class Edition(NamedTuple):
 
     Attributes:
         name: name on the command line.
-        folders: possible folders, the preferred one first.
+        folders: possible folders. The first one with the file is used.
         dev: name of the dev file.
         test: names of the test files, which only the server scores.
-        size: number of rows and of questions of the published dev file; None if unknown.
+        size: numbers of rows and questions of the published dev file; None if unknown.
     """
 
     name: str
@@ -83,8 +86,18 @@ TsvRow = Mapping[str, str | None]
 
 
 def read_rows(path: Path) -> Iterator[TsvRow]:
-    """Reads a tab-separated file of MMBench row by row; None where pandas finds an empty cell."""
-    limit = csv.field_size_limit(2**31 - 1)  # an image is longer than the usual limit
+    """Reads a tab-separated file of MMBench row by row.
+
+    Args:
+        path: the file.
+
+    Yields:
+        The text of each cell by column; None for a cell that pandas treats as empty.
+
+    Raises:
+        ValueError: the file is malformed.
+    """
+    old_limit = csv.field_size_limit(2**31 - 1)  # an image is longer than the default limit
     seen_indices = set()
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
@@ -106,22 +119,27 @@ def read_rows(path: Path) -> Iterator[TsvRow]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a tab-separated file in UTF-8: {error}") from error
     finally:
-        csv.field_size_limit(limit)
+        csv.field_size_limit(old_limit)
 
 
 def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQuestion]:
-    """Reads the questions of a file, rotations included, with the images in its rows.
+    """Reads the questions of a file, including rotations and the images in its rows.
 
-    A number in the image column refers to the row with this index, as in VLMEvalKit. A question has
-    its hint, if there is one, and its options up to the first empty option. The instruction asks
-    for a letter; it is added to the message but not to the recorded prompt.
+    A number in the image column refers to the row with this index, as in VLMEvalKit. A message
+    consists of the hint, the question, and the options up to the first empty one.
+
+    Args:
+        path: the file.
+        images: not used, because the file contains the images.
+        instruction: request for a letter. It is added to the message, but not to the stored prompt.
     """
     rows = list(read_rows(path))
-    images_of = {str(int(row["index"])): row.get("image") or "" for row in rows}
+    image_of_index = {str(int(row["index"])): row.get("image") or "" for row in rows}
     for row in rows:
-        options = list(itertools.takewhile(_has_text, (row.get(letter) for letter in _ASKED)))
+        cells = (row.get(letter) for letter in _SHOWN_LETTERS)
+        options = list(itertools.takewhile(_has_text, cells))
         cell = row.get("image") or ""
-        cell = images_of.get(cell, "") if cell.isdecimal() else cell
+        cell = image_of_index.get(cell, "") if cell.isdecimal() else cell
         try:
             image = b"" if cell.isdecimal() else base64.b64decode(cell, validate=True)
         except ValueError:
@@ -132,20 +150,20 @@ def read_list(path: Path, images: Path, instruction: str) -> Iterator[BenchmarkQ
                 "index of a row with one"
             )
         hint = row.get("hint")
-        letters = list(_ASKED[: len(options)])
-        named = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
-        prompt = "\n".join([*([hint] if _has_text(hint) else []), row["question"], *named])
+        letters = list(_SHOWN_LETTERS[: len(options)])
+        option_lines = [f"{letter}. {text}" for letter, text in zip(letters, options, strict=True)]
+        prompt = "\n".join([*([hint] if _has_text(hint) else []), row["question"], *option_lines])
         fields = {"round_id": 0, "options": options, "option_char": letters}
         yield BenchmarkQuestion(int(row["index"]), prompt + instruction, prompt, image, fields)
 
 
 def _has_text(cell: str | None) -> bool:
-    """Returns whether LLaVA's program treats a cell as non-empty; pandas' empty cells are None."""
+    """Returns whether LLaVA's program treats a cell as text. Empty cells of pandas are None."""
     return cell is not None and cell.lower() not in ("nan", "none")
 
 
 def _rows_by_index(path: Path) -> dict[str, TsvRow]:
-    """Reads the rows of a file by index, without the images."""
+    """Reads the rows of a file by index, and drops the images to save memory."""
     return {
         str(int(row["index"])): {name: text for name, text in row.items() if name != "image"}
         for row in read_rows(path)
@@ -153,99 +171,112 @@ def _rows_by_index(path: Path) -> dict[str, TsvRow]:
 
 
 def options_of(row: TsvRow) -> dict[str, str]:
-    """Returns the non-empty options of a row, by letter."""
+    """Returns the non-empty options of a row by letter."""
     return {name: text for name, text in row.items() if re.fullmatch("[A-Z]", name) and text}
 
 
 def option_letter(text: str, options: Mapping[str, str]) -> str | None:
-    """Finds the chosen option as in VLMEvalKit's "exact matching", without a judge.
+    """Finds the chosen option as in VLMEvalKit's "exact matching", without a judge model.
 
     Brackets and punctuation marks (except full-width marks) become blanks. The first rule that
     applies decides:
 
     1. Exactly one option letter occurs as a word, and it first occurs among the last four words:
-       that letter.
+       this letter.
     2. No option letter occurs as a word, but Z does: Z.
-    3. The text says "answer is X", in any case, and X is an option: X.
-    4. The text is at most twice as long as all options together, and it contains the text of
-       exactly one option, in any case: the letter of that option.
+    3. The text contains "answer is X" in any case, and X is an option: X.
+    4. The text is at most twice as long as all options together, and contains the text of exactly
+       one option in any case: the letter of this option.
 
-    Otherwise returns None.
+    Args:
+        text: the answer.
+        options: text of each option by letter.
+
+    Returns:
+        The letter, or None if no rule applies.
     """
-    words = text.translate(_BLANKED).split()
-    named = [letter for letter in options if letter in words]
-    if len(named) == 1 and words.index(named[0]) >= len(words) - _LAST_WORDS:
-        return named[0]
-    if not named and "Z" in words:
+    words = text.translate(_MARKS_TO_BLANKS).split()
+    letters = [letter for letter in options if letter in words]
+    if len(letters) == 1 and words.index(letters[0]) >= len(words) - _NUM_LAST_WORDS:
+        return letters[0]
+    if not letters and "Z" in words:
         return "Z"
-    stated = _STATED.search(text)
-    if stated and stated[1].upper() in options:
-        return stated[1].upper()
-    lowered = text.lower()
-    if len(lowered) > 2 * sum(len(option) for option in options.values()):
+    match = _ANSWER_IS.search(text)
+    if match and match[1].upper() in options:
+        return match[1].upper()
+    lower_text = text.lower()
+    if len(lower_text) > 2 * sum(len(option) for option in options.values()):
         return None
-    held = [letter for letter, option in options.items() if option.lower() in lowered]
-    return held[0] if len(held) == 1 else None
+    contained = [letter for letter, option in options.items() if option.lower() in lower_text]
+    return contained[0] if len(contained) == 1 else None
 
 
 def score(root: str | Path, answers: str | Path, *, edition: Edition = ENGLISH) -> Score:
     """Scores answers to the dev split by circular accuracy.
 
-    A row without an answer is wrong. The headline is the circular accuracy in percent, with letters
-    from `option_letter`. Parts: the same per `category` and `l2-category`; `letter_only`, where
-    only an answer that is exactly the letter is correct; `one_round` and `one_round_letter_only`,
-    without the rotations, which are not published; the number of `questions` and of `rows`.
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+        edition: the edition.
+
+    Returns:
+        The headline is the circular accuracy in percent, with letters from `option_letter`. A row
+        without an answer is wrong. Parts: the circular accuracy per `category` and `l2-category`;
+        `letter_only`, which accepts only an answer that is exactly the letter; `one_round` and
+        `one_round_letter_only`, which ignore rotations and are not published; and the numbers of
+        `questions` and `rows`.
     """
     table, warnings = _read_dev(root, edition), []
-    kept = latest(_one_round(answers), table, warnings, f"; {_submit(edition)}")
-    rotations = defaultdict(list)
+    answer_of = latest_answers(_read_first_round(answers), table, warnings, f"; {_advise(edition)}")
+    rotations = defaultdict(list)  # row indices by question
     for name in sorted(table, key=int):
         rotations[int(name) % ROTATION].append(name)
-    texts = {name: answer.text for name, answer in kept.items()}
-    is_correct = {name: _is_right(text, table[name]) for name, text in texts.items()}
+    texts = {name: answer.text for name, answer in answer_of.items()}
+    is_correct = {name: _is_correct(text, table[name]) for name, text in texts.items()}
     is_exact_letter = {name: text == table[name]["answer"] for name, text in texts.items()}
 
-    def all_rounds(grades: Mapping[str, bool]) -> list[bool]:
+    def grade_rotations(grades: Mapping[str, bool]) -> list[bool]:
         return [all(grades.get(name, False) for name in names) for names in rotations.values()]
 
-    def first_round(grades: Mapping[str, bool]) -> list[bool]:
+    def grade_first_rows(grades: Mapping[str, bool]) -> list[bool]:
         return [grades.get(names[0], False) for names in rotations.values()]
 
+    circular_grades = grade_rotations(is_correct)
     parts: JsonObject = {}
     for column in ("category", "l2-category"):
         grades_by_kind = defaultdict(list)
-        for names, grade in zip(rotations.values(), all_rounds(is_correct), strict=True):
+        for names, grade in zip(rotations.values(), circular_grades, strict=True):
             grades_by_kind[table[names[0]].get(column)].append(grade)
         grades_by_kind.pop(None, None)
         parts[column] = {
             kind: mean_percent(grades) for kind, grades in sorted(grades_by_kind.items())
         }
     parts |= {
-        "letter_only": mean_percent(all_rounds(is_exact_letter)),
-        "one_round": mean_percent(first_round(is_correct)),
-        "one_round_letter_only": mean_percent(first_round(is_exact_letter)),
+        "letter_only": mean_percent(grade_rotations(is_exact_letter)),
+        "one_round": mean_percent(grade_first_rows(is_correct)),
+        "one_round_letter_only": mean_percent(grade_first_rows(is_exact_letter)),
         "questions": len(rotations),
         "rows": len(table),
     }
     if edition.size is not None:
-        rows, questions = edition.size
-        warnings += layout.size_warnings(f"{edition.dev}, rows", len(table), rows)
-        warnings += layout.size_warnings(f"{edition.dev}, questions", len(rotations), questions)
-    return Score(mean_percent(all_rounds(is_correct)), parts, warnings)
+        num_rows, num_questions = edition.size
+        warnings += layout.size_warnings(f"{edition.dev}, rows", len(table), num_rows)
+        warnings += layout.size_warnings(f"{edition.dev}, questions", len(rotations), num_questions)
+    return Score(mean_percent(circular_grades), parts, warnings)
 
 
-def _is_right(text: str, row: TsvRow) -> bool:
-    """Returns whether the chosen option is correct."""
+def _is_correct(text: str, row: TsvRow) -> bool:
+    """Returns whether an answer chooses the correct option of a row."""
     return option_letter(text, options_of(row)) == row["answer"]
 
 
-def _worth(root: Path, edition: Edition) -> Callable[[GivenAnswer], float | None]:
-    """Grades an answer to one row; see `Benchmark.worth`."""
-    return worth_by_id(_read_dev(root, edition), _is_right)
+def _make_grader(root: Path, edition: Edition) -> Callable[[GivenAnswer], float | None]:
+    """Grades an answer to one row; see `Benchmark.make_grader`."""
+    return grade_by_id(_read_dev(root, edition), _is_correct)
 
 
-def _submit(edition: Edition) -> str:
-    """Returns how to have the test split scored."""
+def _advise(edition: Edition) -> str:
+    """Returns the end of a message that explains how the test split is scored."""
     return (
         "the test split is scored by the server only: write a submission with "
         f"`stepprune-convert {edition.name}` and upload it at {SERVER}"
@@ -253,38 +284,42 @@ def _submit(edition: Edition) -> str:
 
 
 def _read_dev(root: str | Path, edition: Edition) -> dict[str, TsvRow]:
-    """Reads the rows of the dev file with their answers, without the images."""
-    path = _find(root, edition, edition.dev)[0]
+    """Reads the rows of the dev file by index, and checks that they have correct answers."""
+    path = _find_files(root, edition, edition.dev)[0]
     table = _rows_by_index(path)
-    if unknown := next((i for i, row in table.items() if row.get("answer") is None), None):
-        raise UserError(
-            f"{path}: index {unknown}: no letter in a column answer; {_submit(edition)}"
-        )
+    for index, row in table.items():
+        if row.get("answer") is None:
+            raise UserError(
+                f"{path}: index {index}: no letter in a column answer; {_advise(edition)}"
+            )
     return table
 
 
-def _one_round(answers: str | Path) -> list[GivenAnswer]:
-    """Reads answers; rejects answers to LLaVA's rotations, whose letters mean other options."""
+def _read_first_round(answers: str | Path) -> list[GivenAnswer]:
+    """Reads an answer file, and refuses answers to the rotations of LLaVA's program.
+
+    In those rotations, a letter means another option than in the row of the question file.
+    """
     rows = read_answers(answers)
     for row in rows:
         if row.fields.get("round_id", 0) != 0:
             raise UserError(
-                f"{row.where}: expected round_id 0, got {row.fields['round_id']!r}: the file was "
+                f"{row.place}: expected round_id 0, got {row.fields['round_id']!r}: the file was "
                 "written with --all-rounds, which is not used here (the rotations are rows of the "
                 "question file)"
             )
     return rows
 
 
-def _find(root: str | Path, edition: Edition, *names: str) -> list[Path]:
-    """Returns the existing files among `names`; raises a FileNotFoundError if there are none."""
+def _find_files(root: str | Path, edition: Edition, *names: str) -> list[Path]:
+    """Returns the existing files among `names`, and raises a FileNotFoundError if none exists."""
     paths = []
     for name in names:
-        places = (Path(root) / folder / name for folder in edition.folders)
-        paths += [place for place in places if place.is_file()][:1]
+        candidates = (Path(root) / folder / name for folder in edition.folders)
+        paths += [path for path in candidates if path.is_file()][:1]
     if not paths:
         raise FileNotFoundError(
-            f"no {' or '.join(names)} in {root}: get it from {SOURCE}; {_submit(edition)}"
+            f"no {' or '.join(names)} in {root}: get it from {SOURCE}; {_advise(edition)}"
         )
     return paths
 
@@ -292,24 +327,33 @@ def _find(root: str | Path, edition: Edition, *names: str) -> list[Path]:
 def convert(
     root: str | Path, answers: str | Path, out: str | Path, *, edition: Edition = ENGLISH
 ) -> list[str]:
-    """Writes the sheet for the server.
+    """Writes a submission to the server, an Excel sheet.
 
-    Fills in the dev or test file that contains the largest number of answered rows. Every row gets
-    its last answer, or an empty cell without an answer. The prediction is the seventh column. The
-    columns hint, category, l2-category, source, image and comment are left out.
+    The sheet has the rows of the dev or test file that contains most of the answered rows. A row
+    has its last answer in the column "prediction", which is empty for an unanswered row. The
+    columns hint, category, l2-category, source, image and comment are omitted.
+
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+        out: the sheet.
+        edition: the edition.
+
+    Returns:
+        Warnings about repeated, unknown and missing answers.
     """
-    rows, warnings = _one_round(answers), []
+    rows, warnings = _read_first_round(answers), []
     answered_ids = {row.id for row in rows}
-    tables = map(_rows_by_index, _find(root, edition, edition.dev, *edition.test))
+    tables = map(_rows_by_index, _find_files(root, edition, edition.dev, *edition.test))
     table = max(tables, key=lambda table: len(answered_ids & table.keys()))
-    kept = latest(rows, table, warnings)
-    columns = [column for column in next(iter(table.values())) if column not in _LEFT_OUT]
-    before, after = columns[:_PREDICTION], columns[_PREDICTION:]
-    sheet = [[*before, "prediction", *after]]
+    answer_of = latest_answers(rows, table, warnings)
+    columns = [column for column in next(iter(table.values())) if column not in _OMITTED_COLUMNS]
+    columns.insert(_PREDICTION_COLUMN, "prediction")
+    sheet = [columns]
     for name, row in table.items():
-        text = kept[name].text if name in kept else None
-        cells = {**row, "index": int(name)}
-        sheet.append([*(cells[c] for c in before), text, *(cells[c] for c in after)])
+        text = answer_of[name].text if name in answer_of else None
+        cells = {**row, "index": int(name), "prediction": text}
+        sheet.append([cells[column] for column in columns])
     layout.write_submission(out, xlsx(sheet))
     return warnings
 
@@ -319,12 +363,12 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
-    """Writes a workbook whose only sheet has these rows.
+    """Returns an Excel workbook with one sheet of these rows.
 
     Characters that XML cannot hold are dropped, and a text is truncated to the 32,767 characters of
     a cell. Readers treat each line end as a newline, as in the sheets of LLaVA's program.
     """
-    # Imported here: only a submission needs it.
+    # Only submissions need this optional package.
     from openpyxl import Workbook
     from openpyxl.cell import WriteOnlyCell
 
@@ -335,7 +379,7 @@ def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
         texts = [_NOT_XML.sub("", cell) if isinstance(cell, str) else cell for cell in row]
         cells = [WriteOnlyCell(sheet, text) for text in texts]
         for cell in cells:
-            if cell.data_type in "fe":  # "=1+1" and "#N/A" are texts, not a formula and an error
+            if cell.data_type in "fe":  # openpyxl reads "=1+1" as a formula and "#N/A" as an error
                 cell.data_type = "s"
         sheet.append(cells)
     content = io.BytesIO()
@@ -344,7 +388,7 @@ def xlsx(rows: Iterable[Sequence[str | int | None]]) -> bytes:
 
 
 def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:
-    """Describes the benchmark in one language."""
+    """Returns the benchmark of an edition; `instruction` is its request for a letter."""
     return Benchmark(
         name=edition.name,
         title=title,
@@ -354,7 +398,7 @@ def _benchmark(edition: Edition, title: str, instruction: str) -> Benchmark:
         read=partial(read_list, instruction=instruction),
         max_new_tokens=1024,
         score=partial(score, edition=edition),
-        worth=partial(_worth, edition=edition),
+        make_grader=partial(_make_grader, edition=edition),
         convert=partial(convert, edition=edition),
         submission_suffix=".xlsx",
     )

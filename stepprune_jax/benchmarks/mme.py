@@ -1,7 +1,8 @@
-"""MME: fourteen yes-or-no tasks, two questions per image, an extra point if both are right.
+"""MME: fourteen tasks of yes-or-no questions, two questions per image.
 
-The official program assumes that two consecutive lines of a task belong to an image. Here the two
-answers to an image are joined by image; the figures of consecutive lines are also reported.
+A task's score is the accuracy plus the accuracy of images, which requires both answers. The
+official program assumes that two consecutive lines of a task belong to one image. Here the two
+answers are joined by their image, and the figures of consecutive lines are also reported.
 """
 
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score
 from stepprune_jax.benchmarks.questions import WORD_OR_PHRASE
 from stepprune_jax.data.json_files import JsonObject, read_text
@@ -38,11 +39,19 @@ PAIRS = ("image", "position")
 RELEASE = "MME_Benchmark_release_version"
 QUESTIONS = 2374
 _SOURCE = "MME's authors (github.com/BradyFU/Awesome-Multimodal-Large-Language-Models)"
-_ASK = " Please answer yes or no."
+# Request at the end of the questions in the release.
+_REQUEST = " Please answer yes or no."
 
 
 class MmeQuestion(NamedTuple):
-    """A question of the release: its task, its text file, its text, and `Yes` or `No`."""
+    """A question of the release.
+
+    Attributes:
+        task: name of the task.
+        file: name of the text file, which is the image's name with another suffix.
+        text: the question.
+        truth: "Yes" or "No".
+    """
 
     task: str
     file: str
@@ -51,47 +60,60 @@ class MmeQuestion(NamedTuple):
 
 
 class OfficialLine(NamedTuple):
-    """A line of the official text files: a question, and the answer to it on one line."""
+    """A line of the official text files.
+
+    Attributes:
+        question: the question.
+        answer: the model's answer without newlines and tabs.
+    """
 
     question: MmeQuestion
     answer: str
 
     @property
-    def right(self) -> bool:
-        """Returns whether the answer is read as the truth."""
-        return reading(self.answer) == self.question.truth.lower()
+    def is_correct(self) -> bool:
+        """Whether the official program reads the answer as the truth."""
+        return parse_yes_no(self.answer) == self.question.truth.lower()
 
 
-def reading(text: str) -> str:
-    """Reads an answer as MME's program does, by its first four characters.
+def parse_yes_no(text: str) -> str:
+    """Parses an answer as MME's program does, by its first four characters.
 
-    It is "yes" if they contain yes in any case, otherwise "no" if they contain no, otherwise
-    "other", which is always wrong.
+    Returns:
+        "yes" if they contain yes in any case, otherwise "no" if they contain no, otherwise "other",
+        which is always wrong.
     """
     start = text.lower()[:4]
     return next((word for word in ("yes", "no") if word in start), "other")
 
 
 def on_one_line(text: str) -> str:
-    """Strips tabs and line ends from an answer; those inside become blanks."""
+    """Removes tabs and newlines around an answer, and replaces those inside by blanks."""
     return "".join(" " if mark in "\t\r\n" else mark for mark in text.strip("\t\r\n"))
 
 
 def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Score:
-    """Scores answers to MME; their `prompt` distinguishes the questions of an image.
+    """Scores answers to MME. Their `prompt` distinguishes the two questions of an image.
 
-    The headline is perception + cognition, at most 2,800. A task's score is 100 x (share of right
-    answers + share of images with both right). Parts: the two sums, each task's score, accuracies
-    and number of answers that are neither yes nor no, and under `by_position` the two sums of the
-    official pairs, null where a task has an odd number of answers. Pairs are the two answers to one
-    "image", or by "position" two consecutive answers of a task, as in the official program.
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+        pairs: "image" pairs the two answers to an image. "position" pairs consecutive answers of a
+            task, as the official program does.
+
+    Returns:
+        The headline is perception + cognition, at most 2,800. A task's score is 100 times (fraction
+        of correct answers + fraction of images with two correct answers). Parts: the two sums; the
+        score, accuracies, and number of answers that are neither yes nor no of each task; and
+        `by_position`, the two sums with the official pairs, or None if a task has an odd number of
+        answers.
     """
     release = _read_release(Path(root) / "MME")
-    rows = _matched(read_answers(answers), release)
+    rows = _match_release(read_answers(answers), release)
     warnings = layout.size_warnings(f"{RELEASE}, questions", len(release), QUESTIONS)
-    kept = latest(rows, release, warnings)
-    by_image = _parts(_image_pairs(_lines(kept.values(), release)))
-    position = _consecutive_pairs(_lines(rows, release))
+    answer_of = latest_answers(rows, release, warnings)
+    by_image = _parts(_image_pairs(_make_lines(answer_of.values(), release)))
+    position = _consecutive_pairs(_make_lines(rows, release))
     by_position = None if position is None else _parts(position)
     if by_position != by_image:
         total = "nothing" if by_position is None else f"{_total(by_position):.2f}"
@@ -104,33 +126,44 @@ def score(root: str | Path, answers: str | Path, *, pairs: str = "image") -> Sco
         raise UserError(f"{answers}: a task has an odd number of answers: no pairs by position")
     parts = {"image": by_image, "position": by_position}[pairs]
     sums = ("perception", "cognition")
-    beside = None if by_position is None else {name: by_position[name] for name in sums}
-    counts = {"questions": len(release), "answered": len(kept)}
-    return Score(_total(parts), {**parts, "by_position": beside, **counts}, warnings)
+    position_sums = None if by_position is None else {name: by_position[name] for name in sums}
+    counts = {"questions": len(release), "answered": len(answer_of)}
+    return Score(_total(parts), {**parts, "by_position": position_sums, **counts}, warnings)
 
 
-def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
-    """Grades an answer as right or wrong; see `Benchmark.worth`."""
+def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
+    """Grades an answer as right or wrong; see `Benchmark.make_grader`."""
     release = _read_release(Path(root) / "MME")
 
-    def worth(row: GivenAnswer) -> float | None:
-        lines = _lines(_matched([row], release), release)
-        return float(lines[0].right) if lines else None
+    def grade(answer: GivenAnswer) -> float | None:
+        lines = _make_lines(_match_release([answer], release), release)
+        return float(lines[0].is_correct) if lines else None
 
-    return worth
+    return grade
 
 
 def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]:
-    """Writes the text files that MME's own program reads, one per task, into a folder.
+    """Writes the text files that MME's program reads, one per task.
 
-    Images are in the order of their first answers, with both questions of an image together; the
-    last of several answers to a question is written. Nothing is written if an answer is missing.
+    Images are in the order of their first answers, and the two questions of an image follow each
+    other. The last of several answers to a question is written.
+
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+        out: folder of the text files; created if needed.
+
+    Returns:
+        No warnings.
+
+    Raises:
+        ValueError: a task or a question of an image has no answer. Nothing is written.
     """
     release = _read_release(Path(root) / "MME")
-    rows = _matched(read_answers(answers), release)
-    kept = latest(rows, release, [])
-    first = dict.fromkeys(row.id for row in rows if row.id in kept)
-    pairs = _image_pairs(_lines([kept[name] for name in first], release))
+    rows = _match_release(read_answers(answers), release)
+    answer_of = latest_answers(rows, release, [])
+    answered_ids = dict.fromkeys(row.id for row in rows if row.id in answer_of)
+    pairs = _image_pairs(_make_lines([answer_of[name] for name in answered_ids], release))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     for task, images in pairs.items():
@@ -139,7 +172,7 @@ def convert(root: str | Path, answers: str | Path, out: str | Path) -> list[str]
             for image in images
             for line in image
         ]
-        # An answer may hold half of a surrogate pair, which cannot be encoded.
+        # An answer may contain an unpaired surrogate, which UTF-8 cannot encode.
         text = "".join(f"{line}\n" for line in lines)
         (out / f"{task}.txt").write_bytes(text.encode("utf-8", "replace"))
     return []
@@ -149,12 +182,12 @@ def _read_release(folder: Path) -> dict[str, MmeQuestion]:
     """Reads all questions by name, from the text files of all tasks."""
     release = {}
     for task in (*PERCEPTION, *COGNITION):
-        place = folder / RELEASE / task
-        if (place / "questions_answers_YN").is_dir():
-            place = place / "questions_answers_YN"
-        files = sorted(place.glob("*.txt"))
+        task_folder = folder / RELEASE / task
+        if (task_folder / "questions_answers_YN").is_dir():
+            task_folder = task_folder / "questions_answers_YN"
+        files = sorted(task_folder.glob("*.txt"))
         if not files:
-            raise FileNotFoundError(f"no text files in {place}: get {RELEASE} from {_SOURCE}")
+            raise FileNotFoundError(f"no text files in {task_folder}: get {RELEASE} from {_SOURCE}")
         for file in files:
             for text, truth in _read_questions(file):
                 release[_name(task, file.name, text)] = MmeQuestion(task, file.name, text, truth)
@@ -162,12 +195,12 @@ def _read_release(folder: Path) -> dict[str, MmeQuestion]:
 
 
 def _name(task: str, file: str, text: str) -> str:
-    """Returns a unique name of a question; an image has two."""
+    """Returns a unique name of a question. File names are only unique within a task."""
     return f"{task}/{file}: {text}"
 
 
 def _read_questions(file: Path) -> list[tuple[str, str]]:
-    """Reads the two questions of an image and their truths."""
+    """Reads the two questions of an image, each with "Yes" or "No"."""
     lines = read_text(file).rstrip("\n").split("\n")
     matches = [re.fullmatch("([^\t]*)\t(Yes|No)", line.strip(), re.DOTALL) for line in lines]
     pairs = [(match[1], match[2]) for match in matches if match]
@@ -176,22 +209,29 @@ def _read_questions(file: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def _matched(answers: list[GivenAnswer], release: dict[str, MmeQuestion]) -> list[GivenAnswer]:
-    """Returns the answers with their questions' names as ids; unknown ones keep their ids."""
+def _match_release(
+    answers: list[GivenAnswer], release: dict[str, MmeQuestion]
+) -> list[GivenAnswer]:
+    """Replaces the ids of answers by the names of their questions in the release.
+
+    An answer to an unknown question keeps its id.
+    """
     rows = []
     for answer in answers:
         path = answer.id.split("/")
         file = path[-1].split(".")[0] + ".txt"
         text = answer.prompt.replace(WORD_OR_PHRASE.strip(), "").strip()
         # Some questions of the release have two blanks before the request.
-        endings = ("",) if _ASK.strip() in text else (_ASK, " " + _ASK)
+        endings = ("",) if _REQUEST.strip() in text else (_REQUEST, " " + _REQUEST)
         names = (_name(path[0], file, text + ending) for ending in endings)
         name = next((name for name in names if name in release), answer.id)
         rows.append(answer._replace(id=name))
     return rows
 
 
-def _lines(answers: Iterable[GivenAnswer], release: dict[str, MmeQuestion]) -> list[OfficialLine]:
+def _make_lines(
+    answers: Iterable[GivenAnswer], release: dict[str, MmeQuestion]
+) -> list[OfficialLine]:
     """Converts answers to questions of the release to lines of the official files."""
     return [
         OfficialLine(release[answer.id], on_one_line(answer.text))
@@ -201,7 +241,14 @@ def _lines(answers: Iterable[GivenAnswer], release: dict[str, MmeQuestion]) -> l
 
 
 def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]]:
-    """Groups lines by image and task; all tasks must be present, and both lines of an image."""
+    """Groups lines by task and image.
+
+    Returns:
+        The pairs of each task.
+
+    Raises:
+        ValueError: a task has no line, or an image has only one.
+    """
     names = (*PERCEPTION, *COGNITION)
     tasks: dict[str, dict[str, list[OfficialLine]]] = {task: {} for task in names}
     for line in lines:
@@ -219,7 +266,11 @@ def _image_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]
 
 
 def _consecutive_pairs(lines: list[OfficialLine]) -> dict[str, list[list[OfficialLine]]] | None:
-    """Returns the official pairs; None if a line is unpaired."""
+    """Groups consecutive lines of each task into pairs, as the official program does.
+
+    Returns:
+        The pairs of each task, or None if a task has an odd number of lines.
+    """
     tasks: dict[str, list[OfficialLine]] = {task: [] for task in (*PERCEPTION, *COGNITION)}
     for line in lines:
         tasks[line.question.task].append(line)
@@ -232,18 +283,18 @@ def _consecutive_pairs(lines: list[OfficialLine]) -> dict[str, list[list[Officia
 
 
 def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> JsonObject:
-    """Computes the figures of every task and the two sums."""
+    """Returns the figures of each task and the two sums."""
     tasks = {}
     for task, images in pairs.items():
         lines = [line for image in images for line in image]
-        accuracy = 100 * sum(line.right for line in lines) / len(lines)
-        plus = 100 * sum(all(line.right for line in image) for image in images) / len(images)
-        unclear = sum(reading(line.answer) == "other" for line in lines)
+        accuracy = 100 * sum(line.is_correct for line in lines) / len(lines)
+        num_correct_images = sum(all(line.is_correct for line in image) for image in images)
+        accuracy_plus = 100 * num_correct_images / len(images)
         tasks[task] = {
-            "score": accuracy + plus,
+            "score": accuracy + accuracy_plus,
             "accuracy": accuracy,
-            "accuracy_plus": plus,
-            "neither_yes_nor_no": unclear,
+            "accuracy_plus": accuracy_plus,
+            "neither_yes_nor_no": sum(parse_yes_no(line.answer) == "other" for line in lines),
         }
     return {
         "perception": sum(tasks[task]["score"] for task in PERCEPTION),
@@ -253,7 +304,7 @@ def _parts(pairs: dict[str, list[list[OfficialLine]]]) -> JsonObject:
 
 
 def _total(parts: JsonObject) -> float:
-    """Adds perception and cognition."""
+    """Returns the sum of perception and cognition."""
     return parts["perception"] + parts["cognition"]
 
 
@@ -268,7 +319,7 @@ BENCHMARK = Benchmark(
     max_new_tokens=128,
     score=score,
     options={"pairs": PAIRS},
-    worth=_worth,
+    make_grader=_make_grader,
     convert=convert,
-    submission_suffix="",  # a folder, with one text file a task
+    submission_suffix="",  # a folder with one text file per task
 )

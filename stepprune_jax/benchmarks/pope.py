@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from stepprune_jax.benchmarks import layout
-from stepprune_jax.benchmarks.answers import GivenAnswer, latest, read_answers
-from stepprune_jax.benchmarks.benchmark import Benchmark, Score, worth_by_id
+from stepprune_jax.benchmarks.answers import GivenAnswer, latest_answers, read_answers
+from stepprune_jax.benchmarks.benchmark import Benchmark, Score, grade_by_id
 from stepprune_jax.data.json_files import field, identity, read_json_lines, words
 from stepprune_jax.user_input import UserError
 
@@ -35,7 +35,14 @@ class _Question(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Numbers of true positives, false positives, true negatives and false negatives of "yes"."""
+    """Numbers of predictions by outcome, where "yes" is positive.
+
+    Attributes:
+        tp: true positives.
+        fp: false positives.
+        tn: true negatives.
+        fn: false negatives.
+    """
 
     tp: int
     fp: int
@@ -43,7 +50,10 @@ class Counts(NamedTuple):
     fn: int
 
     def figures(self) -> dict[str, float]:
-        """Accuracy, precision, recall, F1 and the share of yes, in percent; 0 where undefined."""
+        """Returns accuracy, precision, recall, F1 and the fraction of yes in percent.
+
+        A figure without a denominator is 0.
+        """
         tp, fp, tn, fn = self
         return {
             "accuracy": _percent(tp + tn, sum(self)),
@@ -67,17 +77,22 @@ def says_yes(text: str) -> bool:
 def score(root: str | Path, answers: str | Path, *, join: str = "question") -> Score:
     """Scores answers to POPE.
 
-    The headline is 100 x the mean of the F1 scores of the three splits. Parts: each split's
-    accuracy, precision, recall, F1 and yes ratio, the mean accuracy, the F1 of all splits pooled,
-    and under `by_position` the means of the official join. `join="question"` finds the label of an
-    answer by its id; "position" finds it by the place of the answer among the answers of its split,
-    as the official program does.
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+        join: "question" finds the label of an answer by its id. "position" finds it by the position
+            of the answer among the answers of its split, as the official program does.
+
+    Returns:
+        The headline is 100 times the mean of the F1 scores of the three splits. Parts: accuracy,
+        precision, recall, F1 and yes ratio of each split, the mean accuracy, the F1 over all
+        splits, and under `by_position` the means of the official join.
     """
     folder = Path(root) / "pope"
     rows = read_answers(answers)
     questions, warnings = _read_questions(folder)
-    kept = latest(rows, questions, warnings)
-    by_question = _parts(_join_by_question(kept, questions))
+    answer_of = latest_answers(rows, questions, warnings)
+    by_question = _parts(_join_by_question(answer_of, questions))
     by_position = _parts(_join_by_position(rows, questions))
     if by_question != by_position:
         warnings.append(
@@ -92,34 +107,34 @@ def score(root: str | Path, answers: str | Path, *, join: str = "question") -> S
             **parts,
             "by_position": {name: by_position[name] for name in _MEANS},
             "questions": len(questions),
-            "answered": len(kept),
+            "answered": len(answer_of),
         },
         warnings,
     )
 
 
-def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
-    """Grades an answer as right or wrong; see `Benchmark.worth`."""
+def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
+    """Grades an answer as right or wrong; see `Benchmark.make_grader`."""
     questions, _ = _read_questions(Path(root) / "pope")
-    return worth_by_id(questions, lambda text, question: says_yes(text) == question.label)
+    return grade_by_id(questions, lambda text, question: says_yes(text) == question.label)
 
 
 def _percent(count: int, total: int) -> float:
-    """Returns a share in percent; 0 if the total is 0."""
+    """Returns a fraction in percent; 0 if the total is 0."""
     return 100 * count / total if total else 0.0
 
 
 def _count(pairs: Iterable[tuple[bool, bool]]) -> Counts:
-    """Counts pairs of prediction and label."""
+    """Counts pairs of prediction and label by outcome."""
     pairs = list(pairs)
-    cases = ((True, True), (True, False), (False, False), (False, True))
-    return Counts(*(pairs.count(case) for case in cases))
+    outcomes = ((True, True), (True, False), (False, False), (False, True))
+    return Counts(*(pairs.count(outcome) for outcome in outcomes))
 
 
 def _join_by_question(
     answers: dict[str, GivenAnswer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
-    """Counts each split; an answer is compared with the label of its question."""
+    """Counts the outcomes of each split. Labels are found by question."""
     return {
         split: _count(
             (says_yes(answer.text), questions[name].label)
@@ -133,7 +148,7 @@ def _join_by_question(
 def _join_by_position(
     rows: list[GivenAnswer], questions: dict[str, _Question]
 ) -> dict[str, Counts]:
-    """Counts each split; its n-th answer is compared with its n-th label."""
+    """Counts the outcomes of each split. The n-th answer is compared with the n-th label."""
     predictions = {split: [] for split in SPLITS}
     for row in rows:
         if row.id in questions:
@@ -144,7 +159,7 @@ def _join_by_position(
 
 
 def _parts(counts: dict[str, Counts]) -> dict[str, object]:
-    """Computes the figures of all splits and their means."""
+    """Returns the figures of each split and their means."""
     for split, count in counts.items():
         if not sum(count):
             raise UserError(f"no answer to a question of split {split} of {QUESTIONS}")
@@ -159,17 +174,21 @@ def _parts(counts: dict[str, Counts]) -> dict[str, object]:
 
 
 def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
-    """Reads list and annotations: questions by id in the order of the labels, and warnings."""
+    """Reads the question file and the annotations.
+
+    Returns:
+        The questions by id in the order of the annotations, and warnings.
+    """
     path = layout.file(folder / QUESTIONS, "LLaVA's eval.zip")
     rows: dict[str, dict[tuple[str, str], str]] = {split: {} for split in SPLITS}
     seen_ids: set[str] = set()
-    for where, row in read_json_lines(path):
-        split = field(row, "category", where, (*rows,).__contains__, f"one of {', '.join(rows)}")
-        name = identity(row, "question_id", where)
+    for place, row in read_json_lines(path):
+        split = field(row, "category", place, (*rows,).__contains__, f"one of {', '.join(rows)}")
+        name = identity(row, "question_id", place)
         if name in seen_ids:
-            raise UserError(f'{where}: "question_id" {name!r} is also the id of another question')
+            raise UserError(f'{place}: "question_id" {name!r} is also the id of another question')
         seen_ids.add(name)
-        rows[split][_key(row, where)] = name
+        rows[split][_key(row, place)] = name
     warnings, questions = [], {}
     for split, published in SPLITS.items():
         warnings += layout.size_warnings(f"{path.name}, {split}", len(rows[split]), published)
@@ -179,9 +198,18 @@ def _read_questions(folder: Path) -> tuple[dict[str, _Question], list[str]]:
 
 
 def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list[_Question]:
-    """Reads the annotations of a split in order; rejects annotations of another question list."""
+    """Reads the annotations of a split, and checks that they belong to the question file.
+
+    Args:
+        folder: folder of the benchmark.
+        split: name of the split.
+        ids: question ids of the split by image and question.
+
+    Returns:
+        The questions in the order of the annotations.
+    """
     path = layout.file(folder / "coco" / f"coco_pope_{split}.json", _SOURCE)
-    rows = [(_key(row, where), _label(row, where)) for where, row in read_json_lines(path)]
+    rows = [(_key(row, place), _label(row, place)) for place, row in read_json_lines(path)]
     unknown_keys = [key for key, _ in rows if key not in ids]
     if unknown_keys or len(rows) != len(ids):
         example = (
@@ -194,15 +222,15 @@ def _labelled(folder: Path, split: str, ids: dict[tuple[str, str], str]) -> list
     return [_Question(ids[key], split, label) for key, label in rows]
 
 
-def _label(row: dict[str, object], where: str) -> bool:
-    """Returns whether the object is present; the official program reads any other label as yes."""
-    return field(row, "label", where, ("yes", "no").__contains__, '"yes" or "no"') == "yes"
+def _label(row: dict[str, object], place: str) -> bool:
+    """Returns whether the object is present. Raises for labels other than "yes" and "no"."""
+    return field(row, "label", place, ("yes", "no").__contains__, '"yes" or "no"') == "yes"
 
 
-def _key(row: dict[str, object], where: str) -> tuple[str, str]:
-    """Returns image and question, without the request for a short answer."""
-    question = words(row, "text", where).partition("\n")[0].strip()
-    return words(row, "image", where), question
+def _key(row: dict[str, object], place: str) -> tuple[str, str]:
+    """Returns the image and the question without the request for a short answer."""
+    question = words(row, "text", place).partition("\n")[0].strip()
+    return words(row, "image", place), question
 
 
 BENCHMARK = Benchmark(
@@ -215,5 +243,5 @@ BENCHMARK = Benchmark(
     max_new_tokens=128,
     score=score,
     options={"join": JOINS},
-    worth=_worth,
+    make_grader=_make_grader,
 )

@@ -1,8 +1,8 @@
-"""The questions of a benchmark, and LLaVA's usual list of them.
+"""Reads the questions of benchmarks in LLaVA's usual format.
 
-GQA, VQAv2, TextVQA, POPE and MME have lists of JSON lines whose `text` is the complete message.
-ScienceQA and MMBench have other formats. Their readers add the request for a letter (LLaVA's
-`--single-pred-prompt`).
+The question files of GQA, VQAv2, TextVQA, POPE and MME have JSON lines whose `text` is the complete
+message. ScienceQA and MMBench have other formats. Their readers add the request for a letter
+(LLaVA's `--single-pred-prompt`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +20,11 @@ class BenchmarkQuestion(NamedTuple):
     """A question of a benchmark.
 
     Attributes:
-        question_id: id in the list. The ids of TextVQA name the image and are not unique.
+        question_id: id in the question file. Ids of TextVQA name the image and are not unique.
         text: the complete message of the user, without an image mark.
-        prompt: the question as recorded in the answer file.
+        prompt: the question as stored in the answer file.
         image: path or bytes of an image file; None without an image.
-        fields: further fields of the answer file: names to JSON values.
+        fields: further fields of the answer line, JSON values by name.
     """
 
     question_id: str | int
@@ -35,21 +35,21 @@ class BenchmarkQuestion(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that identifies a question in its benchmark and in answer lines."""
+        """Id and prompt, which together identify a question in a benchmark and in answer lines."""
         return str(self.question_id), self.prompt
 
 
 def read_list(path: Path, images: Path) -> Iterator[BenchmarkQuestion]:
-    """Reads a list in LLaVA's usual format."""
-    for where, value in read_json_lines(path):
-        identity(value, "question_id", where)
-        text = words(value, "text", where)
-        image = images / words(value, "image", where)
+    """Reads a question file in LLaVA's usual format; image paths are relative to `images`."""
+    for place, value in read_json_lines(path):
+        identity(value, "question_id", place)
+        text = words(value, "text", place)
+        image = images / words(value, "image", place)
         yield BenchmarkQuestion(value["question_id"], text, text, image)
 
 
 def check_images(questions: Sequence[BenchmarkQuestion], source: str) -> None:
-    """Checks that every image exists, before a model is loaded."""
+    """Raises a FileNotFoundError with the images' source if an image is missing."""
     paths = dict.fromkeys(q.image for q in questions if isinstance(q.image, Path))
     missing = [path for path in paths if not path.is_file()]
     if missing:

@@ -1,8 +1,7 @@
 """TextVQA, validation split: soft accuracy against ten human answers.
 
-LLaVA's questions are identified by their image, which is not unique; the question itself is read
-back from the prompt that the answer file records. Singh et al., "Towards VQA Models That Can Read"
-(CVPR 2019).
+LLaVA's question ids name the image and are not unique. Therefore the question is read from the
+prompt that the answer file stores. Singh et al., "Towards VQA Models That Can Read" (CVPR 2019).
 """
 
 import re
@@ -13,7 +12,7 @@ from stepprune_jax.benchmarks import layout
 from stepprune_jax.benchmarks.answers import GivenAnswer, read_answers
 from stepprune_jax.benchmarks.benchmark import Benchmark, Score, mean_percent
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
-from stepprune_jax.benchmarks.vqa_answers import normalise, soft_accuracy, ten
+from stepprune_jax.benchmarks.vqa_answers import check_ten_answers, normalise, soft_accuracy
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.user_input import UserError
 
@@ -33,12 +32,15 @@ def without_ocr(question: BenchmarkQuestion) -> BenchmarkQuestion:
     return question._replace(text=text, prompt=text)
 
 
-def question_of(prompt: str) -> str | None:
-    """Returns the question of a recorded prompt in lower case; None for an unknown format.
+def parse_question(prompt: str) -> str | None:
+    """Parses the question of a stored prompt.
 
-    A prompt of two lines begins with the question. A prompt of three lines has a line of OCR
-    tokens, and the question is the first other line. A prompt of an older model begins with
-    `OCR tokens: `, and has the question between `Question: ` and ` Short answer:`.
+    A prompt of two lines starts with the question. A prompt of three lines has a line of OCR
+    tokens, and the question is the first of the remaining lines. A prompt of an older model starts
+    with `OCR tokens: `, and has the question between `Question: ` and ` Short answer:`.
+
+    Returns:
+        The question in lower case, or None for an unknown format.
     """
     lines = prompt.split("\n")
     if prompt.startswith(_OLD_OCR):
@@ -50,12 +52,12 @@ def question_of(prompt: str) -> str | None:
 
 
 def read_people(path: Path) -> dict[tuple[str, str], list[str]]:
-    """Reads ten human answers, as written, by image and lower-cased question."""
+    """Reads the ten human answers to each question, by image and lower-cased question."""
     people, value = {}, read_json_object(layout.file(path, _SOURCE))
-    for where, record in layout.records(value, "data", path):
-        with layout.expected(where, "image_id, question and answers"):
+    for place, record in layout.records(value, "data", path):
+        with layout.expected(place, "image_id, question and answers"):
             key = str(record["image_id"]), record["question"].lower()
-            people[key] = ten(where, record["answers"])
+            people[key] = check_ten_answers(place, record["answers"])
     return people
 
 
@@ -63,9 +65,15 @@ def score(root: str | Path, answers: str | Path) -> Score:
     """Scores answers to the validation questions.
 
     As in the reference program, every line of the answer file is one sample. An unanswered question
-    does not count, and a question that was answered twice counts twice. Warnings report both. The
-    headline is 100 x the mean soft accuracy. Parts: the number of `samples`, and the number of
-    samples whose prompt has OCR tokens, `with_ocr`.
+    does not count, and a question that was answered twice counts twice. Warnings report both.
+
+    Args:
+        root: folder of LLaVA's layout.
+        answers: the answer file.
+
+    Returns:
+        The headline is 100 times the mean soft accuracy. Parts: the number of `samples`, and the
+        number of samples `with_ocr` tokens in their prompt.
     """
     path = Path(root) / "textvqa" / ANNOTATIONS
     people, rows = read_people(path), read_answers(answers)
@@ -87,24 +95,24 @@ def score(root: str | Path, answers: str | Path) -> Score:
     return Score(mean_percent(accuracies), parts, warnings)
 
 
-def _worth(root: Path) -> Callable[[GivenAnswer], float | None]:
-    """Soft accuracy of an answer; see `Benchmark.worth`."""
+def _make_grader(root: Path) -> Callable[[GivenAnswer], float | None]:
+    """Grades an answer by its soft accuracy; see `Benchmark.make_grader`."""
     path = Path(root) / "textvqa" / ANNOTATIONS
     people = read_people(path)
     return lambda row: _accuracy(row.text, people[_key(row, people, path)])
 
 
 def _accuracy(text: str, answers: list[str]) -> float:
-    """Soft accuracy of one answer."""
+    """Returns the soft accuracy of an answer after normalisation."""
     return soft_accuracy(normalise(text), [normalise(answer) for answer in answers])
 
 
 def _key(row: GivenAnswer, people: dict[tuple[str, str], list[str]], path: Path) -> tuple[str, str]:
-    """Returns image and question that a line answers."""
-    key = row.id, question_of(row.prompt)
+    """Returns the image and the question that a line answers; `path` is for the error."""
+    key = row.id, parse_question(row.prompt)
     if key not in people:
         raise UserError(
-            f"{row.where}: {path.name} has no question {key[1]!r} on image {key[0]!r}, with the "
+            f"{row.place}: {path.name} has no question {key[1]!r} on image {key[0]!r}, with the "
             f"prompt {row.prompt[:80]!r}"
         )
     return key
@@ -120,5 +128,5 @@ BENCHMARK = Benchmark(
     without_ocr=without_ocr,
     max_new_tokens=128,
     score=score,
-    worth=_worth,
+    make_grader=_make_grader,
 )

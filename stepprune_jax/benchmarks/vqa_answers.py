@@ -1,7 +1,7 @@
-"""The answer normaliser and the soft accuracy that VQAv2 and TextVQA share.
+"""Normalisation of answers and soft accuracy, as used by VQAv2 and TextVQA.
 
-Both follow the evaluation program of Goyal et al., "Making the V in VQA Matter" (CVPR 2017), with
-its oddities, which affect published numbers.
+Both follow the evaluation program of Goyal et al., "Making the V in VQA Matter" (CVPR 2017). Its
+bugs are reproduced, because they affect published numbers.
 """
 
 import re
@@ -12,7 +12,7 @@ from stepprune_jax.user_input import UserError
 
 NUM_PEOPLE = 10  # people who answered each question
 
-# Words whose key is the word without its apostrophe.
+# Contractions that are looked up without their apostrophe.
 _PLAIN = """
 ain't aren't can't could've couldn't didn't doesn't don't hadn't hasn't haven't he'd he's how'd
 how'll how's I'm I've isn't it'd it'll ma'am mightn't might've mustn't must've needn't not've
@@ -22,12 +22,13 @@ wasn't we've weren't what'll what're what's what've when's where'd where's where
 who's who've why'll why're why's won't would've wouldn't y'all you'd you'll you're you've
 """
 
-# Words with two apostrophes. Each word has two keys, which lack one of the apostrophes.
+# Contractions with two apostrophes, which are looked up without one of them.
 _DOUBLE = """
 couldn't've hadn't've he'd've I'd've it'd've mightn't've she'd've shouldn't've somebody'd've
 someone'd've something'd've there'd've they'd've we'd've who'd've wouldn't've you'd've
 """
 
+# Entries of the original table that follow no rule.
 _IRREGULAR = {
     "yall'll": "y'all'll",
     "y'allll": "y'all'll",
@@ -37,19 +38,19 @@ _IRREGULAR = {
     "ow's'at": "'ow's'at",
     "'ows'at": "'ow's'at",
     "'ow'sat": "'ow's'at",
-    "somebody'd": "somebodyd",  # the wrong way round in the original
+    "somebody'd": "somebodyd",  # key and value are swapped in the original
     "let's": "let's",
     "she's": "she's",
 }
 
 
 def _contractions() -> dict[str, str]:
-    """Builds the table of contractions from misspelt word to word, 120 entries."""
+    """Returns the 120 contractions by their misspelt forms."""
     table = {word.replace("'", ""): word for word in _PLAIN.split()}
     for word in _DOUBLE.split():
-        first, second = (i for i, letter in enumerate(word) if letter == "'")
-        table[word[:first] + word[first + 1 :]] = word
-        table[word[:second] + word[second + 1 :]] = word
+        for position, character in enumerate(word):
+            if character == "'":
+                table[word[:position] + word[position + 1 :]] = word
     return table | _IRREGULAR
 
 
@@ -68,71 +69,77 @@ _STOP = re.compile(r"\.(?!\d)")
 _STOP_LIMIT = int(re.UNICODE)
 
 
-def without_commas(text: str) -> str:
-    """Lower-cases, deletes commas and question marks, puts a blank before ``'s``, strips.
+def remove_commas(text: str) -> str:
+    """Lower-cases and strips a text, deletes commas and question marks, and separates ``'s``.
 
-    This is the first step of TextVQA's scorer and LLaVA's VQAv2 submission, not of VQAv2's scorer.
+    This is the first step of TextVQA's scorer and of LLaVA's VQAv2 submission. VQAv2's scorer does
+    not have this step.
     """
     text = text.lower().replace(",", "").replace("?", "")
     return text.replace("'s", " 's").strip()
 
 
 def one_line(text: str) -> str:
-    """Replaces each newline and tab by a blank, and strips."""
+    """Replaces each newline and tab of a text by a blank, and strips the text."""
     return text.replace("\n", " ").replace("\t", " ").strip()
 
 
-def without_punctuation(text: str) -> str:
-    """Deletes 21 marks or replaces them by blanks, and deletes up to 32 full stops.
+def remove_punctuation(text: str) -> str:
+    """Removes 21 punctuation marks and up to 32 full stops from a text.
 
-    A mark is deleted if it touches a blank anywhere in `text`, or if `text` has a comma between
-    two digits; otherwise it is replaced by blanks. A full stop before a digit is kept.
+    A mark is deleted if it is next to a blank anywhere in the text, or if the text has a comma
+    between two digits. Otherwise each occurrence is replaced by a blank. A full stop before a digit
+    is kept.
     """
     deletes_all = _DIGIT_COMMA.search(text) is not None
     cleaned = text
     for mark in _MARKS:
         if mark in text:
-            touches = f"{mark} " in text or f" {mark}" in text
-            cleaned = cleaned.replace(mark, "" if deletes_all or touches else " ")
+            is_next_to_blank = f"{mark} " in text or f" {mark}" in text
+            cleaned = cleaned.replace(mark, "" if deletes_all or is_next_to_blank else " ")
     return _STOP.sub("", cleaned, count=_STOP_LIMIT)
 
 
-def plain_words(text: str) -> str:
-    """Lower-cases, converts number words to digits, drops articles, repairs contractions.
+def simplify_words(text: str) -> str:
+    """Lower-cases a text, converts number words to digits, drops articles and fixes contractions.
 
-    The words are joined by single blanks.
+    The words of the result are joined by single blanks.
     """
     words = (_DIGITS.get(word, word) for word in text.lower().split())
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in _ARTICLES)
 
 
-# The same answers are given to many questions.
+# Many questions have equal answers, so results are cached.
 @lru_cache(maxsize=1 << 16)
-def official(text: str) -> str:
-    """Normalises an answer on one line as the scorer of VQAv2 does where people disagree."""
-    return plain_words(without_punctuation(text))
+def normalise_official(text: str) -> str:
+    """Normalises an answer without newlines as VQAv2's scorer does if the ten people disagree."""
+    return simplify_words(remove_punctuation(text))
 
 
 def normalise(text: str) -> str:
-    """Normalises as TextVQA's scorer and LLaVA's VQAv2 submission do."""
-    return official(one_line(without_commas(text)))
+    """Normalises an answer as TextVQA's scorer and LLaVA's VQAv2 submission do."""
+    return normalise_official(one_line(remove_commas(text)))
 
 
-def ten(where: str, answers: Sequence[str]) -> list[str]:
-    """Returns the human answers to a question; raises a UserError unless there are ten texts."""
+def check_ten_answers(place: str, answers: Sequence[str]) -> list[str]:
+    """Returns the human answers to a question, and raises a UserError unless they are ten texts."""
     if len(answers) != NUM_PEOPLE or not all(isinstance(answer, str) for answer in answers):
-        raise UserError(f"{where}: expected {NUM_PEOPLE} answers in words, got {answers!r:.80}")
+        raise UserError(f"{place}: expected {NUM_PEOPLE} answers in words, got {answers!r:.80}")
     return list(answers)
 
 
 def soft_accuracy(prediction: str, answers: Sequence[str]) -> float:
-    """Computes how far ten people agree with an answer.
+    """Computes the agreement of a prediction with the answers of ten people, from 0 to 1.
 
-    Leaves out each person in turn, and averages min(1, n / 3), where n of the nine remaining
-    people gave the prediction. The result is 0, 0.3, 0.6 or 0.9 if 0, 1, 2 or 3 people gave it, and
-    1 if at least 4 did.
+    Each person is left out once. For each such set of nine answers, the accuracy is min(1, n / 3),
+    where n of the nine equal the prediction. The result is the mean over the ten sets: 0, 0.3, 0.6
+    or 0.9 for 0, 1, 2 or 3 equal answers, and 1 for more.
+
+    Args:
+        prediction: the normalised prediction.
+        answers: the normalised answers of ten people.
     """
-    agreeing = sum(answer == prediction for answer in answers)
-    disagreeing = len(answers) - agreeing
-    total = agreeing * min(1, (agreeing - 1) / 3) + disagreeing * min(1, agreeing / 3)
+    num_equal = sum(answer == prediction for answer in answers)
+    num_different = len(answers) - num_equal
+    total = num_equal * min(1, (num_equal - 1) / 3) + num_different * min(1, num_equal / 3)
     return total / len(answers)

@@ -1,4 +1,7 @@
-"""Whether a folder's chat template is that of its family, by which all prompts are written."""
+"""Warns where a folder's chat template differs from the published template of its model family.
+
+Prompts are always written by the family's template, never by the folder's.
+"""
 
 import logging
 from collections.abc import Sequence
@@ -8,9 +11,14 @@ from stepprune_jax.data.json_files import read_json_object, read_text
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.config import Tokenizer
 
-# Where `transformers` looks for a template, in this order.
-_FILES = ("processor_config.json", "chat_template.json", "chat_template.jinja")
-_FILES += ("tokenizer_config.json",)
+# Files where `transformers` looks for a template, in its order.
+_TEMPLATE_FILES = (
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "tokenizer_config.json",
+)
+# Turns of the conversation that both templates render. The roles alternate.
 _TURNS = ("What is it?", "A dog.", "Which colour?")
 _ROLES = ("user", "assistant")
 
@@ -18,10 +26,16 @@ _LOG = logging.getLogger(__name__)
 
 
 def warn_of_template(folder: Path, backbone: Backbone, tokenizer: Tokenizer) -> None:
-    """Logs a warning if a folder has a template that writes other prompts, or none at all."""
-    for file in map(folder.joinpath, _FILES):
+    """Logs a warning if a folder's chat template writes other prompts than its family's template.
+
+    Args:
+        folder: the checkpoint folder. Without any template there is no warning.
+        backbone: the model family, whose published prompts are the expected ones.
+        tokenizer: the folder's tokenizer, which renders templates.
+    """
+    for file in map(folder.joinpath, _TEMPLATE_FILES):
         if file.is_file():
-            problem = _problem(file, backbone, tokenizer)
+            problem = _check_template(file, backbone, tokenizer)
             if problem:
                 text = "%s: the chat template %s; prompts are written as by the published %s models"
                 _LOG.warning(text, file, problem, backbone.name)
@@ -29,42 +43,55 @@ def warn_of_template(folder: Path, backbone: Backbone, tokenizer: Tokenizer) -> 
                 return
 
 
-def _problem(file: Path, backbone: Backbone, tokenizer: Tokenizer) -> str | None:
-    """Returns what is wrong with the template of a file, "" if nothing is, None without one."""
+def _check_template(file: Path, backbone: Backbone, tokenizer: Tokenizer) -> str | None:
+    """Compares the prompts of a file's template with the published prompts of a family.
+
+    Returns:
+        A description of the difference, "" if there is none, or None if the file has no template.
+    """
     problem = ""
-    for plain in (False, True):  # some templates take a message's parts, some its text
+    # Some templates expect a message's content as text, some as a list of parts.
+    for is_plain_text in (False, True):
         try:
-            template = _read(file)
+            template = _read_template(file)
             if template is None:
                 return None
             conversations = [_TURNS[:1], _TURNS]
-            texts = [_render(tokenizer, template, turns, plain) for turns in conversations]
-        except Exception as error:  # a template is a program
+            prompts = [
+                _render(tokenizer, template, turns, is_plain_text) for turns in conversations
+            ]
+        except Exception as error:  # a template is a program, which may raise any kind
             problem = problem or f"cannot be used ({' '.join(str(error).split())})"
             continue
-        known = map(backbone.published_prompts, conversations)
-        if all(text in among for text, among in zip(texts, known, strict=True)):
+        expected = map(backbone.published_prompts, conversations)
+        if all(prompt in variants for prompt, variants in zip(prompts, expected, strict=True)):
             return ""
         problem = "writes other prompts and is not followed"
     return problem
 
 
-def _read(file: Path) -> object:
-    """Reads the template of a file, or the default one of several."""
+def _read_template(file: Path) -> object:
+    """Reads the template of a file. If the file has several, reads the one named "default"."""
     if file.suffix == ".jinja":
         return read_text(file)
-    found = read_json_object(file).get("chat_template")
-    if isinstance(found, list):
-        return {one["name"]: one["template"] for one in found}.get("default")
-    return found
+    template = read_json_object(file).get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
 
 
-def _render(tokenizer: Tokenizer, template: object, turns: Sequence[str], plain: bool) -> str:
-    """Writes a conversation without images by a template, without the begin-of-sequence token."""
+def _render(
+    tokenizer: Tokenizer, template: object, turns: Sequence[str], is_plain_text: bool
+) -> str:
+    """Renders a conversation without images by a template.
+
+    Returns:
+        The prompt for the next answer, without the begin-of-sequence token.
+    """
     messages = [
         {
             "role": _ROLES[number % 2],
-            "content": turn if plain else [{"type": "text", "text": turn}],
+            "content": turn if is_plain_text else [{"type": "text", "text": turn}],
         }
         for number, turn in enumerate(turns)
     ]

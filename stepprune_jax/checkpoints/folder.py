@@ -1,4 +1,4 @@
-"""Checkpoint folders apart from their weights: architecture, configuration and tokenizer."""
+"""Reads everything in a checkpoint folder except the weights: configuration and tokenizer."""
 
 import contextlib
 import importlib.util
@@ -26,19 +26,25 @@ from stepprune_jax.models.families import find_family
 from stepprune_jax.models.images import read_normalisation
 from stepprune_jax.user_input import UserError, local_path, naming, warn_once
 
-# Files fetched from the hub first: they reveal a wrong repository before its weights are fetched.
+# Files downloaded from the hub first. They reveal a wrong repository before its weights, which take
+# minutes, are downloaded.
 SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model")
 
-# The weights under another name than those that are looked for.
-_WEIGHTS = FieldRule("transformers_weights", None, lambda x: None, "null", optional=True)
+# `transformers` reads weights from the file that this field names; only null is supported here.
+_WEIGHTS_RULE = FieldRule("transformers_weights", None, lambda x: None, "null", optional=True)
 
 _LOG = logging.getLogger(__name__)
 
 
 class ModelFolder(NamedTuple):
-    """An inspected checkpoint folder; its image tower may lie in a folder of its own.
+    """A checkpoint folder with its parsed configuration, the result of `inspect_folder`.
 
-    `origins` are the given folders or hub ids.
+    Attributes:
+        folder: the local folder.
+        backbone: the family's functions, with the configuration.
+        vision_folder: local folder of a separate vision tower, or None.
+        origins: the folders or hub ids that the user gave: the model's, then the tower's.
+        repetition_penalty: default penalty for generation; 1 has no effect.
     """
 
     folder: Path
@@ -54,9 +60,21 @@ class ModelFolder(NamedTuple):
 
 
 def find_folder(folder_or_hub_id: str | Path, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
-    """Returns a local folder, that of a shipped model, or the downloaded files of a hub id."""
+    """Finds a checkpoint folder, and downloads files if the name is a hub id.
+
+    Args:
+        folder_or_hub_id: a local folder, the name of a shipped model, or a hub id.
+        patterns: glob patterns of the files to download.
+
+    Returns:
+        The local folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or the download failed.
+        NotADirectoryError: the name is a file.
+    """
     folder = local_path(folder_or_hub_id)
-    if folder.is_dir() and str(folder_or_hub_id):  # an empty name is not the current folder
+    if folder.is_dir() and str(folder_or_hub_id):  # "" must not mean the current folder
         return folder
     if folder.is_file():
         raise NotADirectoryError(f"{folder} is a file: give its folder")
@@ -77,15 +95,24 @@ def inspect_folder(
     min_pixels: int | None = None,
     max_pixels: int | None = None,
 ) -> ModelFolder:
-    """Identifies the kind of checkpoint and reads its configuration, not its weights.
+    """Identifies the model family of a checkpoint and reads its configuration.
 
     Args:
         folder_or_hub_id: as in `load_vlm`.
-        vision_folder: folder of a separate tower, instead of the one that ``config.json`` names.
-        min_pixels: smallest area of a resized image, instead of that of the folder's image
-            processor; for models that take images of any size.
-        max_pixels: largest area; a LLaVA is given smaller images than it was trained with, in whole
-            patches, whose positions are interpolated.
+        vision_folder: folder or hub id of a separate vision tower; None selects the one that
+            ``config.json`` names.
+        min_pixels: smallest area of a resized image in pixels, for models that take images of any
+            size; None selects the area of the folder's image processor.
+        max_pixels: largest area of a resized image in pixels. For a LLaVA, a smaller area reduces
+            the image size to a multiple of the patch size, and position embeddings are
+            interpolated.
+
+    Returns:
+        The folder with its configuration. Weights are neither read nor downloaded.
+
+    Raises:
+        FileNotFoundError: the folder, its configuration or its vision tower is missing.
+        ValueError: the checkpoint or an argument is not supported.
     """
     folder = find_folder(folder_or_hub_id)
     raw = _read_config(folder)
@@ -93,7 +120,7 @@ def inspect_folder(
     file = folder / "config.json"
     with naming(file, TypeError, ValueError):
         configured = family.vision_folder(raw)
-    stops, penalty = read_generation_config(folder, raw)
+    stop_ids, penalty = read_generation_config(folder, raw)
     tower, raw_tower, origins = None, None, (str(folder_or_hub_id),)
     if configured is not None:
         tower, origin = _vision_folder(folder, configured, vision_folder)
@@ -106,56 +133,71 @@ def inspect_folder(
     with naming(
         file if tower is None else f"{file} with the tower of {tower}", TypeError, ValueError
     ):
-        backbone = family.read(raw | stops, raw_tower)
+        backbone = family.read(raw | stop_ids, raw_tower)
     backbone = backbone.bound_images(tower or folder, min_pixels, max_pixels)
-    with contextlib.suppress(FileNotFoundError):  # it is missed where images are read
+    # Text-only uses need no preprocessor_config.json; reading images reports a missing one.
+    with contextlib.suppress(FileNotFoundError):
         backbone = backbone.replace(normalisation=read_normalisation(tower or folder))
     return ModelFolder(folder, backbone, tower, origins, penalty)
 
 
 def fetch_weights(source: ModelFolder) -> None:
-    """Downloads the weights of a source on the hub, of several kinds only those that are read."""
+    """Downloads the weight files of a model on the hub.
+
+    If the repository has weights in several formats, only the format that would be read is
+    downloaded.
+    """
     for origin in source.origins:
         for name in WEIGHT_NAMES:
-            found = find_folder(origin, (name,)) / name
-            if found.is_file():
-                if found.suffix == ".json":
-                    find_folder(origin, tuple(set(read_weight_map(found, stored=False).values())))
+            path = find_folder(origin, (name,)) / name
+            if path.is_file():
+                if path.suffix == ".json":
+                    find_folder(origin, tuple(set(read_weight_map(path, stored=False).values())))
                 break
 
 
-def _vision_folder(folder: Path, configured: str, given: str | Path | None) -> tuple[Path, str]:
-    """Finds the tower's folder: the given one, one inside the checkpoint, or one on the hub."""
-    name = given or configured
-    beside = folder / name
+def _vision_folder(folder: Path, configured: str, argument: str | Path | None) -> tuple[Path, str]:
+    """Finds the folder of a separate vision tower.
+
+    Args:
+        folder: the model's folder. A configured relative path is looked up here.
+        configured: the name in the model's ``config.json``.
+        argument: the folder or hub id that the user gave instead, or None.
+
+    Returns:
+        The local folder, and the folder or hub id where it came from.
+    """
+    name = argument or configured
+    inside = folder / name
     try:
-        name = beside if given is None and configured and beside.is_dir() else name
+        name = inside if argument is None and configured and inside.is_dir() else name
         return find_folder(name), str(name)
     except (FileNotFoundError, NotADirectoryError) as error:
-        source = "vision_folder" if given else f"mm_vision_tower of {folder / 'config.json'}"
+        source = "vision_folder" if argument else f"mm_vision_tower of {folder / 'config.json'}"
         raise FileNotFoundError(
             f"{source}: {error}. Pass vision_folder= with its folder"
         ) from error
 
 
 def _read_config(folder: Path) -> Json:
-    """Parses a folder's ``config.json`` and rejects unsupported kinds."""
+    """Parses a folder's ``config.json``, and refuses adapters and quantized weights."""
     path = folder / "config.json"
     if not path.is_file():
         names = sorted(p.name for p in folder.iterdir())
-        adapter = "adapter_config.json" in names
-        said = "merge the adapter into its base model" if adapter else "not a model folder"
+        has_adapter = "adapter_config.json" in names
+        advice = "merge the adapter into its base model" if has_adapter else "not a model folder"
         raise FileNotFoundError(
-            f"{folder} has no config.json: {said}; it holds {', '.join(names[:8]) or 'nothing'}"
+            f"{folder} has no config.json: {advice}; it holds {', '.join(names[:8]) or 'nothing'}"
         )
     adapter = folder / "adapter_config.json"
-    unapplied = "is not applied: merge it into the model, or take it out of the folder"
-    if adapter.is_file():  # `transformers` applies it, if it is installed with peft
-        raise UserError(f"the adapter of {adapter} {unapplied}")
+    not_applied = "is not applied: merge it into the model, or take it out of the folder"
+    # `transformers` with peft would apply this adapter, so ignoring it would change the answers.
+    if adapter.is_file():
+        raise UserError(f"the adapter of {adapter} {not_applied}")
     for file in sorted(folder.glob("adapter_model.*")):
-        warn_once(f"{file} {unapplied}")
+        warn_once(f"{file} {not_applied}")
     config = read_json_object(path)
-    read_fields(config, str(path), {"weights": _WEIGHTS})
+    read_fields(config, str(path), {"weights": _WEIGHTS_RULE})
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
@@ -166,13 +208,24 @@ def _read_config(folder: Path) -> Json:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Loads a folder's tokenizer, which gives the ids of the reference programs.
 
-    A ``tokenizer.json`` is used unchanged. In a folder with only a ``tokenizer.model``, that file
-    is read with Llama's rules: a begin-of-sequence id first and a blank before the text, unless
-    ``tokenizer_config.json`` specifies otherwise. The automatic class of `transformers` 5 does
-    neither for a folder of model type "llava". A warning names a tokenizer that appends an end
-    token to every text, since prompts leave that token out.
+    A ``tokenizer.json`` is used unchanged. A folder with only a ``tokenizer.model`` gets Llama's
+    rules: a begin-of-sequence id first and a blank before the text, unless
+    ``tokenizer_config.json`` says otherwise. The automatic class of `transformers` 5 does neither
+    for a folder of model type "llava". A warning names a tokenizer that appends an end token to
+    every text, because prompts omit that token.
+
+    Args:
+        folder: a local checkpoint folder.
+
+    Returns:
+        A tokenizer of `transformers`.
+
+    Raises:
+        FileNotFoundError: the folder has no tokenizer.
+        MissingPackageError: reading ``tokenizer.model`` needs a package that is not installed.
+        ValueError: the tokenizer's files are damaged.
     """
-    import transformers  # takes half a second, and weights alone do not need it
+    import transformers  # takes half a second to import
 
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -186,8 +239,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
                     f"{folder} has no tokenizer: expected tokenizer.json, or tokenizer.model"
                 )
             tokenizer = _sentencepiece_tokenizer(folder)
-        ends = end_tokens(tokenizer)  # the first use, which shows some wrong settings
-        has_more_blanks = begins_pieces_with_a_blank(tokenizer)
+        # This first use of the tokenizer also fails on some wrong settings.
+        appended_ids = end_tokens(tokenizer)
+        has_extra_blanks = begins_pieces_with_a_blank(tokenizer)
     except (MissingPackageError, FileNotFoundError):
         raise
     except Exception as error:  # the Rust tokenizer raises bare Exceptions
@@ -195,13 +249,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise UserError(
             f"{path} could not be read as a tokenizer, with tokenizer_config.json: {reason}"
         ) from error
-    if ends:
-        text = "".join(tokenizer.convert_ids_to_tokens(ends))
+    if appended_ids:
+        text = "".join(tokenizer.convert_ids_to_tokens(appended_ids))
         warn_once(
             f"{path}: the tokenizer appends {text} to every text; prompts and training rows leave "
             "it out, as the model's template has none there"
         )
-    if has_more_blanks:
+    if has_extra_blanks:
         _LOG.info(
             "%s: text after an image begins with a blank piece, as in LLaVA's own program; the "
             "processors of transformers have no such piece with this tokenizer (legacy: false)",
@@ -211,36 +265,36 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _sentencepiece_tokenizer(folder: Path) -> Tokenizer:
-    """Reads ``tokenizer.model`` as the slow Llama tokenizer of earlier versions did."""
+    """Loads ``tokenizer.model`` with the rules of the slow Llama tokenizer of `transformers` 4."""
     import tokenizers
     import transformers
 
-    absent = [
+    missing_packages = [
         package
         for package, module in (("sentencepiece", "sentencepiece"), ("protobuf", "google"))
         if importlib.util.find_spec(module) is None
     ]
-    if absent:
+    if missing_packages:
         raise MissingPackageError(
             f"{folder} has tokenizer.model but no tokenizer.json; reading it needs "
-            f"pip install {' '.join(absent)}"
+            f"pip install {' '.join(missing_packages)}"
         )
     path = folder / "tokenizer_config.json"
     config = read_json_object(path) if path.is_file() else {}
     switches = {name: bool_rule(name, True) for name in ("legacy", "add_bos_token")}
-    legacy, begins = read_fields(config, str(path), switches).values()
+    is_legacy, adds_bos = read_fields(config, str(path), switches).values()
     tokenizer = transformers.LlamaTokenizer.from_pretrained(
-        folder, legacy=legacy, add_bos_token=begins
+        folder, legacy=is_legacy, add_bos_token=adds_bos
     )
-    if legacy:
-        # A special token that is normalized would get the blank below as well, and match no text.
+    if is_legacy:
+        # A normalized special token would also get the blank below, and then match no text.
         normalizers, backend = tokenizers.normalizers, tokenizer.backend_tokenizer
         for token in backend.get_added_tokens_decoder().values():
             if token.normalized:
                 flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "special": token.special}
                 raw = tokenizers.AddedToken(token.content, normalized=False, **flags)
                 (backend.add_special_tokens if token.special else backend.add_tokens)([raw])
-        # SentencePiece puts its blank before any text, even one that starts with a blank.
+        # SentencePiece puts a blank before every text, even before one that starts with a blank.
         backend.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         )

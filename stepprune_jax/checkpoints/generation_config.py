@@ -1,4 +1,4 @@
-"""What a folder says of how to generate, by the rules of `transformers`."""
+"""Reads a folder's generation settings by the rules of `transformers`."""
 
 import logging
 from pathlib import Path
@@ -8,10 +8,10 @@ from stepprune_jax.models.config import Json, number_rule, read_fields, token_id
 
 _LOG = logging.getLogger(__name__)
 
-# Fields that change greedy answers of `transformers` and are not followed here, by the value that
-# changes nothing, as null and an empty list do. Fields of sampling and of length are left out:
-# callers give those.
-_NOT_FOLLOWED = {
+# Fields that change the greedy answers of `transformers` but not ours, by their neutral value. Null
+# and an empty list are also neutral. Sampling and length fields are missing here, because callers
+# choose these themselves.
+_UNSUPPORTED = {
     0: "min_length min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size token_healing",
     1: "num_beams num_return_sequences guidance_scale encoder_repetition_penalty",
     None: "bad_words_ids suppress_tokens begin_suppress_tokens sequence_bias forced_eos_token_id "
@@ -21,38 +21,35 @@ _NOT_FOLLOWED = {
 
 
 def read_generation_config(folder: Path, config: Json) -> tuple[Json, float]:
-    """Reads how a folder's model generates, and warns of fields that are not followed.
+    """Reads stop ids and repetition penalty, and logs a warning about unsupported fields.
 
     Args:
-        folder: the folder. Without a ``generation_config.json``, such fields count where older
-            versions of `transformers` wrote them, in ``config.json``.
-        config: its parsed ``config.json``.
+        folder: the checkpoint folder. Without a ``generation_config.json`` the fields are read from
+            ``config.json``, where older versions of `transformers` wrote them.
+        config: the parsed ``config.json``.
 
     Returns:
-        The stop ids, as a field that replaces that of `config`, or nothing if the file has none;
-        and the repetition penalty, 1 for none.
+        A pair: a dict with the field "eos_token_id", to be merged into `config` and empty if no
+        stop ids are configured, and the repetition penalty, by default 1.
 
     Raises:
-        ValueError: a field that is followed has an unsupported value; the message names it.
+        ValueError: a supported field has a bad value; the message names the field.
     """
     file = folder / "generation_config.json"
     if file.is_file():
         raw = read_json_object(file)
     else:
-        file, text = folder / "config.json", config.get("text_config")
-        given = {name: value for name, value in config.items() if value is not None}
-        raw = {**(text if isinstance(text, dict) else {}), **given}
-    rules = {
-        "eos_token_id": token_ids_rule("eos_token_id"),
-        "penalty": number_rule("repetition_penalty", 1.0),
-    }
+        file, text_config = folder / "config.json", config.get("text_config")
+        raw = dict(text_config) if isinstance(text_config, dict) else {}
+        raw |= {name: value for name, value in config.items() if value is not None}
+    rules = {"eos_token_id": token_ids_rule("eos_token_id"), "penalty": number_rule("repetition_penalty", 1.0)}
     fields = read_fields(raw, str(file), rules)
     penalty = fields.pop("penalty")
     ignored = [
         name
-        for neutral, names in _NOT_FOLLOWED.items()
+        for neutral_value, names in _UNSUPPORTED.items()
         for name in names.split()
-        if raw.get(name) not in (None, [], neutral)
+        if raw.get(name) not in (None, [], neutral_value)
     ]
     if ignored:
         _LOG.warning(

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: "hub:owner/name", or "hub:owner/name@revision".
+"""Files of the Hugging Face hub, named "hub:owner/name" or "hub:owner/name@revision".
 
 Environment variables of `huggingface_hub` apply: HF_HUB_OFFLINE=1 restricts it to downloaded files,
 HF_TOKEN gives access to private repositories, HF_ENDPOINT selects another hub.
@@ -14,12 +14,18 @@ from stepprune_jax.user_input import UserError, require
 _LOG = logging.getLogger(__name__)
 
 PREFIX = "hub:"
-# Owners of published checkpoints, whose ids cannot be mistyped paths.
+# Owners of published checkpoints. A relative path rarely starts with one of these names, so their
+# ids need no prefix.
 KNOWN_OWNERS = ("llava-hf", "liuhaotian", "openai", "Qwen")
 
 
 class Repository(NamedTuple):
-    """A repository of the hub; without a revision (branch, tag or commit) its newest commit."""
+    """A repository of the hub.
+
+    Attributes:
+        name: "owner/name".
+        revision: a branch, tag or commit; None for the newest commit.
+    """
 
     name: str
     revision: str | None = None
@@ -28,61 +34,88 @@ class Repository(NamedTuple):
         return self.name if self.revision is None else f"{self.name}@{self.revision}"
 
 
-def is_meant(given: str | Path) -> bool:
-    """Returns whether a name explicitly denotes a repository: "hub:owner/name"."""
-    return str(given).startswith(PREFIX)
+def has_prefix(text: str | Path) -> bool:
+    """Returns whether a text starts with "hub:" and therefore cannot be a local path."""
+    return str(text).startswith(PREFIX)
 
 
-def repository(given: str | Path) -> Repository | None:
-    """Reads the name of a repository; None if it is another name or a path.
+def repository(text: str | Path) -> Repository | None:
+    """Parses the name of a repository.
 
-    That is "hub:owner/name", or "owner/name" if the owner is one of `KNOWN_OWNERS`; a revision may
-    follow after an @.
+    Args:
+        text: "hub:owner/name", or "owner/name" if the owner is one of `KNOWN_OWNERS`; "@revision"
+            may follow.
+
+    Returns:
+        The repository, or None if the text is a path or another name.
     """
-    name, at, revision = str(given).removeprefix(PREFIX).partition("@")
-    if not _is_name(name) or (at and not revision):
+    name, separator, revision = str(text).removeprefix(PREFIX).partition("@")
+    if not _is_name(name) or (separator and not revision):
         return None
-    if not is_meant(given) and name.partition("/")[0] not in KNOWN_OWNERS:
+    if not has_prefix(text) and name.partition("/")[0] not in KNOWN_OWNERS:
         return None
     return Repository(name, revision or None)
 
 
-def find_repository(given: str | Path, missing: str, *, anyone: bool = False) -> Repository:
-    """Reads the name of a repository, after no file or folder of that name was found.
+def find_repository(text: str | Path, missing: str, *, allow_any_owner: bool = False) -> Repository:
+    """Parses the name of a repository after no local file or folder of that name was found.
 
-    Unknown owners need the prefix, so that a mistyped path does not fetch files of a stranger. With
-    `anyone` they do not, as long as no local folder has the owner's name and the name does not end
-    as a policy file's does. The error begins with `missing`, on the local search.
+    By default only `KNOWN_OWNERS` may omit the prefix, so a mistyped path does not download files
+    from a stranger.
+
+    Args:
+        text: the name that the user gave.
+        missing: start of the error message, about the local search.
+        allow_any_owner: whether all owners may omit the prefix. The name must then not end in
+            ".safetensors", and no local folder may have the owner's name.
+
+    Returns:
+        The repository.
+
+    Raises:
+        FileNotFoundError: the text names no repository.
     """
-    found = repository(given)
-    path = Path(given)
-    if found is None and anyone and not (path.parent.exists() or path.suffix == ".safetensors"):
-        found = repository(f"{PREFIX}{given}")
-        if found is not None:
-            _LOG.info("%s is not a local file; looking it up on the Hugging Face hub", found)
-    if found is not None:
-        return found
-    said = f"and it is not a hub id ({PREFIX}owner/name)"
-    if _is_name(str(given).partition("@")[0]) and not is_meant(given):
-        said = (
-            f"for a repository of the Hugging Face hub, use {PREFIX}{given}; only those of "
+    source = repository(text)
+    path = Path(text)
+    may_be_path = path.parent.exists() or path.suffix == ".safetensors"
+    if source is None and allow_any_owner and not may_be_path:
+        source = repository(f"{PREFIX}{text}")
+        if source is not None:
+            _LOG.info("%s is not a local file; looking it up on the Hugging Face hub", source)
+    if source is not None:
+        return source
+    reason = f"and it is not a hub id ({PREFIX}owner/name)"
+    if _is_name(str(text).partition("@")[0]) and not has_prefix(text):
+        reason = (
+            f"for a repository of the Hugging Face hub, use {PREFIX}{text}; only those of "
             f"{', '.join(KNOWN_OWNERS)} need no prefix"
         )
-    raise FileNotFoundError(f"{missing}; {said}")
+    raise FileNotFoundError(f"{missing}; {reason}")
 
 
 def download(source: Repository, patterns: Sequence[str]) -> Path:
-    """Downloads files of a repository, unless they are already present; returns their folder."""
-    import huggingface_hub  # a local file needs no hub
+    """Downloads the files of a repository that are not in the local cache.
+
+    Args:
+        source: the repository.
+        patterns: glob patterns of the files' names.
+
+    Returns:
+        The folder of the cache with the files.
+
+    Raises:
+        FileNotFoundError: the hub could not be reached, or has no such repository.
+    """
+    import huggingface_hub  # only needed for names of the hub
     from huggingface_hub import constants
 
-    homeless = f"{source}: there is no home folder for downloads, set HF_HOME to a folder"
-    require(not constants.HF_HUB_CACHE.startswith("~"), homeless)
+    no_home = f"{source}: there is no home folder for downloads, set HF_HOME to a folder"
+    require(not constants.HF_HUB_CACHE.startswith("~"), no_home)
     try:
         folder = huggingface_hub.snapshot_download(
             source.name, revision=source.revision, allow_patterns=list(patterns)
         )
-    except Exception as error:  # its HTTP client has kinds of its own
+    except Exception as error:  # the HTTP client raises errors outside OSError
         raise FileNotFoundError(
             f"fetching {str(source)!r} from the Hugging Face hub failed: {_one_line(error)}. "
             "Without a network, download the repository elsewhere and give its local path"
@@ -91,7 +124,20 @@ def download(source: Repository, patterns: Sequence[str]) -> Path:
 
 
 def upload(folder: Path, names: Sequence[str], target: Repository, *, private: bool) -> str:
-    """Uploads files of a folder in one commit; returns its address."""
+    """Uploads files of a folder in one commit.
+
+    Args:
+        folder: the local folder.
+        names: names of the files in it.
+        target: the repository, which is created if it does not exist.
+        private: whether a new repository is private.
+
+    Returns:
+        The web address of the commit.
+
+    Raises:
+        ValueError: the upload failed; the message says how to retry.
+    """
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
@@ -104,7 +150,7 @@ def upload(folder: Path, names: Sequence[str], target: Repository, *, private: b
             revision=target.revision,
             commit_message="Upload a policy of stepprune_jax",
         )
-    except Exception as error:  # as in `download`
+    except Exception as error:  # the HTTP client raises errors outside OSError
         raise UserError(
             f"uploading to {target} failed: {_one_line(error)}. The files are in {folder}; "
             f"`hf upload {target.name} {folder}` also uploads them"
@@ -112,11 +158,12 @@ def upload(folder: Path, names: Sequence[str], target: Repository, *, private: b
     return commit.commit_url
 
 
-def _is_name(name: str) -> bool:
+def _is_name(text: str) -> bool:
     """Returns whether a text has the form owner/name."""
-    owner, _, rest = name.partition("/")
-    return bool(owner and rest) and "/" not in rest and not name.startswith((".", "~"))
+    owner, _, name = text.partition("/")
+    return bool(owner and name) and "/" not in name and not text.startswith((".", "~"))
 
 
 def _one_line(error: Exception) -> str:
+    """Returns an error's message on one line, without its final period."""
     return " ".join(str(error).split()).rstrip(".")

@@ -1,7 +1,8 @@
-"""A trained policy as one safetensors file: weights, configuration, statistics, calibration.
+"""Reads and writes trained policies as single safetensors files.
 
-Tensors are named by their paths ("encoder/block_0/mlp/up/kernel", "stats/mean"); the header's
-metadata holds the rest as JSON, so that a file can be used without knowing how it was trained.
+The tensors are the weights and the feature statistics. A tensor's name is its parameter path, such
+as "encoder/block_0/mlp/up/kernel" or "stats/mean". The header's metadata holds method,
+configuration, stop bias and calibration as JSON, so the file is complete.
 """
 
 import dataclasses
@@ -36,18 +37,18 @@ from stepprune_jax.user_input import (
     expect_type,
     local_path,
     naming,
-    require,
 )
 from stepprune_jax.version import version
 
 POLICY_FILE = "policy.safetensors"  # in a run's folder, and in a repository of the hub
 FORMAT = "stepprune_policy"
 VERSION = 1
-_LISTED = 40  # tensors that a message names
+# Longer lists of tensors would hide the first line of an error message.
+_MAX_LISTED = 40
 
 
 def config_metadata(config: SelectorConfig) -> dict[str, str]:
-    """Returns a policy's method and configuration, as stored in its file's metadata."""
+    """Returns the metadata entries "method" and "config" of a policy's file."""
     method = selector_of(config).name
     return {"method": method, "config": json.dumps(dataclasses.asdict(config))}
 
@@ -60,29 +61,29 @@ def save_policy(
     Args:
         policy: the policy; its weights may be sharded.
         path: the file; parent folders are created.
-        about: how it was trained, as JSON values; of these, only "model" is read again,
-            the `model_identity` of the model that it was trained with.
+        about: JSON values that describe the training. Only "model" is read again: the
+            `model_identity` of the model that the policy was trained with.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: the weights do not fit the configuration, or `stop_bias` is not a number that
-            float32 holds.
+        ValueError: the weights do not fit the configuration, or `stop_bias` is not a float32
+            number.
     """
     expect_type("policy", policy, TrainedPruner, "a policy, such as StepPrune.init returns")
-    require(
-        policy.params is not None, "policy has no weights, expected a policy from init or train"
-    )
+    if policy.params is None:
+        raise UserError("policy has no weights, expected a policy from init or train")
     path, stop_bias = local_path(path), float(policy.stop_bias)
-    require(not path.is_dir(), f"{path} is a folder, expected a file such as {path / POLICY_FILE}")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, expected a file such as {path / POLICY_FILE}")
     expect("stop_bias", stop_bias, is_number(stop_bias), "a finite number")
-    wanted = _wanted(policy.config, policy.stats is not None)
+    expected = _expected_tensors(policy.config, policy.stats is not None)
     tensors = weights.flatten(policy.params)
     if policy.stats is not None:
         tensors |= {f"stats/{name}": leaf for name, leaf in policy.stats._asdict().items()}
-    _check_tensors("to save", policy.config, wanted, tensors)
-    arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in wanted}
+    _check_tensors("to save", policy.config, expected, tensors)
+    arrays = {name: np.asarray(jax.device_get(tensors[name])) for name in expected}
     metadata = {
         "kind": FORMAT,
         "version": str(VERSION),
@@ -101,21 +102,23 @@ def save_policy(
 
 
 def load_policy(path: str | Path) -> TrainedPruner:
-    """Reads a policy written by `save_policy`, or one that a method's authors publish, strictly.
+    """Loads a policy from a file of `save_policy` or from a published checkpoint.
 
-    The latter are VisionSelector's checkpoints, and GlimpsePrune's new modules.
+    Published checkpoints are VisionSelector's and GlimpsePrune's.
 
     Args:
         path: the file, the name of a shipped policy, or "owner/name", as in `policy_file`.
 
     Returns:
-        The method with its weights, of the dtype of its parameters: a `StepPrune` if that is what
-        the file says. It stops by itself, where it can, until `with_budget` says otherwise.
+        The pruning method that the file names, such as a `StepPrune`, with its weights on the
+        default device. A method with a learned stop uses it until `with_budget` sets another
+        budget.
 
     Raises:
-        FileNotFoundError: there is no such file, here or on the hub.
-        ValueError: a file of another kind or of a newer version, a configuration with unknown
-            fields or bad values, or weights that do not fit it, all listed in one message.
+        FileNotFoundError: there is no such file, locally or on the hub.
+        ValueError: the file has another format or a newer version, its configuration has unknown
+            fields or bad values, or its weights do not fit the configuration. One message lists all
+            tensors that do not fit.
     """
     path = policy_file(path)
     if path.name in (safetensors.INDEX_NAME, GLIMPSE_FILE):
@@ -135,16 +138,18 @@ def load_policy(path: str | Path) -> TrainedPruner:
         if "calibration" in metadata:
             calibration = read_calibration(parse_json(metadata["calibration"], "calibration"))
     _check_sizes(path, config, entries)
-    wanted = _wanted(config, any(name.startswith("stats/") for name in entries))
-    _check_tensors(f"in {path}", config, wanted, entries)
+    has_stats = any(name.startswith("stats/") for name in entries)
+    expected = _expected_tensors(config, has_stats)
+    _check_tensors(f"in {path}", config, expected, entries)
     tensors = {
         name: jnp.asarray(safetensors.read_tensor(entries[name], dtype=leaf.dtype), leaf.dtype)
-        for name, leaf in wanted.items()
+        for name, leaf in expected.items()
     }
-    stats = {name: tensors.pop(f"stats/{name}", None) for name in FeatureStats._fields}
-    stats = None if stats["var"] is None else FeatureStats(**stats)
-    good = stats is None or not (np.asarray(stats.var) < 0).any()
-    require(good, f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
+    stats = None
+    if has_stats:
+        stats = FeatureStats(*(tensors.pop(f"stats/{name}") for name in FeatureStats._fields))
+        if (np.asarray(stats.var) < 0).any():
+            raise UserError(f"{path}: 'stats/var' has variances below 0, expected numbers from 0")
     return selector_of(config).replace(
         params=weights.unflatten(tensors),
         stats=stats,
@@ -154,7 +159,11 @@ def load_policy(path: str | Path) -> TrainedPruner:
 
 
 def read_about(path: str | Path) -> dict[str, object]:
-    """Returns what a policy's file says about its training, which may be nothing."""
+    """Reads the description of a policy's training, the `about` of `save_policy`.
+
+    Returns:
+        JSON values by name; empty if the file has no description.
+    """
     file, about = policy_file(path), f"{path}: about"
     if file.name in (safetensors.INDEX_NAME, GLIMPSE_FILE):
         return {}
@@ -163,21 +172,30 @@ def read_about(path: str | Path) -> dict[str, object]:
 
 
 def _load_published(path: Path) -> TrainedPruner:
-    """Reads a selector's weights from its authors' file, or by the index of a checkpoint."""
+    """Loads a policy from a file or index that `find_published` returned."""
     config, arrays = read_published(path)
-    wanted = _wanted(config, has_stats=False)
-    _check_tensors(f"in {path}", config, wanted, arrays)
-    tensors = {name: jnp.asarray(arrays[name], leaf.dtype) for name, leaf in wanted.items()}
+    expected = _expected_tensors(config, has_stats=False)
+    _check_tensors(f"in {path}", config, expected, arrays)
+    tensors = {name: jnp.asarray(arrays[name], leaf.dtype) for name, leaf in expected.items()}
     return selector_of(config).replace(params=weights.unflatten(tensors))
 
 
 def policy_file(path: str | Path) -> Path:
-    """Finds a policy's file, downloading it from the hub if requested.
+    """Finds a policy's file, and downloads it if the path names a repository of the hub.
 
-    That is a file; or the name of a shipped policy; or a folder, or a repository of the hub, that
-    holds `POLICY_FILE` or a published checkpoint (then the result may be its index): "owner/name"
-    or "owner/name@revision", with "hub:" in front of it if there is a local folder of the owner's
-    name.
+    Args:
+        path: one of
+            a file;
+            the name of a shipped policy;
+            a folder that holds `POLICY_FILE` or a published checkpoint;
+            a repository that holds one of these, as "owner/name" or "owner/name@revision". The
+            prefix "hub:" is necessary if a local folder has the owner's name.
+
+    Returns:
+        The local file. For a published checkpoint in shards it is the index.
+
+    Raises:
+        FileNotFoundError: the path names none of these, or the download failed.
     """
     file, shipped = local_path(path), find_shipped_policy(path)
     if file.is_file():
@@ -185,30 +203,30 @@ def policy_file(path: str | Path) -> Path:
     if shipped is not None:
         return shipped
     if file.is_dir():
-        own = file / POLICY_FILE
-        found = own if own.is_file() else find_published(file)
-        if found is not None:
-            return found
-        raise FileNotFoundError(f"the folder {file} has no {POLICY_FILE}")
+        inside = file / POLICY_FILE
+        policy = inside if inside.is_file() else find_published(file)
+        if policy is None:
+            raise FileNotFoundError(f"the folder {file} has no {POLICY_FILE}")
+        return policy
     missing = or_shipped(f"no policy file at {path}", path, "policy", policy_names())
-    source = hub.find_repository(path, missing, anyone=True)
-    files = (POLICY_FILE, safetensors.INDEX_NAME, GLIMPSE_FILE, GLIMPSE_CONFIG)
-    folder = hub.download(source, files)
-    file = folder / POLICY_FILE
-    found = file if file.is_file() else download_published(source, folder)
-    if found is None:
+    source = hub.find_repository(path, missing, allow_any_owner=True)
+    names = (POLICY_FILE, safetensors.INDEX_NAME, GLIMPSE_FILE, GLIMPSE_CONFIG)
+    folder = hub.download(source, names)
+    inside = folder / POLICY_FILE
+    policy = inside if inside.is_file() else download_published(source, folder)
+    if policy is None:
         raise FileNotFoundError(f"{source} on the Hugging Face hub has no {POLICY_FILE}")
-    return found
+    return policy
 
 
-def _wanted(config: SelectorConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape and dtype by name of every tensor in a policy's file."""
+def _expected_tensors(config: SelectorConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shape and dtype of every tensor in a policy's file, by name."""
     method = selector_of(config)
-    wanted = weights.flatten(jax.eval_shape(lambda: method.draw_params(jax.random.key(0))))
+    expected = weights.flatten(jax.eval_shape(lambda: method.draw_params(jax.random.key(0))))
     if has_stats:
         stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
-        wanted |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
-    return wanted
+        expected |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}
+    return expected
 
 
 def _check_sizes(
@@ -216,50 +234,74 @@ def _check_sizes(
     config: SelectorConfig,
     entries: Mapping[str, safetensors.TensorEntry],
 ) -> None:
-    """Rejects sizes beyond those of the tensors, before lists of that size are built."""
-    widest = max((size for entry in entries.values() for size in entry.shape), default=0)
+    """Rejects configured sizes that are larger than the file's tensors.
+
+    A damaged configuration could otherwise ask for parameter trees that exhaust memory.
+    """
+    largest_axis = max((size for entry in entries.values() for size in entry.shape), default=0)
     widths = ("feature_width", "text_width", "policy_width", "mlp_ratio")
-    limits = dict.fromkeys(("encoder_layers", "decoder_layers"), len(entries))
-    for name, most in (dict.fromkeys(widths, widest) | limits).items():
+    limits = dict.fromkeys(widths, largest_axis)
+    limits |= dict.fromkeys(("encoder_layers", "decoder_layers"), len(entries))
+    for name, limit in limits.items():
         size, field = getattr(config, name, 0), f"{path}: its {type(config).__name__}.{name}"
-        expect(field, size, size <= most, f"at most {most}, the size of its tensors")
+        expect(field, size, size <= limit, f"at most {limit}, the size of its tensors")
 
 
 def _check_tensors(
     place: str,
     config: SelectorConfig,
-    wanted: Mapping[str, jax.ShapeDtypeStruct],
-    stored: Mapping[str, jax.Array | np.ndarray | safetensors.TensorEntry],
+    expected: Mapping[str, jax.ShapeDtypeStruct],
+    tensors: Mapping[str, jax.Array | np.ndarray | safetensors.TensorEntry],
 ) -> None:
-    """Lists missing, mis-shaped, wrongly typed and unused tensors, one per line, in one error."""
-    lines = [f"  missing: {name}" for name in wanted if name not in stored]
-    for name, leaf in stored.items():
-        if name not in wanted:
+    """Raises one error that lists missing, unused, mis-shaped and non-floating tensors.
+
+    Args:
+        place: where the tensors are, for the message.
+        config: configuration of the policy, for the message.
+        expected: result of `_expected_tensors`.
+        tensors: the tensors to check, by name.
+    """
+    lines = [f"  missing: {name}" for name in expected if name not in tensors]
+    for name, leaf in tensors.items():
+        if name not in expected:
             lines.append(f"  unused: {name}")
-        elif tuple(leaf.shape) != wanted[name].shape:
-            expected = list(wanted[name].shape)
-            lines.append(f"  wrong shape: {name} is {list(leaf.shape)}, expected {expected}")
+        elif tuple(leaf.shape) != expected[name].shape:
+            shape = list(expected[name].shape)
+            lines.append(f"  wrong shape: {name} is {list(leaf.shape)}, expected {shape}")
         elif not jnp.issubdtype(leaf.dtype, jnp.floating):
             lines.append(f"  wrong dtype: {name} is {leaf.dtype}, expected floating point")
-    if len(lines) > _LISTED:
-        lines[_LISTED:] = [f"  and {len(lines) - _LISTED} more"]
+    if len(lines) > _MAX_LISTED:
+        lines[_MAX_LISTED:] = [f"  and {len(lines) - _MAX_LISTED} more"]
     if lines:
         kind = type(config).__name__
         raise UserError(f"the weights {place} do not fit their {kind}:\n" + "\n".join(lines))
 
 
 def read_config(path: Path, metadata: Mapping[str, str]) -> SelectorConfig:
-    """Reads the configuration of a policy from metadata as written by `config_metadata`."""
-    method, known = metadata.get("method"), weighted()
-    expect(f"{path}: the method of its policy", method, method in known, f"one of {(*known,)}")
-    kind = known[method].config_type
+    """Reads the configuration of a policy from its file's metadata.
+
+    Args:
+        path: the file, for messages.
+        metadata: metadata with the entries of `config_metadata`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: the method or a field is unknown, or a value is bad.
+    """
+    method, methods = metadata.get("method"), weighted()
+    expect(f"{path}: the method of its policy", method, method in methods, f"one of {(*methods,)}")
+    kind = methods[method].config_type
     with naming(path, TypeError, ValueError):
         fields = as_object(parse_json(metadata.get("config", ""), kind.__name__), kind.__name__)
-        if kind is PolicyConfig:  # in files from when there was another gate
+        if kind is PolicyConfig:  # older files store the gate, and another one existed
             gate = fields.pop("gate", "vp")
             expect(f"{kind.__name__}.gate", gate, gate == "vp", "'vp', the only one")
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)})
-        newer = f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
-        require(not unknown, newer)
-        # JSON has no tuples, and lists cannot be hashed.
+        if unknown:
+            raise UserError(
+                f"{kind.__name__} has no {', '.join(unknown)}: was it written by a newer version?"
+            )
+        # JSON has no tuples, and a hashable configuration cannot hold lists.
         return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})

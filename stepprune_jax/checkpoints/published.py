@@ -1,7 +1,7 @@
-"""Weights of trained selectors as their authors publish them.
+"""Reads weights of trained selectors as their authors publish them.
 
-VisionSelector's are four tensors of a whole Qwen2.5-VL checkpoint, whose other weights are those of
-the model it was trained for. GlimpsePrune's are a file of their own beside a `config.json`.
+VisionSelector publishes a complete Qwen2.5-VL checkpoint. Four of its tensors are the selector, and
+only these are read. GlimpsePrune publishes one file of `torch.save` and a `config.json`.
 """
 
 import dataclasses
@@ -14,60 +14,78 @@ from stepprune_jax.checkpoints import hub, safetensors, torch_file
 from stepprune_jax.checkpoints.weight_files import read_shards, read_weight_map
 from stepprune_jax.data.json_files import read_json_object
 from stepprune_jax.selectors import GlimpsePruneConfig, SelectorConfig, VisionSelectorConfig
-from stepprune_jax.user_input import expect, naming, require
+from stepprune_jax.user_input import UserError, expect, naming
 
+# Start of the names of VisionSelector's tensors in a Qwen2.5-VL checkpoint.
 PREFIX = "visual.importance_scorer."
 GLIMPSE_FILE, GLIMPSE_CONFIG = "new_modules_gp.pt", "config.json"
-_NAMES = {
-    f"{PREFIX}{theirs}_proj.{kind}": f"{ours}/{name}"
-    for theirs, ours in (("q", "query"), ("k", "key"))
-    for kind, name in (("weight", "kernel"), ("bias", "bias"))
+_VISION_SELECTOR_PATHS = {
+    f"{PREFIX}{letter}_proj.{kind}": f"{module}/{leaf}"
+    for letter, module in (("q", "query"), ("k", "key"))
+    for kind, leaf in (("weight", "kernel"), ("bias", "bias"))
 }
-# Fields of GlimpsePrune's configuration that are the same in all published files, by its kind.
+# Fields of GlimpsePrune's configuration that have one value in all published files. Other values
+# would need code that is not written here.
 _FIXED = {
     "attn_fuse_type": "AttnFuserV1",
     "attn_fuse_hidden_act": "silu",
     "deep_supervision": False,
     "le_length": 1,
 }
-_KINDS = {
+# Fixed fields by model type.
+_GLIMPSE_TYPES = {
     "llava_llama_gp": _FIXED,
     "qwen2_5_vl_gp": _FIXED | {"le_norm_type": "rmsnorm", "attn_fuse_global": True},
 }
-_PARTS = {f"attn.{name[0]}_proj": name for name in ("query", "key", "value", "out")}
-_PARTS |= {f"mlp.{name}_proj": name for name in ("gate", "up", "down")}
+# Linear layers of a GlimpsePrune block: our name by the published name.
+_BLOCK_LAYERS = {f"attn.{name[0]}_proj": name for name in ("query", "key", "value", "out")}
+_BLOCK_LAYERS |= {f"mlp.{name}_proj": name for name in ("gate", "up", "down")}
 
 
 def find_published(folder: Path) -> Path | None:
-    """Finds the file or the index of a folder's checkpoint, if it has such weights.
+    """Finds the published selector weights of a folder.
+
+    Returns:
+        GlimpsePrune's file, the single file or the index of VisionSelector's checkpoint, or None.
 
     Raises:
         ValueError: VisionSelector's weights for LLaVA-OneVision-1.5, which are not supported.
     """
-    beside = folder / GLIMPSE_CONFIG
-    kind = str(read_json_object(beside).get("model_type")) if beside.is_file() else ""
-    only = "of VisionSelector's weights only those for Qwen2.5-VL are supported"
-    require("onevision" not in kind.lower(), f"{beside}: model_type is {kind!r}; {only}")
+    config_path = folder / GLIMPSE_CONFIG
+    kind = str(read_json_object(config_path).get("model_type")) if config_path.is_file() else ""
+    if "onevision" in kind.lower():
+        raise UserError(
+            f"{config_path}: model_type is {kind!r}; of VisionSelector's weights only those for "
+            "Qwen2.5-VL are supported"
+        )
     if (folder / GLIMPSE_FILE).is_file():
         return folder / GLIMPSE_FILE
     index, single = folder / safetensors.INDEX_NAME, folder / safetensors.SINGLE_NAME
-    if single.is_file():  # before the index, as for a model
+    if single.is_file():  # preferred to an index, as for a model
         return single if is_published(safetensors.read_header(single)) else None
-    known = index.is_file() and read_weight_map(index, PREFIX, stored=False)
-    return index if known else None
+    has_selector = index.is_file() and read_weight_map(index, PREFIX, stored=False)
+    return index if has_selector else None
 
 
 def download_published(source: hub.Repository, folder: Path) -> Path | None:
-    """Downloads the shards that have such weights, after their index; returns what was found."""
-    found = find_published(folder)
-    if found is not None and found.name == safetensors.INDEX_NAME:
-        shards = read_weight_map(found, PREFIX, stored=False).values()
+    """Downloads the shards with VisionSelector's tensors, once their index is in a folder.
+
+    Args:
+        source: the repository.
+        folder: its downloaded files: small ones, or GlimpsePrune's complete file.
+
+    Returns:
+        The path that `find_published` finds in the folder, or None.
+    """
+    path = find_published(folder)
+    if path is not None and path.name == safetensors.INDEX_NAME:
+        shards = read_weight_map(path, PREFIX, stored=False).values()
         hub.download(source, sorted({*shards}))
-    return found
+    return path
 
 
 def is_published(names: Iterable[str]) -> bool:
-    """Returns whether tensors' names are those of a published checkpoint."""
+    """Returns whether a checkpoint's tensors include VisionSelector's."""
     return any(name.startswith(PREFIX) for name in names)
 
 
@@ -78,7 +96,8 @@ def read_published(path: Path) -> tuple[SelectorConfig, dict[str, np.ndarray]]:
         path: the file or the index.
 
     Returns:
-        The configuration, and tensors by our names; those that have none keep theirs.
+        The selector's configuration, and its arrays by parameter path, such as "query/kernel".
+        Arrays without a place among the parameters keep their published names.
 
     Raises:
         FileNotFoundError: a shard, or GlimpsePrune's configuration, is missing.
@@ -90,61 +109,85 @@ def read_published(path: Path) -> tuple[SelectorConfig, dict[str, np.ndarray]]:
         entries = read_shards(path, PREFIX)
     else:
         entries = safetensors.read_header(path)
-    own = {name: entry for name, entry in entries.items() if name.startswith(PREFIX)}
-    shapes = [entry.shape for entry in own.values() if len(entry.shape) == 2]
-    h, d = shapes[0] if shapes else (1, 1)
+    entries = {name: entry for name, entry in entries.items() if name.startswith(PREFIX)}
+    shapes = [entry.shape for entry in entries.values() if len(entry.shape) == 2]
+    # Without a matrix, any config will do: the caller then lists the missing tensors.
+    hidden_dim, feature_width = shapes[0] if shapes else (1, 1)
     with naming(path, TypeError, ValueError):
-        config = VisionSelectorConfig(d, hidden_dim=h)
-    return config, _read_tensors(own, _NAMES)
+        config = VisionSelectorConfig(feature_width, hidden_dim=hidden_dim)
+    return config, _read_tensors(entries, _VISION_SELECTOR_PATHS)
 
 
 def _read_tensors(
-    entries: Mapping[str, safetensors.TensorEntry], names: Mapping[str, str]
+    entries: Mapping[str, safetensors.TensorEntry], paths: Mapping[str, str]
 ) -> dict[str, np.ndarray]:
-    """Reads tensors that float32 holds, matrices as [in, out]."""
-    kind = np.dtype(np.float32)
-    arrays = {names.get(x, x): safetensors.read_tensor(e, dtype=kind) for x, e in entries.items()}
-    return {name: array.T if array.ndim == 2 else array for name, array in arrays.items()}
+    """Reads tensors under our parameter paths.
+
+    Args:
+        entries: the tensors by published name.
+        paths: our path by published name. A tensor without a path keeps its name, so that the
+            caller reports it as unused.
+
+    Returns:
+        Arrays whose numbers float32 can hold. Matrices are transposed to [in, out].
+    """
+    arrays = {
+        paths.get(name, name): safetensors.read_tensor(entry, dtype=np.dtype(np.float32))
+        for name, entry in entries.items()
+    }
+    return {path: array.T if array.ndim == 2 else array for path, array in arrays.items()}
 
 
 def _read_glimpseprune(path: Path) -> tuple[GlimpsePruneConfig, dict[str, np.ndarray]]:
-    """Reads GlimpsePrune's new modules."""
-    entries, beside = torch_file.read_tensors(path), path.with_name(GLIMPSE_CONFIG)
-    raw = read_json_object(beside)
-    kind = raw.get("model_type")
-    expect(f"{beside}: model_type", kind, kind in [*_KINDS], f"one of {', '.join(_KINDS)}")
-    for name, only in _KINDS[kind].items():
-        expect(f"{beside}: {name}", raw.get(name), raw.get(name) == only, repr(only))
-    anchors = raw.get("anchor_positions")
-    expect(f"{beside}: anchor_positions", anchors, not anchors, "none")
-    is_qwen, state = kind.startswith("qwen"), entries.get("attn_fuser.cond_in_projs.0.weight")
-    width = state.shape[-1] if state is not None and state.shape else 1
-    fields = {x.name: raw.get(x.name) for x in dataclasses.fields(GlimpsePruneConfig)}
-    fields |= {"text_width": raw.get("hidden_size"), "vision_width": width}
-    fields["feature_width"] = fields["text_width"] if is_qwen else width
-    with naming(beside, TypeError, ValueError):
-        # LLaVA's are numbered by the blocks before a state, Qwen2.5-VL's by the one that it leaves.
-        states = fields["selected_visual_layers"] = [
-            state + is_qwen for state in raw.get("selected_visual_layers")
-        ]
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        config = GlimpsePruneConfig(**fields)
-    names = {
+    """Reads GlimpsePrune's weights and its configuration, as `read_published` does."""
+    entries, config_path = torch_file.read_tensors(path), path.with_name(GLIMPSE_CONFIG)
+    config = _read_glimpseprune_config(config_path, entries)
+    num_blocks = len(config.selected_visual_layers)
+    paths = {
         "learnable_embeddings": "glimpse/embeddings",
         "le_norm.weight": "glimpse/scale",
-        **_layer("le_proj", "glimpse"),
-        **_layer("attn_fuser.attn_in_proj", "attention_in"),
-        **_layer(f"attn_fuser.attn_out_projs.{len(states) - 1}", "out"),
+        **_linear_paths("le_proj", "glimpse"),
+        **_linear_paths("attn_fuser.attn_in_proj", "attention_in"),
+        **_linear_paths(f"attn_fuser.attn_out_projs.{num_blocks - 1}", "out"),
     }
-    for i in range(len(states)):
-        names |= _layer(f"attn_fuser.cond_in_projs.{i}", f"state_{i}")
-        for theirs, ours in _PARTS.items():
-            names |= _layer(f"attn_fuser.layers.{i}.{theirs}", f"block_{i}/{ours}")
+    for i in range(num_blocks):
+        paths |= _linear_paths(f"attn_fuser.cond_in_projs.{i}", f"state_{i}")
+        for published_name, name in _BLOCK_LAYERS.items():
+            paths |= _linear_paths(f"attn_fuser.layers.{i}.{published_name}", f"block_{i}/{name}")
         for norm in ("norm1", "norm2"):
-            names[f"attn_fuser.layers.{i}.{norm}.weight"] = f"block_{i}/{norm}"
-    return config, _read_tensors(entries, names)
+            paths[f"attn_fuser.layers.{i}.{norm}.weight"] = f"block_{i}/{norm}"
+    return config, _read_tensors(entries, paths)
 
 
-def _layer(theirs: str, ours: str) -> dict[str, str]:
-    """Returns the names of a linear layer's weights."""
-    return {f"{theirs}.weight": f"{ours}/kernel", f"{theirs}.bias": f"{ours}/bias"}
+def _read_glimpseprune_config(
+    path: Path, entries: Mapping[str, safetensors.TensorEntry]
+) -> GlimpsePruneConfig:
+    """Reads GlimpsePrune's `config.json`. The vision width comes from the weights."""
+    raw = read_json_object(path)
+    kind = raw.get("model_type")
+    is_supported = kind in [*_GLIMPSE_TYPES]
+    expect(f"{path}: model_type", kind, is_supported, f"one of {', '.join(_GLIMPSE_TYPES)}")
+    for name, value in _GLIMPSE_TYPES[kind].items():
+        expect(f"{path}: {name}", raw.get(name), raw.get(name) == value, repr(value))
+    anchors = raw.get("anchor_positions")
+    expect(f"{path}: anchor_positions", anchors, not anchors, "none")
+    is_qwen, state_kernel = (
+        kind.startswith("qwen"),
+        entries.get("attn_fuser.cond_in_projs.0.weight"),
+    )
+    vision_width = state_kernel.shape[-1] if state_kernel is not None and state_kernel.shape else 1
+    fields = {x.name: raw.get(x.name) for x in dataclasses.fields(GlimpsePruneConfig)}
+    fields |= {"text_width": raw.get("hidden_size"), "vision_width": vision_width}
+    fields["feature_width"] = fields["text_width"] if is_qwen else vision_width
+    with naming(path, TypeError, ValueError):
+        # For LLaVA, layer i is the input of block i; for Qwen2.5-VL it is the output of block i.
+        fields["selected_visual_layers"] = [
+            layer + is_qwen for layer in raw.get("selected_visual_layers")
+        ]
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return GlimpsePruneConfig(**fields)
+
+
+def _linear_paths(published_name: str, path: str) -> dict[str, str]:
+    """Returns our paths of a linear layer's kernel and bias, by their published names."""
+    return {f"{published_name}.weight": f"{path}/kernel", f"{published_name}.bias": f"{path}/bias"}

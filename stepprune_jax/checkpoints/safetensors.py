@@ -1,9 +1,9 @@
-"""Safetensors files, read slice by slice and written tensor by tensor.
+"""Reads safetensors files slice by slice, and writes them tensor by tensor.
 
-The format is a little-endian 64-bit header length, a JSON header, and the raw tensors. Reading it
-here, instead of through the ``safetensors`` package, provides three things the loader needs:
-bfloat16 without torch, a slice of a tensor without the rest of it, and reads into private buffers
-(not a memory map), so that host memory is limited to what the loader requests.
+The format is a little-endian 64-bit header length, a JSON header, and the raw tensors. This module
+replaces the ``safetensors`` package because the loader needs three things: bfloat16 without torch,
+single slices of a tensor, and reads into private buffers. A memory map would let host memory grow
+beyond the bytes that the loader requests.
 """
 
 import io
@@ -18,7 +18,7 @@ import numpy as np
 
 from stepprune_jax.data.json_files import as_object, file_named, parse_json
 from stepprune_jax.settings import is_count
-from stepprune_jax.user_input import UserError, require
+from stepprune_jax.user_input import UserError
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -35,8 +35,8 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 _FLOATING = frozenset(dtype for name, dtype in DTYPES.items() if "F" in name)
-# Numbers checked together: as many as fit into a processor's cache.
-_PIECE = 1 << 17
+# Numbers that `_check_finite` compares at once: 256 to 512 KiB, which stay in a core's L2 cache.
+_CHECKED_NUMBERS = 1 << 17
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,7 +47,15 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of a file; the offset counts bytes from the start of the file."""
+    """Location of a tensor in a file, without its numbers.
+
+    Attributes:
+        path: the file.
+        name: name of the tensor in the file.
+        dtype: dtype in the file.
+        shape: shape in the file.
+        offset: position of the first number, in bytes from the start of the file.
+    """
 
     path: Path
     name: str
@@ -57,53 +65,71 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole tensor in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: str | Path) -> dict[str, TensorEntry]:
-    """Reads the table of contents of one safetensors file, by tensor name."""
+    """Reads the location of every tensor in one safetensors file, by name."""
     return read_contents(path)[0]
 
 
 def read_contents(path: str | Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Reads the table of contents of one safetensors file, and its free-form metadata.
+    """Reads the header of one safetensors file.
 
-    Whatever the file holds, every entry returned lies within it, apart from all others.
+    Args:
+        path: the file.
+
+    Returns:
+        The entries of its tensors by name, and its free-form metadata. Every entry lies inside the
+        file, and no two entries overlap.
+
+    Raises:
+        ValueError: the file has another format or is damaged.
     """
     path = Path(path)
-    size = path.stat().st_size
+    file_size = path.stat().st_size
     with open(path, "rb") as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            pointer = start.startswith(b"version ")
-            said = "a Git LFS pointer, run `git lfs pull`" if pointer else "or it is truncated"
-            raise UserError(f"{path} is not a safetensors file ({said})")
+        length_bytes = file.read(8)
+        length = int.from_bytes(length_bytes, "little")
+        if len(length_bytes) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, file_size - 8):
+            is_pointer = length_bytes.startswith(b"version ")
+            reason = "a Git LFS pointer, run `git lfs pull`" if is_pointer else "or it is truncated"
+            raise UserError(f"{path} is not a safetensors file ({reason})")
         raw = file.read(length)
-    where = f"{path}: corrupt safetensors header"
-    header = as_object(parse_json(raw, where, unique=True), where)
-    metadata = as_object(header.pop("__metadata__", {}), where)
-    entries = {name: _entry(path, name, info, 8 + length) for name, info in header.items()}
+    place = f"{path}: corrupt safetensors header"
+    header = as_object(parse_json(raw, place, unique=True), place)
+    metadata = as_object(header.pop("__metadata__", {}), place)
+    entries = {name: _parse_entry(path, name, info, 8 + length) for name, info in header.items()}
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: entry.offset):
-        apart = not entry.nbytes or entry.offset >= end
-        require(apart, f"{where}: {entry.name!r} overlaps another tensor")
+        if entry.nbytes and entry.offset < end:
+            raise UserError(f"{place}: {entry.name!r} overlaps another tensor")
         end = max(end, entry.offset + entry.nbytes)
-    require(end <= size, f"{path} is truncated: it has {size} of {end} bytes; download it again")
+    if end > file_size:
+        raise UserError(
+            f"{path} is truncated: it has {file_size} of {end} bytes; download it again"
+        )
     return entries, {name: str(text) for name, text in metadata.items()}
 
 
-def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
-    """Converts one record of a header to an entry."""
+def _parse_entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
+    """Converts one record of a header to an entry.
+
+    Args:
+        path: the file.
+        name: name of the tensor.
+        info: the record, a dict of "dtype", "shape" and "data_offsets" if it is not corrupt.
+        data_start: position of the tensors' data in the file, in bytes.
+    """
     try:
-        kind, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-        entry = TensorEntry(path, name, DTYPES[kind], shape, data_start + begin)
-        good = all(is_count(number, 0) for number in (*shape, begin, end))
-        good = good and end - begin == entry.nbytes
+        dtype_name, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+        entry = TensorEntry(path, name, DTYPES[dtype_name], shape, data_start + begin)
+        is_valid = all(is_count(number, 0) for number in (*shape, begin, end))
+        is_valid = is_valid and end - begin == entry.nbytes
     except (LookupError, TypeError, ValueError):
-        good = False
-    if not good:
+        is_valid = False
+    if not is_valid:
         raise UserError(
             f"{path}: the header record of {name!r} is corrupt, or its dtype is none of "
             f"{', '.join(DTYPES)}: {str(info)[:200]}"
@@ -114,80 +140,111 @@ def _entry(path: Path, name: str, info: Any, data_start: int) -> TensorEntry:
 def read_tensor(
     entry: TensorEntry, index: tuple[slice, ...] | None = None, dtype: np.dtype | None = None
 ) -> np.ndarray:
-    """Reads a tensor, or a block of it, into a new array of the file's dtype.
+    """Reads a tensor or a block of it.
 
-    Only the bytes of the block are read: one read for whole rows, one per row for a block of
-    columns. The index has a slice with step 1 per axis; only the first two may be restricted. It is
-    an error if a number is NaN, infinite, or too large for `dtype`, to which it will be converted.
+    Only the bytes of the block are read: in one read for complete rows, in one read per row for a
+    block of columns.
+
+    Args:
+        entry: location of the tensor.
+        index: one slice per axis with step 1, or None for the complete tensor. Only the first two
+            axes may be restricted.
+        dtype: dtype that the caller converts the numbers to, or None for no conversion.
+
+    Returns:
+        A new array of the file's dtype.
+
+    Raises:
+        ValueError: a number is NaN, infinite or too large for `dtype`, or the file is truncated.
     """
     shape = entry.shape
-    cuts = [*(index or ()), *[slice(None)] * len(shape)]
-    spans = [cut.indices(size)[:2] for cut, size in zip(cuts, shape, strict=False)]
-    local = tuple(max(stop - start, 0) for start, stop in spans)
-    # Read as bytes: numpy rejects a buffer of the ml_dtypes types.
-    buffer = np.empty(math.prod(local) * entry.dtype.itemsize, np.uint8)
+    slices = [*(index or ()), *[slice(None)] * len(shape)]
+    spans = [part.indices(size)[:2] for part, size in zip(slices, shape, strict=False)]
+    block_shape = tuple(max(stop - start, 0) for start, stop in spans)
+    # The buffer has bytes because numpy rejects a buffer of the ml_dtypes types.
+    buffer = np.empty(math.prod(block_shape) * entry.dtype.itemsize, np.uint8)
     if buffer.size:
         view, position = memoryview(buffer), 0
         with open(entry.path, "rb", buffering=0) as file:
-            for start, length in _runs(shape, spans, entry.dtype.itemsize):
+            for start, length in _byte_runs(shape, spans, entry.dtype.itemsize):
                 _read_into(file, view[position : position + length], entry, entry.offset + start)
                 position += length
     if entry.dtype in _FLOATING:
         _check_finite(buffer, entry, entry.dtype if dtype is None else dtype)
-    return buffer.view(entry.dtype).reshape(local)
+    return buffer.view(entry.dtype).reshape(block_shape)
 
 
-def _check_finite(bits: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> None:
+def _check_finite(buffer: np.ndarray, entry: TensorEntry, dtype: np.dtype) -> None:
     """Rejects NaN, infinity and numbers too large for `dtype`, at memory bandwidth.
 
-    Apart from the sign, the bits of floating-point numbers are ordered by magnitude, with infinity
-    and NaN after all others.
+    Without the sign bit, floating-point numbers are ordered as their bits are when read as an
+    integer, and infinity and NaN come after all finite numbers.
+
+    Args:
+        buffer: bytes of the numbers, uint8.
+        entry: the tensor, which gives the dtype of the numbers.
+        dtype: dtype that the numbers will be converted to.
     """
-    kind = np.dtype(f"u{entry.dtype.itemsize}")
-    most = np.array(ml_dtypes.finfo(entry.dtype).max, entry.dtype)
-    largest = np.array(min(float(most), float(ml_dtypes.finfo(dtype).max)), entry.dtype)
+    bits_dtype = np.dtype(f"u{entry.dtype.itemsize}")
+    largest_stored = np.array(ml_dtypes.finfo(entry.dtype).max, entry.dtype)
+    dtype_limit = float(ml_dtypes.finfo(dtype).max)
+    limit = np.array(min(float(largest_stored), dtype_limit), entry.dtype)
     with np.errstate(over="ignore"):
-        fits = np.isfinite(largest.astype(dtype))  # not if it was rounded up
-    first = largest.view(kind) + kind.type(fits)
-    magnitude = kind.type(np.iinfo(kind).max >> 1)
-    bits = bits.view(kind)
-    for start in range(0, bits.size, _PIECE):
-        piece = bits[start : start + _PIECE] & magnitude
-        if (worst := piece.max()) >= first:
-            finite = worst <= most.view(kind)
-            what = f"numbers too large for {dtype}" if finite else "NaN or infinity"
+        # False if the limit was rounded up to a number that `dtype` cannot hold.
+        is_limit_allowed = np.isfinite(limit.astype(dtype))
+    first_bad = limit.view(bits_dtype) + bits_dtype.type(is_limit_allowed)
+    magnitude_mask = bits_dtype.type(np.iinfo(bits_dtype).max >> 1)
+    bits = buffer.view(bits_dtype)
+    for start in range(0, bits.size, _CHECKED_NUMBERS):
+        magnitudes = bits[start : start + _CHECKED_NUMBERS] & magnitude_mask
+        if (largest := magnitudes.max()) >= first_bad:
+            is_finite = largest <= largest_stored.view(bits_dtype)
+            problem = f"numbers too large for {dtype}" if is_finite else "NaN or infinity"
             raise UserError(
-                f"{entry.path}: {entry.name!r} holds {what}, expected finite numbers: the "
+                f"{entry.path}: {entry.name!r} holds {problem}, expected finite numbers: the "
                 "file is damaged, or is the result of a failed run"
             )
 
 
-def _runs(
+def _byte_runs(
     shape: tuple[int, ...], spans: list[tuple[int, int]], itemsize: int
-) -> Iterable[tuple[int, int]]:
-    """Yields contiguous byte runs (start, length) of a block of a row-major tensor."""
+) -> list[tuple[int, int]]:
+    """Returns the contiguous byte runs of a block of a row-major tensor.
+
+    Args:
+        shape: shape of the tensor.
+        spans: start and stop index per axis. Axes from the third on must be complete.
+        itemsize: bytes of a number.
+
+    Returns:
+        Pairs (start, length) in bytes, relative to the start of the tensor.
+    """
     if not shape:
         return [(0, itemsize)]
-    (first, last), row = spans[0], math.prod(shape[1:]) * itemsize
+    (first_row, last_row), row_bytes = spans[0], math.prod(shape[1:]) * itemsize
     if len(shape) == 1 or spans[1] == (0, shape[1]):
-        return [(first * row, (last - first) * row)]
-    cell = math.prod(shape[2:]) * itemsize
-    left, right = spans[1]
-    return [(i * row + left * cell, (right - left) * cell) for i in range(first, last)]
+        return [(first_row * row_bytes, (last_row - first_row) * row_bytes)]
+    column_bytes = math.prod(shape[2:]) * itemsize
+    first_column, last_column = spans[1]
+    length = (last_column - first_column) * column_bytes
+    return [
+        (row * row_bytes + first_column * column_bytes, length)
+        for row in range(first_row, last_row)
+    ]
 
 
 def _read_into(file: io.FileIO, view: memoryview, entry: TensorEntry, offset: int) -> None:
-    """Fills a buffer from a position of a file, which no other thread reads."""
+    """Fills a buffer with the bytes of a file from `offset`. The file must not be shared."""
     file.seek(offset)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
+    num_read = 0
+    while num_read < len(view):
+        count = file.readinto(view[num_read:])
         if count == 0:
             raise UserError(
                 f"{entry.path} is truncated: {entry.name!r} ends at byte "
-                f"{entry.offset + entry.nbytes}, the file at {offset + done}"
+                f"{entry.offset + entry.nbytes}, the file at {offset + num_read}"
             )
-        done += count
+        num_read += count
 
 
 def write_file(
@@ -198,7 +255,12 @@ def write_file(
 ) -> None:
     """Writes one safetensors file atomically.
 
-    The tensors are taken one at a time, and have the dtypes and shapes of `specs`, in its order.
+    Args:
+        path: the file.
+        specs: dtype and shape of each tensor, by name.
+        tensors: the tensors in the order of `specs`. They are consumed one at a time, so with a
+            generator only one is in memory.
+        metadata: free-form text entries of the header.
     """
     path = Path(path)
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
@@ -225,9 +287,13 @@ def write_file(
 
 
 def make_empty(folder: Path) -> None:
-    """Creates a folder for weights, unless it already holds some."""
-    kinds = ("*.safetensors*", "pytorch_model*")
-    present = sorted(path.name for kind in kinds for path in folder.glob(kind))
-    if present:
-        raise FileExistsError(f"{folder} already holds {present[0]}; choose an empty folder")
+    """Creates a folder for weights.
+
+    Raises:
+        FileExistsError: the folder already holds weights.
+    """
+    patterns = ("*.safetensors*", "pytorch_model*")
+    names = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+    if names:
+        raise FileExistsError(f"{folder} already holds {names[0]}; choose an empty folder")
     folder.mkdir(parents=True, exist_ok=True)

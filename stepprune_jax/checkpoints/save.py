@@ -1,4 +1,4 @@
-"""Saving of parameters in the Hugging Face layout, one tensor in host memory at a time."""
+"""Writes models in the Hugging Face layout, with one tensor in host memory at a time."""
 
 import json
 from collections.abc import Mapping
@@ -15,29 +15,29 @@ from stepprune_jax.models.config import Json
 from stepprune_jax.models.int8 import Int8Kernel
 from stepprune_jax.models.stack import Params
 from stepprune_jax.models.weights import WeightTarget
-from stepprune_jax.user_input import UserError, local_path, require
+from stepprune_jax.user_input import UserError, local_path
 
 
 def save_vlm(model: VLM, folder: str | Path) -> None:
     """Writes a model as a folder that `transformers` and `load_vlm` read.
 
-    Names are those of the family's published files. A model that came from the original LLaVA-v1.5
-    layout has no image token in its vocabulary; it gets one, with an embedding and a head row
-    copied from token 0, so that greedy answers do not change.
+    Tensors get the names of the family's published files. A model from the original LLaVA-v1.5
+    layout has no image token in its vocabulary. The token is added, and its rows of the embedding
+    and of the head are copies of token 0, so greedy answers do not change.
 
     Args:
-        model: result of `load_vlm`, or a `VLM` built from parameters and a backbone; tokenizer and
-            image settings are written if present.
-        folder: folder to write; created if needed, must not hold weights yet.
+        model: a result of `load_vlm`, or a `VLM` built from parameters and a backbone. Tokenizer
+            and image settings are written if present.
+        folder: the folder to write; created if needed. It must not hold weights yet.
 
     Raises:
         FileExistsError: the folder already holds weights.
-        ValueError: a parameter's shape does not fit the config, or weights are int8.
+        ValueError: a parameter's shape does not fit the config, or the weights are int8.
     """
     folder = local_path(folder)
     leaves = weights.flatten(model.params).values()
-    full = not any(isinstance(leaf, Int8Kernel) for leaf in leaves)
-    require(full, "the model's weights are int8, expected those loaded with weights='full'")
+    if any(isinstance(leaf, Int8Kernel) for leaf in leaves):
+        raise UserError("the model's weights are int8, expected a model loaded with weights='full'")
     abstract = vlm.abstract_params(model.backbone)
     flat = weights.flatten(weights.separate_kernels(model.params, abstract))
     safetensors.make_empty(folder)
@@ -61,23 +61,30 @@ def save_vlm(model: VLM, folder: str | Path) -> None:
 
 
 def _check_shapes(flat: Mapping[str, Array | np.ndarray], abstract: Params) -> None:
-    """Checks all parameters against the config, in one error."""
+    """Raises one error that lists all parameters that do not fit the config."""
     expected = weights.flatten(abstract)
-    wrong = [f"{path} is absent" for path in expected if path not in flat]
-    wrong += [
+    problems = [f"{path} is absent" for path in expected if path not in flat]
+    problems += [
         f"{path} is {list(leaf.shape)}, expected {list(expected[path].shape)}"
         for path, leaf in flat.items()
         if path in expected and leaf.shape != expected[path].shape
     ]
-    wrong += [f"{path} is not part of this model" for path in flat if path not in expected]
-    if wrong:
-        raise UserError("the parameters do not fit the config:\n  " + "\n  ".join(wrong))
+    problems += [f"{path} is not part of this model" for path in flat if path not in expected]
+    if problems:
+        raise UserError("the parameters do not fit the config:\n  " + "\n  ".join(problems))
 
 
 def _write_weights(
     folder: Path, flat: Mapping[str, Array | np.ndarray], targets: list[WeightTarget]
 ) -> None:
-    """Writes the weights under their names in the files."""
+    """Writes the weights to one safetensors file, under their published names.
+
+    Args:
+        folder: folder of the file.
+        flat: weights by parameter path.
+        targets: the tensors of each weight in the file. A target may have more vocabulary rows than
+            its weight; row 0 fills them.
+    """
     sources: dict[str, tuple[WeightTarget, int]] = {}
     specs: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for target in targets:
@@ -85,18 +92,25 @@ def _write_weights(
             sources[name] = (target, layer)
             specs[name] = (np.dtype(flat[target.path].dtype), target.tensor_shape)
 
-    def read(name: str) -> np.ndarray:
+    def make_tensor(name: str) -> np.ndarray:
         target, layer = sources[name]
         tensor = file_tensor(target, flat[target.path], layer)
-        # Only a completed vocabulary has more rows than the weights.
-        more = target.tensor_shape[0] - len(tensor)
-        return np.concatenate([tensor, np.repeat(tensor[:1], more, axis=0)]) if more else tensor
+        num_new_rows = target.tensor_shape[0] - len(tensor)
+        if not num_new_rows:
+            return tensor
+        return np.concatenate([tensor, np.repeat(tensor[:1], num_new_rows, axis=0)])
 
-    safetensors.write_file(folder / safetensors.SINGLE_NAME, specs, map(read, specs))
+    safetensors.write_file(folder / safetensors.SINGLE_NAME, specs, map(make_tensor, specs))
 
 
 def file_tensor(target: WeightTarget, leaf: Array | np.ndarray, layer: int) -> np.ndarray:
-    """Returns one tensor of a weight in the file's axes, inverting the loader's transforms."""
+    """Returns one tensor of a weight in the axis order of the file.
+
+    Args:
+        target: names, shape and transform of the weight's tensors.
+        leaf: the weight, with a leading layer axis if `target.is_stacked`.
+        layer: index of the layer; ignored for a weight that is not stacked.
+    """
     array = np.asarray(leaf[layer] if target.is_stacked else leaf)
     if target.transform == "transpose":
         return array.T

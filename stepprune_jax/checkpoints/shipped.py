@@ -1,33 +1,43 @@
-"""Shipped models and policies by name: a small LLaVA, a small Qwen2.5-VL, policies for each."""
+"""Models and policies that are part of the package, by name.
+
+The models are a small LLaVA and a small Qwen2.5-VL, trained on drawings of shapes. Each has one
+policy, which has the name of its model.
+"""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-# The small LLaVA and the small Qwen2.5-VL of the shapes world.
 SHAPES_MODEL, SHAPES_QWEN = ASSETS / "shapes_llava", ASSETS / "shapes_qwen"
 MODELS = {"shapes": SHAPES_MODEL, "shapes_qwen": SHAPES_QWEN}
-POLICIES = ASSETS / "policies"  # each of the name of its model
+POLICIES = ASSETS / "policies"
 _SUFFIX = ".safetensors"
 
 
 def policy_names() -> list[str]:
-    """Returns the names of the shipped policies."""
+    """Returns the names of the shipped policies in alphabetical order."""
     return sorted(path.stem for path in POLICIES.glob(f"*{_SUFFIX}"))
 
 
 def find_shipped_model(name: str | Path) -> Path | None:
-    """Returns the folder of a shipped model, or None if there is none of that name."""
+    """Returns the folder of a shipped model, or None if no model has this name."""
     return MODELS.get(str(name))
 
 
 def find_shipped_policy(name: str | Path) -> Path | None:
-    """Returns the file of a shipped policy, or None if there is none of that name."""
+    """Returns the file of a shipped policy, or None if no policy has this name."""
     return POLICIES / f"{name}{_SUFFIX}" if str(name) in policy_names() else None
 
 
-def or_shipped(missing: str, given: str | Path, kind: str, names: Iterable[str]) -> str:
-    """Adds the names of shipped ones to a message on a missing name, but not on a path or id."""
-    if "/" in str(given) or ":" in str(given):
+def or_shipped(missing: str, text: str | Path, kind: str, names: Iterable[str]) -> str:
+    """Extends a message about a missing file by the names of shipped ones.
+
+    Args:
+        missing: the message.
+        text: the name that the user gave. For a path or hub id the message stays unchanged.
+        kind: "model" or "policy".
+        names: names of the shipped ones.
+    """
+    if "/" in str(text) or ":" in str(text):
         return missing
     return f"{missing}, nor a shipped {kind} of that name ({', '.join(names)})"

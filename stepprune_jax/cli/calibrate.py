@@ -12,9 +12,9 @@ from typing import NoReturn
 import jax.numpy as jnp
 
 from stepprune_jax.checkpoints.folder import inspect_folder
-from stepprune_jax.checkpoints.frozen import DTYPES
 from stepprune_jax.checkpoints.identity import load_policy_for
 from stepprune_jax.checkpoints.load import load_vlm
+from stepprune_jax.checkpoints.model_settings import DTYPES
 from stepprune_jax.checkpoints.policy import read_about, save_policy
 from stepprune_jax.cli.command_line import Parser, check_creatable, exit_with, integer_from
 from stepprune_jax.data.llava import read_questions

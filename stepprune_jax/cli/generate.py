@@ -22,14 +22,13 @@ import numpy as np
 from PIL import Image
 
 from stepprune_jax.checkpoints import folder as folders
-from stepprune_jax.checkpoints.identity import load_policy_for, model_identity
+from stepprune_jax.checkpoints.identity import load_policy_for, model_identity, policy_digest
 from stepprune_jax.checkpoints.load import load_params, make_vlm
 from stepprune_jax.cli.batch import answer_file, unanswered
 from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
 from stepprune_jax.data.llava import Question, read_questions
-from stepprune_jax.evaluation.rows import policy_digest
 from stepprune_jax.extras import need
 from stepprune_jax.inference.base import PrefillResult, RunOptions
 from stepprune_jax.inference.generate import Answer, Generator, trace_arrays

@@ -1,4 +1,4 @@
-"""A training file as rows, each tokenised on demand."""
+"""Gives access to the rows of a training file, and tokenises each row on demand."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from stepprune_jax.data.index import Index, Samples
 
 
 class LengthLimits(NamedTuple):
-    """Limits on the length of a row.
+    """Limits on the length of a row. What exceeds a limit is cut off at the end.
 
     Attributes:
         image_tokens: visual tokens of the largest image.
-        context: embeddings of a conversation including its image; the end is truncated.
-        policy_text: tokens of the user's words that the policy reads; the end is truncated.
+        context: embeddings of a conversation, including visual tokens.
+        policy_text: tokens of the user's text that the policy reads.
     """
 
     image_tokens: int
@@ -32,18 +32,18 @@ class LengthLimits(NamedTuple):
 
     @property
     def ids(self) -> int:
-        """Ids of a conversation, counting the image as one."""
+        """Ids of a conversation, with one id for the image."""
         return self.context - self.image_tokens + 1
 
 
 class TrainingRow(NamedTuple):
-    """One conversation as numbers; its image is read on demand.
+    """Token ids of one training example, without its image.
 
     Attributes:
-        ids: ids with `IMAGE_TOKEN` at the image.
-        text: ids of the human words.
-        place: indices of the ids before the supervised ones, where these are predicted.
-        target: the supervised tokens.
+        ids: [l] ids with `IMAGE_TOKEN` at the image.
+        text: [t] ids of the user's text.
+        place: [k] indices into `ids` of the positions that predict the supervised tokens.
+        target: [k] the supervised tokens.
     """
 
     ids: Int[np.ndarray, " l"]
@@ -53,16 +53,22 @@ class TrainingRow(NamedTuple):
 
 
 def make_row(encoded: EncodedConversation, limits: LengthLimits) -> TrainingRow:
-    """Truncates a conversation with one image, and finds its supervised tokens: the last answer."""
+    """Truncates a conversation with one image. The tokens of its last answer are supervised."""
     ids = np.array(encoded.ids[: limits.ids], np.int32)
     labels = np.array(last_answer(encoded.labels)[: limits.ids], np.int32)
-    at = np.flatnonzero(labels[1:] != IGNORE) + 1
+    target_index = np.flatnonzero(labels[1:] != IGNORE) + 1
     text = np.array(encoded.text[: limits.policy_text], np.int32)
-    return TrainingRow(ids, text, (at - 1).astype(np.int32), labels[at])
+    return TrainingRow(ids, text, (target_index - 1).astype(np.int32), labels[target_index])
 
 
 class Lengths(NamedTuple):
-    """Token counts of each row after truncation: ids, the user's words, supervised tokens."""
+    """Token counts of the u usable rows after truncation.
+
+    Attributes:
+        ids: [u] number of ids, with one id for the image.
+        text: [u] number of ids of the user's text.
+        targets: [u] number of supervised tokens.
+    """
 
     ids: Int[np.ndarray, " u"]
     text: Int[np.ndarray, " u"]
@@ -70,37 +76,52 @@ class Lengths(NamedTuple):
 
 
 class Corpus:
-    """Rows of a training file by number. May be used by several threads."""
+    """The usable rows of a training file by number. Threads may share a corpus.
+
+    Attributes:
+        lengths: token counts of the rows.
+        identity: hash of the numbers of the usable rows.
+    """
 
     def __init__(
         self,
         index: Index,
-        used: Int[np.ndarray, " u"],
+        usable: Int[np.ndarray, " u"],
+        *,
         samples: Samples,
         root: Path,
         encoder: ConversationEncoder,
         limits: LengthLimits,
     ):
-        """Builds a corpus from the index of a file."""
+        """Builds a corpus from an index.
+
+        Args:
+            index: index of the training file, with token counts.
+            usable: [u] numbers of the rows in the index that are used.
+            samples: the training file.
+            root: folder that image names are relative to.
+            encoder: the model's encoder of conversations.
+            limits: limits on the length of a row.
+        """
         self._samples, self._names, self._root = samples, index.names, root
-        self._sample, self._pair = index.sample[used], index.pair[used]
-        self._first = index.first[used]
-        self._image = index.image[used]
+        self._sample, self._pair = index.sample[usable], index.pair[usable]
+        self._first = index.first[usable]
+        self._image = index.image[usable]
         self._encoder, self._limits = encoder, limits
         self.lengths = Lengths(
-            np.minimum(index.ids[used], limits.ids),
-            np.minimum(index.text[used], limits.policy_text),
-            index.targets[used],
+            np.minimum(index.ids[usable], limits.ids),
+            np.minimum(index.text[usable], limits.policy_text),
+            index.targets[usable],
         )
-        self.identity = hashlib.sha256(used.astype(np.int64).tobytes()).hexdigest()
+        self.identity = hashlib.sha256(usable.astype(np.int64).tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._sample)
 
     def rows(self, numbers: Sequence[int]) -> list[TrainingRow]:
-        """Tokenises some rows."""
-        parts = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
-        turns = [self._samples.turns(*part) for part in parts.tolist()]
+        """Tokenises the rows with these numbers."""
+        keys = np.stack([self._sample, self._first, self._pair], axis=1)[list(numbers)]
+        turns = [self._samples.turns(*key) for key in keys.tolist()]
         return [make_row(row, self._limits) for row in self._encoder.encode_all(turns, 1)]
 
     @property
@@ -109,11 +130,16 @@ class Corpus:
         return self._samples.file
 
     def image(self, number: int) -> Path:
-        """Returns the image of a row."""
+        """Returns the path of a row's image."""
         return self._root / self._names[self._image[number]]
 
     def describe(self, number: int) -> dict[str, object]:
-        """Describes a row: number and id of its sample, number of its question, image."""
+        """Describes a row for a report.
+
+        Returns:
+            The fields "sample" and "id" of the sample, the number of the "question", and the name
+            of the "image".
+        """
         sample = int(self._sample[number])
         return {
             "sample": sample,
@@ -124,4 +150,4 @@ class Corpus:
 
     def where(self, number: int) -> str:
         """Returns file and sample of a row, for messages."""
-        return self._samples.where(int(self._sample[number]))
+        return self._samples.place(int(self._sample[number]))

@@ -1,4 +1,4 @@
-"""Conversations as token ids, with labels that mark the supervised ones."""
+"""Encodes conversations as token ids, with labels that mark the supervised tokens."""
 
 import dataclasses
 import itertools
@@ -27,9 +27,9 @@ class EncodedConversation(NamedTuple):
 
     Attributes:
         ids: ids with `IMAGE_TOKEN` instead of an image.
-        labels: one per id: the id itself where it is supervised, `IGNORE` elsewhere. They are not
-            shifted: the label of a token is the token.
-        text: ids of the user's words alone, for the policy.
+        labels: one label per id: the id itself if it is supervised, otherwise `IGNORE`. The label
+            of a token is the token, not the next token.
+        text: ids of the user's text, which the policy reads.
     """
 
     ids: list[int]
@@ -40,8 +40,8 @@ class EncodedConversation(NamedTuple):
 def last_answer(labels: Sequence[int]) -> list[int]:
     """Restricts the labels of a conversation to its last answer.
 
-    The policy reads all of the user's turns, so an earlier answer would teach it from a question
-    that is asked later.
+    The policy reads all of the user's turns. An earlier answer would train it with a question that
+    the user asked after that answer.
     """
     end = len(labels)
     while end and labels[end - 1] == IGNORE:
@@ -54,14 +54,15 @@ def last_answer(labels: Sequence[int]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class ConversationEncoder:
-    """Converts conversations to ids, and marks the supervised ones.
+    """Converts conversations to ids and labels.
 
     Attributes:
         tokenizer: a fast `transformers` tokenizer.
         place_images: (message, number of images) -> the first user turn with its image marks.
-        conversation: turns -> the prompt in the family's template, with the prefix property of
+        conversation: turns -> the prompt in the family's template. The prompt of the first turns
+            must be a prefix of the prompt of all turns, as for
             `models.backbone.Backbone.conversation`.
-        vocab_size: vocabulary size of the model; ids are below it.
+        vocab_size: vocabulary size of the model, the limit of all ids.
     """
 
     tokenizer: Any
@@ -70,7 +71,7 @@ class ConversationEncoder:
     vocab_size: int = 1 << 31
 
     def check(self) -> None:
-        """Raises a ValueError for a tokenizer that does not return the offsets of its tokens."""
+        """Raises a ValueError if the tokenizer does not return the offsets of its tokens."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise UserError(
                 "the tokenizer does not return the offsets of its tokens in the text; expected a "
@@ -80,31 +81,35 @@ class ConversationEncoder:
     def encode(self, turns: Sequence[str], num_images: int) -> EncodedConversation:
         """Encodes a conversation.
 
-        The ids are those of `tokenize_with_images` on the family's prompt. The assistant's text is
-        supervised: everything after its role, up to and including the end of its turn. The ids
-        before the first supervised one are therefore the prompt of `generate`.
+        The ids equal the ids of `tokenize_with_images` for the family's prompt. The text of each
+        assistant turn is supervised, from the end of its role name to the end of the turn. The ids
+        before the first supervised id are therefore the prompt that `generate` uses.
 
         Args:
-            turns: user first, then alternating, the last one the assistant's.
-            num_images: number of images of the conversation, in front unless marked.
+            turns: turns that alternate from the user's first to the assistant's last.
+            num_images: number of images. They come first unless the turns have image marks.
 
         Returns:
-            Ids and labels of equal length, and the ids of the user's words.
+            The encoded conversation.
 
         Raises:
-            ValueError: marks do not match the images, or the tokenizer does not return offsets or
-                is another model's.
+            ValueError: the number of image marks is wrong, or the tokenizer returns no offsets or
+                belongs to another model.
         """
         return self.encode_all([turns], num_images)[0]
 
     def encode_all(
         self, conversations: Sequence[Sequence[str]], num_images: int
     ) -> list[EncodedConversation]:
-        """Encodes several conversations in one call of the tokenizer, which uses all processors."""
+        """Encodes several conversations with one parallel call of the tokenizer.
+
+        Arguments and result are as in `encode`, for a list of conversations with equal numbers of
+        images.
+        """
         self.check()
         written = [self._write(turns, num_images) for turns in conversations]
         pieces = [split_at_images(prompt, num_images) for prompt, _ in written]
-        words = [user_words(turns) for turns in conversations]
+        texts = [user_words(turns) for turns in conversations]
         with TOKENIZER_LOCK:
             tokens = self.tokenizer(
                 [piece for row in pieces for piece in row],
@@ -112,50 +117,65 @@ class ConversationEncoder:
                 return_offsets_mapping=True,
                 return_attention_mask=False,
             )
-            text = self.tokenizer(
-                words, add_special_tokens=False, return_attention_mask=False
+            text_ids = self.tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False
             ).input_ids
-            start = start_tokens(self.tokenizer)
+            start_ids = start_tokens(self.tokenizer)
         check_ids(itertools.chain.from_iterable(tokens.input_ids), self.vocab_size)
-        encoded, size = [], num_images + 1
-        for number, (_, supervised) in enumerate(written):
-            part = slice(number * size, (number + 1) * size)
+        encoded, num_pieces = [], num_images + 1
+        for number, (_, mask) in enumerate(written):
+            part = slice(number * num_pieces, (number + 1) * num_pieces)
             ids = tokens.input_ids[part]
-            labels = _labels(pieces[number], ids, tokens.offset_mapping[part], supervised)
+            labels = _label_tokens(pieces[number], ids, tokens.offset_mapping[part], mask)
             encoded.append(
                 EncodedConversation(
-                    start + join_at_images(ids),
-                    [IGNORE] * len(start) + join_at_images(labels, IGNORE),
-                    list(text[number]) if words[number] else [],
+                    start_ids + join_at_images(ids),
+                    [IGNORE] * len(start_ids) + join_at_images(labels, IGNORE),
+                    list(text_ids[number]) if texts[number] else [],
                 )
             )
         return encoded
 
     def _write(self, turns: Sequence[str], num_images: int) -> tuple[str, bytearray]:
-        """Returns a conversation's prompt and, per character, whether it is supervised."""
+        """Writes a conversation as text.
+
+        Returns:
+            The prompt, and a mask with one byte per character: 1 if it is supervised, otherwise 0.
+        """
         turns = list(turns)
         turns[0] = self.place_images(turns[0], num_images)
         prompt = self.conversation(turns)
-        supervised = bytearray(len(prompt))
+        mask = bytearray(len(prompt))
         for number in range(1, len(turns), 2):
-            # An open conversation ends where the answer begins.
+            # The prompt of the turns before an answer ends where the answer starts.
             start = len(self.conversation(turns[:number]))
             end = len(self.conversation(turns[: number + 1]))
-            supervised[start:end] = b"\1" * (end - start)
-        return prompt, supervised
+            mask[start:end] = b"\1" * (end - start)
+        return prompt, mask
 
 
-def _labels(
+def _label_tokens(
     pieces: Sequence[str],
     ids: Sequence[Sequence[int]],
-    places: Sequence[Sequence[tuple[int, int]]],
-    supervised: bytearray,
+    offsets: Sequence[Sequence[tuple[int, int]]],
+    mask: bytearray,
 ) -> list[list[int]]:
-    """Labels tokens of each piece that overlap a supervised character."""
-    before = np.concatenate([[0], np.cumsum(np.frombuffer(supervised, np.uint8), dtype=np.int64)])
-    labels, begin = [], 0
-    for piece, own, place in zip(pieces, ids, places, strict=True):
-        first, last = begin + np.array(place, np.int64).reshape(-1, 2).T
-        labels.append(np.where(before[last] > before[first], own, IGNORE).tolist())
-        begin += len(piece) + len(IMAGE_MARK)
+    """Labels the tokens that overlap a supervised character.
+
+    Args:
+        pieces: pieces of a prompt between its image marks.
+        ids: token ids of each piece.
+        offsets: start and end of each token in its piece, in characters.
+        mask: 1 for each supervised character of the prompt.
+
+    Returns:
+        Labels of each piece: the token id, or `IGNORE`.
+    """
+    # Prefix sums: supervised characters between two positions are a difference of two entries.
+    count = np.concatenate([[0], np.cumsum(np.frombuffer(mask, np.uint8), dtype=np.int64)])
+    labels, piece_start = [], 0
+    for piece, piece_ids, piece_offsets in zip(pieces, ids, offsets, strict=True):
+        start, end = piece_start + np.array(piece_offsets, np.int64).reshape(-1, 2).T
+        labels.append(np.where(count[end] > count[start], piece_ids, IGNORE).tolist())
+        piece_start += len(piece) + len(IMAGE_MARK)
     return labels

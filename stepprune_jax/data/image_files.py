@@ -1,4 +1,4 @@
-"""Files of a data set's images, and whether they exist."""
+"""Finds the image files of a data set, and checks that they exist inside their folder."""
 
 import concurrent.futures
 import os
@@ -12,71 +12,109 @@ from jaxtyping import Int
 from stepprune_jax.data.json_files import words
 from stepprune_jax.user_input import UserError
 
-# Threads that query a file system, which may be remote, and names per query.
-_THREADS = 16
-_PART = 1000
+# A remote file system takes milliseconds per query, so several queries run at the same time.
+_NUM_THREADS = 16
+# Names per task of a thread, which keeps the cost of the thread pool small.
+_NAMES_PER_TASK = 1000
 
+# Results of `ImageFolder.check`.
 PRESENT, MISSING, OUTSIDE = 0, 1, 2
 
 
 class ImagePathError(UserError):
-    """An image's path leaves its folder."""
+    """Raised for an image whose path leaves its folder."""
 
 
-def image_name(value: Mapping[str, object], where: str) -> str:
-    """Reads the field "image" of an object."""
-    name = words(value, "image", where, "the name of one image")
-    outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
-    if outside or os.path.isabs(name) or PureWindowsPath(name).drive:
+def image_name(value: Mapping[str, object], place: str) -> str:
+    """Reads the field "image" of a JSON object.
+
+    Args:
+        value: the object.
+        place: file and number of the object, for messages.
+
+    Returns:
+        The path of the image relative to the image folder.
+
+    Raises:
+        ImagePathError: the path leaves the folder.
+        ValueError: the field is missing or is not text.
+    """
+    name = words(value, "image", place, "the name of one image")
+    is_outside = os.path.normpath(name).split(os.sep)[0] == os.pardir
+    if is_outside or os.path.isabs(name) or PureWindowsPath(name).drive:
         raise ImagePathError(
-            f'{where}: "image" must be a path inside the image folder, got {name!r}'
+            f'{place}: "image" must be a path inside the image folder, got {name!r}'
         )
     return name
 
 
-def existing_image(root: str | Path, name: str, where: str) -> Path:
-    """Returns the file of an image; links inside the root may lead anywhere."""
+def existing_image(root: str | Path, name: str, place: str) -> Path:
+    """Returns the path of an image. A symbolic link may lead out of the root.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
     path = Path(root) / name
     if not os.path.isfile(path):  # also False for names that no file can have
         hint = "" if os.path.isdir(root) else ", and the image folder does not exist"
-        raise FileNotFoundError(f'{where}: "image": no file at {path}{hint}')
+        raise FileNotFoundError(f'{place}: "image": no file at {path}{hint}')
     return path
 
 
 class ImageFolder:
-    """An image folder whose paths and links must stay inside it.
+    """An image folder whose files must lie inside it.
 
-    The files of a downloaded data set are chosen by its author, including links. A link may lead
-    out of the folder only into one that the user has named.
+    The author of a downloaded data set chooses its files and links. A link could otherwise read any
+    image of the user's disk.
     """
 
     def __init__(self, root: str | Path, linked: Sequence[str | Path] = ()):
-        """Resolves the folders."""
+        """Stores the folder.
+
+        Args:
+            root: the image folder.
+            linked: other folders that links in the image folder may lead to.
+        """
         self.root = Path(root)
-        self._inside = [os.path.realpath(folder) for folder in (root, *linked)]
+        self._allowed = [os.path.realpath(folder) for folder in (root, *linked)]
 
     def check(self, names: Sequence[str]) -> Int[np.ndarray, " n"]:
-        """Checks whether images exist."""
-        parts = [names[start : start + _PART] for start in range(0, len(names), _PART)]
-        with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-            return np.array([x for part in pool.map(self._check, parts) for x in part], np.int8)
+        """Checks whether images exist inside the folder.
+
+        Args:
+            names: paths relative to the folder.
+
+        Returns:
+            `PRESENT`, `MISSING` or `OUTSIDE` for each name. An empty file is `MISSING`.
+        """
+        starts = range(0, len(names), _NAMES_PER_TASK)
+        tasks = [names[start : start + _NAMES_PER_TASK] for start in starts]
+        with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
+            states = [state for part in pool.map(self._check, tasks) for state in part]
+        return np.array(states, np.int8)
 
     def _check(self, names: Sequence[str]) -> list[int]:
-        real: dict[str, str] = {}  # folders are few and are resolved once
-        return [self._check_one(name, real) for name in names]
+        real_folders: dict[str, str] = {}  # there are few folders, and each is resolved once
+        return [self._check_one(name, real_folders) for name in names]
 
-    def _check_one(self, name: str, real: dict[str, str]) -> int:
+    def _check_one(self, name: str, real_folders: dict[str, str]) -> int:
+        """Checks one image.
+
+        Args:
+            name: path relative to the folder.
+            real_folders: resolved path by folder; a new folder is added.
+        """
         folder, file = os.path.split(os.path.join(self.root, name))
         try:
-            if folder not in real:
-                real[folder] = os.path.realpath(folder)
-            path = os.path.join(real[folder], file)
+            if folder not in real_folders:
+                real_folders[folder] = os.path.realpath(folder)
+            path = os.path.join(real_folders[folder], file)
             status = os.lstat(path)
             if stat.S_ISLNK(status.st_mode):
                 path = os.path.realpath(path)
                 status = os.stat(path)
-        except (OSError, ValueError):  # the latter for names that no file can have
+        except (OSError, ValueError):  # ValueError: a name that no file can have
             return MISSING
-        if not any(path.startswith(os.path.join(inside, "")) for inside in self._inside):
+        if not any(path.startswith(os.path.join(folder, "")) for folder in self._allowed):
             return OUTSIDE
         return PRESENT if stat.S_ISREG(status.st_mode) and status.st_size else MISSING

@@ -1,4 +1,4 @@
-"""Image files, opened safely and converted to RGB, and padded to squares."""
+"""Opens image files safely, converts them to RGB, and pads them to squares."""
 
 import io
 import re
@@ -10,16 +10,17 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from stepprune_jax.user_input import UserError
 
-# Squares with more pixels are resampled in strips: a 20,000 x 10 image would need 1.2 GB as one.
+# Squares with more pixels are resampled in strips. The square of a 20,000 x 10 image would need
+# 1.2 GB.
 STRIP_PIXELS = 1 << 24
 _STRIP_ROWS = 256
-# Longest side of an image in pixels. Time grows with its square: padded to a square and resized, a
-# single column of 32,767 pixels takes 5 seconds, one of twice as many 22.
+# Longest side of an image in pixels. Padding a column of 32,767 pixels to a square and resizing it
+# takes 5 seconds. The time grows with the square of the side: 65,534 pixels take 22 seconds.
 LONGEST_SIDE = 32_767
-# Largest ratio of the longer side to the shorter one that Qwen's models take.
+# Qwen's image processor refuses images with a larger ratio of the longer to the shorter side.
 MAX_ASPECT = 200
-# Files that data sets and users often hold in the place of an image, by their first bytes.
-_OTHER_FILES = (
+# Advice about files that are often given instead of an image, by a pattern of their first bytes.
+_NON_IMAGE_FILES = (
     (
         rb"....ftyp(hei|hev|mif|msf)",
         "is a HEIC photo, which Pillow cannot read: convert it to JPEG or PNG",
@@ -31,9 +32,10 @@ _OTHER_FILES = (
     (rb"version https://git-lfs", "is a pointer of Git LFS: run `git lfs pull` to get the image"),
     (rb"\s*<(!doctype html|html)", "is a web page; expected an image: download it again"),
 )
-_LONGEST_START = 64  # bytes
-# What undoes the orientations of EXIF.
-_TURNS = {
+# Bytes that the patterns above are matched against. The longest match, of a web page, needs fewer.
+_START_BYTES = 64
+# Transposition that undoes each EXIF orientation. Orientation 1 is upright.
+_UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -45,18 +47,25 @@ _TURNS = {
 
 
 def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = False) -> Image.Image:
-    """Opens an image, a file or the bytes of one, and converts it to RGB.
+    """Opens an image and converts it to RGB.
 
-    Palettes are resolved, CMYK is converted by Pillow, 16-bit grey keeps its upper eight bits,
-    32-bit grey is refused, as its range is not known, an animation gives its first frame. EPS is
-    refused: Pillow would let Ghostscript run the program that the file is.
+    Palettes are resolved, and Pillow converts CMYK. 16-bit grey keeps its upper eight bits. An
+    animation gives its first frame. 32-bit grey is refused, because the range of its values is
+    unknown. EPS is refused, because it is a program that Pillow would run in Ghostscript.
 
     Args:
-        source: a file, the bytes of one, or a Pillow image.
-        as_shown: turns the image by its EXIF orientation and blends it with a white ground, as a
-            viewer, vLLM and Qwen's own reader do. Answers to users need that. Without it both
-            orientation and alpha are ignored, as by the programs that LLaVA is trained and
-            evaluated with.
+        source: a file, the bytes of a file, or a Pillow image.
+        as_shown: True turns the image by its EXIF orientation and blends it with a white
+            background, as image viewers, vLLM and Qwen's reader do. Answers to users need this.
+            False ignores orientation and alpha, as LLaVA's programs for training and evaluation do.
+
+    Returns:
+        The decoded image in mode "RGB".
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        TypeError: the source has another type.
+        ValueError: the image is damaged, too large or not supported.
     """
     if not isinstance(source, (str, Path, bytes, Image.Image)):
         raise TypeError(f"expected a path, bytes or a Pillow image, got {type(source).__name__}")
@@ -70,7 +79,7 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
             raise FileNotFoundError(f"no image file at {name}")
     try:
         with warnings.catch_warnings():
-            # Pillow warns above 89 Mpixel and raises above 179; large is fine, a bomb is not.
+            # Pillow warns above 89 Mpixel and raises above 179. Only the error matters here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             if isinstance(source, Image.Image):
                 return _to_rgb(source, as_shown)
@@ -79,27 +88,29 @@ def open_image(source: str | Path | bytes | Image.Image, *, as_shown: bool = Fal
                     raise _RefusedError("is an EPS drawing: convert it to PNG")
                 return _to_rgb(image, as_shown)
     except Exception as error:  # Pillow's decoders may raise any kind
-        unknown = isinstance(error, UnidentifiedImageError)
-        problem = _unknown_format(source) if unknown else _problem(error)
+        if isinstance(error, UnidentifiedImageError):
+            problem = _describe_unknown_file(source)
+        else:
+            problem = _describe_problem(error)
         raise UserError(f"{name} {problem}") from error
 
 
 class _RefusedError(ValueError):
-    """An image that is intact, but not supported."""
+    """Raised for an image that is intact but not supported."""
 
 
-def _problem(error: Exception) -> str:
-    """Describes why an image cannot be opened."""
+def _describe_problem(error: Exception) -> str:
+    """Returns the predicate of a message about an image that cannot be opened."""
     reason = " ".join(str(error).split()) or type(error).__name__
     bomb = (
         f"unpacks to more pixels than Pillow allows ({reason}). A small file that grows to "
         "gigabytes can be an attack; if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS"
     )
-    limit = re.search("MAX_TEXT_[A-Z]+", reason)  # Pillow's limits on the metadata of a PNG
-    if limit is not None:
+    png_limit = re.search("MAX_TEXT_[A-Z]+", reason)  # Pillow's limits on the metadata of a PNG
+    if png_limit is not None:
         return (
             f"has more text or a larger colour profile than Pillow allows ({reason}): save it "
-            f"without them; if you trust it, raise PIL.PngImagePlugin.{limit.group()}"
+            f"without them; if you trust it, raise PIL.PngImagePlugin.{png_limit.group()}"
         )
     messages = {
         _RefusedError: reason,
@@ -112,32 +123,37 @@ def _problem(error: Exception) -> str:
     )
 
 
-def _unknown_format(source: str | Path | io.BytesIO) -> str:
-    """Says what a file is that Pillow does not recognize, by its first bytes."""
+def _describe_unknown_file(source: str | Path | io.BytesIO) -> str:
+    """Returns the predicate of a message about a file that Pillow does not recognize."""
     if isinstance(source, io.BytesIO):
-        start = source.getvalue()[:_LONGEST_START]
+        start = source.getvalue()[:_START_BYTES]
     else:
         with open(source, "rb") as file:
-            start = file.read(_LONGEST_START)
-    kinds = (text for form, text in _OTHER_FILES if re.match(form, start, re.DOTALL | re.I))
-    empty = "" if start else ": the file is empty"
-    return next(kinds, f"is not an image in a format that Pillow reads{empty}")
+            start = file.read(_START_BYTES)
+    for pattern, description in _NON_IMAGE_FILES:
+        if re.match(pattern, start, re.DOTALL | re.I):
+            return description
+    hint = "" if start else ": the file is empty"
+    return f"is not an image in a format that Pillow reads{hint}"
 
 
 def is_shown_otherwise(path: str | Path) -> bool:
-    """Returns whether an image file's two readings differ: it is turned, or transparent."""
+    """Returns whether `open_image` with and without `as_shown` gives different pixels.
+
+    Such an image has an EXIF orientation, or is transparent.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        opened = Image.open(path)
-    with opened as image:
-        if _orientation(image) not in _TURNS and not image.has_transparency_data:
+        undecoded = Image.open(path)
+    with undecoded as image:
+        if _orientation(image) not in _UPRIGHT and not image.has_transparency_data:
             return False
-    stored, shown = (open_image(path, as_shown=wanted) for wanted in (False, True))
-    return stored.size != shown.size or stored.tobytes() != shown.tobytes()
+    stored, displayed = (open_image(path, as_shown=as_shown) for as_shown in (False, True))
+    return stored.size != displayed.size or stored.tobytes() != displayed.tobytes()
 
 
 def _orientation(image: Image.Image) -> object:
-    """Returns the EXIF orientation, None if there is none or the block is damaged."""
+    """Returns the EXIF orientation, or None if it is missing or the EXIF block is damaged."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # Pillow's parsers may raise any kind
@@ -145,32 +161,32 @@ def _orientation(image: Image.Image) -> object:
 
 
 def _to_rgb(image: Image.Image, as_shown: bool) -> Image.Image:
-    """Decodes and converts to RGB."""
+    """Decodes an opened image and converts it to RGB, as described in `open_image`."""
     if not 1 <= min(image.size) <= max(image.size) <= LONGEST_SIDE:
         raise _RefusedError(
             f"has {image.width} x {image.height} pixels, expected sides of 1 to {LONGEST_SIDE}"
         )
     if image.mode in ("I", "F"):
         raise _RefusedError("has 32-bit grey values, expected 8 or 16 bits a channel: convert it")
-    image.load()  # Pillow turns a TIFF here
-    turn = _TURNS.get(_orientation(image)) if as_shown else None
+    image.load()  # Pillow turns a TIFF upright here, so the orientation is read afterwards
+    transposition = _UPRIGHT.get(_orientation(image)) if as_shown else None
     if image.mode.startswith("I;16"):
-        # Pillow would clip at 255 and turn nearly every 16-bit image white.
-        order = ">u2" if image.mode.endswith("B") else "<u2"
-        values = np.frombuffer(image.tobytes(), order).reshape(image.height, image.width)
-        clear = as_shown and values == image.info.get("transparency")
-        image = Image.fromarray(np.where(clear, 255, values >> 8).astype(np.uint8))
+        # Pillow would clip at 255 and make nearly every 16-bit image white.
+        dtype = ">u2" if image.mode.endswith("B") else "<u2"
+        values = np.frombuffer(image.tobytes(), dtype).reshape(image.height, image.width)
+        is_transparent = as_shown and values == image.info.get("transparency")
+        image = Image.fromarray(np.where(is_transparent, 255, values >> 8).astype(np.uint8))
     if as_shown and image.has_transparency_data:
-        ink = image if image.mode == "RGBA" else image.convert("RGBA")
-        image = Image.new("RGB", ink.size, "white")
-        image.paste(ink, mask=ink)
+        foreground = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = Image.new("RGB", foreground.size, "white")
+        image.paste(foreground, mask=foreground)
     elif image.mode == "P" and "transparency" in image.info:
-        # The same colours as a direct conversion, without Pillow's warning on byte transparency.
+        # A direct conversion gives the same colours, but Pillow warns about byte transparency.
         image = image.convert("RGBA")
     image = image if image.mode == "RGB" else image.convert("RGB")
-    if turn is not None:
-        image = image.transpose(turn)
-        image.info = {}  # without the orientation, or it would be turned again
+    if transposition is not None:
+        image = image.transpose(transposition)
+        image.info = {}  # a kept orientation would turn the image again when it is reopened
     return image
 
 
@@ -180,11 +196,20 @@ def pad_to_square(
     size: int,
     resample: int,
 ) -> Image.Image:
-    """Pads an image to a square and resizes that, without ever holding a very large square.
+    """Pads an image to a square and resizes the square.
 
-    Pillow resamples rows first, then columns, rounding to bytes in between. So strips of the square
-    can be resampled along their rows one after another, and the stack of strips along its columns,
-    with the same bytes as a result.
+    A very large square is never built. Pillow resamples rows first, rounds to bytes, and then
+    resamples columns. Therefore strips of the square can be resampled along their rows one by one,
+    and the stack of strips along its columns, with identical bytes.
+
+    Args:
+        image: an RGB image.
+        fill: colour of the padding.
+        size: side of the result in pixels.
+        resample: a resampling filter of Pillow.
+
+    Returns:
+        The image [size, size].
     """
     side = max(image.size)
     left, top = (side - image.width) // 2, (side - image.height) // 2
@@ -192,15 +217,15 @@ def pad_to_square(
         square = Image.new("RGB", (side, side), fill)
         square.paste(image, (left, top))
         return square.resize((size, size), resample)
-    narrow = Image.new("RGB", (size, side))
-    blank = Image.new("RGB", (side, _STRIP_ROWS), fill)
-    blank = blank.resize((size, _STRIP_ROWS), resample)
+    stack = Image.new("RGB", (size, side))  # the square, resampled along its rows
+    padding = Image.new("RGB", (side, _STRIP_ROWS), fill)
+    padding = padding.resize((size, _STRIP_ROWS), resample)
     for row in range(0, side, _STRIP_ROWS):
-        rows = min(_STRIP_ROWS, side - row)
-        if row + rows <= top or row >= top + image.height:
-            narrow.paste(blank, (0, row))
+        num_rows = min(_STRIP_ROWS, side - row)
+        if row + num_rows <= top or row >= top + image.height:
+            stack.paste(padding, (0, row))
             continue
-        strip = Image.new("RGB", (side, rows), fill)
+        strip = Image.new("RGB", (side, num_rows), fill)
         strip.paste(image, (left, top - row))
-        narrow.paste(strip.resize((size, rows), resample), (0, row))
-    return narrow.resize((size, size), resample)
+        stack.paste(strip.resize((size, num_rows), resample), (0, row))
+    return stack.resize((size, size), resample)

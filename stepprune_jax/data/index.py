@@ -1,8 +1,8 @@
-"""The index of a training file, built in one pass and cached in a folder.
+"""Builds and caches the index of a training file.
 
-An index holds a few numbers for each row: its sample, its token counts, and whether it can be
-trained on. A row ends with the answer that is learned: it is a question of a conversation
-with its answer, alone or after the preceding turns.
+A row is one training example: a question of a conversation with its supervised answer, with or
+without the preceding turns. The index holds a few numbers for each row: its sample, its token
+counts, and whether it can be trained on.
 """
 
 import hashlib
@@ -24,52 +24,67 @@ from stepprune_jax.data.json_files import file_named
 from stepprune_jax.data.llava import Conversation, parse_conversation
 from stepprune_jax.user_input import UserError, naming
 
-# Version of the index format; a change invalidates older files.
-_FORM = 6
-# Conversations tokenised in one call.
-_PART = 256
+# Part of the cached file's name. It must change with the format or meaning of an index.
+_FORMAT_VERSION = 6
+# Conversations tokenised in one call: enough for all processor cores, few enough for a smooth bar.
+_ROWS_PER_CALL = 256
 
-USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NOTHING_SAID = range(5)
+# Values of `Index.problem`.
+USABLE, TEXT_ONLY, MALFORMED, NO_ANSWER, NO_TURNS = range(5)
 
 
 class Samples(NamedTuple):
-    """A training file as it was read, its entries, and the model's template of their turns."""
+    """The samples of a training file.
+
+    Attributes:
+        file: the training file.
+        entries: values of the file's JSON list, not yet checked.
+        conversation: turns -> the prompt in the model's template; raises for turns that the
+            template refuses.
+    """
 
     file: Path
     entries: Sequence[Any]
     conversation: Callable[[Sequence[str | None]], str]
 
-    def where(self, sample: int) -> str:
+    def place(self, sample: int) -> str:
         """Returns file and number of a sample, for messages."""
         return f"{self.file}: sample {sample}"
 
     def parse(self, sample: int) -> Conversation:
-        """Parses and checks a sample, of whose text the template may refuse some."""
-        where = self.where(sample)
-        parsed = parse_conversation(self.entries[sample], where)
-        with naming(where):
-            self.conversation(parsed.turns)
-        return parsed
+        """Parses a sample, and checks that the model's template accepts its turns.
+
+        Raises:
+            ValueError: the sample is malformed, or the template refuses a turn.
+        """
+        place = self.place(sample)
+        conversation = parse_conversation(self.entries[sample], place)
+        with naming(place):
+            self.conversation(conversation.turns)
+        return conversation
 
     def turns(self, sample: int, first: int, pair: int) -> tuple[str, ...]:
-        """Returns the turns of a row."""
+        """Returns the turns of a row; the arguments are fields of `Index`."""
         return self.parse(sample).turns[2 * first : 2 * pair + 2]
 
 
 class Index(NamedTuple):
-    """The r rows of a training file.
+    """The r rows of a training file, built by `scan` and `measure`.
+
+    A pair is a question of a conversation and its answer. Pairs are numbered from 0.
 
     Attributes:
         names: names of the distinct images, as in the file.
-        sample: number of the sample of each row.
-        first: number of the first question of the sample that belongs to the row.
-        pair: number of the question whose answer is learned, the last of the row.
-        image: number of the row's image among `names`; -1 if there is none.
-        problem: `USABLE`, or why the row cannot be trained on: `TEXT_ONLY`, `MALFORMED`,
-            `NO_ANSWER` within the context, or `NOTHING_SAID` but a message that is dropped.
-        ids: number of ids of the row, counting its image as one.
-        text: number of ids of the user's words.
-        targets: number of supervised tokens within the context.
+        sample: [r] number of the row's sample in the file.
+        first: [r] number of the row's first pair in the sample.
+        pair: [r] number of the row's last pair, whose answer is supervised.
+        image: [r] index of the row's image in `names`; -1 without an image.
+        problem: [r] `USABLE`, or the reason why the row cannot be trained on. `TEXT_ONLY`: no
+            image. `MALFORMED`: the sample has a fault. `NO_ANSWER`: the context ends before the
+            answer. `NO_TURNS`: the sample has only a message that is dropped.
+        ids: [r] number of ids, with one id for the image.
+        text: [r] number of ids of the user's text.
+        targets: [r] number of supervised tokens within the context.
     """
 
     names: tuple[str, ...]
@@ -84,45 +99,67 @@ class Index(NamedTuple):
 
 
 def scan(samples: Samples, split_turns: bool, skip_malformed: bool) -> Index:
-    """Checks all samples and records their rows; nothing is tokenised."""
-    rows, names = [], {}
-    for number in trange(
+    """Checks all samples and lists their rows, without tokenising.
+
+    Args:
+        samples: the training file.
+        split_turns: True makes each pair a row. False makes the conversation one row, which ends
+            with a random pair.
+        skip_malformed: whether a malformed sample becomes a `MALFORMED` row instead of an error. An
+            image path that leaves its folder is always an error.
+
+    Returns:
+        The index, with token counts of 0.
+
+    Raises:
+        ValueError: a sample is malformed.
+    """
+    rows, image_numbers = [], {}
+    for sample in trange(
         len(samples.entries), desc="checking samples", unit="sample", disable=None
     ):
         try:
-            record = samples.parse(number)
+            conversation = samples.parse(sample)
         except UserError as error:
             if isinstance(error, ImagePathError) or not skip_malformed:
                 raise
-            rows.append((number, 0, 0, -1, MALFORMED))
+            rows.append((sample, 0, 0, -1, MALFORMED))
             continue
-        if record.image is None or not record.turns:
-            why = NOTHING_SAID if record.image else TEXT_ONLY
-            rows.append((number, 0, 0, -1, why))
+        if conversation.image is None or not conversation.turns:
+            problem = NO_TURNS if conversation.image else TEXT_ONLY
+            rows.append((sample, 0, 0, -1, problem))
             continue
-        image = names.setdefault(record.image, len(names))
-        questions = len(record.turns) // 2
+        image = image_numbers.setdefault(conversation.image, len(image_numbers))
+        num_pairs = len(conversation.turns) // 2
         if split_turns:
-            rows += [(number, pair, pair, image, USABLE) for pair in range(questions)]
+            rows += [(sample, pair, pair, image, USABLE) for pair in range(num_pairs)]
         else:
-            last = random.Random(number).randrange(questions)
-            rows.append((number, 0, last, image, USABLE))
-    sample, first, pair, image, problem = np.array(rows, np.int32).T
-    zero = np.zeros(len(rows), np.int32)
-    return Index(tuple(names), sample, first, pair, image, problem, zero, zero, zero)
+            # The seed is the sample's number, so all hosts choose the same pair.
+            last_pair = random.Random(sample).randrange(num_pairs)
+            rows.append((sample, 0, last_pair, image, USABLE))
+    zeros = np.zeros(len(rows), np.int32)
+    return Index(tuple(image_numbers), *np.array(rows, np.int32).T, zeros, zeros, zeros)
 
 
 def measure(
     index: Index, samples: Samples, encoder: ConversationEncoder, context_ids: int
 ) -> Index:
-    """Tokenises every row once and records the counts."""
+    """Tokenises every usable row and returns the index with token counts.
+
+    Args:
+        index: result of `scan`.
+        samples: the training file.
+        encoder: the model's encoder of conversations.
+        context_ids: number of ids after which a row is truncated. A row without supervised tokens
+            before this limit becomes `NO_ANSWER`.
+    """
     ids, text, targets = (np.zeros(len(index.sample), np.int32) for _ in range(3))
     rows = np.flatnonzero(index.problem == USABLE)
     with tqdm(total=len(rows), desc="counting tokens", unit="row", disable=None) as bar:
-        for begin in range(0, len(rows), _PART):
-            part = rows[begin : begin + _PART]
-            places = np.stack([index.sample, index.first, index.pair], axis=1)[part].tolist()
-            turns = [samples.turns(*place) for place in places]
+        for start in range(0, len(rows), _ROWS_PER_CALL):
+            part = rows[start : start + _ROWS_PER_CALL]
+            keys = np.stack([index.sample, index.first, index.pair], axis=1)[part].tolist()
+            turns = [samples.turns(*key) for key in keys]
             for row, encoded in zip(part, encoder.encode_all(turns, 1), strict=True):
                 ids[row], text[row] = len(encoded.ids), len(encoded.text)
                 labels = np.array(last_answer(encoded.labels)[:context_ids])
@@ -133,12 +170,19 @@ def measure(
 
 
 def index_path(folder: Path, data: str, encoder: ConversationEncoder, *choices: object) -> Path:
-    """Returns the path of a file's index, whose name is a hash of contents and choices."""
+    """Returns the path of a cached index. Its name is a hash of everything the index depends on.
+
+    Args:
+        folder: folder of cached indices.
+        data: identity of the training file.
+        encoder: the model's encoder of conversations.
+        *choices: JSON values that the index also depends on.
+    """
     tokenizer = encoder.tokenizer
     backend = tokenizer.backend_tokenizer.to_str()
     prompt = encoder.conversation([encoder.place_images("Q", 1), "A", "Q", "A"])
-    determined_by = [_FORM, data, backend, tokenizer.bos_token_id, prompt, *choices]
-    digest = hashlib.sha256(json.dumps(determined_by).encode()).hexdigest()
+    dependencies = [_FORMAT_VERSION, data, backend, tokenizer.bos_token_id, prompt, *choices]
+    digest = hashlib.sha256(json.dumps(dependencies).encode()).hexdigest()
     return folder / f"index-{digest[:16]}.npz"
 
 
@@ -152,16 +196,20 @@ def save_index(index: Index, path: Path) -> None:
             np.savez(file, **index._asdict() | {"names": names})
         os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)  # half of it, on a full disk
+        partial.unlink(missing_ok=True)  # on a full disk, an incomplete file remains
 
 
 def load_index(path: Path) -> Index | None:
-    """Reads an index; None if it is absent or damaged, and has to be rebuilt."""
+    """Reads a cached index.
+
+    Returns:
+        The index, or None if the file is missing or damaged and the index must be rebuilt.
+    """
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in Index._fields}
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in Index._fields}
         names = tuple(json.loads(arrays.pop("names").tobytes()))
     except Exception:  # a damaged file may raise any kind
         return None
-    known = all(array.dtype.kind in "iu" for array in arrays.values())
-    return Index(names=names, **arrays) if known else None
+    are_integers = all(array.dtype.kind in "iu" for array in arrays.values())
+    return Index(names=names, **arrays) if are_integers else None

@@ -1,7 +1,7 @@
-"""Prompts as token ids with sentinels for images, for any prompt template.
+"""Converts prompts with images to token ids, for any prompt template.
 
-A prompt is text with `IMAGE_MARK` at each image; as ids it has `IMAGE_TOKEN` there, which is not a
-token of any vocabulary and is replaced by visual tokens inside the model.
+As text, a prompt has `IMAGE_MARK` at each image. As ids, it has `IMAGE_TOKEN` there. This id is in
+no vocabulary; the model replaces it by the image's visual tokens.
 """
 
 import threading
@@ -15,7 +15,8 @@ from stepprune_jax.user_input import UserError
 
 IMAGE_MARK = "<image>"
 IMAGE_TOKEN = -200
-# A call of a fast tokenizer first changes settings of the tokenizer, which all threads share.
+# Held during calls of a fast tokenizer. A call changes settings of the tokenizer, which all threads
+# share.
 TOKENIZER_LOCK = threading.Lock()
 
 
@@ -24,10 +25,21 @@ def tokenize_with_images(
 ) -> list[int]:
     """Converts a prompt to ids with `IMAGE_TOKEN` at each image mark.
 
-    The text is split at the marks, and each piece is tokenised separately. With a Llama tokenizer
-    the piece before an image therefore ends in a lone blank piece, and the piece after it starts
-    with one. The prompt begins with the tokenizer's start token. A token that the tokenizer appends
-    to every text is left out, as the end tokens of a prompt are part of its text.
+    The text is split at the marks, and each piece is tokenised separately. A Llama tokenizer
+    therefore writes a separate blank at the end of the piece before an image and at the start of
+    the piece after it. The prompt begins with the tokenizer's start tokens. End tokens that the
+    tokenizer appends to every text are omitted, because a prompt contains its end tokens as text.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        prompt: text with `IMAGE_MARK` at each image.
+        num_images: expected number of marks; None skips the check.
+
+    Returns:
+        The token ids.
+
+    Raises:
+        ValueError: the number of marks is not `num_images`.
     """
     pieces = split_at_images(prompt, num_images)
     with TOKENIZER_LOCK:
@@ -36,7 +48,7 @@ def tokenize_with_images(
 
 
 def check_ids(ids: Iterable[int], vocab_size: int) -> None:
-    """Raises a ValueError if a tokenizer gave an id that the model has no embedding for."""
+    """Raises a ValueError if an id has no embedding in a vocabulary of `vocab_size` tokens."""
     largest = max(ids, default=0)
     if largest >= vocab_size:
         raise UserError(
@@ -47,32 +59,39 @@ def check_ids(ids: Iterable[int], vocab_size: int) -> None:
 
 def check_marks(text: str, num_images: int) -> None:
     """Raises a ValueError unless the text has one `IMAGE_MARK` for each image."""
-    marks = text.count(IMAGE_MARK)
-    if marks != num_images:
+    num_marks = text.count(IMAGE_MARK)
+    if num_marks != num_images:
         raise UserError(
-            f"the prompt has {marks or 'no'} {IMAGE_MARK}, but {num_images} image(s) are given; "
-            "expected one for each"
+            f"the prompt has {num_marks or 'no'} {IMAGE_MARK}, but {num_images} image(s) are "
+            "given; expected one for each"
         )
 
 
 def marks_in_front(message: str, num_images: int, mark: str = IMAGE_MARK) -> str:
-    """Puts image marks in front of the message, as in the training data.
+    """Puts one image mark per image in front of a message, as in the training data.
 
-    The mark of a single image moves to the front. With several images and as many marks in the
-    message, the marks keep their places.
+    The mark of a single image moves to the front. Several marks keep their positions.
+
+    Args:
+        message: the user's message, with no marks or one per image.
+        num_images: number of images.
+        mark: text that is put in front for each image.
+
+    Raises:
+        ValueError: the message has marks, but not `num_images`.
     """
-    marks = message.count(IMAGE_MARK)
-    if marks:
+    num_marks = message.count(IMAGE_MARK)
+    if num_marks:
         check_marks(message, num_images)
-    if marks > 1:
+    if num_marks > 1:
         return message
-    if marks == 1:
+    if num_marks == 1:
         message = message.replace(IMAGE_MARK, "").strip()
     return mark * num_images + message
 
 
 def split_at_images(prompt: str, num_images: int | None = None) -> list[str]:
-    """Splits a prompt at its image marks."""
+    """Splits a prompt at its image marks, and checks their number unless `num_images` is None."""
     if num_images is not None:
         check_marks(prompt, num_images)
     return prompt.split(IMAGE_MARK)
@@ -89,33 +108,33 @@ def end_tokens(tokenizer: Callable[..., Any]) -> list[int]:
 
 
 def begins_pieces_with_a_blank(tokenizer: Any) -> bool:
-    """Returns whether a piece of text begins otherwise than the same text after a special token.
+    """Returns whether a tokenizer writes a blank before a text, but not after a special token.
 
-    A Llama tokenizer of `legacy: false` begins a piece with a blank, and omits that blank after a
-    special token, such as the image token of `transformers`. Other tokenizers do not distinguish
-    the two.
+    A Llama tokenizer with `legacy: false` begins a text with a blank, and omits this blank after a
+    special token such as the image token of `transformers`.
     """
-    special = tokenizer.eos_token
-    if special is None:
+    special_token = tokenizer.eos_token
+    if special_token is None:
         return False
-    piece, joined = (
-        list(tokenizer(text, add_special_tokens=False).input_ids) for text in ("?", f"{special}?")
+    first_ids, ids_after_special = (
+        list(tokenizer(text, add_special_tokens=False).input_ids)
+        for text in ("?", f"{special_token}?")
     )
-    return joined[1:] != piece
+    return ids_after_special[1:] != first_ids
 
 
 def _added_tokens(tokenizer: Callable[..., Any]) -> tuple[list[int], list[int]]:
     """Returns the ids that a tokenizer prepends and appends to every text."""
     encoded = tokenizer("?", return_special_tokens_mask=True)
     ids, is_added = list(encoded.input_ids), list(encoded.special_tokens_mask)
-    if all(is_added):  # a vocabulary without this character
+    if all(is_added):  # the vocabulary has no "?", which was dropped
         return ids, []
     start, stop = is_added.index(0), len(ids) - is_added[::-1].index(0)
     return ids[:start], ids[stop:]
 
 
 def join_at_images(pieces: Sequence[Sequence[int]], image: int = IMAGE_TOKEN) -> list[int]:
-    """Joins the ids of pieces that were split at the images."""
+    """Joins the ids of a prompt's pieces, with the id `image` between two pieces."""
     joined = list(pieces[0])
     for piece in pieces[1:]:
         joined += [image, *piece]
@@ -123,10 +142,14 @@ def join_at_images(pieces: Sequence[Sequence[int]], image: int = IMAGE_TOKEN) ->
 
 
 def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
-    """Returns ids of the user's text, for the policy.
+    """Returns the ids of the user's text, which the policy reads.
 
-    They exclude the system prompt, role names, answers, image marks and a start token. All of the
-    user's turns are included, since a later question may refer to an earlier one.
+    All of the user's turns are included, because a question may refer to an earlier turn. System
+    prompt, role names, answers, image marks and start tokens are excluded.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        turns: turns of a conversation, alternating from the user's first turn.
     """
     text = user_words(turns)
     if not text:
@@ -137,19 +160,25 @@ def question_ids(tokenizer: Any, turns: Sequence[str]) -> tuple[int, ...]:
 
 def user_words(turns: Sequence[str]) -> str:
     """Returns the user's turns of a conversation, one per line, without image marks."""
-    said = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]
-    return "\n".join(filter(None, said))
+    texts = [turn.replace(IMAGE_MARK, "").strip() for turn in turns[::2]]
+    return "\n".join(filter(None, texts))
 
 
 def truncated_images(
     ids: Int[np.ndarray, " l"], kept: Int[np.ndarray, " j"], limit: int
 ) -> Int[np.ndarray, " j"]:
-    """Counts the visual tokens of each image among the first embeddings of a prompt."""
+    """Counts the visual tokens of each image that remain in a truncated prompt.
+
+    Args:
+        ids: [l] ids of the prompt, with `IMAGE_TOKEN` at each of the j images.
+        kept: [j] visual tokens of each image before truncation.
+        limit: number of embeddings, of text and images, after which the prompt is truncated.
+    """
     is_image = ids == IMAGE_TOKEN
-    size = np.ones(len(ids), int)
-    size[is_image] = kept
-    before = np.cumsum(size) - size
-    return np.clip(limit - before, 0, size)[is_image]
+    num_embeddings = np.ones(len(ids), int)
+    num_embeddings[is_image] = kept
+    start = np.cumsum(num_embeddings) - num_embeddings
+    return np.clip(limit - start, 0, num_embeddings)[is_image]
 
 
 def pad_batch(
@@ -159,7 +188,17 @@ def pad_batch(
     multiple: int = 1,
     width: int | None = None,
 ) -> tuple[Int[np.ndarray, "b l"], Int[np.ndarray, " b"]]:
-    """Right-pads rows of numbers, such as the ids of prompts, to one width."""
+    """Right-pads rows of integers, such as the ids of prompts, to one width.
+
+    Args:
+        rows: b rows of any lengths.
+        fill: value of the padding.
+        multiple: the width is rounded up to a multiple of this number.
+        width: the width l; None selects the length of the longest row.
+
+    Returns:
+        The padded rows [b, l] and their lengths [b], both int32.
+    """
     length = np.asarray([len(row) for row in rows], np.int32)
     if width is None:
         width = -(-max(1, int(length.max())) // multiple) * multiple

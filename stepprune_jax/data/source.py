@@ -1,4 +1,4 @@
-"""Location of a run's data, and settings of batches."""
+"""Settings of a run's training data, and the folders that they name."""
 
 import dataclasses
 from pathlib import Path
@@ -18,22 +18,22 @@ class DataSettings(Settings, path="config.data"):
 
     Attributes:
         folder: folder with train.json, images/ and, for evaluation, the question files of splits.
-        train_file: training file; empty: train.json of the folder.
-        image_folder: folder that images are relative to; empty: images/ of the folder.
+        train_file: training file; empty selects train.json in `folder`.
+        image_folder: folder that image names are relative to; empty selects images/ in `folder`.
         linked_folders: folders that links in the image folder may lead to.
-        index_folder: folder for token counts; empty: that of the run.
-        missing: what to do about a missing or damaged image, of `REMEDIES`.
-        unusable: what to do about a sample that cannot be trained on, of `REMEDIES`.
-        split_turns: whether each question of a conversation is a separate sample; otherwise the
-            conversation is one sample, up to one of its answers; see `index.scan`.
-        stats_images: images for the statistics of the features; with 0, the policy and the noise
-            gate see features that are not standardised.
-        length_multiple: ids are padded to a multiple of this.
-        length_group: batches whose rows are sorted by length together; 1 for none.
-        context_limit: longest conversation in tokens, including visual ones.
-        policy_text_limit: tokens of the user's words that the policy sees.
-        cache_gb: memory for decoded images.
-        threads: threads that build batches.
+        index_folder: folder that caches token counts; empty selects the run's folder.
+        missing: "stop" raises an error for a missing or damaged image; "skip" skips its samples.
+        unusable: "stop" raises an error for a sample that cannot be trained on; "skip" skips it.
+        split_turns: True makes each question of a conversation a row. False makes the conversation
+            one row that ends with one of its answers, see `index.scan`.
+        stats_images: number of images for the feature statistics. 0 leaves the features of the
+            policy and the noise gate unstandardised.
+        length_multiple: prompts are padded to a multiple of this number of ids.
+        length_group: number of batches whose rows are sorted by length together; 1 sorts nothing.
+        context_limit: longest conversation in tokens, including visual tokens.
+        policy_text_limit: number of tokens of the user's text that the policy reads.
+        cache_gb: memory for decoded images in gigabytes.
+        threads: number of threads that build batches.
     """
 
     folder: str = setting("", free=True)
@@ -44,7 +44,7 @@ class DataSettings(Settings, path="config.data"):
     missing: str = choice("stop", REMEDIES)
     unusable: str = choice("stop", REMEDIES)
     split_turns: bool = True
-    stats_images: int = count(1000, least=0)
+    stats_images: int = count(1000, minimum=0)
     length_multiple: int = count(8)
     length_group: int = count(1)
     context_limit: int = count(2048)
@@ -54,14 +54,14 @@ class DataSettings(Settings, path="config.data"):
 
 
 class Source(NamedTuple):
-    """Where training samples are, and how they are read.
+    """Existing files and folders of a run's training data.
 
     Attributes:
         file: JSON list of conversations.
-        image_root: folder that images are relative to.
-        linked_folders: folders that links in it may lead to.
+        image_root: folder that image names are relative to.
+        linked_folders: folders that links in `image_root` may lead to.
         index_folder: folder that caches token counts for the next run.
-        data: the settings.
+        data: settings of the run.
     """
 
     file: Path
@@ -72,7 +72,12 @@ class Source(NamedTuple):
 
 
 def data_folder(data: DataSettings) -> Path:
-    """Returns the folder of a run's data."""
+    """Returns the data folder of a run.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        ValueError: the setting is empty.
+    """
     if not data.folder:
         raise UserError("config.data.folder is empty, expected a folder with train.json, images/")
     folder = local_path(data.folder)
@@ -82,18 +87,32 @@ def data_folder(data: DataSettings) -> Path:
 
 
 def training_source(data: DataSettings, workdir: str | Path) -> Source:
-    """Returns the training file of a run and its image folders, which are there."""
-    file, images = map(local_path, (data.train_file, data.image_folder))
+    """Finds the training file and the image folders of a run.
+
+    Args:
+        data: settings of the run.
+        workdir: the run's folder.
+
+    Returns:
+        The files and folders, which exist except for the index folder.
+
+    Raises:
+        FileNotFoundError: a file or folder is missing; the message names its setting.
+        ValueError: a necessary setting is empty.
+    """
+    file, image_root = map(local_path, (data.train_file, data.image_folder))
     if not data.train_file or not data.image_folder:
         folder = data_folder(data)
         file = file if data.train_file else folder / TRAIN_FILE
-        images = images if data.image_folder else folder / IMAGES
+        image_root = image_root if data.image_folder else folder / IMAGES
     if not file.is_file():
-        field = "train_file" if data.train_file else "folder"
-        raise FileNotFoundError(f"config.data.{field}: no file {file}")
-    linked = tuple(map(local_path, data.linked_folders))
-    root = "image_folder" if data.image_folder else "folder"
-    for field, folder in ((root, images), *(("linked_folders", path) for path in linked)):
+        setting_name = "train_file" if data.train_file else "folder"
+        raise FileNotFoundError(f"config.data.{setting_name}: no file {file}")
+    linked_folders = tuple(map(local_path, data.linked_folders))
+    image_setting = "image_folder" if data.image_folder else "folder"
+    folders = [(image_setting, image_root), *(("linked_folders", x) for x in linked_folders)]
+    for setting_name, folder in folders:
         if not folder.is_dir():
-            raise FileNotFoundError(f"config.data.{field}: no folder {folder}")
-    return Source(file, images, linked, local_path(data.index_folder or workdir), data)
+            raise FileNotFoundError(f"config.data.{setting_name}: no folder {folder}")
+    index_folder = local_path(data.index_folder or workdir)
+    return Source(file, image_root, linked_folders, index_folder, data)

@@ -1,8 +1,8 @@
 """Encodes special tokens in a user's text as plain text.
 
-A tokenizer finds its special tokens, such as `<|im_end|>`, anywhere in a prompt. A prompt has the
-special tokens of the template, which have to act, and the texts of users, who could close their own
-turn with such a token and open a turn of the system.
+A tokenizer finds its special tokens, such as `<|im_end|>`, anywhere in a prompt. The special tokens
+of the chat template must act as such. A special token that a user typed must not, because a user
+could otherwise end the user's turn and begin a system turn.
 """
 
 import re
@@ -12,15 +12,16 @@ from typing import Any
 
 from stepprune_jax.data.prompts import IMAGE_MARK
 
-# Breaks the special tokens of quoted text. Unicode reserves this code point for such uses.
+# Inserted into the special tokens of quoted text, so that no token matches. Unicode assigns no
+# character to this code point.
 _BREAK = "\U0010ffff"
 
 
 class QuotingTokenizer:
-    """A tokenizer for prompts with quoted texts of users.
+    """A tokenizer that encodes the special tokens of quoted texts as plain text.
 
-    A call has the arguments of the wrapped tokenizer, and returns its ids for a prompt without
-    quoted special tokens. All other attributes are the attributes of the wrapped tokenizer. ::
+    A call takes the arguments of the wrapped tokenizer, and returns the same ids for a prompt
+    without quoted special tokens. All other attributes come from the wrapped tokenizer. ::
 
         quoting = QuotingTokenizer(tokenizer)
         prompt = backbone.conversation([quoting.quote(question)])
@@ -28,68 +29,79 @@ class QuotingTokenizer:
     """
 
     def __init__(self, tokenizer: Any):
-        """Copies a fast tokenizer of `transformers`, which must not change from now on."""
+        """Wraps a tokenizer.
+
+        Args:
+            tokenizer: a fast tokenizer of `transformers`, which must not be changed afterwards.
+        """
         import tokenizers
 
         backend = tokenizer.backend_tokenizer
-        special = {
-            number: token
-            for number, token in backend.get_added_tokens_decoder().items()
+        special_tokens = {
+            token_id: token
+            for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
         }
         self._tokenizer = tokenizer
-        texts = sorted(token.content for token in special.values() if token.content != IMAGE_MARK)
-        any_special = "|".join(map(re.escape, texts))
-        # A lookahead, because special tokens may overlap.
-        self._first = re.compile(f"(?=(?:{any_special}))(.)", re.DOTALL) if texts else None
-        # In the copy, special tokens are text. It has other names for the special tokens of the
-        # template, which no user can guess, with the same rules.
+        texts = sorted({x.content for x in special_tokens.values()} - {IMAGE_MARK})
+        alternatives = "|".join(map(re.escape, texts))
+        # Matches the first character of a special token. The lookahead also finds tokens that
+        # overlap.
+        self._first = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL) if texts else None
+        # The copy encodes special tokens as text. Each special token also has an alias there, with
+        # the same rules and a random name that no user can guess. Tokens of the template are
+        # replaced by their aliases.
         self._copy = tokenizers.Tokenizer.from_str(backend.to_str())
         self._copy.encode_special_tokens = True
         self._copy.no_padding()
         self._copy.no_truncation()
         salt = secrets.token_hex(16)
-        self._names = {token.content: f"<{salt}{number}>" for number, token in special.items()}
+        self._aliases = {x.content: f"<{salt}{number}>" for number, x in special_tokens.items()}
         self._copy.add_tokens(
             [
                 tokenizers.AddedToken(
-                    self._names[token.content],
+                    self._aliases[token.content],
                     single_word=token.single_word,
                     lstrip=token.lstrip,
                     rstrip=token.rstrip,
                     normalized=token.normalized,
                     special=False,
                 )
-                for token in special.values()
+                for token in special_tokens.values()
             ]
         )
-        self._ids = {
-            self._copy.token_to_id(self._names[token.content]): number
-            for number, token in special.items()
+        self._id_of_alias = {
+            self._copy.token_to_id(self._aliases[token.content]): token_id
+            for token_id, token in special_tokens.items()
         }
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def quote(self, text: str) -> str:
-        """Marks the special tokens of a text, other than the mark of an image, as plain text."""
+        """Marks the special tokens of a text as plain text, except for `IMAGE_MARK`."""
         return text if self._first is None else self._first.sub(rf"\1{_BREAK}", text)
 
     def __call__(self, text: str, **options: Any) -> Any:
-        """Encodes a text whose parts may be quoted; options are for the tokenizer.
+        """Encodes a prompt with quoted parts.
+
+        Args:
+            text: the prompt.
+            **options: options of the wrapped tokenizer. With quoted special tokens only
+                `add_special_tokens` has an effect.
 
         Returns:
-            An object with `input_ids`.
+            An object with the attribute `input_ids`.
         """
         if _BREAK not in text:
             return self._tokenizer(text, **options)
-        for token, name in self._names.items():
-            text = text.replace(token, name)
-        with_start = options.get("add_special_tokens", True)
-        encoded = self._copy.encode(text.replace(_BREAK, ""), add_special_tokens=with_start)
-        return types.SimpleNamespace(input_ids=[self._ids.get(x, x) for x in encoded.ids])
+        for token, alias in self._aliases.items():
+            text = text.replace(token, alias)
+        adds_special = options.get("add_special_tokens", True)
+        encoded = self._copy.encode(text.replace(_BREAK, ""), add_special_tokens=adds_special)
+        return types.SimpleNamespace(input_ids=[self._id_of_alias.get(x, x) for x in encoded.ids])
 
 
 def as_sent(message: str) -> str:
-    """Restores a quoted text in a message."""
+    """Removes the marks of `QuotingTokenizer.quote` from an error message."""
     return message.replace(_BREAK, "").replace(repr(_BREAK)[1:-1], "")

@@ -1,8 +1,8 @@
-"""Stop biases at which a policy meets each budget on average, computed once and cached in a file.
+"""Computes the stop biases with which a policy meets each budget on average, and caches them.
 
-A learned stop has one mean count. For another mean count, a bias is added to the stop logits. The
-bias is computed on questions without their answers: on the validation split of a data folder, or on
-the same number of questions from each public benchmark.
+A learned stop keeps some number of tokens on average. For another mean, a bias is added to the stop
+logits. The bias is computed on questions without their answers: on the validation split of a data
+folder, or on equally many questions of each public benchmark.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,14 @@ Biases = Mapping[str, Mapping[int | str, float]]  # by row name and budget
 
 
 class CalibrationSet(NamedTuple):
-    """Questions on which stop biases are computed; each has an image.
+    """Questions with an image for computing stop biases.
 
     Attributes:
         about: fields that identify the questions in the file of biases.
         questions: the questions.
-        decimals: decimals of the biases; None leaves them exact. An exact bias equals the margin of
-            some question, so the count of that question depends on the last bit of a sum, and thus
-            on the batch size.
+        decimals: number of decimals of the biases; None leaves them exact. An exact bias equals the
+            margin of some question. The count of that question then depends on the last bit of a
+            sum, and therefore on the batch size.
     """
 
     about: Mapping[str, str]
@@ -51,21 +51,28 @@ class CalibrationSet(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """Stop margins before each step of rollouts without a stop; infinite past the end."""
+    """Stop margins of rollouts that ignore the learned stop.
+
+    The margin of a step is the stop bias that would end the rollout before this step.
+
+    Attributes:
+        margin: [q, t] margin of each step of each question; infinite after the last step.
+        sizes: [q] number of visual tokens of each question's image.
+    """
 
     margin: Float[np.ndarray, "q t"]
     sizes: Int[np.ndarray, "q"]
 
 
 class StopBiases(NamedTuple):
-    """The file of stop biases of all policies with a learned stop.
+    """The cached stop biases of all policies with a learned stop.
 
     The file also keeps the biases of earlier policies and models.
 
     Attributes:
         path: the file.
         model: fields that identify the model.
-        digests: fingerprint of each policy, by row name.
+        digests: digest of each policy by row name.
         budgets: budgets that need a bias.
     """
 
@@ -75,7 +82,10 @@ class StopBiases(NamedTuple):
     budgets: Sequence[int | str]
 
     def known(self, sample: CalibrationSet) -> Biases:
-        """Returns the biases of rows that have one for every budget, by row name and budget."""
+        """Returns the cached biases by row name and budget.
+
+        A row without a bias for each budget is omitted.
+        """
         entries = self._read()
         biases_of = {name: self._entry(entries, name, sample)["biases"] for name in self.digests}
         return {
@@ -92,9 +102,17 @@ class StopBiases(NamedTuple):
         execution: Execution,
         size: int,
     ) -> Biases:
-        """Computes the biases that are missing, `size` questions per batch; returns all."""
+        """Computes the missing biases, and returns all biases by row name and budget.
 
-        def run() -> Biases:
+        Args:
+            model: the model.
+            policies: the policies by row name.
+            sample: questions for the computation.
+            execution: execution options of the model's layers.
+            size: questions per batch.
+        """
+
+        def compute_missing() -> Biases:
             entries = self._read()
             for name in self.digests if distributed.is_main() else ():
                 entry = self._entry(entries, name, sample)
@@ -113,10 +131,10 @@ class StopBiases(NamedTuple):
                 write_json(self.path, entries)
             return self.known(sample)
 
-        return distributed.main_first(run) if self.digests else {}
+        return distributed.main_first(compute_missing) if self.digests else {}
 
     def _read(self) -> dict[str, list[JsonObject]]:
-        """Reads the entries of each row: one for every policy, model and sample that it has had."""
+        """Reads the entries by row name: one entry for each policy, model and sample."""
         return read_json_object(self.path) if self.path.is_file() else {}
 
     def _entry(
@@ -133,7 +151,15 @@ class StopBiases(NamedTuple):
 def spread(
     questions_of: Mapping[str, Sequence[BenchmarkQuestion]], question_limit: int
 ) -> list[BenchmarkQuestion]:
-    """Chooses questions with an image, spread over the benchmarks; a limit of 0 keeps all."""
+    """Chooses questions with an image, the same number from each benchmark.
+
+    Args:
+        questions_of: questions by benchmark.
+        question_limit: largest number of questions in total; 0 keeps all of them.
+
+    Raises:
+        ValueError: no question has an image.
+    """
     chosen = []
     for questions in questions_of.values():
         with_image = [question for question in questions if question.image is not None]
@@ -153,7 +179,15 @@ def stop_margins(
     execution: Execution,
     size: int,
 ) -> Margins:
-    """Rolls a policy out on questions with an image each, `size` of them per batch."""
+    """Rolls out a policy on questions and returns its stop margins.
+
+    Args:
+        model: the model.
+        policy: a policy with a learned stop.
+        questions: questions with an image.
+        execution: execution options of the model's layers.
+        size: questions per batch.
+    """
     pruner = place_pruner(model, policy)
     steps = pruner.longest(model.config.max_image_tokens)
     parts, sizes = [], []
@@ -162,8 +196,8 @@ def stop_margins(
             ranking, _ = rank_all(
                 model, pruner, encoded.prompts, encoded.images, steps=steps, batch_size=size
             )
-            missing = steps - ranking.margin.shape[1]
-            parts.append(np.pad(ranking.margin, ((0, 0), (0, missing)), constant_values=np.inf))
+            padding = steps - ranking.margin.shape[1]
+            parts.append(np.pad(ranking.margin, ((0, 0), (0, padding)), constant_values=np.inf))
             sizes.append(encoded.sizes)
             bar.update(len(encoded.sizes))
     return Margins(np.concatenate(parts), np.concatenate(sizes))
@@ -176,9 +210,16 @@ def calibrate_policy(
     execution: Execution,
     size: int,
 ) -> Policy:
-    """Returns a policy with the mean counts of its stop biases, measured without answering.
+    """Measures the mean count of each stop bias, and returns the policy with this calibration.
 
-    Also logs what its learned stop keeps by itself, with a warning where it sits at a bound.
+    Also logs the counts of the learned stop without a bias, with a warning if most are at a bound.
+
+    Args:
+        model: the model.
+        policy: a policy with a learned stop.
+        questions: questions with an image. They are not answered.
+        execution: execution options of the model's layers.
+        size: questions per batch.
     """
     margins = stop_margins(model, policy, questions, execution, size)
     if distributed.is_main():
@@ -189,7 +230,16 @@ def calibrate_policy(
 
 
 def stop_biases(policy: Policy, margins: Margins, budgets: Sequence[int | str]) -> list[float]:
-    """Computes the stop biases at which a policy meets budgets, as `Budget.parse` reads them."""
+    """Computes the stop bias with which a policy meets each budget on average.
+
+    Args:
+        policy: the policy.
+        margins: its stop margins on the calibration questions.
+        budgets: budgets as in `Budget.parse`.
+
+    Returns:
+        One bias per budget.
+    """
     min_tokens = min(policy.min_tokens, margins.margin.shape[1])
     margin = jnp.asarray(margins.margin)
     max_bias = float(jnp.max(jnp.abs(margin), where=jnp.isfinite(margin), initial=0)) + 1

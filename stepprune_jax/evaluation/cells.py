@@ -1,4 +1,4 @@
-"""Escaping of external text in table cells, in Markdown and in CSV."""
+"""Formats tables as Markdown and CSV, and escapes untrusted text in their cells."""
 
 import csv
 import io
@@ -8,9 +8,9 @@ from html import escape
 
 from stepprune_jax.user_input import one_line
 
-# Markdown's special characters; an underscore within a word is not one.
+# Special characters of Markdown. An underscore inside a word has no special meaning.
 _MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")
-# Start of a formula in a spreadsheet, after any blanks.
+# Start of a text that a spreadsheet would run as a formula.
 _FORMULA = re.compile(r"[\s\0]*[=+\-@]")
 Cell = str | float | int | None
 
@@ -22,10 +22,13 @@ def markdown_cell(value: Cell) -> str:
 
 
 def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Cell]], texts: int = 0) -> str:
-    """Formats a Markdown table. Columns of text are left-aligned, other columns right-aligned.
+    """Formats a Markdown table with left-aligned text columns and right-aligned other columns.
 
-    Columns of text are the first `texts` columns. If `texts` is 0, they are the columns with a text
-    in the first row.
+    Args:
+        header: names of the columns.
+        rows: values of the cells, at least one row.
+        texts: number of text columns, which come first. 0 selects the columns with a text in the
+            first row.
     """
     is_text = [
         column < texts if texts else isinstance(value, str) for column, value in enumerate(rows[0])
@@ -36,7 +39,7 @@ def markdown_rows(header: Sequence[str], rows: Sequence[Sequence[Cell]], texts: 
 
 
 def csv_table(table: Sequence[dict[str, Cell]]) -> str:
-    """Formats objects with the same fields as CSV, and escapes texts that look like formulas."""
+    """Formats objects with equal fields as CSV, and escapes texts that look like formulas."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for row in (list(table[0]), *(row.values() for row in table)):

@@ -1,8 +1,9 @@
-"""The first stage: a model and questions give answer files.
+"""First stage of an evaluation: answers the questions of benchmarks and writes answer files.
 
-Questions are processed in chunks. A chunk goes through the tower once, each ranker orders its
-tokens once, and every row of the table is answered from that; each row's answers are written before
-the next row begins. An interrupted run resumes with the unanswered questions.
+Questions are processed in chunks. A chunk passes through the vision tower once, and each ranking
+method orders its tokens once. All rows of the table are answered from these results. The answers of
+a row are written before the next row begins. An interrupted run resumes with the unanswered
+questions.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from stepprune_jax.benchmarks.answer_files import (
     check_claim,
     claim,
     digest,
-    outstanding,
+    find_unanswered,
 )
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.evaluation.calibrate import FILE, Biases, CalibrationSet, StopBiases, spread
@@ -59,10 +60,10 @@ def generate_answers(
     Args:
         run: settings of the evaluation.
         workdir: folder of the run, which all processes must see.
-        policy: policy of the default row; None for the policy of the run in `workdir`.
+        policy: policy of the default row; None selects the policy of the run in `workdir`.
 
     Returns:
-        The folder of answer files of each benchmark, workdir/answers/BENCHMARK.
+        The folder of answer files by benchmark: workdir/answers/BENCHMARK.
     """
     folder = Path(workdir) / ANSWERS
     source = run.model.inspect()
@@ -80,27 +81,35 @@ def generate_answers(
 
 
 def load_model(run: EvaluationRun) -> VLM:
-    """Loads the model of a run; every process has all of it, on its own devices."""
-    folder, vision = run.model.folders
+    """Loads the model of a run. Every process loads the complete model on its own devices."""
+    folder, vision_folder = run.model.folders
     mesh = None if run.mesh == "single" else build_mesh(run.mesh, jax.local_devices())
     return load_vlm(
         folder,
         mesh,
         jnp.dtype(run.model.dtype),
-        vision_folder=vision,
+        vision_folder=vision_folder,
         weights=run.model.weights,
         **run.model.image_bounds,
     )
 
 
 def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
-    """Answers the missing questions of tasks; loads the model only if there are any."""
-    # In every task first: the provenance of all files is checked before the model is loaded.
-    todo = [task for task in tasks if task.is_missing()]
-    if not todo:
+    """Answers the missing questions of several tasks.
+
+    Args:
+        tasks: the tasks.
+        load: loads the model; only called if a question is missing.
+
+    Raises:
+        ValueError: some questions gave logits that are not finite. All other answers are written.
+    """
+    # All tasks are checked first, so a file of another run is refused before the model is loaded.
+    incomplete_tasks = [task for task in tasks if task.is_missing()]
+    if not incomplete_tasks:
         return
     model, problems = load(), []
-    for task in todo:
+    for task in incomplete_tasks:
         problem = task.run(model)
         problems += [problem] if problem else []
     reason = f"{'; '.join(problems)}: {NotFiniteError.REASON}. All other answers are written"
@@ -108,7 +117,11 @@ def answer_tasks(tasks: Sequence["Task"], load: Callable[[], VLM]) -> None:
 
 
 def read_tasks(conditions: Conditions) -> list["Task"]:
-    """Reads the questions of every benchmark, and those that stop biases are computed on."""
+    """Reads the questions of all benchmarks, and the questions for their stop biases.
+
+    A benchmark without calibration questions shares a sample of the questions of all such
+    benchmarks.
+    """
     run, names = conditions.run, conditions.settings.benchmark_names
     questions_of = {name: run.questions(name) for name in names}
     uncalibrated = {name: q for name, q in questions_of.items() if not BENCHMARKS[name].calibration}
@@ -125,19 +138,23 @@ def read_tasks(conditions: Conditions) -> list["Task"]:
 
 
 def read_sample(run: EvaluationRun, name: str) -> CalibrationSet:
-    """Reads the questions that a benchmark has for calibration."""
+    """Reads the calibration questions of a benchmark, at most `eval.validation_questions`."""
     benchmark, root = BENCHMARKS[name], run.root(name)
     questions = benchmark.read_questions(root, benchmark.calibration)
     positions = spread_over(len(questions), run.eval.validation_questions)
     questions = [questions[position] for position in positions]
-    digest_of_questions = digest(
-        [f"{question.image.name} {question.text}" for question in questions]
-    )
-    return CalibrationSet({"split": "validation", "sample": digest_of_questions}, questions)
+    sample_digest = digest([f"{question.image.name} {question.text}" for question in questions])
+    return CalibrationSet({"split": "validation", "sample": sample_digest}, questions)
 
 
 class _OpenRow(NamedTuple):
-    """A row of the table, its file, and the questions that it lacks."""
+    """A row of the table with its open answer file.
+
+    Attributes:
+        row: the row.
+        file: the answer file.
+        missing: numbers of the questions without an answer in the file.
+    """
 
     row: TableRow
     file: AnswerFile
@@ -146,9 +163,13 @@ class _OpenRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The questions of a benchmark, to be answered by every row of the table.
+    """The questions of one benchmark, which every row of the table answers.
 
-    Stop biases are computed on `sample`; without one, no budget is a mean.
+    Attributes:
+        conditions: everything that the answers depend on.
+        benchmark: the benchmark.
+        questions: the questions.
+        sample: questions for stop biases; None if there are no rows with a mean budget.
     """
 
     conditions: Conditions
@@ -158,27 +179,35 @@ class Task:
 
     @property
     def options(self) -> RunOptions:
-        """Options of a run of the model, with the longest answer to the benchmark."""
+        """Options for generating the answers to this benchmark."""
         settings, run = self.conditions.settings, self.conditions.run
-        longest = settings.longest_answer(self.benchmark)
-        return RunOptions(longest, settings.positions, execution=run.model.execution)
+        max_tokens = settings.longest_answer(self.benchmark)
+        return RunOptions(max_tokens, settings.positions, execution=run.model.execution)
 
     @property
     def _biases(self) -> StopBiases:
+        """The cached stop biases of the run."""
         conditions, policies = self.conditions, self.conditions.policies
-        digests = {n: d for n, d in conditions.digests.items() if policies[n].has_stop}
+        digests = {
+            name: digest for name, digest in conditions.digests.items() if policies[name].has_stop
+        }
         path, config = conditions.folder / FILE, conditions.source.config
         model = {"weights": conditions.weights, "num_tokens": conditions.num_tokens}
         model |= config.image_bounds
         return StopBiases(path, model, digests, conditions.settings.budgets)
 
     def _files(self, biases: Biases) -> list[tuple[TableRow, AnswerFile]]:
+        """Returns the rows that exist with these biases, each with its answer file."""
         rows = self.conditions.rows(biases)
         files = self.conditions.files(rows, self.benchmark, self.questions)
         return list(zip(rows, files, strict=True))
 
     def is_missing(self) -> bool:
-        """Returns whether an answer or a stop bias is missing; checks the provenance of files."""
+        """Returns whether an answer or a stop bias is missing.
+
+        Raises:
+            ValueError: an answer file belongs to a run with other conditions.
+        """
 
         def has_missing() -> bool:
             biases = {} if self.sample is None else self._biases.known(self.sample)
@@ -186,16 +215,16 @@ class Task:
             for file in files:
                 check_claim(file)
             lacks_biases = self.sample is not None and biases.keys() < self._biases.digests.keys()
-            return lacks_biases or any([outstanding(file, self.questions) for file in files])
+            return lacks_biases or any([find_unanswered(file, self.questions) for file in files])
 
-        # The processes agree, and none writes while another still reads.
+        # This also waits until all processes have read the files, before any process writes.
         return distributed.any_process(distributed.main_first(has_missing))
 
     def run(self, model: VLM) -> str:
-        """Answers missing questions, chunk by chunk; all processes work on their chunks in step.
+        """Answers the missing questions, chunk by chunk. Each process answers its own chunks.
 
         Returns:
-            The questions with logits that are not finite; empty if there are none.
+            A message about the questions with logits that are not finite; "" if there are none.
         """
         settings, run = self.conditions.settings, self.conditions.run
         devices = row_count(mesh_of(model.params))
@@ -208,8 +237,8 @@ class Task:
         rows = self._claim(self._files(biases))
         answerer = _Answerer(self, model, size, rows)
         missing_numbers = sorted(frozenset().union(*(row.missing for row in rows)))
-        chunk = chunk_size(model, size)
-        chunks = share(missing_numbers, chunk, jax.process_index(), jax.process_count())
+        chunk_length = chunk_size(model, size)
+        chunks = share(missing_numbers, chunk_length, jax.process_index(), jax.process_count())
         local_numbers = frozenset(itertools.chain.from_iterable(chunks))
         with tqdm(
             total=sum(len(local_numbers & row.missing) for row in rows),
@@ -223,82 +252,102 @@ class Task:
         def merge() -> None:
             if distributed.is_main():
                 for row in rows:
-                    outstanding(row.file, self.questions)
+                    find_unanswered(row.file, self.questions)
 
         distributed.main_first(merge)
         names = [self.questions[number].question_id for number in sorted(answerer.without_answer)]
         return f"{self.benchmark.name}: {listed('question', names)}" if names else ""
 
     def _claim(self, rows: Sequence[tuple[TableRow, AnswerFile]]) -> list[_OpenRow]:
-        """Opens the answer files, and lists missing answers."""
+        """Creates or opens the answer files, and finds the missing answers of each."""
 
-        def open_rows() -> list[_OpenRow]:
+        def open_all() -> list[_OpenRow]:
             for _, file in rows if distributed.is_main() else ():
                 claim(file)
             return [
-                _OpenRow(row, file, frozenset(outstanding(file, self.questions)))
+                _OpenRow(row, file, frozenset(find_unanswered(file, self.questions)))
                 for row, file in rows
             ]
 
-        opened = distributed.main_first(open_rows)
-        distributed.any_process(False)  # none writes while another still reads
-        return opened
+        open_rows = distributed.main_first(open_all)
+        distributed.any_process(False)  # waits until all processes have read the files
+        return open_rows
 
 
 def _bound(row: TableRow, kept: int, num_tokens: int) -> dict[str, str]:
-    """Returns the bound that a learned stop's own count is at, for its line; none between them."""
+    """Returns a field of an answer's line if the count of its learned stop is at a bound.
+
+    Args:
+        row: the row.
+        kept: number of kept tokens.
+        num_tokens: visual tokens of the image.
+
+    Returns:
+        The field `BOUND` with "minimum" or "T_max"; empty for a count between the bounds and for a
+        row without a learned stop.
+    """
     pruner = row.pruner
     if row.budget.kind != "own" or not isinstance(pruner, Policy) or not pruner.has_stop:
         return {}
-    longest = min(num_tokens, pruner.longest(num_tokens))
-    if pruner.min_tokens < longest <= kept:
+    max_tokens = min(num_tokens, pruner.longest(num_tokens))
+    if pruner.min_tokens < max_tokens <= kept:
         return {BOUND: "T_max"}
-    return {BOUND: "minimum"} if kept <= pruner.min_tokens < longest else {}
+    return {BOUND: "minimum"} if kept <= pruner.min_tokens < max_tokens else {}
 
 
 def share(numbers: Sequence[int], size: int, index: int, count: int) -> list[list[int]]:
-    """Returns one process's share of questions, in chunks of `size`.
+    """Returns the chunks of questions that one process answers.
 
-    Every process has the same number of chunks. The last chunks may be empty.
+    Args:
+        numbers: numbers of all questions.
+        size: questions per chunk.
+        index: number of the process.
+        count: number of processes.
+
+    Returns:
+        The chunks. Every process has the same number of chunks, so the last ones may be empty.
     """
-    begin, end = (len(numbers) * place // count for place in (index, index + 1))
-    chunks = math.ceil(math.ceil(len(numbers) / count) / size)
-    bounds = [min(begin + size * number, end) for number in range(chunks + 1)]
+    start, stop = (len(numbers) * place // count for place in (index, index + 1))
+    num_chunks = math.ceil(math.ceil(len(numbers) / count) / size)
+    bounds = [min(start + size * number, stop) for number in range(num_chunks + 1)]
     return [list(numbers[first:last]) for first, last in itertools.pairwise(bounds)]
 
 
 class _Answerer:
-    """Answers questions of a task in every row that lacks them.
+    """Answers the questions of a task in all rows where they are missing.
 
     Attributes:
         without_answer: numbers of the questions with logits that are not finite in some row.
     """
 
     def __init__(self, task: Task, model: VLM, size: int, rows: Sequence[_OpenRow]):
-        """Takes the rows of the task, and the questions that go through a program together."""
+        """Stores the task.
+
+        Args:
+            task: the task.
+            model: the model.
+            size: questions per batch.
+            rows: the rows with their open files.
+        """
         conditions, settings = task.conditions, task.conditions.settings
         self._task, self._model, self._rows = task, model, rows
         self.without_answer: set[int] = set()
-        n, sizes = conditions.num_tokens, None
-        steps = [row.row.pruner.schedule(model.config, n).bound for row in rows]
-        if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder
-            sizes = tuple(sorted({*steps, n}))
-        self._batching = Batching(size, sizes, WIDTHS)
+        num_tokens, widths = conditions.num_tokens, None
+        steps = [row.row.pruner.schedule(model.config, num_tokens).bound for row in rows]
+        if not model.config.sizes_vary:  # otherwise kept tokens are padded to a ladder of widths
+            widths = tuple(sorted({*steps, num_tokens}))
+        self._batching = Batching(size, widths, WIDTHS)
         self._options = task.options
         with_image = [n for n, question in enumerate(task.questions) if question.image is not None]
-        sample_count = (
-            len(with_image) if task.benchmark.keep_order else min(settings.samples, len(with_image))
-        )
-        self._samples = {
-            with_image[number * len(with_image) // sample_count] for number in range(sample_count)
-        }
+        # Questions whose lines store the kept tokens, so that a report can draw them.
+        num_samples = len(with_image) if task.benchmark.keep_order else settings.samples
+        positions = spread_over(len(with_image), num_samples) if num_samples else []
+        self._samples = {with_image[position] for position in positions}
 
     def answer(self, numbers: Sequence[int], bar: tqdm) -> None:
-        """Answers some questions, and writes each row's answers before the next row begins."""
+        """Answers the questions with these numbers, and writes the answers row by row."""
         rows_to_answer = [(row, [n for n in numbers if n in row.missing]) for row in self._rows]
-        rows_to_answer = [
-            (row, missing_numbers) for row, missing_numbers in rows_to_answer if missing_numbers
-        ]
+        rows_to_answer = [pair for pair in rows_to_answer if pair[1]]
         if not rows_to_answer:
             return
         model, config, questions = self._model, self._model.config, self._task.questions
@@ -322,15 +371,27 @@ class _Answerer:
         lines_without_image: dict[int, AnswerLine],
         bar: tqdm,
     ) -> None:
-        """Answers the rows of one method, whose tokens are put in order once, and writes them."""
+        """Answers rows that differ only in their budget, and writes the answers.
+
+        Their method orders the tokens of an image once.
+
+        Args:
+            group: the rows, each with the numbers of its missing questions.
+            with_image: encoded questions with an image.
+            lines_without_image: lines of the questions without an image, by number.
+            bar: progress bar of answers.
+        """
         numbers = with_image.prompts.number
-        places = [np.flatnonzero(np.isin(numbers, missing_numbers)) for _, missing_numbers in group]
+        positions_of_rows = [np.flatnonzero(np.isin(numbers, missing)) for _, missing in group]
         variants = [
-            (row.row.pruner, positions) for (row, _), positions in zip(group, places, strict=True)
+            (row.row.pruner, positions)
+            for (row, _), positions in zip(group, positions_of_rows, strict=True)
         ]
         generator = Generator(self._model, variants[0][0], options=self._options)
-        answered = generator.answer_set(with_image, self._batching, variants, partial=True)
-        for (row, missing_numbers), positions, answers in zip(group, places, answered, strict=True):
+        answers_of_rows = generator.answer_set(with_image, self._batching, variants, partial=True)
+        for (row, missing_numbers), positions, answers in zip(
+            group, positions_of_rows, answers_of_rows, strict=True
+        ):
             bar.set_postfix_str(row.file.path.stem, refresh=False)
             lines = lines_without_image | self._lines(with_image.take(positions), row.row, answers)
             questions = self._task.questions
@@ -343,12 +404,13 @@ class _Answerer:
     def _lines(
         self, with_image: EncodedQuestions, row: TableRow, answers: Answers
     ) -> dict[int, AnswerLine]:
-        """Returns the lines of one row of the table by number of the question, if it has one."""
+        """Returns the lines of a row's answers by number of the question.
+
+        Questions with logits that are not finite have no line.
+        """
         lines = {}
-        grids, sizes = (
-            with_image.images.grid[with_image.prompts.image_of[:, 0]].tolist(),
-            with_image.sizes.tolist(),
-        )
+        grids = with_image.images.grid[with_image.prompts.image_of[:, 0]].tolist()
+        sizes = with_image.sizes.tolist()
         counts = np.stack(
             [with_image.prompts.length - 1, with_image.prompts.num_words, answers.kept], axis=1
         )
@@ -380,17 +442,21 @@ class _Answerer:
         return lines
 
     def _answer_plain(self, encoded: EncodedQuestions) -> dict[int, AnswerLine]:
-        """Answers questions without an image; the answers are the same for all methods."""
-        rows = np.flatnonzero(~encoded.prompts.has_image)
-        if not len(rows):
+        """Answers the questions without an image, whose answers are equal for all methods.
+
+        Returns:
+            The lines of the answers by number of the question.
+        """
+        positions = np.flatnonzero(~encoded.prompts.has_image)
+        if not len(positions):
             return {}
-        without_image = encoded.take(rows)._replace(seconds=0.0)
+        without_image = encoded.take(positions)._replace(seconds=0.0)
         generator = Generator(self._model, AllTokens(), options=self._options)
         (answers,) = generator.answer_set(without_image, self._batching, partial=True)
         numbers = without_image.prompts.number.tolist()
-        rows = zip(numbers, answers.texts, answers.seconds, answers.finite, strict=True)
+        columns = zip(numbers, answers.texts, answers.seconds, answers.finite, strict=True)
         return {
             number: AnswerLine(text, 0, milliseconds(seconds))
-            for number, text, seconds, is_finite in rows
+            for number, text, seconds, is_finite in columns
             if is_finite
         }

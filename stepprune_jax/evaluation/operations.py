@@ -1,4 +1,4 @@
-"""Operations (FLOPs) up to the first token of an answer, by formula."""
+"""Counts the floating-point operations (FLOPs) up to the first token of an answer."""
 
 import functools
 
@@ -10,47 +10,47 @@ from stepprune_jax.pruning import Pruner
 from stepprune_jax.selectors import Selector
 
 
-@functools.lru_cache(1 << 14)  # many questions have the same lengths
+@functools.lru_cache(1 << 14)  # thousands of questions have equal lengths and image sizes
 def first_token_flops(
     backbone: Backbone, pruner: Pruner, grid: tuple[int, int], text: int, words: int, kept: int
 ) -> dict[str, float | int]:
-    """Counts the operations of one prompt with one image, up to the first token, by part.
+    """Counts the FLOPs of one prompt with one image, up to the first token of the answer.
 
     Args:
         backbone: the model.
-        pruner: the method without its weights, `Pruner.without_weights`. It determines the number
-            of kept tokens if its budget is exact.
+        pruner: the method without its weights, `Pruner.without_weights`.
         grid: rows and columns of the image's tokens.
         text: number of text tokens of the prompt.
         words: number of text tokens that the user wrote.
-        kept: number of kept tokens, read if the method decides it.
+        kept: number of kept tokens. Only read if the budget is not exact; an exact budget
+            determines the number.
 
     Returns:
-        The operations of "tower", "choice", "projector" and "prefill". "choice" has the operations
-        of a trained policy, and of the queries and keys that a cut computes before its layer. The
-        products of other methods are left out: they are less than half a percent of all operations
-        of LLaVA-7B.
+        FLOPs by part: "tower", "choice", "projector" and "prefill". "choice" covers a trained
+        policy, and the queries and keys that a method computes for pruning at a layer. Choices of
+        methods without weights are omitted: they take less than half a percent of the FLOPs of
+        LLaVA-7B.
     """
     config = backbone.config
     n = int(backbone.num_tokens(np.array([grid]))[0])
-    method_decides = not pruner.budget.is_exact
-    visual = pruner.layer_tokens(config, n, kept if method_decides else None)
-    projected = n if pruner.after_projector else visual[0]
+    is_adaptive = not pruner.budget.is_exact
+    layer_tokens = pruner.layer_tokens(config, n, kept if is_adaptive else None)
+    num_projected = n if pruner.after_projector else layer_tokens[0]
     vision = vision_flops(backbone, [grid])
     choice = sum(
-        query_key_flops(config.text, text + visual[cut.layer - 1])
+        query_key_flops(config.text, text + layer_tokens[cut.layer - 1])
         for cut in pruner.cuts(config, n)
         if any(tap.kind in ("attention", "scores") and tap.layer == cut.layer for tap in cut.taps)
     )
     if isinstance(pruner, Selector) and pruner.encoder_config is not None:
         group = pruner.pointer_group
         policy_work = policy_flops(
-            pruner.encoder_config, n, words, kept, exact=not method_decides, group=group
+            pruner.encoder_config, n, words, kept, exact=not is_adaptive, group=group
         )
         choice += policy_work["encoder"] if group is None else policy_work["total"]
     return {
         "tower": vision["tower"],
         "choice": choice,
-        "projector": vision["projector"] * projected / n,
-        "prefill": llm_flops(config.text, [text + count for count in visual]).flops,
+        "projector": vision["projector"] * num_projected / n,
+        "prefill": llm_flops(config.text, [text + count for count in layer_tokens]).flops,
     }

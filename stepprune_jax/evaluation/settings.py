@@ -1,4 +1,4 @@
-"""Settings of an evaluation, checked before anything is loaded."""
+"""Settings of an evaluation, and loading of the policies that they name."""
 
 import dataclasses
 import functools
@@ -8,8 +8,8 @@ from pathlib import Path
 from stepprune_jax.benchmarks import BENCHMARKS, Benchmark, BenchmarkQuestion, folder
 from stepprune_jax.benchmarks.layout import DATA
 from stepprune_jax.checkpoints.folder import ModelFolder
-from stepprune_jax.checkpoints.frozen import ModelSettings
 from stepprune_jax.checkpoints.identity import load_policy_for
+from stepprune_jax.checkpoints.model_settings import ModelSettings
 from stepprune_jax.checkpoints.policy import (
     POLICY_FILE,
     load_policy,
@@ -27,11 +27,12 @@ from stepprune_jax.user_input import UserError, local_path
 
 
 def _are_budgets(values: tuple[int | str, ...]) -> bool:
-    """Returns whether values are distinct positive integers or shares, at least one."""
+    """Returns whether the values are one or more distinct budgets."""
     return bool(values) and all(map(_is_budget, values)) and len({*values}) == len(values)
 
 
 def _is_budget(value: int | str) -> bool:
+    """Returns whether a value is a positive number of tokens or a share such as "1/3"."""
     if isinstance(value, int):
         return value > 0
     try:
@@ -47,26 +48,28 @@ class EvalSettings(Settings, path="config.eval"):
     Attributes:
         benchmarks: names of `benchmarks.BENCHMARKS`, separated by commas.
         data: root of LLaVA's folder layout, for the public benchmarks.
-        questions: question files by benchmark, relative to `data`, for another split in the format
-            of the benchmark's own file; empty for its own.
-        textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as for LLaVA's figures.
+        questions: question files by benchmark, relative to `data`, in the format of the benchmark's
+            published file. A benchmark without an entry uses its published file.
+        textvqa_ocr: whether TextVQA's prompts keep their OCR tokens, as in LLaVA's evaluation.
         methods: rows to answer, by the names of `PRUNERS` or by their labels, separated by commas;
-            empty for all.
+            empty selects all rows.
         options: options by pruner, such as "fastv layer=3 average=False; autoselect diversity=0.1".
             Options of a trained method apply to all its rows. A learned stop takes no options.
-        samples: questions of each public benchmark whose selections are stored for drawing.
-        budgets: exact numbers of tokens, which are means for a learned stop; or shares of each
+        samples: number of questions of each public benchmark whose kept tokens are stored, so that
+            the report can draw them.
+        budgets: exact numbers of tokens, which are means for a learned stop; or fractions of each
             image's tokens, such as "1/3" or "33.3%".
         batch_size: questions per batch.
-        max_new_tokens: longest answer, in tokens; None for the limit of the benchmark's program.
-        positions: position ids of kept tokens, "original", "compact", or "own" for the
-            choice of each method's authors.
-        rows: further trained rows: policy files by name of the row. A row whose file is missing is
-            left out, unless `methods` names it.
-        own_stops: rows with a learned stop that are also evaluated without a bias, and rows of
-            methods that count by a threshold.
-        validation_questions: maximum number of questions that biases are calibrated on; 0 for all.
-        remarks: what a reader of the report has to know about its rows.
+        max_new_tokens: longest answer in tokens; None selects the limit of the benchmark's program.
+        positions: position ids of kept tokens: "original", "compact", or "own" for the choice of
+            each method's authors.
+        rows: policy files of further trained rows, by row name. A row whose file is missing is
+            skipped, unless `methods` names it.
+        learned_stops: rows that are also evaluated with their learned stop without a bias, or with
+            their threshold.
+        validation_questions: largest number of questions that biases are calibrated on; 0 selects
+            all of them.
+        remarks: lines about the rows for readers of the report.
     """
 
     benchmarks: str = setting(
@@ -81,7 +84,7 @@ class EvalSettings(Settings, path="config.eval"):
     textvqa_ocr: bool = True
     methods: str = ""
     options: str = ""
-    samples: int = count(12, least=0)
+    samples: int = count(12, minimum=0)
     budgets: tuple[int | str, ...] = setting(
         (48, 32, 16), "distinct integers from 1, or shares such as 1/3", _are_budgets
     )
@@ -94,7 +97,7 @@ class EvalSettings(Settings, path="config.eval"):
         lambda value: all(isinstance(file, str) for file in value.values()),
     )
     learned_stops: tuple[str, ...] = (DEFAULT, "GlimpsePrune")
-    validation_questions: int = count(1000, least=0)
+    validation_questions: int = count(1000, minimum=0)
     remarks: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -102,29 +105,29 @@ class EvalSettings(Settings, path="config.eval"):
         self.expect("benchmarks", bool(self.benchmark_names), f"some of {', '.join(BENCHMARKS)}")
         self.expect("rows", DEFAULT not in self.rows, f"names of rows other than {DEFAULT}")
         labels = self.labels
-        accepted = [name for name, kind in PRUNERS.items() if kind.label in labels]
-        accepted = list(dict.fromkeys([*accepted, *labels]))
-        lower = {name.lower() for name in accepted}
-        unknown = [name for name in _listed(self.methods) if name.lower() not in lower]
-        self.expect("methods", not unknown, f"some of {', '.join(accepted)}")
-        # A stop's biases are calibrated without options.
-        accepted = [name for name, kind in PRUNERS.items() if not kind.has_stop]
-        expected = f"options after names of {', '.join(accepted)}"
-        self.expect("options", {*accepted} >= self.pruner_options.keys(), expected)
+        row_names = [name for name, kind in PRUNERS.items() if kind.label in labels]
+        row_names = list(dict.fromkeys([*row_names, *labels]))
+        lower_names = {name.lower() for name in row_names}
+        unknown = [name for name in _listed(self.methods) if name.lower() not in lower_names]
+        self.expect("methods", not unknown, f"some of {', '.join(row_names)}")
+        # Biases of a learned stop are calibrated without options.
+        names_with_options = [name for name, kind in PRUNERS.items() if not kind.has_stop]
+        expected = f"options after names of {', '.join(names_with_options)}"
+        self.expect("options", {*names_with_options} >= self.pruner_options.keys(), expected)
 
     @property
     def benchmark_names(self) -> list[str]:
-        """Names in `benchmarks`, each once."""
+        """Names in `benchmarks`, without repetitions."""
         return list(dict.fromkeys(_listed(self.benchmarks)))
 
     @property
     def pruner_options(self) -> dict[str, dict[str, str]]:
-        """Options by pruner."""
+        """Options by name of the pruner, as text by key."""
         parts = [part.split() for part in self.options.split(";") if part.strip()]
         return {name: read_options("config.eval.options", texts) for name, *texts in parts}
 
     def longest_answer(self, benchmark: Benchmark) -> int:
-        """Returns the longest answer to a benchmark, in tokens."""
+        """Returns the length limit of answers to a benchmark, in tokens."""
         return self.max_new_tokens or benchmark.max_new_tokens
 
     def names(self, label: str) -> bool:
@@ -134,7 +137,7 @@ class EvalSettings(Settings, path="config.eval"):
         return any(name in listed_names for name in (label.lower(), *pruner_names))
 
     def wants(self, label: str) -> bool:
-        """Returns whether a row is to be answered."""
+        """Returns whether a row is answered: `methods` names it or is empty."""
         return not _listed(self.methods) or self.names(label)
 
     @property
@@ -151,7 +154,7 @@ class EvalSettings(Settings, path="config.eval"):
 
 
 def _listed(text: str) -> list[str]:
-    """Splits a text at commas."""
+    """Splits a text at commas, and drops empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -162,15 +165,15 @@ class EvaluationRun(Settings):
     Attributes:
         seed: seed of random rows.
         mesh: preset of `parallel.sharding.build_mesh`, or sizes by axis: "data=2,tensor=4".
-        cpu_devices: CPU devices, if jax sees no others; 0 leaves their number to jax.
+        cpu_devices: number of virtual CPU devices; 0 leaves the number to jax.
         model: the frozen model.
-        data: the data.
-        eval: settings of the evaluation.
+        data: the data folder.
+        eval: benchmarks, rows and budgets.
     """
 
-    seed: int = count(0, least=0)
+    seed: int = count(0, minimum=0)
     mesh: str = setting("data", free=True)
-    cpu_devices: int = count(0, least=0, free=True)
+    cpu_devices: int = count(0, minimum=0, free=True)
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     eval: EvalSettings = setting(EvalSettings(), free=True)
@@ -182,13 +185,21 @@ class EvaluationRun(Settings):
         return local_path(self.eval.data)
 
     def questions(self, benchmark: str) -> list[BenchmarkQuestion]:
-        """Reads the questions of a benchmark; raises errors as `Benchmark.read_questions`."""
+        """Reads the questions of a benchmark, as `Benchmark.read_questions` with its errors."""
         file, ocr = self.eval.questions.get(benchmark, ""), self.eval.textvqa_ocr
         return BENCHMARKS[benchmark].read_questions(self.root(benchmark), file, ocr=ocr)
 
 
 def own_policy(workdir: str | Path, policy: str | Path | None = None) -> Path:
-    """Returns the policy file of the default row: `policy`, or the file of the run in `workdir`."""
+    """Finds the policy file of the default row.
+
+    Args:
+        workdir: folder of the run.
+        policy: a policy as in `policy_file`; None selects the policy that the run trained.
+
+    Raises:
+        FileNotFoundError: there is no such policy.
+    """
     if policy is not None:
         return policy_file(policy)
     run_policy = local_path(workdir) / POLICY_FILE
@@ -204,13 +215,26 @@ def read_policies(
     policy: str | Path | None = None,
     source: ModelFolder | None = None,
 ) -> dict[str, TrainedPruner]:
-    """Loads the policies of the rows to answer by name, in the order of the table.
+    """Loads the policies of all trained rows.
 
-    `source` is the model that they are for; see `load_policy_for`.
+    The row of the run's policy is named by its method, and replaces a further row of that name. A
+    further row whose file is missing is skipped with a message.
 
-    A further row whose file is missing is left out with a message, unless `methods` names it. The
-    row of the run's policy is named by its method, and takes the place of a further row of that
-    name. It has to be there, unless `methods` is for other rows.
+    Args:
+        settings: settings of the evaluation.
+        workdir: folder of the run.
+        policy: policy of the default row; None selects the policy that the run trained.
+        source: model that the policies will prune for, see `load_policy_for`; None skips this
+            check.
+
+    Returns:
+        The policies by row name, in the order of the table.
+
+    Raises:
+        FileNotFoundError: the policy of a necessary row is missing: the run's policy, unless
+            `methods` selects other rows, or a further row that `methods` names.
+        ValueError: a policy is damaged, or `methods` omits the row of the run's policy but names
+            another trained method.
     """
     load = load_policy if source is None else functools.partial(load_policy_for, source)
     policies, run_policy = {}, None
@@ -240,7 +264,7 @@ def read_policies(
 def check_policies(
     policies: Mapping[str, TrainedPruner], config: ModelConfig, settings: EvalSettings
 ) -> None:
-    """Rejects policies that do not fit the model or cannot keep the budgets, by their rows."""
+    """Raises a ValueError that names the row if a policy does not fit the model or the budgets."""
     n = config.max_image_tokens
     counts = [budget for budget in settings.budgets if isinstance(budget, int)]
     is_valid = max(counts, default=0) <= n

@@ -1,10 +1,10 @@
-"""Tables of one run or several.
+"""Builds the tables of one or several evaluation runs.
 
     stepprune-table runs/llava7b runs/baselines
 
-One benchmark has a table of all figures, several have one in the paper's format, where "Avg." is
-100 x the mean over benchmarks of score / score with all tokens, from unrounded scores. The row of
-all tokens comes from the runs themselves.
+The table of one benchmark has all figures. The tables of several benchmarks follow the format of
+papers: "Avg." is 100 times the mean over benchmarks of (score / score with all tokens), computed
+from unrounded scores. One of the runs must contain the row of all tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,13 +23,20 @@ from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.user_input import UserError
 
 NAME = "table"
-# Fields of scores on hard questions, which a run that downsamples has.
+# Fields of `scores.score_hard`. Only runs with the row `names.DOWNSAMPLED` have them.
 HARD = ("hard", "hard_questions")
-Score = Mapping[str, Any]
+Score = Mapping[str, Any]  # result of `scores.score_file`
 
 
 class MethodScores(NamedTuple):
-    """The scores of a method at one budget, by benchmark; the budget is None for its own stop."""
+    """The scores of one row of a table.
+
+    Attributes:
+        method: name of the row.
+        mode: "exact" or "adaptive".
+        budget: tokens kept; None for a learned stop.
+        scores: score by benchmark.
+    """
 
     method: str
     mode: str
@@ -37,13 +44,20 @@ class MethodScores(NamedTuple):
     scores: dict[str, Score]
 
     def mean(self, field: str) -> float | None:
-        """Averages a field over the benchmarks; None if one of them lacks it."""
+        """Returns the mean of a field over the benchmarks, or None if a benchmark lacks it."""
         values = [score.get(field) for score in self.scores.values()]
         return None if None in values else sum(values) / len(values)
 
 
 class Section(NamedTuple):
-    """A table to print: its title, header and rows, whose first columns are `texts`."""
+    """A formatted table.
+
+    Attributes:
+        title: title above the table; may be empty.
+        header: names of the columns.
+        rows: values of the cells.
+        texts: number of text columns, which come first.
+    """
 
     title: str
     header: list[str]
@@ -52,9 +66,13 @@ class Section(NamedTuple):
 
 
 class BenchmarkTable(NamedTuple):
-    """The scores of all methods on all benchmarks, both in their order.
+    """The scores of all rows on all benchmarks.
 
-    `remarks` are the first of its notes.
+    Attributes:
+        benchmarks: names of the benchmarks in the order of columns.
+        num_tokens: visual tokens of the largest image.
+        rows: the rows in the order of the table.
+        remarks: lines that come first among the notes.
     """
 
     benchmarks: list[str]
@@ -63,13 +81,16 @@ class BenchmarkTable(NamedTuple):
     remarks: tuple[str, ...] = ()
 
     @property
-    def whole(self) -> MethodScores | None:
-        """The row of all tokens."""
+    def all_tokens(self) -> MethodScores | None:
+        """The row of all tokens, or None."""
         return self.rows[0] if self.rows[0].method == ALL else None
 
     def average(self, row: MethodScores) -> float | None:
-        """Averages retention; None unless the row has every score that all tokens have."""
-        reference = _headlines(self.whole) if self.whole else {}
+        """Returns the average retention of a row in percent.
+
+        The result is None if the row lacks a score that the row of all tokens has.
+        """
+        reference = _headlines(self.all_tokens) if self.all_tokens else {}
         headlines = _headlines(row)
         if not reference or not reference.keys() <= headlines.keys() or not all(reference.values()):
             return None
@@ -77,7 +98,7 @@ class BenchmarkTable(NamedTuple):
 
 
 def _headlines(row: MethodScores) -> dict[str, float]:
-    """Returns the scores of a row, as far as they exist."""
+    """Returns the headline figure of each benchmark that has one."""
     headlines = {name: score["headline"] for name, score in row.scores.items()}
     return {name: value for name, value in headlines.items() if value is not None}
 
@@ -85,7 +106,12 @@ def _headlines(row: MethodScores) -> dict[str, float]:
 def average_retention(
     scores: Sequence[int | float | Decimal], upper_bound: Sequence[int | float | Decimal]
 ) -> float:
-    """Computes "Avg.", 100 x the unweighted mean of score / score of the unpruned model."""
+    """Returns 100 times the mean of score / upper bound, the column "Avg." of tables.
+
+    Args:
+        scores: score of a row on each benchmark.
+        upper_bound: score of the unpruned model on each benchmark.
+    """
     if not scores:
         raise ValueError("average retention needs at least one score")
     ratios = [float(s) / float(u) for s, u in zip(scores, upper_bound, strict=True)]
@@ -93,30 +119,44 @@ def average_retention(
 
 
 def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()) -> BenchmarkTable:
-    """Merges the scores of runs, which must agree in questions, N, and scores with all tokens.
+    """Merges the scores of several runs to one table.
 
-    Rows with the same name but different results get the names of their runs. A row that answered
-    all questions replaces a row that did not. Methods are in the order of `labels`; others
-    follow, with the default policy last.
+    Methods with one name but different results in different runs get the names of their runs. A
+    complete score replaces an incomplete one.
+
+    Args:
+        runs: scores of each run, by its name.
+        labels: order of the methods; empty selects the order of `PRUNERS`. Further methods follow
+            in alphabetical order, with the default policy last.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: runs differ in questions, visual tokens, or scores with all tokens.
     """
     all_scores = [(run, score) for run, scores in runs.items() for score in scores]
-    _check_same(all_scores, "num_tokens", "visual tokens")
+    _check_equal(all_scores, "num_tokens", "visual tokens")
     for name in {score["benchmark"] for _, score in all_scores}:
-        of_benchmark = [(run, score) for run, score in all_scores if score["benchmark"] == name]
-        _check_same(of_benchmark, "questions", f"questions of {name}")
-        reference_scores = [
-            (run, score) for run, score in of_benchmark if score["method"] == ALL and _whole(score)
+        benchmark_scores = [(run, score) for run, score in all_scores if score["benchmark"] == name]
+        _check_equal(benchmark_scores, "questions", f"questions of {name}")
+        all_tokens_scores = [
+            (run, score)
+            for run, score in benchmark_scores
+            if score["method"] == ALL and _is_complete(score)
         ]
-        _check_same(reference_scores, "headline", f"score of {ALL} on {name}")
-    clashes = _clashes(all_scores)
+        _check_equal(all_tokens_scores, "headline", f"score of {ALL} on {name}")
+    ambiguous_methods = _find_ambiguous(all_scores)
     rows: dict[tuple[str, str, int | None], dict[str, Score]] = {}
     for run, score in all_scores:
-        method = f"{score['method']} ({run})" if score["method"] in clashes else score["method"]
+        method = score["method"]
+        if method in ambiguous_methods:
+            method = f"{method} ({run})"
         row = rows.setdefault((method, score["mode"], score["budget"]), {})
-        if _whole(score) or score["benchmark"] not in row:
+        if _is_complete(score) or score["benchmark"] not in row:
             row[score["benchmark"]] = score
     benchmarks_with_scores = {score["benchmark"] for _, score in all_scores}
-    labels = _labels(labels, (method for method, _, _ in rows))
+    labels = _order_labels(labels, (method for method, _, _ in rows))
     order = sorted(rows, key=lambda row: row_place(*row, labels))
     return BenchmarkTable(
         benchmarks=[name for name in BENCHMARKS if name in benchmarks_with_scores],
@@ -125,19 +165,19 @@ def merge_scores(runs: Mapping[str, Sequence[Score]], labels: Sequence[str] = ()
     )
 
 
-def _labels(labels: Sequence[str], methods: Iterable[str]) -> list[str]:
-    """Orders methods: given ones or those without training, other policies, the default one."""
-    known_labels = [*labels] or [
+def _order_labels(labels: Sequence[str], methods: Iterable[str]) -> list[str]:
+    """Returns the order of methods, as described in `merge_scores`."""
+    first_labels = [*labels] or [
         kind.label for kind in PRUNERS.values() if kind.config_type is None
     ]
-    other_methods = sorted(
-        {*methods} - {*known_labels}, key=lambda name: (name.startswith(DEFAULT), name)
+    further_labels = sorted(
+        {*methods} - {*first_labels}, key=lambda name: (name.startswith(DEFAULT), name)
     )
-    return known_labels + other_methods
+    return first_labels + further_labels
 
 
-def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: str) -> None:
-    """Rejects runs that do not belong in one table."""
+def _check_equal(scores: Sequence[tuple[str, Score]], field: str, what: str) -> None:
+    """Raises if the scores of several runs differ in a field; `what` describes it."""
     for run, score in scores[1:]:
         first_run, first = scores[0]
         if score[field] != first[field]:
@@ -147,27 +187,31 @@ def _check_same(scores: Sequence[tuple[str, Score]], field: str, what: str) -> N
             )
 
 
-def _whole(score: Score) -> bool:
+def _is_complete(score: Score) -> bool:
     """Returns whether all questions are answered."""
     return score["answered"] >= score["asked"]
 
 
-def _clashes(all_scores: Sequence[tuple[str, Score]]) -> set[str]:
+def _find_ambiguous(all_scores: Sequence[tuple[str, Score]]) -> set[str]:
     """Returns the methods whose results differ between runs."""
     result_of: dict[tuple[Cell, ...], tuple[Cell, ...]] = {}
-    clashes = set()
+    ambiguous_methods = set()
     for _, score in all_scores:
-        if not _whole(score):
+        if not _is_complete(score):
             continue
         key = score["benchmark"], score["method"], score["mode"], score["budget"]
         result = score["headline"], score["mean_k"]
         if result_of.setdefault(key, result) != result:
-            clashes.add(score["method"])
-    return clashes
+            ambiguous_methods.add(score["method"])
+    return ambiguous_methods
 
 
 def sections(table: BenchmarkTable) -> list[Section]:
-    """Returns the tables to print: one of all figures, or one for each kind of figure."""
+    """Formats a table.
+
+    Returns:
+        For one benchmark a section with all figures, otherwise one section per kind of figure.
+    """
     if len(table.benchmarks) == 1:
         objects = as_objects(table)
         header = [name.replace("_", " ") for name in objects[0]]
@@ -188,7 +232,7 @@ def sections(table: BenchmarkTable) -> list[Section]:
             scores = [row.scores.get(name) for name in table.benchmarks]
             cells = [None if score is None else cell(score) for score in scores]
             average_cell = [_decimals(table.average(row), 1)] if average_column else []
-            rows.append([_tokens(table, row), row.method, row.mode, *cells, *average_cell])
+            rows.append([_tokens_cell(table, row), row.method, row.mode, *cells, *average_cell])
         tables.append(
             Section(title, ["tokens", "method", "mode", *titles, *average_column], rows, 3)
         )
@@ -196,22 +240,24 @@ def sections(table: BenchmarkTable) -> list[Section]:
 
 
 def _decimals(value: float | None, decimals: int) -> str | None:
+    """Formats a number with a fixed number of decimals; None stays None."""
     return None if value is None else f"{value:.{decimals}f}"
 
 
-def _tokens(table: BenchmarkTable, row: MethodScores) -> str:
-    """Returns the title of a row's block."""
+def _tokens_cell(table: BenchmarkTable, row: MethodScores) -> str:
+    """Returns the cell of the column "tokens"."""
     if row.budget is None:
         return "own stop"
     return f"{row.budget} ({100 * (1 - row.budget / table.num_tokens):.1f} % pruned)"
 
 
 def _score_cell(score: Score) -> str | None:
+    """Returns the headline figure with the decimals that its benchmark publishes."""
     return _decimals(score["headline"], BENCHMARKS[score["benchmark"]].decimals)
 
 
 def _has_hard(table: BenchmarkTable) -> bool:
-    """Returns whether the table has scores on the questions that downsampling gets wrong."""
+    """Returns whether the table has scores of `scores.score_hard`."""
     return any("hard" in score for row in table.rows for score in row.scores.values())
 
 
@@ -224,7 +270,7 @@ def _k_cell(score: Score) -> str | None:
 
 
 def notes(table: BenchmarkTable) -> list[str]:
-    """Lists remarks, and warnings, each once with the rows that it applies to."""
+    """Returns the remarks and warnings of a table, each with the rows that it applies to."""
     rows_of_note: dict[str, list[str]] = {remark: [] for remark in table.remarks}
     for row in table.rows:
         for name, score in row.scores.items():
@@ -240,9 +286,11 @@ def notes(table: BenchmarkTable) -> list[str]:
             "choosing tokens of a model as small as this one takes longer than it saves: "
             "`python -m stepprune_jax.efficiency --model llava-7b` times a large one"
         ] = []
-    if not table.whole:
+    if not table.all_tokens:
         rows_of_note[f"no row of {ALL}, so no retention"] = []
-    elif unscored := [name for name in table.benchmarks if name not in _headlines(table.whole)]:
+    elif unscored := [
+        name for name in table.benchmarks if name not in _headlines(table.all_tokens)
+    ]:
         titles = ", ".join(BENCHMARKS[name].title for name in unscored)
         rows_of_note[f"retention excludes {titles}, where {ALL} has no score"] = []
     return [
@@ -252,7 +300,7 @@ def notes(table: BenchmarkTable) -> list[str]:
 
 
 def _at_bound(score: Score) -> str:
-    """Returns the bound that a learned stop sits at, in words; empty without one."""
+    """Returns a warning if most counts of a learned stop are at a bound, otherwise ""."""
     floor, cap = (score.get(name, 0.0) for name in ("at_floor", "at_cap"))
     mean, deviation = (score[name] or 0.0 for name in ("mean_k", "sd_k"))
     return StopCounts(mean, deviation, score["num_tokens"], floor, cap).finding
@@ -260,18 +308,19 @@ def _at_bound(score: Score) -> str:
 
 def _gains_no_time(table: BenchmarkTable) -> bool:
     """Returns whether most rows that save operations take longer than all tokens."""
-    if table.whole is None:
+    if table.all_tokens is None:
         return False
-    (full_time, full_work), is_slower = (table.whole.mean(field) for field in ("ms", "gflops")), []
+    full_ms, full_gflops = table.all_tokens.mean("ms"), table.all_tokens.mean("gflops")
+    is_slower = []
     for row in table.rows[1:]:
-        row_time, row_work = row.mean("ms"), row.mean("gflops")
-        if None not in (full_time, full_work, row_time, row_work) and row_work < full_work:
-            is_slower.append(row_time > full_time)
+        ms, gflops = row.mean("ms"), row.mean("gflops")
+        if None not in (full_ms, full_gflops, ms, gflops) and gflops < full_gflops:
+            is_slower.append(ms > full_ms)
     return 2 * sum(is_slower) > len(is_slower)
 
 
 def as_markdown(table: BenchmarkTable) -> str:
-    """Formats the tables, followed by notes if there are any."""
+    """Formats a table and its notes as Markdown."""
     parts = [
         (f"## {title}\n\n" if title else "") + markdown_rows(header, rows, texts)
         for title, header, rows, texts in sections(table)
@@ -281,9 +330,12 @@ def as_markdown(table: BenchmarkTable) -> str:
 
 
 def as_objects(table: BenchmarkTable) -> list[dict[str, Cell]]:
-    """Returns an object per row, with all figures of one benchmark or the main ones of several."""
+    """Returns one JSON object per row.
+
+    For one benchmark an object has all figures, for several benchmarks the main figures of each.
+    """
     if len(table.benchmarks) == 1:
-        return [_object(table, row) for row in table.rows]
+        return [_as_object(table, row) for row in table.rows]
     rows = []
     for row in table.rows:
         value: dict[str, Cell] = {"method": row.method, "mode": row.mode, "tokens": row.budget}
@@ -297,24 +349,20 @@ def as_objects(table: BenchmarkTable) -> list[dict[str, Cell]]:
     return rows
 
 
-def _object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
-    """Returns all figures of a row on the only benchmark."""
+def _as_object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
+    """Returns all figures of a row of a table with a single benchmark."""
     (score,), benchmark = row.scores.values(), BENCHMARKS[table.benchmarks[0]]
-    reference = next(iter(table.whole.scores.values())) if table.whole else {}
-    reference_headline, headline, rate, retention = (
-        reference.get("headline"),
-        score["headline"],
-        None,
-        None,
-    )
+    reference = next(iter(table.all_tokens.scores.values())) if table.all_tokens else {}
+    reference_headline, headline = reference.get("headline"), score["headline"]
+    rate, retention = None, None
     if headline is not None and reference_headline:
-        # Exactly a ratio of right answers where the scores are, so that ties are rounded alike.
-        retention = round(
-            100 * float(Fraction(headline / reference_headline).limit_denominator(10**6)), 2
-        )
+        # The ratio of two numbers of correct answers is restored from its float, so that ties are
+        # rounded consistently.
+        ratio = Fraction(headline / reference_headline).limit_denominator(10**6)
+        retention = round(100 * float(ratio), 2)
     if row.budget is not None:
         rate = pruning_rate(row.budget, table.num_tokens)
-    elif score["mean_k"] is not None:  # no budget says what share of an image an own stop keeps
+    elif score["mean_k"] is not None:  # a learned stop has no budget, so its mean count is used
         rate = pruning_rate(
             score["mean_k"], max(1, round(reference.get("mean_k") or table.num_tokens))
         )
@@ -334,7 +382,7 @@ def _object(table: BenchmarkTable, row: MethodScores) -> dict[str, Cell]:
 
 
 def write_table(folder: Path, table: BenchmarkTable) -> None:
-    """Writes table.{md,json,csv} to an existing folder."""
+    """Writes a table to table.md, table.csv and table.json in an existing folder."""
     rows = as_objects(table)
     (folder / f"{NAME}.md").write_text(as_markdown(table), encoding="utf-8")
     (folder / f"{NAME}.csv").write_text(

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 
 class Accelerator(NamedTuple):
-    """Peak operations per second, bytes, and words in jax's `device_kind`."""
+    """Specification of an accelerator.
+
+    Attributes:
+        flops: peak FLOP/s of dense products in bfloat16.
+        memory: device memory in bytes.
+        kind: words that jax's `device_kind` of this accelerator contains.
+    """
 
     flops: float
     memory: float
@@ -17,7 +23,8 @@ class Accelerator(NamedTuple):
 
 GB, GIB = 10**9, 2**30
 
-# By `config.accelerator.name`; the first one whose words match a device is used.
+# By `config.accelerator.name`. `known_as` uses the first entry whose words match a device, so
+# specific words come before general words.
 ACCELERATORS = {
     # NVIDIA Ampere GA102 architecture white paper V2.0, appendix C "RTX A6000 GPU Performance";
     # the data sheet of the RTX A6000 has "Tensor performance 309.7 TFLOPS" with sparsity, 48 GB.
@@ -45,10 +52,8 @@ ACCELERATORS = {
 
 
 def known_as(kind: str) -> str | None:
-    """Returns the name in `ACCELERATORS` of a `device_kind`, or None."""
-    matching = (
-        name
-        for name, accelerator in ACCELERATORS.items()
-        if all(word in kind for word in accelerator.kind)
-    )
-    return next(matching, None)
+    """Returns the name in `ACCELERATORS` of a jax `device_kind`, or None if it is not listed."""
+    for name, accelerator in ACCELERATORS.items():
+        if all(word in kind for word in accelerator.kind):
+            return name
+    return None

@@ -1,4 +1,4 @@
-"""Accelerators to compile for without having one: devices, and options for their compilers.
+"""Creates targets for ahead-of-time compilation: accelerators that this machine does not have.
 
 XLA's compilers for CUDA and TPU come with jax's plugins and run on any machine.
 """
@@ -16,8 +16,8 @@ from jax.experimental import topologies
 from stepprune_jax.parallel.accelerators import known_as
 from stepprune_jax.user_input import UserError, nearest
 
-# XLA's message if its first choice of Triton tiles for a product fails. With a device, XLA tries
-# other tiles and cuBLAS.
+# XLA's message if its first Triton tiling of a product fails. With a device, XLA would then try
+# other tilings and cuBLAS; without one, the program is compiled again without Triton.
 _NO_TILES = "Couldn't find output tile sizes"
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
@@ -25,14 +25,20 @@ INSTALL = 'pip install "stepprune-jax[aot]"'
 
 
 class Target(NamedTuple):
-    """Devices of one kind that programs can be compiled for."""
+    """Devices of one kind that programs can be compiled for.
+
+    Attributes:
+        name: name of the target, such as "h200:2".
+        devices: descriptions of the devices. Arrays cannot be placed on them.
+        options: compiler options.
+    """
 
     name: str
     devices: tuple[jax.Device, ...]
     options: dict[str, Any]
 
     def compile(self, lowered: Any) -> Any:
-        """Compiles a lowered program whose arguments lie on `devices`; it cannot be run."""
+        """Compiles a lowered program with arguments on `devices`. The result cannot be run."""
         try:
             return lowered.compile(compiler_options=self.options)
         except jax.errors.JaxRuntimeError as error:
@@ -42,22 +48,35 @@ class Target(NamedTuple):
 
 
 class GpuSpec(NamedTuple):
-    """Properties of a CUDA device that XLA needs; threads and shared memory are per core (SM)."""
+    """Properties of a CUDA device that XLA's compiler needs. A core is a streaming multiprocessor.
+
+    Attributes:
+        name: name that the driver reports.
+        capability: major and minor compute capability.
+        cores: number of cores.
+        fpus: floating-point units of a core.
+        threads: threads that a core can hold.
+        shared: shared memory of a core in KiB. A block can use 1 KiB less.
+        bandwidth: memory bandwidth in bytes per second.
+        cache: L2 cache in MiB.
+        clock: clock rate in GHz.
+        memory: memory in bytes, as the driver reports it.
+    """
 
     name: str
     capability: tuple[int, int]
     cores: int
     fpus: int
     threads: int
-    shared: int  # KiB of a core; a block gets one less
+    shared: int
     bandwidth: int
-    cache: int  # MiB
-    clock: float  # GHz
-    memory: int  # bytes that the driver reports
+    cache: int
+    clock: float
+    memory: int
 
 
-# As in NVIDIA's data sheets and, for threads and shared memory, the table of compute capabilities
-# of the CUDA programming guide.
+# From NVIDIA's data sheets. Threads and shared memory are from the table of compute capabilities in
+# the CUDA programming guide.
 CARDS = {
     "h200": GpuSpec(
         "NVIDIA H200", (9, 0), 132, 128, 2048, 228, 4_800_000_000_000, 50, 1.98, 151_397_597_184
@@ -79,12 +98,19 @@ CARDS = {
     ),
 }
 
-# Default layout of chips of each generation: the smallest.
+# Default layout of the chips of each TPU generation: the smallest one.
 TPUS = {"v5e": "1x1", "v5p": "2x2x1", "v6e": "1x1"}
 
 
-class Named(NamedTuple):
-    """Meaning of a target's name: a card or TPU, its number or layout, and its accelerator."""
+class TargetName(NamedTuple):
+    """Parsed name of a target.
+
+    Attributes:
+        kind: key of `CARDS` or `TPUS`.
+        size: number of cards, or layout of chips such as "2x4".
+        count: number of cards or chips.
+        accelerator: key of `accelerators.ACCELERATORS`.
+    """
 
     kind: str
     size: str
@@ -92,32 +118,44 @@ class Named(NamedTuple):
     accelerator: str
 
 
-def read_name(name: str) -> Named:
-    """Reads the name of a target: "h200", "a6000:2" cards, or "v5e:2x4" chips."""
-    kind, colon, size = name.partition(":")
+def read_name(name: str) -> TargetName:
+    """Parses the name of a target: a card ("h200"), cards ("a6000:2") or TPU chips ("v5e:2x4").
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    kind, separator, size = name.partition(":")
     kinds = (*CARDS, *TPUS)
-    form = r"[1-9]\d*" if kind in CARDS else r"[1-9]\d*(x[1-9]\d*){1,2}"
-    if kind not in kinds or (colon and not re.fullmatch(form, size)):
+    size_pattern = r"[1-9]\d*" if kind in CARDS else r"[1-9]\d*(x[1-9]\d*){1,2}"
+    if kind not in kinds or (separator and not re.fullmatch(size_pattern, size)):
         raise UserError(
             f"target {name!r} is unknown, expected one of {', '.join(kinds)}, with a number of "
             f"cards or a layout of chips, such as h200:2 or v5e:2x4.{nearest(kind, kinds)}"
         )
     if kind in CARDS:
-        return Named(kind, size or "1", int(size or 1), str(known_as(CARDS[kind].name)))
+        return TargetName(kind, size or "1", int(size or 1), str(known_as(CARDS[kind].name)))
     size = size or TPUS[kind]
-    return Named(kind, size, math.prod(map(int, size.split("x"))), f"tpu-{kind}")
+    return TargetName(kind, size, math.prod(map(int, size.split("x"))), f"tpu-{kind}")
 
 
 def make_target(name: str) -> Target:
-    """Creates the devices of a target, before or after jax has started."""
-    named, problem = read_name(name), missing(name)
+    """Creates a target. May be called before or after jax has started.
+
+    Args:
+        name: as in `read_name`.
+
+    Raises:
+        ValueError: the name is unknown, or the compiler is not installed.
+    """
+    target_name, problem = read_name(name), missing(name)
     if problem:
         raise UserError(f"target {name!r}: {problem}")
-    return (_cuda if named.kind in CARDS else _tpu)(name, named)
+    make = _make_cuda_target if target_name.kind in CARDS else _make_tpu_target
+    return make(name, target_name)
 
 
 def missing(name: str) -> str | None:
-    """Returns what a target's compiler lacks on this machine in one line, or None."""
+    """Returns a line about the missing compiler of a target, or None if it is installed."""
     if read_name(name).kind in CARDS:
         is_installed = _has("jax_cuda12_plugin") and _cuda_toolkit()
         return None if is_installed else f"XLA's CUDA compiler is missing: {INSTALL}"
@@ -138,19 +176,19 @@ def _cuda_toolkit() -> Path | None:
     return next((folder for folder in folders if (folder / "bin" / "ptxas").is_file()), None)
 
 
-def _cuda(name: str, named: Named) -> Target:
-    """Builds a target of cards in one machine."""
-    card = CARDS[named.kind]
+def _make_cuda_target(name: str, target_name: TargetName) -> Target:
+    """Creates a target of CUDA cards in one machine."""
+    card = CARDS[target_name.kind]
     major, minor = card.capability
-    optin = (card.shared - 1) << 10
-    # Limits shared by all of these cards are literal numbers. Without a driver of 12.3 or newer,
-    # XLA would leave loops and conditionals out of CUDA graphs.
-    text = f"""
+    block_memory = (card.shared - 1) << 10
+    # Numbers in the text are equal for all of these cards. With a driver older than 12.3, XLA would
+    # exclude loops and conditionals from CUDA graphs.
+    description = f"""
       gpu_device_info {{
         threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {card.threads}
         core_count: {card.cores} fpus_per_core: {card.fpus} clock_rate_ghz: {card.clock}
         shared_memory_per_block: 49152 shared_memory_per_core: {card.shared << 10}
-        shared_memory_per_block_optin: {optin}
+        shared_memory_per_block_optin: {block_memory}
         registers_per_core_limit: 65536 registers_per_block_limit: 65536
         thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
         block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -167,31 +205,31 @@ def _cuda(name: str, named: Named) -> Target:
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="without a device",
-        topology=f"1x1x{named.count}",
-        target_config=text,
+        topology=f"1x1x{target_name.count}",
+        target_config=description,
     )
     toolkit = str(_cuda_toolkit())
-    # Autotuning would run candidates on the device.
+    # Autotuning is off because it would run kernels on the device.
     options = {"xla_gpu_cuda_data_dir": toolkit, "xla_gpu_autotune_level": 0}
     return Target(name, tuple(topology.devices), options)
 
 
-def _tpu(name: str, named: Named) -> Target:
-    """Builds a target of TPU chips in a layout."""
+def _make_tpu_target(name: str, target_name: TargetName) -> Target:
+    """Creates a target of TPU chips in a layout."""
     import libtpu
 
-    # Otherwise libtpu queries the network for its machine, and admits one process at a time, as if
-    # each used the chips.
+    # Without these variables, libtpu queries the network for its machine, and allows one process at
+    # a time, as if the process used the chips.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
-    sizes = tuple(map(int, named.size.split("x")))
-    hosts = {}
-    if len(sizes) == 2 and named.count <= 8:  # one machine of v5e or v6e has eight chips
-        hosts = {"chips_per_host_bounds": (*sizes, 1)}
+    sizes = tuple(map(int, target_name.size.split("x")))
+    options = {}
+    if len(sizes) == 2 and target_name.count <= 8:  # one machine of v5e or v6e has eight chips
+        options = {"chips_per_host_bounds": (*sizes, 1)}
     try:
         topology = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{named.kind}:{named.size}", **hosts
+            platform="tpu", topology_name=f"{target_name.kind}:{target_name.size}", **options
         )
     except jax.errors.JaxRuntimeError as error:
         message = str(error).splitlines()[0]

@@ -24,9 +24,11 @@ OPTIONS = {
     },
 }
 
-# Further options for programs that answer. GPU: loops become part of the CUDA graph, so that a
-# program is one launch, and the host does not decide at each step whether the loop continues. A
-# program that is a single loop has fewer commands than XLA's minimum for a graph, hence size 1.
+# Further options for programs that generate answers.
+#
+# GPU: loops become part of the CUDA graph. A program is then one launch, and the host does not
+# decide at each step whether the loop continues. A program that is a single loop has fewer commands
+# than XLA's minimum for a graph, so the minimum is set to 1.
 ANSWERING = {
     "gpu": {
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
@@ -37,12 +39,24 @@ ANSWERING = {
 
 
 def options_of(platform: str, answers: bool = False) -> dict[str, Any]:
-    """Returns the compiler options of a program on a platform."""
+    """Returns the compiler options of a program.
+
+    Args:
+        platform: "cpu", "gpu" or "tpu".
+        answers: whether the program generates answers, which adds `ANSWERING`.
+    """
     return OPTIONS.get(platform, {}) | (ANSWERING.get(platform, {}) if answers else {})
 
 
 class Usage(NamedTuple):
-    """Bytes on one device while a program runs; `outputs` do not share the memory of arguments."""
+    """Memory on one device while a program runs, in bytes.
+
+    Attributes:
+        arguments: arguments of the program.
+        outputs: outputs that do not reuse the memory of donated arguments.
+        temporary: intermediate arrays.
+        total: sum of the three.
+    """
 
     arguments: int
     outputs: int
@@ -51,7 +65,7 @@ class Usage(NamedTuple):
 
 
 def usage(compiled: jax.stages.Compiled) -> Usage:
-    """Returns the memory of a `jax.stages.Compiled` on each device, as planned by the compiler."""
+    """Returns the memory that the compiler planned for a program on each device."""
     sizes = compiled.memory_analysis()
     outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     parts = (sizes.argument_size_in_bytes, outputs, sizes.temp_size_in_bytes)

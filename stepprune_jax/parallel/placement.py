@@ -1,4 +1,4 @@
-"""Placement of arrays on the devices of a model's weights."""
+"""Places arrays on the devices of a model's weights."""
 
 import itertools
 import math
@@ -22,36 +22,38 @@ T = TypeVar("T")  # a tree of arrays
 
 
 def uses_joined_weights(platform: str, mesh: Mesh | None) -> bool:
-    """Returns whether answers are computed with joined matrices: on GPUs that hold all heads."""
+    """Returns whether answers are computed with joined matrices.
+
+    Joining helps on GPUs, and requires that every device holds all heads.
+    """
     return platform == "gpu" and (mesh is None or mesh.shape.get("tensor", 1) == 1)
 
 
 def prepare_to_answer(params: Params) -> Params:
-    """Joins matrices (`weights.join_kernels`) where `uses_joined_weights`.
+    """Joins matrices with `weights.join_kernels` if `uses_joined_weights`, and returns the weights.
 
-    The caller must drop its reference to `params`, so that their memory can be freed.
+    The caller must drop its reference to `params`; otherwise both copies stay in memory.
     """
     platform, _ = devices_of(params)
     return join_kernels(params) if uses_joined_weights(platform, mesh_of(params)) else params
 
 
 def devices_of(params: Params | Array) -> tuple[str, int]:
-    """Returns the platform and the number of the devices of weights, or of an array."""
+    """Returns the platform and the number of devices that hold the weights or an array."""
     devices = _sharding_of(params).device_set
     return next(iter(devices)).platform, len(devices)
 
 
 def decodes_by_step(params: Params) -> bool:
-    """Returns whether a program decodes one token, and the host starts the next step.
+    """Returns whether each decoding step is a separate program, instead of one loop for all steps.
 
-    Otherwise one program decodes in a loop. In a loop on a GPU, XLA would copy the slices of large
-    layers.
+    In a loop on a GPU, XLA would copy the slices of large layers at each step.
     """
     return devices_of(params)[0] == "gpu" and has_large_layers(params)
 
 
 def _sharding_of(params: Params | Array) -> Any:
-    """Returns the sharding of the first weight, without flattening hundreds of weights."""
+    """Returns the sharding of the first weight, without flattening the tree of weights."""
     while isinstance(params, dict):
         params = next(iter(params.values()))
     return params.sharding
@@ -64,11 +66,11 @@ def mesh_of(params: Params) -> Mesh | None:
 
 
 def replicate_like(params: Params, tree: T) -> T:
-    """Replicates arrays to the devices of the weights; makes no copy if they are there already."""
+    """Replicates arrays to the devices of the weights. Arrays already there are not copied."""
     sharding = _sharding_of(params)
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, P())
-    if not sharding.is_fully_addressable:  # several processes; each process has the arrays
+    if not sharding.is_fully_addressable:  # with several processes, each has a copy of the arrays
         return jax.jit(lambda tree: tree, out_shardings=sharding)(tree)
     return jax.device_put(tree, sharding)
 
@@ -79,14 +81,18 @@ def row_count(mesh: Mesh | None) -> int:
 
 
 def _row_axes(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
-    """Returns the mesh axes that rows are split over; None if `rows` is not divisible by them."""
+    """Returns the mesh axes for a row axis of this size, or None if they do not divide the size."""
     return None if rows % row_count(mesh) else BATCH
 
 
 def local_rows(mesh: Mesh | None, rows: int) -> slice:
-    """Returns the rows of a batch on the devices of this process.
+    """Returns the slice of a batch's rows that the devices of this process hold.
 
-    Processes that share rows (a "tensor" axis across processes) get the same slice.
+    Processes along a "tensor" axis hold the same rows and get the same slice.
+
+    Args:
+        mesh: the mesh; None selects all rows.
+        rows: number of rows over all processes.
 
     Raises:
         UserError: the mesh gives this process rows that are not contiguous.
@@ -129,7 +135,10 @@ def place_rows(mesh: Mesh | None, tree: T, rows: int | None = None) -> T:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Copies arrays to the host; every process that has a part of an array must call this."""
+    """Copies arrays to the host as numpy arrays.
+
+    For an array that is sharded over several processes, all of these processes must call this.
+    """
 
     def to_numpy(leaf):
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
@@ -140,14 +149,17 @@ def to_host(tree: PyTree) -> PyTree:
 
 
 def constrain_replicated(mesh: Mesh | None, tree: T) -> T:
-    """Constrains arrays to be replicated, inside a program."""
+    """Constrains arrays to be replicated over a mesh. For use inside a compiled program."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, P()))
 
 
 def constrain_rows(mesh: Mesh | None, tree: T) -> T:
-    """Constrains arrays to be split by rows, and KV caches by rows and heads, inside a program."""
+    """Constrains arrays to be split by rows, and KV caches by rows and heads.
+
+    For use inside a compiled program.
+    """
     if mesh is None:
         return tree
 

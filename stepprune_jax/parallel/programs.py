@@ -1,7 +1,7 @@
-"""Compilation of functions whose first argument is a model's weights.
+"""Compiles functions whose first argument is a model's weights.
 
-`jit_for_weights` chooses XLA's options by the platform of the weights, bounds the number of
-compiled programs that a process keeps on CPUs, and can report the programs that run.
+`jit_for_weights` chooses XLA's options by the platform of the weights, and limits the number of
+compiled programs that a process keeps on CPUs. `watch_programs` records the programs that run.
 """
 
 import collections
@@ -19,12 +19,12 @@ from stepprune_jax.parallel.placement import devices_of
 from stepprune_jax.policy.jax_settings import jax_defaults
 
 # Limit of the compiled programs that a process keeps on CPUs. A program takes hundreds of memory
-# maps there, about one per kernel, and Linux limits a process to 65,530 maps. A process that
-# answers requests of ever new shapes would fail at about its 130th program.
+# maps there, about one per kernel, and Linux limits a process to 65,530 maps. A server that gets
+# requests of many shapes would fail at about its 130th program.
 MAX_PROGRAMS = 96
 _cpu_functions: list[Any] = []  # jitted functions whose programs count towards the limit
-_evicted: collections.Counter[Any] = collections.Counter()  # programs dropped, by function
-_watchers: list[list["ProgramRun"]] = []  # lists that `watch_programs` fills
+_num_evicted: collections.Counter[Any] = collections.Counter()  # dropped programs by function
+_recordings: list[list["ProgramRun"]] = []  # lists of the active `watch_programs` blocks
 
 
 class ProgramRun(NamedTuple):
@@ -41,27 +41,31 @@ class ProgramRun(NamedTuple):
 
 @contextlib.contextmanager
 def watch_programs() -> Iterator[list[ProgramRun]]:
-    """Records the runs of all functions of `jit_for_weights` inside the block."""
+    """Records all calls of functions of `jit_for_weights` inside the block.
+
+    Yields:
+        A list that grows by one `ProgramRun` per call.
+    """
     runs: list[ProgramRun] = []
-    _watchers.append(runs)
+    _recordings.append(runs)
     try:
         yield runs
     finally:
-        _watchers.remove(runs)
+        _recordings.remove(runs)
 
 
 def _evict_programs() -> None:
     """Drops all programs on CPUs if their number exceeds `MAX_PROGRAMS`."""
     counts = {function: function._cache_size() for function in _cpu_functions}
     if sum(counts.values()) > MAX_PROGRAMS:
-        _evicted.update(counts)
+        _num_evicted.update(counts)
         for function in counts:
             function.clear_cache()
 
 
 def num_evicted() -> int:
-    """Returns how many programs on CPUs have been dropped because of `MAX_PROGRAMS`."""
-    return _evicted.total()
+    """Returns the number of programs on CPUs that were dropped because of `MAX_PROGRAMS`."""
+    return _num_evicted.total()
 
 
 def jit_for_weights(
@@ -72,32 +76,33 @@ def jit_for_weights(
 ) -> Callable[..., Any]:
     """Applies `jax.jit` to a function whose first argument is the weights.
 
-    The function is compiled with the `OPTIONS` of the platform of the weights, under jax's default
-    settings (`jax_defaults`), whatever the host has set.
+    The function is compiled with the `OPTIONS` of the weights' platform and with jax's default
+    settings (`jax_defaults`), independent of the settings of the calling program.
 
-    A function that `answers` is never differentiated, so it can read large layers in place. On
-    GPUs the program unstacks the layers. On a CPU, where XLA would copy each slice, the program
-    gets views of the layers. On a TPU a scan reads its slices in place.
+    With `answers`, the function is never differentiated, so it can read large layers in place. On
+    GPUs the program unstacks the layers. On a CPU, XLA would copy each slice, so the program
+    receives views of the layers. On a TPU a scan reads its slices in place.
 
     Args:
-        function: takes the weights first.
+        function: a function of the weights and further arguments.
         static: names of static arguments.
         donate: names of donated arguments.
         answers: whether the function only runs the model forward.
 
     Returns:
-        A function with two more attributes. `num_compiled()` is the number of programs compiled so
-        far. `trace` is `trace` of `jax.jit`, and also takes abstract weights with a sharding.
+        The compiled function, with two attributes. `num_compiled()` returns the number of programs
+        compiled by this function. `trace` is the method of `jax.jit`, and also accepts abstract
+        weights with a sharding.
     """
     names = {"static_argnames": static, "donate_argnames": donate}
 
     @functools.wraps(function)
-    def by_layer(params, *args, **kwargs):
+    def with_unstacked_layers(params, *args, **kwargs):
         return function(unstack(params) if has_large_layers(params) else params, *args, **kwargs)
 
     jitted = {
         platform: jax.jit(
-            by_layer if answers and platform == "gpu" else function,
+            with_unstacked_layers if answers and platform == "gpu" else function,
             **names,
             compiler_options=options_of(platform, answers),
         )
@@ -106,7 +111,7 @@ def jit_for_weights(
     _cpu_functions.append(jitted["cpu"])
 
     def select(params):
-        """Returns the jitted function for the platform, and the weights in the form it takes."""
+        """Returns the jitted function of the weights' platform, and the weights in its form."""
         platform, num_devices = devices_of(params)
         if answers and platform == "cpu" and num_devices == 1 and has_large_layers(params):
             params = _layer_views(params)
@@ -116,7 +121,7 @@ def jit_for_weights(
     def call(params, *args, **kwargs):
         program, params = select(params)
         with jax_defaults():
-            for runs in _watchers:
+            for runs in _recordings:
                 input_bytes = sum(getattr(x, "nbytes", 0) for x in jax.tree.leaves((args, kwargs)))
                 runs.append(ProgramRun(program.trace(params, *args, **kwargs), input_bytes))
             result = program(params, *args, **kwargs)
@@ -129,14 +134,14 @@ def jit_for_weights(
         return program.trace(params, *args, **kwargs)
 
     call.num_compiled = lambda: sum(
-        program._cache_size() + _evicted[program] for program in jitted.values()
+        program._cache_size() + _num_evicted[program] for program in jitted.values()
     )
     call.trace = jax_defaults()(trace)
     return call
 
 
 def _layer_views(params: Params) -> Params:
-    """Unstacks the layers of weights on a CPU without a copy: slices of numpy arrays are views."""
+    """Unstacks the layers of weights on a CPU without copies, as views of numpy arrays."""
     if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
         return jax.eval_shape(unstack, params)
     return unstack(jax.tree.map(np.asarray, params))

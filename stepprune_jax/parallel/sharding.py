@@ -15,18 +15,19 @@ from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from stepprune_jax.models.int8 import Int8Kernel
-from stepprune_jax.user_input import UserError, naming, require
+from stepprune_jax.user_input import UserError, naming
 
 AXES = ("data", "fsdp", "tensor")
 PRESETS = ("single", "data", "fsdp", "tensor", "data_tensor", "fsdp_tensor", "data_fsdp")
 
-# Ordered (pattern, spec) pairs; the first match wins. Paths are keys joined by "/". The rules of a
-# model's weights are the `SHARDING_RULES` of its family.
+# Ordered (pattern, spec) pairs. The first pattern that matches a path applies. A path is its keys
+# joined by "/". Each model family defines `SHARDING_RULES` for its weights.
 Rules = Sequence[tuple[str, P]]
 
+# Mesh axes that the rows of a batch are split over.
 BATCH = ("data", "fsdp")
 
-# Anything whose first axis is the batch: token ids, a `Sequence`, pixels.
+# Rules for arrays whose first axis is the batch: token ids, a `Sequence`, pixels.
 BATCH_RULES: Rules = ((r".*", P(BATCH)),)
 
 
@@ -36,12 +37,12 @@ def build_mesh(
     """Builds a mesh with the axes "data", "fsdp" and "tensor".
 
     Args:
-        preset: a name, or sizes by axis (absent axes are 1; one axis may be -1 for the remaining
-            devices), as a mapping or as text such as "data=2,fsdp=-1". "single": the first device.
-            "data", "fsdp", "tensor": all devices on that axis. "data_tensor", "fsdp_tensor": two
-            devices on "tensor", the remaining devices on the first axis. "data_fsdp": the devices
-            of a process on "fsdp", the processes on "data".
-        devices: devices to use in order; by default all that jax sees.
+        preset: a name, or sizes by axis, as a mapping or as text such as "data=2,fsdp=-1". Absent
+            axes have size 1, and one axis may be -1 for the remaining devices. "single": the first
+            device. "data", "fsdp", "tensor": all devices on that axis. "data_tensor",
+            "fsdp_tensor": two devices on "tensor", the remaining devices on the first axis.
+            "data_fsdp": the devices of a process on "fsdp", the processes on "data".
+        devices: devices to use in order; None selects all devices of jax.
 
     Returns:
         A mesh of three axes with automatic sharding.
@@ -54,20 +55,20 @@ def build_mesh(
         devices = devices[:1]
     sizes = _sizes(preset, devices) if isinstance(preset, str) else dict(preset)
     shape = [sizes.get(axis, 1) for axis in AXES]
-    fixed = math.prod(size for size in shape if size != -1)
-    if shape.count(-1) == 1 and fixed > 0 and len(devices) % fixed == 0:
-        shape[shape.index(-1)] = len(devices) // fixed
+    known_size = math.prod(size for size in shape if size != -1)
+    if shape.count(-1) == 1 and known_size > 0 and len(devices) % known_size == 0:
+        shape[shape.index(-1)] = len(devices) // known_size
     is_valid = sizes.keys() <= {*AXES} and min(shape) >= 1 and math.prod(shape) == len(devices)
     if not is_valid:
         raise UserError(
             f"mesh sizes {sizes} do not fit {len(devices)} devices; axes: {', '.join(AXES)}"
         )
-    with naming(f"mesh {sizes}", ValueError):  # for example on a TPU with another topology
+    with naming(f"mesh {sizes}", ValueError):  # jax refuses shapes that a TPU's topology lacks
         return jax.make_mesh(tuple(shape), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
 def _sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
-    """Returns sizes by axis of a preset's name, or of text such as "data=2,fsdp=-1"."""
+    """Parses the name of a preset, or text such as "data=2,fsdp=-1", to sizes by axis."""
     if preset == "single":
         return {}
     if preset in PRESETS:
@@ -86,12 +87,12 @@ def _sizes(preset: str, devices: Sequence[jax.Device]) -> dict[str, int]:
 
 
 def path_name(path: KeyPath) -> str:
-    """Joins the keys of a tree path by "/", such as "vision/layers/norm1/scale"."""
+    """Returns the keys of a tree path joined by "/", such as "vision/layers/norm1/scale"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def spec_of(name: str, rules: Rules) -> P:
-    """Returns the spec of the first rule that matches."""
+    """Returns the spec of the first rule that matches a path, and raises if none does."""
     for pattern, spec in rules:
         if matches(name, pattern):
             return spec
@@ -104,11 +105,11 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
-    """Returns the shardings of every leaf of a tree of arrays or shapes.
+    """Returns the sharding of every leaf of a tree.
 
     Args:
-        tree: nested dicts, tuples and NamedTuples with leaves that have a `shape`.
-        rules: ordered (pattern on the path, spec) pairs.
+        tree: a pytree whose leaves have a `shape`, such as arrays.
+        rules: (pattern, spec) pairs; the first pattern that matches a leaf's path applies.
         mesh: result of `build_mesh`.
 
     Returns:
@@ -116,17 +117,20 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
         sharded like its columns.
 
     Raises:
-        ValueError: a path that no rule matches, or a dimension that its mesh axes do not divide.
+        ValueError: no rule matches a path, or a dimension is not divisible by its mesh axes.
     """
 
-    def sharding(path, leaf):
+    def sharding_of(path, leaf):
         name = path_name(path)
         spec = spec_of(name, rules)
         for size, axes in zip(leaf.shape, spec, strict=False):
             axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
-            parts = math.prod(mesh.shape[axis] for axis in axes)
-            cut = f"{size} is not divisible by the {parts} devices of mesh axes {axes}"
-            require(size % parts == 0, f"{name} of shape {tuple(leaf.shape)}: {cut}")
+            num_parts = math.prod(mesh.shape[axis] for axis in axes)
+            if size % num_parts:
+                raise UserError(
+                    f"{name} of shape {tuple(leaf.shape)}: {size} is not divisible by the "
+                    f"{num_parts} devices of mesh axes {axes}"
+                )
         leaf_sharding = NamedSharding(mesh, spec)
         if not isinstance(leaf, Int8Kernel):
             return leaf_sharding
@@ -134,5 +138,5 @@ def shardings(tree: PyTree, rules: Rules, mesh: Mesh) -> PyTree:
         return Int8Kernel(leaf_sharding, NamedSharding(mesh, P(*axes[:-2], axes[-1])))
 
     return jax.tree_util.tree_map_with_path(
-        sharding, tree, is_leaf=lambda node: isinstance(node, Int8Kernel)
+        sharding_of, tree, is_leaf=lambda node: isinstance(node, Int8Kernel)
     )

@@ -1,6 +1,6 @@
 """Training of a token selector in front of a frozen vision-language model."""
 
-from stepprune_jax.checkpoints.frozen import ModelSettings
+from stepprune_jax.checkpoints.model_settings import ModelSettings
 from stepprune_jax.data.source import DataSettings
 from stepprune_jax.evaluation.settings import EvalSettings
 from stepprune_jax.training.optimizer import OptimizerSettings

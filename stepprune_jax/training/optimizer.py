@@ -37,7 +37,7 @@ class OptimizerSettings(Settings, path="config.optimizer"):
 
     lr: float = positive(1e-3)
     final_lr: float = number(1e-4)
-    warmup: int = count(40, least=0)
+    warmup: int = count(40, minimum=0)
     weight_decay: float = number(1e-4)
     clip: float = positive(1.0)
     b1: float = _decay(0.9)

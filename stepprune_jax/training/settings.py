@@ -44,7 +44,7 @@ class AcceleratorSettings(Settings, path="config.accelerator"):
     """
 
     name: str = choice("rtx-a6000", tuple(ACCELERATORS))
-    ids: int = count(640, least=2)
+    ids: int = count(640, minimum=2)
     count: int = count(1)
     utilisation: float = setting(0.4, "a share above 0, up to 1", lambda value: 0 < value <= 1)
 
@@ -65,13 +65,13 @@ class ValidationSettings(Settings, path="config.validation"):
             0 for none. Without a validation split there is no calibration.
     """
 
-    every: int = count(0, least=0)
+    every: int = count(0, minimum=0)
     folder: str = ""
     questions: int = count(64)
-    budget: int = count(0, least=0)
+    budget: int = count(0, minimum=0)
     max_new_tokens: int = count(3)
-    overlays: int = count(4, least=0)
-    calibrate: int = count(256, least=0)
+    overlays: int = count(4, minimum=0)
+    calibrate: int = count(256, minimum=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

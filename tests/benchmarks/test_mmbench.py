@@ -23,12 +23,13 @@ DEV = "mmbench_dev_20230712.tsv"
 TEST = "mmbench_test_20230712.tsv"
 
 
-def row(index, options, right, category="north", coarse="fine", **fields):
+def row(index, options, letter, category="north", coarse="fine", **fields):
+    """Returns a row of the question file by column."""
     texts = dict.fromkeys("ABCD", "") | dict(zip("ABCD", options, strict=False))
-    asked = {"index": index, "question": "Which way?", "hint": ""}
-    about = {"answer": right, "category": category, "image": "/9j/", "source": "made"}
-    kind = {"l2-category": coarse, "comment": "", "split": "dev"}
-    return asked | texts | about | kind | fields
+    first_columns = {"index": index, "question": "Which way?", "hint": ""}
+    last_columns = {"answer": letter, "category": category, "image": "/9j/", "source": "made"}
+    last_columns |= {"l2-category": coarse, "comment": "", "split": "dev"}
+    return first_columns | texts | last_columns | fields
 
 
 def write_rows(path, rows):
@@ -40,7 +41,8 @@ def write_rows(path, rows):
     return path
 
 
-# Two rotations of a question with two options; three of one with four, whose last option stays.
+# Two rotations of a question with two options, and three rotations of a question with four options,
+# whose last option is not rotated.
 ROWS = [
     row(7, ["up", "down"], "A"),
     row(8, ["cat", "dog", "cow", "none of them"], "C", "animal", "coarse"),
@@ -48,7 +50,7 @@ ROWS = [
     row(1_000_008, ["dog", "cow", "cat", "none of them"], "B", "animal", "coarse"),
     row(2_000_008, ["cow", "cat", "dog", "none of them"], "A", "animal", "coarse"),
 ]
-RIGHT = [(7, "A"), (8, "C"), (1_000_007, "B"), (1_000_008, "B"), (2_000_008, "A")]
+CORRECT = [(7, "A"), (8, "C"), (1_000_007, "B"), (1_000_008, "B"), (2_000_008, "A")]
 
 
 @pytest.fixture
@@ -57,13 +59,13 @@ def root(tmp_path):
     return tmp_path
 
 
-def write(root, said, **fields):
-    rows = [{**answer(index, text), "round_id": 0, **fields} for index, text in said]
+def write(root, pairs, **fields):
+    rows = [{**answer(index, text), "round_id": 0, **fields} for index, text in pairs]
     return write_lines(root / "a.jsonl", rows)
 
 
 def sheet_of(content):
-    """The cells of a workbook by place, each with its type, read as any XML."""
+    """Returns type and text of each cell of a workbook by name, such as "A1"."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         for name in archive.namelist():
             ElementTree.fromstring(archive.read(name))
@@ -76,13 +78,13 @@ def sheet_of(content):
     "text, letter",
     [
         ("(B)", "B"),
-        ("B。", None),  # the full-width stop is no mark
+        ("B。", None),  # the full-width full stop is not removed
         ("b", None),
         ("B is what I think here", None),  # not among the last four words
         ("I think B is right here", "B"),
-        ("B I see it in the B", None),  # its first place counts
+        ("B I see it in the B", None),  # the first occurrence counts
         ("A or B", None),
-        ("A dog", "A"),  # a lone letter goes before the text
+        ("A dog", "A"),  # a single letter takes precedence over the text of an option
         ("Z or B", "B"),
         ("Not any: Z", "Z"),
         ("B or C? The correct answer is **C**", "C"),
@@ -93,13 +95,13 @@ def sheet_of(content):
         ("a dog " * 10, None),  # longer than twice all options
     ],
 )
-def test_letters_by_hand(text, letter):
+def test_option_letters_equal_those_chosen_by_hand(text, letter):
     assert option_letter(text, {"A": "cat", "B": "Dog", "C": "a cow", "D": "bird"}) == letter
 
 
 def test_only_letters_that_are_options_count():
     assert option_letter("the answer is C", {"A": "cat", "B": "dog"}) is None
-    # Not C, hence exactly one letter is named.
+    # C is not an option, so exactly one option letter occurs.
     assert option_letter("A, not C", {"A": "cat", "B": "dog"}) == "A"
 
 
@@ -108,31 +110,32 @@ def test_cells_are_read_as_by_pandas(tmp_path):
     cells = row(1, options, "A", question="one\ntwo", image="x" * 300_000)
     path = write_rows(tmp_path / "t.tsv", [cells])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"dev\n", b"dev\r\n"))
-    (found,) = read_rows(path)
-    assert found["question"] == "one\ntwo" and found["split"] == "dev" and found["hint"] is None
-    assert options_of(found) == {"A": 'say "a"', "B": "b\tc", "D": "none"}
-    assert len(found["image"]) == 300_000
+    (cells,) = read_rows(path)
+    assert cells["question"] == "one\ntwo" and cells["split"] == "dev" and cells["hint"] is None
+    assert options_of(cells) == {"A": 'say "a"', "B": "b\tc", "D": "none"}
+    assert len(cells["image"]) == 300_000
 
 
-def test_a_row_may_name_the_row_that_has_its_image(tmp_path):
+def test_the_image_column_may_contain_the_index_of_another_row(tmp_path):
     rows = [row(8, "xy", "A", image=1234), row(1234, "xy", "A"), row(9, "xy", "A", image="1234")]
     questions = BENCHMARKS["mmbench"].read_questions
     write_rows(tmp_path / "mmbench" / DEV, rows)
     assert [question.image for question in questions(tmp_path)] == [b"\xff\xd8\xff"] * 3
-    for place in (5, 8):  # the index of no row, and that of one without an image of its own
-        write_rows(tmp_path / "mmbench" / DEV, [*rows, row(7, "xy", "A", image=place)])
+    for index in (5, 8):  # a missing row, and a row whose image column is also an index
+        write_rows(tmp_path / "mmbench" / DEV, [*rows, row(7, "xy", "A", image=index)])
         with pytest.raises(ValueError, match=rf"{DEV}: index 7: .* or the index of a row with one"):
             questions(tmp_path)
 
 
-def test_a_question_counts_if_all_its_rotations_are_right(root):
-    found = score(root, write(root, RIGHT))
-    assert (found.headline, found.parts["letter_only"]) == (100, 100)
-    # One wrong rotation of the second question; the first is right, but not by its bare letters.
-    said = [*RIGHT[:4], (2_000_008, "B"), (7, "(A)")]
-    found = score(root, write(root, said))
-    assert found.headline == 50
-    assert found.parts == {
+def test_a_question_is_correct_if_all_its_rotations_are_correct(root):
+    result = score(root, write(root, CORRECT))
+    assert (result.headline, result.parts["letter_only"]) == (100, 100)
+    # The second question has a wrong rotation. The first is correct, but one of its answers is not
+    # exactly the letter.
+    pairs = [*CORRECT[:4], (2_000_008, "B"), (7, "(A)")]
+    result = score(root, write(root, pairs))
+    assert result.headline == 50
+    assert result.parts == {
         "category": {"animal": 0, "north": 100},
         "l2-category": {"coarse": 0, "fine": 100},
         "letter_only": 0,
@@ -141,44 +144,46 @@ def test_a_question_counts_if_all_its_rotations_are_right(root):
         "questions": 2,
         "rows": 5,
     }
-    assert len(found.warnings) == 3  # two other sizes, two answers to one row
-    assert score(root, write(root, RIGHT[:4])).headline == 50  # an unanswered row is wrong
+    assert len(result.warnings) == 3  # two other sizes, and a repeated answer
+    assert score(root, write(root, CORRECT[:4])).headline == 50  # an unanswered row is wrong
 
 
-def test_rotations_made_by_the_program_are_refused(root):
-    answers = write(root, RIGHT, round_id=1)
+def test_answers_to_rotations_of_llavas_program_are_refused(root):
+    answers = write(root, CORRECT, round_id=1)
     for stage in (score, partial(convert, out=root / "s.xlsx")):
         with pytest.raises(ValueError, match="--all-rounds"):
             stage(root, answers)
 
 
-def test_the_test_split_is_refused_with_the_way_to_the_server(root):
+def test_answers_to_the_test_split_are_refused_with_the_address_of_the_server(root):
     server = r"convert mmbench` and upload it at https://mmbench"
     with pytest.raises(ValueError, match=server):
         score(root, write(root, [(3, "A")]))
     write_rows(root / "mmbench" / DEV, [*ROWS, row(9, ["up", "down"], "")])
     with pytest.raises(ValueError, match=f"index 9: .*{server}"):
-        score(root, write(root, RIGHT))
+        score(root, write(root, CORRECT))
 
 
-def test_the_chinese_file_is_also_found_where_llava_s_documentation_puts_it(tmp_path):
+def test_the_chinese_file_may_be_in_the_folder_of_llavas_documentation(tmp_path):
     rows = [row(7, ["上", "下"], "A"), row(1_000_007, ["下", "上"], "B")]
     write_rows(tmp_path / "mmbench" / "mmbench_dev_cn_20231003.tsv", rows)
-    found = BENCHMARKS["mmbench_cn"].score(tmp_path, write(tmp_path, [(7, "上"), (1_000_007, "B")]))
-    assert (found.headline, found.parts["letter_only"]) == (100, 0)
+    result = BENCHMARKS["mmbench_cn"].score(
+        tmp_path, write(tmp_path, [(7, "上"), (1_000_007, "B")])
+    )
+    assert (result.headline, result.parts["letter_only"]) == (100, 0)
 
 
-def test_submission_by_hand(root):
-    said = [(7, "A"), (8, "<C> & more"), (7, "B"), (1_000_007, ""), (99, "D")]
+def test_a_submission_equals_the_one_written_by_hand(root):
+    pairs = [(7, "A"), (8, "<C> & more"), (7, "B"), (1_000_007, ""), (99, "D")]
     out = root / "new" / "s.xlsx"
-    warnings = convert(root, write(root, said), out)
+    warnings = convert(root, write(root, pairs), out)
     cells = sheet_of(out.read_bytes())
     names = ["index", "question", "A", "B", "C", "D", "prediction", "answer", "split"]
     assert [cells[f"{column}1"] for column in "ABCDEFGHI"] == [("inlineStr", n) for n in names]
     assert cells["A2"] == ("n", "7") and cells["A6"] == ("n", "2000008")
     assert cells["C2"] == ("inlineStr", "up") and "E2" not in cells and "F2" not in cells
     assert [cells.get(f"G{n}") for n in range(2, 7)] == [
-        ("inlineStr", "B"),  # the later answer
+        ("inlineStr", "B"),  # the last answer
         ("inlineStr", "<C> & more"),
         ("inlineStr", ""),
         None,  # not answered
@@ -188,17 +193,17 @@ def test_submission_by_hand(root):
     assert len(warnings) == 3  # repeated, unknown and missing answers
 
 
-def test_the_file_of_the_answered_questions_is_submitted(root):
-    asked = row(3, ["up", "down"], "")
-    del asked["answer"]
-    write_rows(root / "mmbench" / TEST, [asked])
+def test_a_submission_has_the_rows_of_the_answered_file(root):
+    test_row = row(3, ["up", "down"], "")
+    del test_row["answer"]
+    write_rows(root / "mmbench" / TEST, [test_row])
     convert(root, write(root, [(3, "A")]), root / "s.xlsx")
     cells = sheet_of((root / "s.xlsx").read_bytes())
     assert cells["G1"] == ("inlineStr", "prediction") and cells["G2"] == ("inlineStr", "A")
     assert cells["H1"] == ("inlineStr", "split") and "A3" not in cells
 
 
-def test_cells_keep_what_xml_can_hold():
+def test_cells_contain_text_without_characters_that_xml_lacks():
     pairs = {
         "=1+1": "=1+1",
         "#N/A": "#N/A",
@@ -216,7 +221,7 @@ def test_cells_keep_what_xml_can_hold():
 
 @settings(max_examples=25)
 @given(st.text(), st.lists(st.text(min_size=1), min_size=2, max_size=4))
-def test_any_text_is_an_answer(text, texts):
+def test_any_text_can_be_scored_and_written(text, texts):
     options = dict(zip("ABCD", texts, strict=False))
     assert option_letter(text, options) in {None, "Z", *options}
     assert list(sheet_of(xlsx([[text]]))) == ["A1"]

@@ -1,4 +1,4 @@
-"""Files of benchmarks that are missing or of another form are refused by name."""
+"""Errors name files of benchmarks that are missing or malformed."""
 
 import json
 import re
@@ -19,7 +19,7 @@ VQA = "vqav2/v2_mscoco_val2014_annotations.json"
 VQA_LIST = "vqav2/llava_vqav2_mscoco_test2015.jsonl"
 
 ROW = {"question_id": 1, "image": "COCO_val2014_000000000001.jpg", "text": "Is it?"}
-# One of the two questions of its split.
+# One of the two questions of the split "random".
 CIRCLE = ROW | {"text": "Is there a circle in the image?", "label": "yes"}
 PEOPLE = {"image_id": "i", "question": "x", "answers": ["a"] * 9}
 PROBLEM = {"choices": ["a", "b"], "answer": 1}
@@ -44,7 +44,7 @@ def convert(name, root, answers):
     return BENCHMARKS[name].convert(root, answers, answers.with_name("out"))
 
 
-def ask(name, root, answers):
+def read(name, root, answers):
     return BENCHMARKS[name].read_questions(root)
 
 
@@ -57,8 +57,8 @@ def ask(name, root, answers):
         ("mmbench", score, MMBENCH, COLUMNS + b"1\tx\ty\tz\tA\n"),
         ("mmbench", score, MMBENCH, COLUMNS + b"1\tx\ty\tz\tA\t\n\n01\tx\ty\tz\tA\t\n"),
         ("mmbench", score, MMBENCH, COLUMNS + b"1\t\xff\ty\tz\tA\t\n"),
-        ("mmbench", ask, MMBENCH, COLUMNS),
-        ("mmbench", ask, MMBENCH, COLUMNS + b"5\ta\tb\tc\tA\t????\n"),
+        ("mmbench", read, MMBENCH, COLUMNS),
+        ("mmbench", read, MMBENCH, COLUMNS + b"5\ta\tb\tc\tA\t????\n"),
         ("mme", score, MME, b"Is it?\tYes\nIs it not?\tNo\nmore\n"),
         ("mme", score, MME, b"Is it?\tYes\nIs it not?\tMaybe\n"),
         ("pope", score, POPE, ROW | {"label": "no"}),
@@ -67,7 +67,7 @@ def ask(name, root, answers):
         ("scienceqa", score, SPLITS, {"test": None}),
         ("scienceqa", score, PROBLEMS, {"11": PROBLEM}),
         ("scienceqa", score, PROBLEMS, {"11": PROBLEM | {"answer": 2}}),
-        ("scienceqa", ask, "scienceqa/llava_test_CQM-A.json", [{"id": "1"}]),
+        ("scienceqa", read, "scienceqa/llava_test_CQM-A.json", [{"id": "1"}]),
         ("textvqa", score, TEXTVQA, {"data": []}),
         ("textvqa", score, TEXTVQA, {"data": [PEOPLE]}),
         ("vqav2", score, VQA, {"annotations": [{"question_id": 1}]}),
@@ -75,15 +75,15 @@ def ask(name, root, answers):
         ("vqav2", convert, VQA_LIST, {"question_id": "x7"}),
     ],
 )
-def test_other_files_are_refused_by_name(root, answers, name, stage, file, content):
+def test_the_error_names_a_malformed_file(root, answers, name, stage, file, content):
     path = root / file
-    whole = path.read_bytes()
+    contents = path.read_bytes()
     try:
         path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
         with pytest.raises(ValueError, match=re.escape(str(path))):
             stage(name, root, answers)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(contents)
     assert not answers.with_name("out").exists()
 
 
@@ -93,16 +93,16 @@ def test_other_files_are_refused_by_name(root, answers, name, stage, file, conte
         ("mmbench", score, MMBENCH, "get it from https"),
         ("mme", score, MME, "get MME_Benchmark"),
         ("pope", score, POPE, "e3e3926"),
-        ("pope", ask, "pope/val2014/COCO_val2014_000000000001.jpg", "1 of 2 images are missing"),
+        ("pope", read, "pope/val2014/COCO_val2014_000000000001.jpg", "1 of 2 images are missing"),
         ("vqav2", score, VQA, "convert vqav2` and upload it at https://eval"),
     ],
 )
-def test_what_is_missing_is_named_with_its_source(root, answers, name, stage, file, source):
-    path, aside = root / file, root / "aside"
-    path.rename(aside)
+def test_the_error_names_a_missing_file_and_its_source(root, answers, name, stage, file, source):
+    path, hidden_path = root / file, root / "hidden"
+    path.rename(hidden_path)
     try:
-        with pytest.raises(FileNotFoundError, match=source) as missing:
+        with pytest.raises(FileNotFoundError, match=source) as error:
             stage(name, root, answers)
     finally:
-        aside.rename(path)
-    assert str(path.parent if name == "mme" else path.name) in str(missing.value)
+        hidden_path.rename(path)
+    assert str(path.parent if name == "mme" else path.name) in str(error.value)

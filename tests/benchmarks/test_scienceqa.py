@@ -1,9 +1,9 @@
 import pytest
 from benchmark_files import answer, write_json, write_lines
 
-from stepprune_jax.benchmarks.scienceqa import letter, score
+from stepprune_jax.benchmarks.scienceqa import parse_letter, score
 
-# Problems of the test split: choices, index of the right one, image.
+# Problems of the test split: number of choices, index of the correct choice, image.
 PROBLEMS = {
     "1": (2, 0, None),
     "2": (3, 2, "image.png"),
@@ -13,17 +13,18 @@ PROBLEMS = {
 
 
 def layout(root):
-    """These problems, and another of the training split."""
+    """Writes the problems and one of the training split, and returns correct answers."""
     problems = {
-        name: {"choices": ["a choice"] * choices, "answer": right, "image": image}
-        for name, (choices, right, image) in PROBLEMS.items()
+        name: {"choices": ["a choice"] * num_choices, "answer": correct, "image": image}
+        for name, (num_choices, correct, image) in PROBLEMS.items()
     }
     problems["3"] = problems["1"]
     write_json(root / "scienceqa" / "problems.json", problems)
     write_json(root / "scienceqa" / "pid_splits.json", {"train": ["3"], "test": list(PROBLEMS)})
+    question = "Which one?\nA. one\nB. two"
     return [
-        answer(name, "ABCDE"[right], ("<image>\n" if image else "") + "Which one?\nA. one\nB. two")
-        for name, (_, right, image) in PROBLEMS.items()
+        answer(name, "ABCDE"[correct], f"<image>\n{question}" if image else question)
+        for name, (_, correct, image) in PROBLEMS.items()
     ]
 
 
@@ -44,17 +45,17 @@ def scored(root, rows):
         ("F. north", None),
         ("B) text", None),
         ("The answer is B", None),
-        ("The answer is B\n", None),  # any character but a line end
+        ("The answer is B\n", None),  # a newline does not count as the following character
         ("The answer is A. The answer is B.", None),
         ("", None),
         ("AB", None),
     ],
 )
-def test_letters_are_found_as_the_official_program_finds_them(text, found):
-    assert letter(text) == found
+def test_letters_are_parsed_as_by_the_official_program(text, expected):
+    assert parse_letter(text) == expected
 
 
-def test_accuracies_by_hand(tmp_path):
+def test_accuracies_equal_those_computed_by_hand(tmp_path):
     rows = layout(tmp_path)
     rows[1]["text"] = "C. three"
     rows[2]["text"] = "A"
@@ -73,7 +74,7 @@ def test_accuracies_by_hand(tmp_path):
     assert len(result.warnings) == 2  # other sizes
 
 
-def test_an_unanswered_question_leaves_the_image_accuracy_only(tmp_path):
+def test_an_unanswered_question_is_wrong_except_in_the_headline(tmp_path):
     rows = layout(tmp_path)[:3]
     rows[0]["text"] = "B"
     result = scored(tmp_path, rows)
@@ -82,7 +83,7 @@ def test_an_unanswered_question_leaves_the_image_accuracy_only(tmp_path):
     assert result.parts["accuracy_problems_with_image"] == pytest.approx(200 / 3)
 
 
-def test_the_prompt_says_what_has_an_image(tmp_path):
+def test_the_prompt_decides_whether_a_question_has_an_image(tmp_path):
     rows = layout(tmp_path)
     rows[1]["prompt"] = "Which one?"
     rows[2]["text"] = "A"

@@ -32,35 +32,35 @@ def root(tmp_path):
     return tmp_path
 
 
-def write(root, said):
-    return write_lines(root / "a.jsonl", [answer(number, text) for number, text in said])
+def write(root, pairs):
+    return write_lines(root / "a.jsonl", [answer(number, text) for number, text in pairs])
 
 
 @pytest.mark.parametrize(
     "prediction, people, expected",
     [
-        # All ten agree: compared as it is written.
+        # All ten people agree, so nothing is normalised.
         ("Yes", ["yes"] * 10, 0),
         ("2.", ["2"] * 10, 0),
         ("new\tyork\n", ["new york"] * 10, 1),
-        # They do not: all are normalised.
+        # They disagree, so prediction and answers are normalised.
         ("Yes.", ["yes"] * 9 + ["no"], 1),
         ("Two", ["2"] * 2 + ["two"] + ["no"] * 7, 0.9),
         ("the kite", ["a kite"] + ["bird"] * 9, 0.3),
-        # Differing only before they are normalised is not agreeing.
+        # Answers that differ only before normalisation count as disagreement.
         ("KITE", ["Kite"] * 9 + ["kite"], 1),
     ],
 )
-def test_accuracy_by_hand(prediction, people, expected):
+def test_the_accuracy_equals_the_one_computed_by_hand(prediction, people, expected):
     assert accuracy(prediction, tuple(people)) == pytest.approx(expected)
 
 
-def test_figures_by_hand(root):
-    found = score(root, write(root, [(1000, "Yes,"), (1001, "the two"), (1002, "McDonald's")]))
+def test_figures_equal_those_computed_by_hand(root):
+    result = score(root, write(root, [(1000, "Yes,"), (1001, "the two"), (1002, "McDonald's")]))
     # As submitted: "yes" 1, "2" 1 (nine of ten), "mcdonald 's" 0.
     # As written: "Yes," 0, "2" 1, "mcdonald's" 0.9 (three of ten).
-    assert found.headline == 66.67
-    assert found.parts == {
+    assert result.headline == 66.67
+    assert result.parts == {
         "question_type": {"how many": 100, "is the": 100, "what is": 0},
         "answer_type": {"number": 100, "other": 0, "yes/no": 100},
         "as_written": {
@@ -70,24 +70,24 @@ def test_figures_by_hand(root):
         },
         "questions": 3,
     }
-    assert len(found.warnings) == 1  # another size
+    assert len(result.warnings) == 1  # another number of questions
 
 
 @pytest.mark.parametrize("numbers", [(1000, 1001), (1000, 1001, 1002, 7)])
-def test_other_questions_are_refused_unless_they_are_left_out(root, numbers):
+def test_missing_and_unknown_questions_are_refused_unless_left_out(root, numbers):
     answers = write(root, [(number, "no") for number in numbers])
     with pytest.raises(ValueError, match="--missing leave-out"):
         score(root, answers)
-    found = score(root, answers, missing="leave-out")
-    assert found.headline == 0 and found.parts["questions"] == len({*numbers} - {7})
+    result = score(root, answers, missing="leave-out")
+    assert result.headline == 0 and result.parts["questions"] == len({*numbers} - {7})
 
 
-def test_test_dev_is_refused_with_the_way_to_the_server(root):
+def test_answers_to_test_dev_are_refused_with_the_address_of_the_server(root):
     with pytest.raises(ValueError, match=r"convert vqav2` and upload it at https://eval\.ai/"):
         score(root, write(root, [(5, "no")]))
 
 
-def test_submission_by_hand(root):
+def test_a_submission_equals_the_one_written_by_hand(root):
     answers = write(
         root, [(1000, "No"), (1001, "The Two, dogs"), (1000, "Yes, McDonald's"), (9, "x")]
     )
@@ -95,12 +95,12 @@ def test_submission_by_hand(root):
         lines.write('{"question_id": 1002, "te')
     out = root / "new" / "s.json"
     warnings = convert(root, answers, out)
-    # In the order of the list; 5 was not asked and 1002 is on the broken line.
+    # In the order of the question file. 5 has no answer, and 1002 is on the broken line.
     assert json.loads(out.read_text()) == [
         {"question_id": 1002, "answer": ""},
         {"question_id": 5, "answer": ""},
         {"question_id": 1000, "answer": "yes mcdonald 's"},
         {"question_id": 1001, "answer": "2 dogs"},
     ]
-    assert len(warnings) == 2  # another size, and a line that is no JSON
+    assert len(warnings) == 2  # another number of questions, and a line that is not JSON
     assert f"{answers}: line 5" in warnings[1]

@@ -1,4 +1,4 @@
-"""Policies and models from a stand-in of the hub, and policies to it."""
+"""Downloads of policies and models from a fake hub, and uploads of policies."""
 
 import shutil
 
@@ -35,13 +35,13 @@ def policy():
 def server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with serving(tmp_path / "cache", monkeypatch) as running:
-        yield running
+    with serving(tmp_path / "cache", monkeypatch) as hub:
+        yield hub
 
 
 @pytest.fixture
 def published(server, policy, tmp_path):
-    """Two versions on the hub; the hash of the first."""
+    """Commits two versions of a policy to the hub, and returns the hash of the first commit."""
     files = [
         save_policy(policy.replace(stop_bias=bias), tmp_path / f"{bias}").read_bytes()
         for bias in (0.5, 1.5)
@@ -52,18 +52,18 @@ def published(server, policy, tmp_path):
     return first
 
 
-def test_a_policy_comes_from_the_hub_at_the_revision_that_is_asked_for(server, published, policy):
-    found = load_policy("hub:org/name")
-    assert (found.config, found.stop_bias) == (CONFIG, 1.5)
-    jax.tree.map(np.testing.assert_array_equal, found.params, policy.params)
+def test_a_policy_is_downloaded_at_the_requested_revision(server, published, policy):
+    loaded = load_policy("hub:org/name")
+    assert (loaded.config, loaded.stop_bias) == (CONFIG, 1.5)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, policy.params)
     assert not any("README" in path for path in server.asked)
     assert load_policy(f"hub:org/name@{published}").stop_bias == 0.5
     assert load_policy("hub:org/name@tuned").stop_bias == 0.5
-    # Where a program takes a policy's file, it takes that, without a prefix too.
+    # The evaluation accepts a hub id without a prefix in place of a policy's file.
     assert own_policy("runs/none", "org/name") == policy_file("hub:org/name")
 
 
-def test_without_a_network_what_was_downloaded_is_used(server, published, monkeypatch):
+def test_downloaded_files_are_used_without_a_network(server, published, monkeypatch):
     load_policy("hub:org/name@tuned")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     server.asked.clear()
@@ -72,9 +72,9 @@ def test_without_a_network_what_was_downloaded_is_used(server, published, monkey
         load_policy("hub:org/other")
 
 
-def test_what_the_hub_does_not_have_is_named_in_one_line(server, published):
+def test_a_one_line_error_names_what_the_hub_lacks(server, published):
     server.commit("org/empty", {"README.md": b"A card."})
-    for given, message in (
+    for name, message in (
         ("hub:org/none", "'org/none' from .*Repository Not Found"),
         ("hub:org/name@v9", "'org/name@v9' from .*Revision Not Found"),
         ("hub:org/empty", r"org/empty .* has no policy\.safetensors"),
@@ -82,11 +82,11 @@ def test_what_the_hub_does_not_have_is_named_in_one_line(server, published):
         ("hub:org/name@", "no policy file at hub:org/name@"),
     ):
         with pytest.raises(FileNotFoundError, match=message) as error:
-            load_policy(given)
+            load_policy(name)
         assert "\n" not in str(error.value)
 
 
-def test_a_policy_needs_no_prefix_where_no_path_is_meant(server, published, tmp_path):
+def test_a_hub_id_needs_no_prefix_unless_it_may_be_a_path(server, published, tmp_path):
     assert load_policy("org/name@tuned").stop_bias == 0.5
     server.asked.clear()
     (tmp_path / "org").mkdir()
@@ -96,23 +96,23 @@ def test_a_policy_needs_no_prefix_where_no_path_is_meant(server, published, tmp_
     assert not server.asked
 
 
-def test_a_model_comes_at_a_revision_with_its_weights_last_and_no_needless_pickle(
+def test_a_model_is_downloaded_at_a_revision_with_its_weights_last_and_in_one_format(
     server, llava_folder, capsys
 ):
     files = {path.name: path.read_bytes() for path in llava_folder.iterdir()}
-    needless = ("pytorch_model.bin", "consolidated.safetensors", "model-1-of-1.safetensors")
-    first = server.commit("org/model", files | dict.fromkeys(needless, b"the same"))
+    unused = ("pytorch_model.bin", "consolidated.safetensors", "model-1-of-1.safetensors")
+    first = server.commit("org/model", files | dict.fromkeys(unused, b"the same"))
     server.commit("org/model", {"config.json": b"{}"})
     model = load_vlm(f"hub:org/model@{first}", progress=False)
     assert sorted(path.name for path in model.folder.iterdir()) == sorted(files)
     names = [path.rpartition("/")[2] for path in server.asked]
-    weights = names.index("model.safetensors")
-    assert all(names.index(name) < weights for name in files if name.endswith(".json"))
+    weights_position = names.index("model.safetensors")
+    assert all(names.index(name) < weights_position for name in files if name.endswith(".json"))
     assert f"org/model@{first} is not a local folder; looking it up" in capsys.readouterr().out
     assert (find_folder("hub:org/model") / "config.json").read_text() == "{}"
 
 
-def test_shards_come_by_their_index(server, llava_folder, tmp_path):
+def test_only_the_shards_of_the_index_are_downloaded(server, llava_folder, tmp_path):
     folder = shutil.copytree(llava_folder, tmp_path / "model")
     to_shards(folder, 2)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -121,16 +121,16 @@ def test_shards_come_by_their_index(server, llava_folder, tmp_path):
     assert sorted(path.name for path in model.folder.iterdir()) == sorted(files)
 
 
-def test_pickles_come_from_a_repository_without_safetensors(server, llava_folder, tmp_path):
+def test_pickles_are_downloaded_if_a_repository_has_no_safetensors(server, llava_folder, tmp_path):
     folder = shutil.copytree(llava_folder, tmp_path / "model")
     to_pickles(folder, 2)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    others = dict.fromkeys(("training_args.bin", "optimizer.safetensors"), b"no weights")
-    server.commit("org/old", files | others)
+    unused = dict.fromkeys(("training_args.bin", "optimizer.safetensors"), b"no weights")
+    server.commit("org/old", files | unused)
     source = inspect_folder("hub:org/old")
     assert model_identity(source) == model_identity(inspect_folder(folder))
     assert sorted(path.name for path in source.folder.iterdir()) == sorted(files)
-    # More training: every weight a little different, names and sizes the same.
+    # Further training changes numbers, but neither names nor sizes.
     first = min(folder.glob("*.bin"))
     tensors = torch.load(first)
     torch.save({name: tensor + 1 for name, tensor in tensors.items()}, first)
@@ -156,7 +156,7 @@ def test_an_exported_policy_is_uploaded_with_its_card(server, trained, monkeypat
     file, card, commit = capsys.readouterr().out.split()
     assert (file, card) == (f"release/{NAME}", "release/README.md")
     assert "/me/mine/commit/" in commit and server.private
-    files = server.files["me/mine", server.at("me/mine", "main")]
+    files = server.files["me/mine", server.find_commit("me/mine", "main")]
     assert {*files} == {NAME, "README.md"}
     text = files["README.md"].decode()
     assert "--policy hub:me/mine --image" in text and "\nbase_model: org/model\n" in text
@@ -164,16 +164,16 @@ def test_an_exported_policy_is_uploaded_with_its_card(server, trained, monkeypat
 
 
 def test_a_failed_upload_is_reported_in_one_line(server, trained, monkeypatch, capsys, tmp_path):
-    def error(*arguments):
+    def read_error(*arguments):
         code = status("stepprune-export", export.main, "run", "--out", "release", *arguments)
-        said = capsys.readouterr().err
-        assert code == 2 and said.count("\n") == 1
-        return said
+        message = capsys.readouterr().err
+        assert code == 2 and message.count("\n") == 1
+        return message
 
-    assert "--push is 'mine', expected owner/name" in error("--push=mine")
+    assert "--push is 'mine', expected owner/name" in read_error("--push=mine")
     assert not (tmp_path / "release").exists()
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    said = error("--push=me/mine")
-    assert "uploading to me/mine failed: " in said and "401" in said
-    assert "The files are in release; `hf upload me/mine release` also uploads them" in said
+    message = read_error("--push=me/mine")
+    assert "uploading to me/mine failed: " in message and "401" in message
+    assert "The files are in release; `hf upload me/mine release` also uploads them" in message
     assert load_policy(tmp_path / "release" / NAME).config == CONFIG

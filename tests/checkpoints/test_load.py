@@ -30,50 +30,51 @@ def _rewrite(folder, change):
     testing.write_tensors(folder, tensors)
 
 
-def _assert_same(left, right):
-    jax.tree.map(np.testing.assert_array_equal, left, right)
+def _assert_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_every_dialect_gives_the_same_parameters(tmp_path, llava_folder):
+def test_all_layouts_give_equal_parameters(tmp_path, llava_folder):
     new = layouts.new_llava(tmp_path / "new")
     to_shards(new, 4)
-    _assert_same(_load(new), _load(llava_folder))
-    # The original's vocabulary has no image token, so its files are made to the same size here.
+    _assert_equal(_load(new), _load(llava_folder))
+    # The original vocabulary has no image token, so both files are written with one size.
     original = layouts.original_llava(tmp_path / "original", text={"vocab_size": 448})
-    plain = testing.tiny_llava(tmp_path / "again", text={"vocab_size": 448})
-    _assert_same(_load(original), _load(plain))
+    published = testing.tiny_llava(tmp_path / "published", text={"vocab_size": 448})
+    _assert_equal(_load(original), _load(published))
     assert inspect_folder(original).config.image_token_id is None
 
 
 def test_a_tower_inside_the_original_files_is_preferred_to_the_clip_folder(tmp_path):
     folder = layouts.original_llava(tmp_path)
     tower = read_folder(folder / "clip")
-    kept = {name: safetensors.read_tensor(entry) + 1 for name, entry in tower.items()}
-    inside = {f"model.vision_tower.vision_tower.{name}": x for name, x in kept.items()}
+    trained_tower = {name: safetensors.read_tensor(entry) + 1 for name, entry in tower.items()}
+    inside = {f"model.vision_tower.vision_tower.{name}": x for name, x in trained_tower.items()}
     _rewrite(folder, lambda tensors: tensors.update(inside))
     loaded = _load(folder)["vision"]["class_embedding"]
-    np.testing.assert_array_equal(loaded, kept["vision_model.embeddings.class_embedding"])
+    expected = trained_tower["vision_model.embeddings.class_embedding"]
+    np.testing.assert_array_equal(loaded, expected)
 
 
-def test_the_clip_folder_may_hold_a_whole_clip_and_lie_elsewhere(tmp_path):
+def test_the_clip_folder_may_contain_the_text_tower_and_be_given_by_path(tmp_path):
     folder = layouts.original_llava(tmp_path / "model")
-    before = _load(folder)
-    others = {
+    expected = _load(folder)
+    text_tower = {
         "text_model.final_layer_norm.weight": np.ones(3, np.float32),
         "logit_scale": np.float32(1),
         "vision_model.embeddings.position_ids": np.arange(10),
     }
-    _rewrite(folder / "clip", lambda tensors: tensors.update(others))
+    _rewrite(folder / "clip", lambda tensors: tensors.update(text_tower))
     (folder / "clip").rename(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match=r"mm_vision_tower of .* vision_folder="):
         inspect_folder(folder)
     source = inspect_folder(folder, tmp_path / "elsewhere")
-    _assert_same(load.load_params(source, dtype=jnp.float32, progress=False), before)
+    _assert_equal(load.load_params(source, dtype=jnp.float32, progress=False), expected)
 
 
-def test_values_are_rounded_to_the_wanted_dtype(llava_folder, llava_model):
-    half = _load(llava_folder, dtype=jnp.bfloat16)
-    _assert_same(half, jax.tree.map(lambda x: x.astype(jnp.bfloat16), llava_model.params))
+def test_weights_are_rounded_to_the_requested_dtype(llava_folder, llava_model):
+    params = _load(llava_folder, dtype=jnp.bfloat16)
+    _assert_equal(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), llava_model.params))
 
 
 def test_a_model_is_printed_in_one_line(llava_folder, llava_model):
@@ -81,36 +82,35 @@ def test_a_model_is_printed_in_one_line(llava_folder, llava_model):
     assert repr(llava_model) == f"VLM(Llava, {weights:,} weights, folder={llava_folder})"
 
 
-def test_a_mesh_has_the_same_weights_of_which_each_byte_is_read_once(tmp_path, monkeypatch):
-    # Divisible by four devices.
-    text = {"vocab_size": 448, "num_key_value_heads": 2}
+def test_sharded_weights_are_equal_and_each_byte_is_read_once(tmp_path, monkeypatch):
+    text = {"vocab_size": 448, "num_key_value_heads": 2}  # divisible by four devices
     folder = testing.tiny_llava(tmp_path, text=text)
     expected = _load(folder)
-    reads = []
+    reads = []  # (name, bytes read, bytes of the tensor)
 
-    def recorded(entry, index=None, dtype=None):
+    def recording_read(entry, index=None, dtype=None):
         data = read_tensor(entry, index)
         reads.append((entry.name, data.nbytes, entry.nbytes))
         return data
 
     read_tensor = safetensors.read_tensor
-    monkeypatch.setattr(safetensors, "read_tensor", recorded)
+    monkeypatch.setattr(safetensors, "read_tensor", recording_read)
     mesh = sharding.build_mesh({"data": 2, "tensor": 4}, jax.devices())
     params = _load(folder, mesh)
-    _assert_same(params, expected)
-    wanted = sharding.shardings(params, Llava.SHARDING_RULES, mesh)
-    assert all(
-        jax.tree.leaves(
-            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, wanted)
-        )
+    _assert_equal(params, expected)
+    shardings = sharding.shardings(params, Llava.SHARDING_RULES, mesh)
+    is_as_ruled = jax.tree.map(
+        lambda x, expected: x.sharding.is_equivalent_to(expected, x.ndim), params, shardings
     )
+    assert all(jax.tree.leaves(is_as_ruled))
     total = sum(entry.nbytes for entry in read_folder(folder).values())
-    assert sum(count for _, count, _ in reads) == total
+    assert sum(num_bytes for _, num_bytes, _ in reads) == total
     kernels = [read for read in reads if read[0].endswith("mlp.up_proj.weight")]
-    assert len(kernels) == 8 and all(count * 4 == whole for _, count, whole in kernels)
+    assert len(kernels) == 8
+    assert all(num_bytes * 4 == tensor_bytes for _, num_bytes, tensor_bytes in kernels)
 
 
-def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
+def test_one_error_lists_all_weights_that_do_not_fit(tmp_path):
     folder = testing.tiny_llava(tmp_path)
 
     def spoil(tensors):
@@ -139,9 +139,7 @@ def test_everything_that_does_not_fit_is_in_one_error(tmp_path):
 @pytest.mark.parametrize(
     "name", ["qweight", "weight.absmax", "weight_scale", "weight_scale_inv", "weight_packed", "SCB"]
 )
-def test_quantized_tensors_without_a_word_in_the_configuration_are_refused_in_one_line(
-    tmp_path, name
-):
+def test_undeclared_quantized_tensors_are_refused_in_one_line(tmp_path, name):
     folder, layer = testing.tiny_llava(tmp_path), "language_model.model.layers.1.mlp.up_proj"
     _rewrite(folder, lambda tensors: tensors.update({f"{layer}.{name}": np.ones(3, np.int8)}))
     with pytest.raises(ValueError, match=f"quantized weights .{layer}.{name} in model") as error:
@@ -149,7 +147,7 @@ def test_quantized_tensors_without_a_word_in_the_configuration_are_refused_in_on
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_known_extras_are_harmless_and_others_are_not(tmp_path):
+def test_unknown_tensors_are_refused_except_known_harmless_ones(tmp_path):
     folder = testing.tiny_llava(tmp_path)
     harmless = {"language_model.model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(6)}
     _rewrite(folder, lambda tensors: tensors.update(harmless))
@@ -159,47 +157,49 @@ def test_known_extras_are_harmless_and_others_are_not(tmp_path):
         _load(folder)
 
 
-# What is stored beside the embeddings: nothing, a copy, another head, or a head without them.
-STORED = ("alone", "copied", "other", "swapped")
+# Stored tensors: embeddings only, embeddings and an equal head, embeddings and a different head, or
+# a head only.
+STORED = ("embeddings", "equal head", "different head", "head")
 
 
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("where", ["config", "text_config"])
-def test_a_tied_head_is_that_of_transformers(tmp_path, caplog, stored, where):
-    """The fields say that it is tied; what is stored may say otherwise."""
+@pytest.mark.parametrize("config_name", ["config", "text_config"])
+def test_a_tied_head_is_loaded_as_by_transformers(tmp_path, caplog, stored, config_name):
+    """The configuration ties head and embeddings, but the files may store a different head."""
     folder = testing.tiny_llava(tmp_path)
     raw = json.loads((folder / "config.json").read_text())
     assert raw["tie_word_embeddings"] is raw["text_config"]["tie_word_embeddings"] is False
-    (raw if where == "config" else raw["text_config"])["tie_word_embeddings"] = True
+    (raw if config_name == "config" else raw["text_config"])["tie_word_embeddings"] = True
     (folder / "config.json").write_text(json.dumps(raw))
     head, embed = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
 
     def change(tensors):
-        if stored == "alone":
+        if stored == "embeddings":
             del tensors[head]
-        elif stored == "copied":
+        elif stored == "equal head":
             tensors[head] = tensors[embed]
-        elif stored == "swapped":
+        elif stored == "head":
             del tensors[embed]
 
     _rewrite(folder, change)
     model = load.load_vlm(folder, dtype=jnp.float32, progress=False)
-    theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
-    language, core = model.params["language"], theirs.model.language_model
-    np.testing.assert_array_equal(language["embed"]["embedding"], core.embed_tokens.weight.detach())
+    reference = transformers.LlavaForConditionalGeneration.from_pretrained(folder)
+    language, decoder_reference = model.params["language"], reference.model.language_model
+    embedding = decoder_reference.embed_tokens.weight.detach()
+    np.testing.assert_array_equal(language["embed"]["embedding"], embedding)
     hidden = jnp.asarray(np.random.default_rng(0).standard_normal((2, 48), np.float32))
-    found = decoder.logits(language, model.config.text, hidden)
+    logits = decoder.logits(language, model.config.text, hidden)
     with torch.no_grad():
-        expected = theirs.lm_head(core.norm(torch.tensor(np.array(hidden))))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    other = stored == "other"
-    assert ("head" in language) is other is not model.config.text.tie_embeddings
-    warned = [record for record in caplog.records if record.name == load.__name__]
-    assert [folder.name in record.message for record in warned] == [True] * other
+        expected = reference.lm_head(decoder_reference.norm(torch.tensor(np.array(hidden))))
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    has_different_head = stored == "different head"
+    assert ("head" in language) is has_different_head is not model.config.text.tie_embeddings
+    warnings = [record for record in caplog.records if record.name == load.__name__]
+    assert [folder.name in record.message for record in warnings] == [True] * has_different_head
     save.save_vlm(model, tmp_path / "saved")
-    _assert_same(_load(tmp_path / "saved"), model.params)
-    # Where the configuration of the folder is used with its weights.
-    _assert_same(decoder.logits(language, inspect_folder(folder).config.text, hidden), found)
+    _assert_equal(_load(tmp_path / "saved"), model.params)
+    # The configuration that `inspect_folder` reads gives equal logits with the loaded weights.
+    _assert_equal(decoder.logits(language, inspect_folder(folder).config.text, hidden), logits)
 
 
 def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path):
@@ -212,9 +212,8 @@ def test_a_dtype_that_cannot_hold_the_weights_is_refused(tmp_path):
         _load(folder, dtype=jnp.float16)
 
 
-def test_without_the_layers_of_the_language_model(llava_folder, llava_model):
-    """What a front reads before an engine; everything else is as it was."""
+def test_use_embeddings_omits_only_the_layers_of_the_language_model(llava_folder, llava_model):
     params = _load(llava_folder, use="embeddings")
     assert set(params["language"]) == {"embed", "norm", "head"}
     language = {name: llava_model.params["language"][name] for name in params["language"]}
-    _assert_same(params, {**llava_model.params, "language": language})
+    _assert_equal(params, {**llava_model.params, "language": language})

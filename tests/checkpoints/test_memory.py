@@ -1,4 +1,4 @@
-"""The loader's promise on host memory, measured in a process of its own."""
+"""Measures the host memory of the loader in a separate process."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.llava.config import LlavaConfig
 
-# On this backend the weights themselves lie in host memory too: what the loader itself needs is
-# the growth of the high-water mark beyond them.
+# On the CPU backend, the loaded weights are also in host memory. The loader's own memory is the
+# growth of the high-water mark beyond the size of the weights.
 _MEASURE = """
 import sys, jax, jax.numpy as jnp
 from stepprune_jax.checkpoints import load
@@ -36,7 +36,7 @@ print(size, high_water() - before - size)
 
 
 def _write_sparse(folder, config):
-    """A multi-shard folder of zeros that takes no disk: headers, then holes."""
+    """Writes shards of zeros as sparse files, which take no disk, and returns the largest size."""
     backbone = Llava(config)
     targets = backbone.weight_targets(vlm.abstract_params(backbone))
     shapes = {name: target.tensor_shape for target in targets for name in target.names}
@@ -79,8 +79,8 @@ def test_host_memory_stays_below_the_largest_tensor_and_a_margin(tmp_path, weigh
     )
     assert run.returncode == 0, run.stderr
     size, extra = map(int, run.stdout.split())
-    # A loader that staged the weights would need all of `size` again: here half the promised margin
-    # of full ones. Those that become int8 never lie in memory whole, but for the embeddings.
+    # A loader that staged all weights would need another `size` bytes, more than the margin. With
+    # int8, only the embeddings are ever complete in host memory.
     margin = 500_000_000 if weights == "full" else 150_000_000
     assert size > 2 * margin > largest
     assert extra < largest + margin, f"{extra / 1e6:.0f} MB beyond {size / 1e6:.0f} MB of weights"

@@ -28,17 +28,19 @@ def policy():
 
 
 def rewrite(path, change_metadata=None, change=None):
-    """Writes a policy file again with other metadata or tensors."""
+    """Changes the metadata or the tensors of a policy file."""
     entries, metadata = files.read_contents(path)
     tensors = {name: files.read_tensor(entry) for name, entry in entries.items()}
-    (change or (lambda _: None))(tensors)
-    (change_metadata or (lambda _: None))(metadata)
+    if change is not None:
+        change(tensors)
+    if change_metadata is not None:
+        change_metadata(metadata)
     specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     files.write_file(path, specs, tensors.values(), metadata)
 
 
 @pytest.mark.parametrize("with_stats", [True, False])
-def test_a_policy_comes_back_as_it_was(tmp_path, policy, with_stats):
+def test_a_loaded_policy_equals_the_saved_one(tmp_path, policy, with_stats):
     policy = policy if with_stats else policy.replace(stats=None)
     path = save_policy(policy, tmp_path / "new" / "policy.safetensors")
     loaded = load_policy(path)
@@ -49,25 +51,26 @@ def test_a_policy_comes_back_as_it_was(tmp_path, policy, with_stats):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_policy_of_another_model_of_the_same_widths_is_noticed(tmp_path, policy, caplog):
-    own, other = (
+def test_a_policy_of_another_model_with_equal_widths_causes_a_warning(tmp_path, policy, caplog):
+    model, other_model = (
         inspect_folder(testing.tiny_llava(tmp_path / str(seed), seed=seed)) for seed in (0, 1)
     )
-    path = save_policy(policy, tmp_path / "p", {"model": model_identity(own)})
-    assert read_about(path) == {"model": model_identity(own)}
-    load_policy_for(own, path)
-    load_policy_for(other, save_policy(policy, tmp_path / "unknown"))
+    path = save_policy(policy, tmp_path / "p", {"model": model_identity(model)})
+    assert read_about(path) == {"model": model_identity(model)}
+    load_policy_for(model, path)
+    load_policy_for(other_model, save_policy(policy, tmp_path / "unknown"))
     assert not caplog.records
-    load_policy_for(other, path)
-    assert f"p was trained with a model whose files are not those of {other.folder}" in caplog.text
+    load_policy_for(other_model, path)
+    warning = f"p was trained with a model whose files are not those of {other_model.folder}"
+    assert warning in caplog.text
 
 
 def test_a_calibration_is_kept_with_the_policy(tmp_path, policy):
     table = Calibration((1.0, 2.5), (3.0, -1.0), (1.0, 0.25), (0.0, 0.5), 5.0, 4)
     path = save_policy(policy.replace(calibration=table), tmp_path / "p")
     assert load_policy(path).calibration == table
-    for broken in ('{"mean_count": [1]}', '{"mean_count": 1'):
-        rewrite(path, lambda metadata, text=broken: metadata.update(calibration=text))
+    for bad_json in ('{"mean_count": [1]}', '{"mean_count": 1'):
+        rewrite(path, lambda metadata, text=bad_json: metadata.update(calibration=text))
         with pytest.raises(ValueError, match=r"/p: .*calibration"):
             load_policy(path)
 
@@ -81,10 +84,10 @@ def test_a_file_comes_before_a_shipped_policy_of_its_name(tmp_path, monkeypatch,
     assert load_policy("shapes").config == CONFIG
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_policy("~/shapes").config == CONFIG
-    assert save_policy(policy, "~/own").is_relative_to(tmp_path)
+    assert save_policy(policy, "~/saved").is_relative_to(tmp_path)
 
 
-def test_the_file_is_readable_by_others(tmp_path, policy):
+def test_the_safetensors_package_reads_a_policy_file(tmp_path, policy):
     path = save_policy(policy, tmp_path / "p.safetensors")
     tensors = safetensors.numpy.load_file(path)
     kernel = policy.params["encoder"]["block_0"]["mlp"]["up"]["kernel"]
@@ -92,13 +95,13 @@ def test_the_file_is_readable_by_others(tmp_path, policy):
 
 
 def test_weights_of_lower_precision_are_widened(tmp_path, policy):
-    half = policy.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.params))
-    loaded = load_policy(save_policy(half, tmp_path / "p"))
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), policy.params)
+    loaded = load_policy(save_policy(policy.replace(params=params), tmp_path / "p"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {"float32"}
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, half.params)
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
 
 
-def test_everything_that_does_not_fit_is_listed_at_once(tmp_path, policy):
+def test_one_error_lists_all_tensors_that_do_not_fit(tmp_path, policy):
     path = save_policy(policy, tmp_path / "p")
 
     def spoil(tensors):
@@ -127,7 +130,7 @@ def changed_config(**changes):
     return change
 
 
-def test_a_file_may_name_the_gate_that_is_left(tmp_path, policy):
+def test_an_older_file_with_the_remaining_gate_is_loaded(tmp_path, policy):
     path = save_policy(policy, tmp_path / "p")
     rewrite(path, changed_config(gate="vp"))
     assert load_policy(path).config == CONFIG
@@ -149,7 +152,7 @@ def test_a_file_may_name_the_gate_that_is_left(tmp_path, policy):
         (lambda m: m.pop("kind"), "not a policy"),
     ],
 )
-def test_bad_metadata_is_named(tmp_path, policy, change, field):
+def test_the_error_names_bad_metadata(tmp_path, policy, change, field):
     path = save_policy(policy, tmp_path / "p")
     rewrite(path, change)
     with pytest.raises(ValueError, match=f"/p.*{field}"):
@@ -164,7 +167,7 @@ def test_bad_metadata_is_named(tmp_path, policy, change, field):
         ("stats/var", -1.0),
     ],
 )
-def test_weights_and_statistics_have_to_be_finite(tmp_path, policy, name, value):
+def test_bad_numbers_in_weights_and_statistics_are_refused(tmp_path, policy, name, value):
     def spoil(tensors):
         tensors[name] = tensors[name].astype(np.float64)
         tensors[name].reshape(-1)[-1] = value
@@ -175,10 +178,10 @@ def test_weights_and_statistics_have_to_be_finite(tmp_path, policy, name, value)
         load_policy(path)
 
 
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, policy):
-    other = dataclasses.replace(CONFIG, width=8)
+def test_a_policy_that_could_not_be_loaded_is_not_saved(tmp_path, policy):
+    wider_config = dataclasses.replace(CONFIG, width=8)
     with pytest.raises(ValueError, match="wrong shape: decoder/hazard/clock is"):
-        save_policy(policy.replace(config=other), tmp_path / "p")
+        save_policy(policy.replace(config=wider_config), tmp_path / "p")
     with pytest.raises(ValueError, match=r"stop_bias is 1e\+300"):
         save_policy(policy.replace(stop_bias=1e300), tmp_path / "p")
     assert not list(tmp_path.iterdir())

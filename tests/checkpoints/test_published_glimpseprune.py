@@ -1,4 +1,4 @@
-"""GlimpsePrune's new modules, in files as its authors' program saves them."""
+"""Loading of GlimpsePrune's weights from files as its authors' program writes them."""
 
 import json
 
@@ -14,6 +14,7 @@ from stepprune_jax.cli.generate import main
 from stepprune_jax.models.weights import flatten
 from stepprune_jax.selectors import GlimpsePrune, GlimpsePruneConfig
 
+# Widths of text and vision, attention heads, and the authors' fusion and condition widths.
 E, VISION, HEADS, F, C = 48, 32, 4, 8, 16
 CONFIG = {
     "model_type": "llava_llama_gp",
@@ -45,7 +46,7 @@ QWEN = CONFIG | {
 
 
 def modules():
-    """The modules of the authors' program: [out, in]."""
+    """Returns random weights under the authors' names, matrices as [out, in]."""
     block = {f"attn.{name}_proj.weight": (F + C, F + C) for name in "qk"}
     block |= {f"attn.{name}_proj.weight": (F, F) for name in "vo"}
     block |= {"mlp.down_proj.weight": (F, 2 * F), "mlp.down_proj.bias": (F,)}
@@ -59,15 +60,15 @@ def modules():
     fuser |= {"attn_out_projs.1.weight": (1, F), "attn_out_projs.1.bias": (1,)}
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(shapes):
-        made = {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
-        return torch.nn.Module().state_dict() | made
+    def random_state(shapes):
+        tensors = {n: torch.randn(s, generator=generator).bfloat16() for n, s in shapes.items()}
+        return torch.nn.Module().state_dict() | tensors
 
     return {
-        "attn_fuser": drawn(fuser),
-        "learnable_embeddings": drawn({"": (3, 1, E)})[""],
-        "le_proj": drawn({"weight": (E, E), "bias": (E,)}),
-        "le_norm": drawn({"weight": (E,)}),
+        "attn_fuser": random_state(fuser),
+        "learnable_embeddings": random_state({"": (3, 1, E)})[""],
+        "le_proj": random_state({"weight": (E, E), "bias": (E,)}),
+        "le_norm": random_state({"weight": (E,)}),
     }
 
 
@@ -91,7 +92,7 @@ EXPECTED = GlimpsePruneConfig(
 
 
 def check(policy):
-    """Every weight is where its name says."""
+    """Checks that every weight of the authors' modules is at its path in the policy."""
     assert policy.config == EXPECTED and policy.stats is None
     tree = modules()
     expected = {
@@ -99,40 +100,40 @@ def check(policy):
         "glimpse/scale": tree["le_norm"]["weight"],
     }
 
-    def layer(ours, part, theirs=""):
-        expected[f"{ours}/kernel"] = part[f"{theirs}weight"].T
-        if f"{theirs}bias" in part:
-            expected[f"{ours}/bias"] = part[f"{theirs}bias"]
+    def expect_linear(path, state, prefix=""):
+        expected[f"{path}/kernel"] = state[f"{prefix}weight"].T
+        if f"{prefix}bias" in state:
+            expected[f"{path}/bias"] = state[f"{prefix}bias"]
 
     fuser = tree["attn_fuser"]
-    layer("glimpse", tree["le_proj"])
-    layer("attention_in", fuser, "attn_in_proj.")
-    layer("out", fuser, "attn_out_projs.1.")
+    expect_linear("glimpse", tree["le_proj"])
+    expect_linear("attention_in", fuser, "attn_in_proj.")
+    expect_linear("out", fuser, "attn_out_projs.1.")
     for i in range(2):
-        layer(f"state_{i}", fuser, f"cond_in_projs.{i}.")
+        expect_linear(f"state_{i}", fuser, f"cond_in_projs.{i}.")
         for name in ("query", "key", "value", "out"):
-            layer(f"block_{i}/{name}", fuser, f"layers.{i}.attn.{name[0]}_proj.")
+            expect_linear(f"block_{i}/{name}", fuser, f"layers.{i}.attn.{name[0]}_proj.")
         for name in ("gate", "up", "down"):
-            layer(f"block_{i}/{name}", fuser, f"layers.{i}.mlp.{name}_proj.")
+            expect_linear(f"block_{i}/{name}", fuser, f"layers.{i}.mlp.{name}_proj.")
         for name in ("norm1", "norm2"):
             expected[f"block_{i}/{name}"] = fuser[f"layers.{i}.{name}.weight"]
-    found = flatten(policy.params)
-    assert found.keys() == expected.keys()
+    params = flatten(policy.params)
+    assert params.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == np.float32
-        np.testing.assert_array_equal(found[name], tensor.float().numpy(), err_msg=name)
+        assert params[name].dtype == np.float32
+        np.testing.assert_array_equal(params[name], tensor.float().numpy(), err_msg=name)
 
 
-def test_a_folder_its_file_and_our_own_format_are_read(tmp_path):
+def test_the_authors_folder_and_file_and_a_policy_file_give_equal_policies(tmp_path):
     folder = write(tmp_path / "folder")
     for path in (folder, folder / "new_modules_gp.pt"):
         check(load_policy(path))
         assert policy_file(path) == folder / "new_modules_gp.pt"
-    own = save_policy(load_policy(folder), tmp_path / "own" / "policy.safetensors")
-    check(load_policy(own))
+    saved = save_policy(load_policy(folder), tmp_path / "saved" / "policy.safetensors")
+    check(load_policy(saved))
 
 
-def test_a_repository_of_the_hub_is_read(tmp_path, monkeypatch):
+def test_only_necessary_files_of_a_repository_are_downloaded(tmp_path, monkeypatch):
     folder = write(tmp_path / "folder")
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     monkeypatch.chdir(tmp_path)
@@ -142,7 +143,7 @@ def test_a_repository_of_the_hub_is_read(tmp_path, monkeypatch):
         assert not any(path.endswith("other.bin") for path in server.asked)
 
 
-def test_states_of_qwens_tower_are_numbered_by_the_block_before(tmp_path):
+def test_the_layer_numbers_of_qwens_tower_are_converted_to_states(tmp_path):
     config = load_policy(write(tmp_path / "folder", QWEN)).config
     assert config.selected_visual_layers == (3, 1)  # blocks 2 and 0
     assert (config.feature_width, config.vision_width) == (E, VISION)
@@ -160,23 +161,23 @@ def test_states_of_qwens_tower_are_numbered_by_the_block_before(tmp_path):
         ({"reduce_layer": 0}, "reduce_layer is 0, expected at least 1"),
     ],
 )
-def test_what_is_not_supported_is_named(tmp_path, changes, message):
+def test_errors_name_unsupported_fields_of_the_configuration(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         load_policy(write(tmp_path / "folder", CONFIG | changes))
     assert str(tmp_path / "folder" / "config.json") in str(error.value)
 
 
-def test_a_configuration_belongs_to_it(tmp_path):
+def test_a_missing_configuration_is_an_error(tmp_path):
     folder = write(tmp_path / "folder")
     (folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_policy(folder)
 
 
-def test_the_command_prunes_with_it(tmp_path, qwen_folder, capsys):
+def test_the_generate_command_prunes_with_published_weights(tmp_path, qwen_folder, capsys):
     noise(0, (40, 56)).save(tmp_path / "x.png")
-    given = [*("--model", qwen_folder, "--image", tmp_path / "x.png", "--prompt", "What?")]
-    given += ["--pruner", GlimpsePrune.name, "--policy", write(tmp_path / "folder", QWEN)]
-    main([*map(str, given), "--max_tokens", "2", "--dtype", "float32", "--json"])
+    flags = [*("--model", qwen_folder, "--image", tmp_path / "x.png", "--prompt", "What?")]
+    flags += ["--pruner", GlimpsePrune.name, "--policy", write(tmp_path / "folder", QWEN)]
+    main([*map(str, flags), "--max_tokens", "2", "--dtype", "float32", "--json"])
     answer = json.loads(capsys.readouterr().out)
     assert 1 <= answer["kept"] <= answer["visual_tokens"]

@@ -24,29 +24,29 @@ def _raw(path, header, data=b""):
     return path
 
 
-def test_files_are_those_of_the_safetensors_package(tmp_path):
+def test_files_are_compatible_with_the_safetensors_package(tmp_path):
     a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.float16([1, 2])
     tensors = {"a": a, "b": b, "scalar": np.array(3, np.float32)}
-    theirs = safetensors.numpy.load_file(_write(tmp_path / "ours.safetensors", **tensors))
-    safetensors.numpy.save_file(tensors, tmp_path / "theirs.safetensors")
-    entries = ours.read_header(tmp_path / "theirs.safetensors")
+    loaded = safetensors.numpy.load_file(_write(tmp_path / "ours.safetensors", **tensors))
+    safetensors.numpy.save_file(tensors, tmp_path / "package.safetensors")
+    entries = ours.read_header(tmp_path / "package.safetensors")
     for name, tensor in tensors.items():
-        np.testing.assert_array_equal(theirs[name], tensor)
+        np.testing.assert_array_equal(loaded[name], tensor)
         np.testing.assert_array_equal(ours.read_tensor(entries[name]), tensor)
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_block_is_the_slice_of_the_tensor(tmp_path_factory, data):
+def test_a_block_equals_the_slice_of_the_tensor(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    cuts = [
+    index = tuple(
         slice(*sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size)))))
         for size in shape[:2]
-    ]
+    )
     tensor = np.arange(np.prod(shape)).reshape(shape).astype(BF16)
     path = _write(tmp_path_factory.mktemp("block") / "x.safetensors", pad=np.int8([1]), x=tensor)
     entry = ours.read_header(path)["x"]
-    np.testing.assert_array_equal(ours.read_tensor(entry, tuple(cuts)), tensor[tuple(cuts)])
+    np.testing.assert_array_equal(ours.read_tensor(entry, index), tensor[index])
     np.testing.assert_array_equal(ours.read_tensor(entry), tensor)
 
 
@@ -62,7 +62,7 @@ RECORD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (4).to_bytes(8, "little") + b"{]}}",
         (50_000).to_bytes(8, "little") + b"[" * 50_000,
         (19).to_bytes(8, "little") + b'{"__metadata__":[]}',
-        *(  # a header that can be read in two ways
+        *(  # ambiguous headers: a repeated name, and another encoding
             len(raw).to_bytes(8, "little") + raw + bytes(8)
             for raw in (
                 f'{{"w": {json.dumps(RECORD)}, "w": {json.dumps(RECORD)}}}'.encode(),
@@ -71,7 +71,7 @@ RECORD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ),
     ],
 )
-def test_a_file_without_a_good_header_is_named(tmp_path, content):
+def test_the_error_names_a_file_with_a_bad_header(tmp_path, content):
     path = tmp_path / "model-00002-of-00003.safetensors"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=path.name):
@@ -90,7 +90,7 @@ def test_a_file_without_a_good_header_is_named(tmp_path, content):
         [],
     ],
 )
-def test_a_tensor_that_cannot_be_there_is_named(tmp_path, record):
+def test_the_error_names_a_file_with_an_impossible_tensor(tmp_path, record):
     path = _raw(tmp_path / "shard.safetensors", {"w": record}, bytes(8))
     with pytest.raises(ValueError, match=path.name):
         ours.read_header(path)
@@ -102,13 +102,13 @@ def test_tensors_that_share_bytes_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shard\.safetensors: .*'v' overlaps"):
         ours.read_header(path)
     header["v"] = RECORD | {"data_offsets": [8, 16]}
-    header["none"] = {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}
+    header["empty"] = {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}
     path = _raw(tmp_path / "shard.safetensors", header, bytes(16))
-    assert set(ours.read_header(path)) == {"w", "v", "none"}
+    assert set(ours.read_header(path)) == {"w", "v", "empty"}
 
 
 @pytest.mark.parametrize(
-    ("value", "stored", "wanted", "problem"),
+    ("value", "stored", "target", "problem"),
     [
         *(
             (value, stored, stored, problem)
@@ -124,12 +124,12 @@ def test_tensors_that_share_bytes_are_refused(tmp_path):
         (65504, "F16", "BF16", ""),
     ],
 )
-def test_numbers_that_the_wanted_dtype_does_not_hold_are_refused(
-    tmp_path, value, stored, wanted, problem
+def test_numbers_too_large_for_the_target_dtype_are_refused(
+    tmp_path, value, stored, target, problem
 ):
     tensor = np.array([[1, value], [0, 2]]).astype(ours.DTYPES[stored])
     entry = ours.read_header(_write(tmp_path / "x.safetensors", w=tensor))["w"]
-    dtype = ours.DTYPES[wanted]
+    dtype = ours.DTYPES[target]
     np.testing.assert_array_equal(ours.read_tensor(entry, (slice(1, 2),), dtype), tensor[1:])
     if problem:
         with pytest.raises(ValueError, match=rf"x\.safetensors: 'w' holds .*{problem}"):
@@ -138,7 +138,7 @@ def test_numbers_that_the_wanted_dtype_does_not_hold_are_refused(
         np.testing.assert_array_equal(ours.read_tensor(entry, dtype=dtype), tensor)
 
 
-def test_a_file_cut_after_its_header_was_read_is_named(tmp_path):
+def test_the_error_names_a_file_that_was_truncated_after_reading_its_header(tmp_path):
     path = _write(tmp_path / "x.safetensors", x=np.zeros(100, np.float32))
     entry = ours.read_header(path)["x"]
     with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""One file of weights, or shards with an index, of either kind."""
+"""Reading of weights from one file or from shards with an index, in both formats."""
 
 import shutil
 
@@ -24,19 +24,19 @@ def test_a_folder_with_a_bad_index_is_refused(tmp_path):
     save_file({"a": ONE}, tmp_path / "one.safetensors")
     with pytest.raises(FileNotFoundError, match=r"1 shard\(s\) .* two\.safetensors"):
         read_folder(tmp_path)
-    for one, two in (("a", "a"), ("b", "a"), ("c", "b")):  # twice, elsewhere, nowhere
-        save_file({one: ONE}, tmp_path / "one.safetensors")
-        save_file({two: ONE}, tmp_path / "two.safetensors")
+    # A tensor in two shards, in the wrong shard, in no shard.
+    for first, second in (("a", "a"), ("b", "a"), ("c", "b")):
+        save_file({first: ONE}, tmp_path / "one.safetensors")
+        save_file({second: ONE}, tmp_path / "two.safetensors")
         with pytest.raises(ValueError, match=r"index\.json: "):
             read_folder(tmp_path)
-    for name, wanted in (("one", "a"), ("two", "b")):  # a tensor that no index names, in both
-        save_file({wanted: ONE, "c": ONE}, tmp_path / f"{name}.safetensors")
+    for file, name in (("one", "a"), ("two", "b")):  # both shards have a tensor outside the index
+        save_file({name: ONE, "c": ONE}, tmp_path / f"{file}.safetensors")
     with pytest.raises(ValueError, match=r"index\.json: .*'c'"):
         read_folder(tmp_path)
 
 
-def test_a_link_in_the_folder_may_lead_elsewhere(tmp_path):
-    """As in the hub's own folders."""
+def test_shards_may_be_links_out_of_the_folder_as_in_the_hubs_cache(tmp_path):
     (tmp_path / "blobs").mkdir()
     folder = tmp_path / "snapshot"
     folder.mkdir()
@@ -51,15 +51,15 @@ def test_pickles_load_like_the_weights_they_held(tmp_path, llava_folder, count):
     folder = shutil.copytree(llava_folder, tmp_path / "model")
     to_pickles(folder, count)
     assert len(list(folder.glob("*.bin"))) == count
-    got, expected = (load_vlm(path, progress=False).params for path in (folder, llava_folder))
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    params, expected = (load_vlm(path, progress=False).params for path in (folder, llava_folder))
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-def test_the_file_that_the_reference_reads_is_read(tmp_path):
-    """Of several, as where a model was saved over an older one: the last that is written here."""
-    others = ("consolidated", "adapter_model", "model.fp16", "model-00001-of-00001")
+def test_of_several_weight_files_the_one_that_transformers_reads_is_read(tmp_path):
+    """Each file that this test adds takes precedence over all earlier ones."""
+    ignored_names = ("consolidated", "adapter_model", "model.fp16", "model-00001-of-00001")
     (tmp_path / "consolidated.pth").write_bytes(b"")
-    for name in others:
+    for name in ignored_names:
         save_file({name: ONE}, tmp_path / f"{name}.safetensors")
     with pytest.raises(FileNotFoundError, match=r"has no weights: .*safetensors.*model\.bin"):
         read_folder(tmp_path)
@@ -68,8 +68,9 @@ def test_the_file_that_the_reference_reads_is_read(tmp_path):
         read_folder(tmp_path)
     torch.save({"pickle": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     assert list(read_folder(tmp_path)) == ["pickle"]
-    write_index(tmp_path, {others[-1]: f"{others[-1]}.safetensors"})
-    assert list(read_folder(tmp_path)) == [others[-1]]
+    shard = ignored_names[-1]
+    write_index(tmp_path, {shard: f"{shard}.safetensors"})
+    assert list(read_folder(tmp_path)) == [shard]
     save_file({"single": ONE}, tmp_path / "model.safetensors")
     assert list(read_folder(tmp_path)) == ["single"]
     write_index(tmp_path, {"a": "lost.safetensors"})

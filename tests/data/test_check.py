@@ -1,4 +1,4 @@
-"""The command that checks a data folder finds what training would find, and damaged images."""
+"""The command `stepprune-check` finds faults of training files, questions and images."""
 
 import json
 
@@ -9,7 +9,7 @@ from stepprune_jax.cli.check import main
 from stepprune_jax.data.check import check_folder
 
 
-def test_a_good_folder_has_counts_and_no_faults(tmp_path, capsys):
+def test_a_valid_folder_has_counts_and_no_faults(tmp_path, capsys):
     write_world(tmp_path / "w", seed=0, train=3, validation=1, test=2)
     assert main([str(tmp_path / "w")]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -19,7 +19,7 @@ def test_a_good_folder_has_counts_and_no_faults(tmp_path, capsys):
     assert names == [f"{s}{kind}.jsonl" for s in ("validation", "test") for kind in kinds]
 
 
-def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys):
+def test_all_faults_are_counted_and_the_first_ones_are_printed(tmp_path, capsys):
     folder = write_world(tmp_path / "w", seed=0, train=4, validation=0, test=2)
     samples = json.loads((folder / "train.json").read_text())
     samples[0]["image"] = "../out.png"
@@ -30,10 +30,10 @@ def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys
     image.write_bytes(image.read_bytes()[:-30])
     Image.new("1", (70_000, 1)).save(next((folder / "images").glob("test_*")))
     (folder / "test_answers.jsonl").write_text("[" * 100_000)
-    found = {part.name: part for part in check_folder(folder)}
-    assert (found["train.json"].count, len(found["train.json"].faults)) == (1, 3)
-    assert (found["images"].count, len(found["images"].faults)) == (1, 2)
-    assert "nested too deep" in found["test_answers.jsonl"].faults[0]
+    results = {result.name: result for result in check_folder(folder)}
+    assert (results["train.json"].count, len(results["train.json"].faults)) == (1, 3)
+    assert (results["images"].count, len(results["images"].faults)) == (1, 2)
+    assert "nested too deep" in results["test_answers.jsonl"].faults[0]
     assert main([str(folder), "--faults", "1"]) == 1
     out = capsys.readouterr().out
     assert "train.json: 1 samples, 3 faults\n" in out and "sample 0" in out and "gone" not in out
@@ -44,7 +44,7 @@ def test_every_kind_of_fault_is_counted_and_the_first_are_shown(tmp_path, capsys
     assert "expected a JSON list" in check_folder(folder)[0].faults[0]
 
 
-def test_images_that_only_answers_read_as_they_are_shown_are_listed(tmp_path, capsys):
+def test_images_that_viewers_show_differently_are_listed(tmp_path, capsys):
     folder = write_world(tmp_path / "w", seed=0, train=4, validation=0, test=0)
     turned, clear, opaque, plain = sorted((folder / "images").iterdir())
     exif = Image.Exif()
@@ -55,17 +55,17 @@ def test_images_that_only_answers_read_as_they_are_shown_are_listed(tmp_path, ca
     Image.new("RGBA", (4, 4)).save(clear)
     Image.new("RGBA", (4, 4), "red").save(opaque)
     assert main([str(folder)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert "images: 4 images decoded, 2 not for all runs" in said
-    assert [x for x in said if "as stored" in x] == [*said[-2:]]
-    assert turned.name in said[-2] and clear.name in said[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert "images: 4 images decoded, 2 not for all runs" in lines
+    assert [line for line in lines if "as stored" in line] == [*lines[-2:]]
+    assert turned.name in lines[-2] and clear.name in lines[-1]
 
 
-def test_no_file_is_passed_over(tmp_path, capsys):
+def test_a_missing_file_is_reported(tmp_path, capsys):
     folder = write_world(tmp_path / "w", seed=0, train=1, validation=1, test=1)
     for name in ("train.json", "validation.jsonl"):
         (folder / name).unlink()
     (folder / "train.json").mkdir()
     assert main([str(folder)]) == 1
-    said = capsys.readouterr().out
-    assert f"no file at {folder}/train.json" in said and f"{folder}/validation.jsonl" in said
+    output = capsys.readouterr().out
+    assert f"no file at {folder}/train.json" in output and f"{folder}/validation.jsonl" in output

@@ -1,4 +1,4 @@
-"""Files of JSON: every mistake is named, with its place."""
+"""Errors of reading JSON files name the mistake and its place."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from stepprune_jax.data.json_files import read_json_list
         (b"[" + b"1" * 5000 + b"]", "unreadable JSON"),
     ],
 )
-def test_a_file_that_is_no_list_is_refused(tmp_path, content, message):
+def test_a_file_without_a_json_list_is_refused(tmp_path, content, message):
     file = tmp_path / "list.json"
     file.write_bytes(content)
     with pytest.raises(ValueError) as error:
@@ -26,7 +26,7 @@ def test_a_file_that_is_no_list_is_refused(tmp_path, content, message):
     assert str(error.value).startswith(str(file)) and message in str(error.value)
 
 
-def test_a_byte_order_mark_is_dropped_and_a_missing_file_named(tmp_path):
+def test_a_byte_order_mark_is_dropped_and_the_error_names_a_missing_file(tmp_path):
     file = tmp_path / "list.json"
     with pytest.raises(FileNotFoundError, match=r"no file at .*list\.json"):
         read_json_list(file)

@@ -15,7 +15,8 @@ def root(tmp_path):
     return tmp_path
 
 
-def says(*values, first="human"):
+def chat(*values, first="human"):
+    """Returns messages with alternating roles."""
     roles = ("human", "gpt") if first == "human" else ("gpt", "human")
     return [{"from": roles[n % 2], "value": value} for n, value in enumerate(values)]
 
@@ -39,14 +40,22 @@ def questions(root, *rows):
     return read_questions(write_lines(root, *rows), root / "images")
 
 
-def test_conversations_are_read_as_they_are_meant(root):
+def test_images_and_turns_of_conversations_are_read(root):
     samples = conversations(
         root,
-        {"id": "x", "image": "a.png", "conversations": says("<image>\nWhat?", "red", "And?", "no")},
-        {"id": 1.5, "image": "deep/c.png", "conversations": says("What is this?\n<image>", "dog")},
-        {"conversations": says("How do I write <image> and <video> in HTML?", " So:\n")},
-        {"id": "", "conversations": says("left over", "Hello?", "Hi.", first="gpt")},
-        {"image": "b.png", "conversations": says("What?", "a <image> mark"), "video": ""},
+        {
+            "id": "x",
+            "image": "a.png",
+            "conversations": chat("<image>\nWhat?", "red", "And?", "no"),
+        },
+        {
+            "id": 1.5,
+            "image": "deep/c.png",
+            "conversations": chat("What is this?\n<image>", "dog"),
+        },
+        {"conversations": chat("How do I write <image> and <video> in HTML?", " So:\n")},
+        {"id": "", "conversations": chat("left over", "Hello?", "Hi.", first="gpt")},
+        {"image": "b.png", "conversations": chat("What?", "a <image> mark"), "video": ""},
     )
     assert [s.index for s in samples] == [0, 1, 2, 3, 4]
     assert samples[0].image == root / "images" / "a.png"
@@ -57,20 +66,20 @@ def test_conversations_are_read_as_they_are_meant(root):
     assert samples[4].turns == ("What?", "a  mark")
 
 
-def test_a_first_message_of_the_assistant_is_dropped_even_if_nothing_else_was_said(root):
-    """As LLaVA's training does: some conversations of its file begin in the middle."""
-    said = says("look: <image>", "What?\n<image>", "red", "And?", "no", first="gpt")
+def test_a_first_message_of_the_assistant_is_dropped(root):
+    """LLaVA's training file has conversations that were cut and begin with an answer."""
+    turns = chat("look: <image>", "What?\n<image>", "red", "And?", "no", first="gpt")
     samples = conversations(
         root,
-        {"id": "x", "conversations": says("left over", first="gpt")},
-        {"id": "y", "image": "a.png", "conversations": says("left over", first="gpt")},
-        {"id": "z", "image": "a.png", "conversations": said},
+        {"id": "x", "conversations": chat("left over", first="gpt")},
+        {"id": "y", "image": "a.png", "conversations": chat("left over", first="gpt")},
+        {"id": "z", "image": "a.png", "conversations": turns},
     )
     assert [sample.turns for sample in samples] == [("What?", "red", "And?", "no")]
     assert samples[0].index == 2
 
 
-GOOD = says("<image>\nWhat?", "red")
+GOOD = chat("<image>\nWhat?", "red")
 OUTSIDE = '"image" must be a path inside the image folder'
 
 
@@ -78,50 +87,59 @@ OUTSIDE = '"image" must be a path inside the image folder'
     ("sample", "message"),
     [
         ({"image": "a.png"}, '"conversations" is missing'),
-        ({"conversations": says("a", "b", "c")}, "a question that has no answer"),
+        ({"conversations": chat("a", "b", "c")}, "a question that has no answer"),
         ({"conversations": [{"from": "user", "value": "x"}]}, '[0]: "from" is "user", expected'),
         ({"conversations": GOOD}, 'has <image>, but the sample has no "image"'),
-        ({"images": ["a.png"], "conversations": says("a", "b")}, '"images" is not followed, expec'),
-        ({"video": "a.mp4", "conversations": says("a", "b")}, '"video" is not followed'),
-        ({"image": "a.png", "conversations": says("<video>\na", "b")}, "has <video>, but videos"),
-        ({"conversations": says("a", "b", "And?\n<video>", "c")}, "has <video>, but videos"),
+        (
+            {"images": ["a.png"], "conversations": chat("a", "b")},
+            '"images" is not followed, expec',
+        ),
+        ({"video": "a.mp4", "conversations": chat("a", "b")}, '"video" is not followed'),
+        (
+            {"image": "a.png", "conversations": chat("<video>\na", "b")},
+            "has <video>, but videos",
+        ),
+        ({"conversations": chat("a", "b", "And?\n<video>", "c")}, "has <video>, but videos"),
         ({"image": ["a.png"], "conversations": GOOD}, "is a list, expected the name of one image"),
-        ({"system": "Be brief.", "conversations": says("a", "b")}, '"system" is not followed'),
-        ({"conversations": says("a", "b", "<image>c", "d"), "image": "a.png"}, "first question"),
+        ({"system": "Be brief.", "conversations": chat("a", "b")}, '"system" is not followed'),
+        (
+            {"conversations": chat("a", "b", "<image>c", "d"), "image": "a.png"},
+            "first question",
+        ),
         ({"image": "../a.png", "conversations": GOOD}, OUTSIDE),
         ({"image": "/etc/passwd", "conversations": GOOD}, OUTSIDE),
         ({"image": "C:\\a.png", "conversations": GOOD}, OUTSIDE),
     ],
 )
-def test_bad_samples_are_refused_by_index_and_field(root, sample, message):
-    with pytest.raises(ValueError) as refused:
+def test_errors_name_the_number_and_the_field_of_a_bad_sample(root, sample, message):
+    with pytest.raises(ValueError) as error:
         conversations(root, {"image": "a.png", "conversations": GOOD}, sample)
-    assert "train.json: sample 1: " in str(refused.value) and message in str(refused.value)
+    assert "train.json: sample 1: " in str(error.value) and message in str(error.value)
 
 
-def test_marks_of_windows_are_accepted(root):
+def test_a_byte_order_mark_and_windows_line_ends_are_accepted(root):
     rows = [question(n, text="Größe? \u2028 da") for n in (1, 2)]
     text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\r\n\r\n"
     (root / "test.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
-    found = read_questions(root / "test.jsonl", root / "images")
-    assert [q.question_id for q in found] == ["1", "2"]
-    assert found[0].text == "Größe? \u2028 da"
+    loaded = read_questions(root / "test.jsonl", root / "images")
+    assert [q.question_id for q in loaded] == ["1", "2"]
+    assert loaded[0].text == "Größe? \u2028 da"
 
 
-def test_questions_and_answers(root):
+def test_answers_are_read_in_the_order_of_the_questions(root):
     rows = [question("q1"), question(2, text="<image>\nAnd?"), question("q3", image="b.png")]
     del rows[2]["category"]
-    asked = questions(root, *rows)
-    assert asked[0] == Question("q1", root / "images" / "a.png", "What?", "c")
-    assert asked[1].question_id == "2" and asked[1].text == "And?"
-    assert asked[2].category == "default"
+    loaded = questions(root, *rows)
+    assert loaded[0] == Question("q1", root / "images" / "a.png", "What?", "c")
+    assert loaded[1].question_id == "2" and loaded[1].text == "And?"
+    assert loaded[2].category == "default"
     answers = [{"question_id": q, "answer": a} for q, a in (("2", "no"), ("q3", "2"), ("q1", "x"))]
     file = write_lines(root, *answers, name="answers.jsonl")
-    assert read_answers(file, asked) == ["x", "no", "2"]
+    assert read_answers(file, loaded) == ["x", "no", "2"]
 
 
 def read(root, name, rows):
-    """Reads questions, or the answers to three of them."""
+    """Reads rows as questions if `name` is "test", otherwise as answers to three questions."""
     file = write_lines(root, *rows, name=f"{name}.jsonl")
     if name == "test":
         return read_questions(file, root / "images")
@@ -147,7 +165,7 @@ def answer(number, text="x"):
         ("answers", [answer(1), answer(2, "\ud800"), answer(3)], '2: "answer" is "\\ud800"'),
     ],
 )
-def test_bad_lines_are_refused_by_line_and_field(root, name, rows, message):
-    with pytest.raises((ValueError, FileNotFoundError)) as refused:
+def test_errors_name_the_line_and_the_field_of_a_bad_row(root, name, rows, message):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
         read(root, name, rows)
-    assert f"{root / name}.jsonl" in str(refused.value) and message in str(refused.value)
+    assert f"{root / name}.jsonl" in str(error.value) and message in str(error.value)

@@ -24,14 +24,14 @@ SYSTEM = (
 )
 
 
-def test_one_open_exchange_reads_as_the_reference():
+def test_a_prompt_with_one_question_equals_the_reference():
     prompt = Llava.conversation([Llava.place_images("Is it windy?", 1)])
     assert prompt == f"{SYSTEM} USER: <image>\nIs it windy? ASSISTANT:"
     assert Llava.conversation(["Hello."]) == f"{SYSTEM} USER: Hello. ASSISTANT:"
     assert Llava.conversation(["Hello."], "Be brief.") == "Be brief. USER: Hello. ASSISTANT:"
 
 
-def test_finished_turns_end_as_the_reference_ends_them():
+def test_a_prompt_with_answers_equals_the_reference():
     turns = ["<image>\nA?", "Yes.", "B?"]
     expected = f"{SYSTEM} USER: <image>\nA? ASSISTANT: Yes.</s>USER: B? ASSISTANT:"
     assert Llava.conversation(turns) == expected == Llava.conversation([*turns, None])
@@ -39,7 +39,7 @@ def test_finished_turns_end_as_the_reference_ends_them():
     assert Llava.conversation(["A?", "No."]).endswith("ASSISTANT: No.</s>")
 
 
-def test_image_marks_go_in_front():
+def test_image_marks_move_to_the_front_unless_there_are_several():
     assert Llava.place_images("What?", 0) == "What?"
     assert Llava.place_images("What?", 2) == "<image>\n<image>\nWhat?"
     assert Llava.place_images("What is this? <image>", 1) == "<image>\nWhat is this?"
@@ -49,7 +49,7 @@ def test_image_marks_go_in_front():
 
 
 @pytest.mark.parametrize(("marks", "images"), [(1, 0), (1, 2)])
-def test_marks_and_images_that_disagree_are_refused(tokenizer, marks, images):
+def test_a_wrong_number_of_image_marks_is_refused(tokenizer, marks, images):
     message = "<image>\n" * marks + "What?"
     expected = rf"the prompt has {marks} <image>, but {images} image\(s\)"
     with pytest.raises(ValueError, match=expected):
@@ -58,21 +58,23 @@ def test_marks_and_images_that_disagree_are_refused(tokenizer, marks, images):
         tokenize_with_images(tokenizer, Llava.conversation([message]), images)
 
 
-def test_pieces_around_the_image_are_those_of_the_reference(tokenizer):
+def test_tokens_around_the_image_equal_the_reference(tokenizer):
     ids = tokenize_with_images(
         tokenizer, Llava.conversation([Llava.place_images("What is this?", 1)]), 1
     )
-    at = ids.index(IMAGE_TOKEN)
+    position = ids.index(IMAGE_TOKEN)
     assert ids.count(IMAGE_TOKEN) == 1
-    before = tokenizer.convert_ids_to_tokens(ids[:at])
-    after = tokenizer.convert_ids_to_tokens(ids[at + 1 :])
-    # A lone blank ends the first piece; the next one starts with a blank and the newline byte.
-    assert before[:3] == ["<s>", "▁A", "▁chat"] and before[-4:] == ["▁US", "ER", ":", "▁"]
-    assert after[:4] == ["▁", "<0x0A>", "W", "h"] and after[-4:] == ["▁ASS", "IST", "ANT", ":"]
-    assert ids[at + 2] == 13 and ids[0] == 1 and 1 not in ids[1:]
+    first_piece = tokenizer.convert_ids_to_tokens(ids[:position])
+    second_piece = tokenizer.convert_ids_to_tokens(ids[position + 1 :])
+    # The first piece ends with a blank. The second starts with a blank and the newline byte.
+    assert first_piece[:3] == ["<s>", "▁A", "▁chat"]
+    assert first_piece[-4:] == ["▁US", "ER", ":", "▁"]
+    assert second_piece[:4] == ["▁", "<0x0A>", "W", "h"]
+    assert second_piece[-4:] == ["▁ASS", "IST", "ANT", ":"]
+    assert ids[position + 2] == 13 and ids[0] == 1 and 1 not in ids[1:]
 
 
-def test_images_at_the_ends_and_side_by_side(tokenizer):
+def test_images_may_be_at_the_ends_and_next_to_each_other(tokenizer):
     blank = tokenizer.convert_tokens_to_ids("▁")
     assert tokenize_with_images(tokenizer, "<image>", 1) == [1, IMAGE_TOKEN]
     assert tokenize_with_images(tokenizer, "<image><image>\n", 2) == [
@@ -81,7 +83,7 @@ def test_images_at_the_ends_and_side_by_side(tokenizer):
     assert tokenize_with_images(tokenizer, "no", 0) == tokenizer("no").input_ids
 
 
-def test_a_tokenizer_without_a_start_token_loses_nothing():
+def test_a_tokenizer_without_start_tokens_keeps_all_text_ids():
     def plain(text, **_):
         ids = [ord(letter) for letter in text]
         return types.SimpleNamespace(input_ids=ids, special_tokens_mask=[0] * len(ids))
@@ -89,7 +91,7 @@ def test_a_tokenizer_without_a_start_token_loses_nothing():
     assert tokenize_with_images(plain, "a<image>bc") == [97, IMAGE_TOKEN, 98, 99]
 
 
-def test_a_tokenizer_of_a_few_letters_keeps_its_start_token():
+def test_a_tokenizer_without_punctuation_keeps_its_start_token():
     def without_marks(text, add_special_tokens=True, **_):
         ids = [ord(letter) for letter in text if letter.isalpha()]
         start = [1] * add_special_tokens
@@ -106,14 +108,14 @@ def test_a_tokenizer_of_a_few_letters_keeps_its_start_token():
     st.integers(0, 40),
 )
 def test_truncation_keeps_the_first_embeddings(ids, counts, limit):
-    kept, images = np.array(counts[: ids.count(IMAGE_TOKEN)], int), iter(range(len(ids)))
-    image = [next(images) if token == IMAGE_TOKEN else -1 for token in ids]
-    expanded = [i for i in image for _ in range(1 if i < 0 else kept[i])][:limit]
-    left = truncated_images(np.array(ids, int), kept, limit)
-    assert left.tolist() == [expanded.count(i) for i in range(len(kept))]
+    kept, image_numbers = np.array(counts[: ids.count(IMAGE_TOKEN)], int), iter(range(len(ids)))
+    image_of_id = [next(image_numbers) if token == IMAGE_TOKEN else -1 for token in ids]
+    embeddings = [i for i in image_of_id for _ in range(1 if i < 0 else kept[i])][:limit]
+    remaining = truncated_images(np.array(ids, int), kept, limit)
+    assert remaining.tolist() == [embeddings.count(i) for i in range(len(kept))]
 
 
-def test_batches_are_padded_at_the_right_end():
+def test_batches_are_padded_on_the_right():
     ids, length = pad_batch([[1, 2, 3], [1, IMAGE_TOKEN]], fill=9, multiple=4)
     np.testing.assert_array_equal(ids, [[1, 2, 3, 9], [1, IMAGE_TOKEN, 9, 9]])
     np.testing.assert_array_equal(length, [3, 2])
@@ -122,17 +124,17 @@ def test_batches_are_padded_at_the_right_end():
 
 
 class CountingTokenizer:
-    """A tokenizer that counts the threads inside its calls; a call takes 10 ms."""
+    """A tokenizer that counts concurrent calls. A call takes at least 10 ms."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.threads, self.most_threads = tokenizer, 0, 0
+        self.tokenizer, self.num_calls, self.max_calls = tokenizer, 0, 0
 
     def _counted(self, function, arguments, options):
-        self.threads += 1
-        self.most_threads = max(self.most_threads, self.threads)
+        self.num_calls += 1
+        self.max_calls = max(self.max_calls, self.num_calls)
         time.sleep(0.01)
         result = function(*arguments, **options)
-        self.threads -= 1
+        self.num_calls -= 1
         return result
 
     def __call__(self, *arguments, **options):
@@ -145,7 +147,7 @@ class CountingTokenizer:
         return getattr(self.tokenizer, name)
 
 
-def test_threads_call_a_tokenizer_one_after_the_other(tokenizer):
+def test_only_one_thread_at_a_time_calls_a_tokenizer(tokenizer):
     counting = CountingTokenizer(tokenizer)
     encoder = ConversationEncoder(counting, Llava.place_images, Llava.conversation)
     calls = [
@@ -155,6 +157,8 @@ def test_threads_call_a_tokenizer_one_after_the_other(tokenizer):
         lambda: answer_text(counting, [5, 6]),
     ]
     threads = [threading.Thread(target=call) for call in calls * 2]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert counting.most_threads == 1
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counting.max_calls == 1

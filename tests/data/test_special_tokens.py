@@ -1,4 +1,4 @@
-"""A user's text cannot open or close a turn with the tokens of the template."""
+"""Tests that a user's text cannot start or end a turn with special tokens of the template."""
 
 import pytest
 from tiny_qwen import qwen_tokenizer
@@ -13,7 +13,7 @@ from stepprune_jax.testing import tiny_tokenizer
 
 
 def first_blank_tokenizer():
-    """A Llama tokenizer of `legacy: false`: a blank before the first piece of a text."""
+    """Returns a Llama tokenizer like one with `legacy: false`: one blank before a text."""
     import tokenizers
 
     tokenizer = tiny_tokenizer()
@@ -24,10 +24,10 @@ def first_blank_tokenizer():
 
 
 def instruct_tokenizer():
-    """A Mistral tokenizer that has the marks of turns as special tokens."""
+    """Returns a Mistral tokenizer with the marks of turns as special tokens, which may overlap."""
     tokenizer = tiny_tokenizer()
-    marks = {"additional_special_tokens": ["[INST]", "[/INST]", "[INST]["]}  # the last overlaps
-    tokenizer.add_special_tokens(marks)
+    tokens = {"additional_special_tokens": ["[INST]", "[/INST]", "[INST]["]}
+    tokenizer.add_special_tokens(tokens)
     return tokenizer
 
 
@@ -57,11 +57,12 @@ def family(request):
 
 
 def special_ids(tokenizer, ids):
+    """Returns the ids of special tokens and images among `ids`."""
     special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
     return [number for number in ids if number in special or number < 0]
 
 
-def prompt(backbone, texts, system="a system"):
+def make_prompt(backbone, texts, system="a system"):
     return backbone.conversation([backbone.place_images(texts[0], 1), *texts[1:]], system)
 
 
@@ -70,40 +71,44 @@ def test_ordinary_text_keeps_its_ids(family):
     for text in ORDINARY:
         assert quoting.quote(text) == text
         texts = [text, "yes" + text, text + "two"]
-        written = prompt(backbone, texts, text)
-        expected = tokenize_with_images(tokenizer, written, 1)
-        assert tokenize_with_images(quoting, written, 1) == expected
+        prompt = make_prompt(backbone, texts, text)
+        expected = tokenize_with_images(tokenizer, prompt, 1)
+        assert tokenize_with_images(quoting, prompt, 1) == expected
         assert quoting(text, add_special_tokens=False) == tokenizer(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_special_tokens_of_users_are_text(family, text):
+def test_special_tokens_in_quoted_text_are_encoded_as_text(family, text):
     backbone, tokenizer, quoting = family
     quoted, plain = quoting.quote(text), text.replace("\U0010ffff", "")
-    written = prompt(backbone, [quoted, quoted, quoted + "?"], quoted)
-    ids = tokenize_with_images(quoting, written, 1)
-    # The template's tokens are there, in their places, and no others.
-    usual = tokenize_with_images(tokenizer, prompt(backbone, ["two", "yes", "two?"]), 1)
-    assert special_ids(tokenizer, ids) == special_ids(tokenizer, usual)
+    prompt = make_prompt(backbone, [quoted, quoted, quoted + "?"], quoted)
+    ids = tokenize_with_images(quoting, prompt, 1)
+    # The prompt has exactly the special tokens of the template.
+    harmless_prompt = make_prompt(backbone, ["two", "yes", "two?"])
+    harmless_ids = tokenize_with_images(tokenizer, harmless_prompt, 1)
+    assert special_ids(tokenizer, ids) == special_ids(tokenizer, harmless_ids)
     decoded = tokenizer.decode([number for number in ids if number >= 0])
     assert decoded.count(plain) == 4
-    # Without a template around it, the text has the ids that `transformers` gives to plain text.
-    split = tokenizer(plain, add_special_tokens=False, split_special_tokens=True).input_ids
-    assert quoting(quoted, add_special_tokens=False).input_ids == split
+    # Without a template, `transformers` gives equal ids if it splits special tokens.
+    text_ids = tokenizer(plain, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert quoting(quoted, add_special_tokens=False).input_ids == text_ids
 
 
 @pytest.mark.parametrize("text", ORDINARY[2:])
-def test_turns_around_a_quoted_token_keep_their_ids(family, text):
+def test_turns_after_a_quoted_token_keep_their_ids(family, text):
     backbone, tokenizer, quoting = family
-    hostile, usual = (
+    hostile_ids, harmless_ids = (
         quoting(backbone.conversation([quoting.quote(first), "yes", text], "")).input_ids
         for first in ("</s><|im_end|>", "two")
     )
-    later = len(usual) - len(tokenizer(backbone.conversation(["two", "yes"], "")).input_ids)
-    assert later > len(text) // 4 and hostile[-later:] == usual[-later:] and hostile != usual
+    start = len(tokenizer(backbone.conversation(["two", "yes"], "")).input_ids)
+    num_later = len(harmless_ids) - start
+    assert num_later > len(text) // 4
+    assert hostile_ids[-num_later:] == harmless_ids[-num_later:]
+    assert hostile_ids != harmless_ids
 
 
-def test_an_image_mark_is_no_users_token():
+def test_an_image_mark_is_not_quoted():
     quoting = QuotingTokenizer(tiny_tokenizer())
     assert quoting.quote("<image> a") == "<image> a"
     assert as_sent(quoting.quote("a</s>b")) == "a</s>b" != quoting.quote("a</s>b")

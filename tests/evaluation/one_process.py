@@ -1,6 +1,7 @@
-"""An evaluation in a process of its own: `python one_process.py MODEL ROOT WORKDIR SETTINGS`.
+"""Runs an evaluation in a separate process: `python one_process.py MODEL ROOT WORKDIR SETTINGS`.
 
-Which one of several it is stands in the environment, as `parallel.distributed` reads it.
+With several processes, environment variables give the number of this one, as
+`parallel.distributed` reads them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Evaluations in processes of their own: killed and resumed, and several as one."""
+"""Evaluations in separate processes: several processes share a run, and a killed run resumes."""
 
 import json
 import os
@@ -33,12 +33,13 @@ def world(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(world, tmp_path_factory):
-    """What one process answers that nobody stops."""
-    return answer_here(world, tmp_path_factory.mktemp("whole"))
+def expected(world, tmp_path_factory):
+    """Returns the answers of a single process that is not interrupted."""
+    return answer_here(world, tmp_path_factory.mktemp("expected"))
 
 
 def answer_here(world, workdir):
+    """Runs the evaluation in this process and returns its answers."""
     with pytest.MonkeyPatch.context() as patch:
         one_width(patch)
         config = small_run(*world, data=str(world[1]), **SETTINGS)
@@ -47,10 +48,10 @@ def answer_here(world, workdir):
 
 
 def read(workdir):
-    """The lines of every file without their times."""
+    """Returns the lines of every answer file, with times of 0."""
     files = sorted((workdir / "answers").rglob("*.jsonl"))
-    found = {f"{f.parent.name}/{f.name}": f.read_text().splitlines() for f in files}
-    return {name: [json.loads(row) | {"ms": 0} for row in rows] for name, rows in found.items()}
+    lines = {f"{f.parent.name}/{f.name}": f.read_text().splitlines() for f in files}
+    return {name: [json.loads(row) | {"ms": 0} for row in rows] for name, rows in lines.items()}
 
 
 def start(world, workdir, **environment):
@@ -64,13 +65,14 @@ def start(world, workdir, **environment):
     )
 
 
-def written(workdir):
+def read_bytes(workdir):
+    """Returns the contents of every answer file."""
     return {path: path.read_bytes() for path in (workdir / "answers").rglob("*.jsonl")}
 
 
-def kill_after(processes, workdir, lines):
-    """Kills processes as soon as they have written so many lines."""
-    while sum(content.count(b"\n") for content in written(workdir).values()) < lines:
+def kill_after(processes, workdir, num_lines):
+    """Kills processes as soon as they have written `num_lines` lines."""
+    while sum(content.count(b"\n") for content in read_bytes(workdir).values()) < num_lines:
         assert all(process.poll() is None for process in processes), processes[0].stdout.read()
         time.sleep(0.002)
     for process in processes:
@@ -80,21 +82,22 @@ def kill_after(processes, workdir, lines):
 
 
 def pair(world, workdir):
-    """Two processes as one program."""
-    about = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-    return [start(world, workdir, **about, JAX_PROCESS_ID=str(number)) for number in range(2)]
+    """Starts two processes of one run."""
+    variables = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    return [start(world, workdir, **variables, JAX_PROCESS_ID=str(number)) for number in range(2)]
 
 
 @pytest.mark.slow
-def test_two_processes_answer_what_one_does(world, whole, tmp_path):
-    processes = pair(world, tmp_path / "whole")
+def test_two_processes_give_the_answers_of_one_and_resume_after_a_kill(world, expected, tmp_path):
+    processes = pair(world, tmp_path / "finished")
     printed = outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(printed)
-    assert read(tmp_path / "whole") == whole
-    # Killed, both have written parts; one process resumes with them.
+    assert read(tmp_path / "finished") == expected
+    # Two killed processes leave parts of files, and a single process resumes with them.
     killed = tmp_path / "killed"
     kill_after(pair(world, killed), killed, 12)
-    before = written(killed)
-    assert any(".part-1" in path.name for path in before)
-    assert sum(content.count(b"\n") for content in before.values()) < sum(map(len, whole.values()))
-    assert answer_here(world, killed) == whole
+    parts = read_bytes(killed)
+    assert any(".part-1" in path.name for path in parts)
+    num_lines = sum(content.count(b"\n") for content in parts.values())
+    assert num_lines < sum(map(len, expected.values()))
+    assert answer_here(world, killed) == expected

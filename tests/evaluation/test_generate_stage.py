@@ -1,4 +1,4 @@
-"""One evaluation, of public benchmarks and a folder: what its rows keep, answer and write."""
+"""The generation stage of an evaluation of public benchmarks and a data folder."""
 
 import dataclasses
 import itertools
@@ -18,12 +18,13 @@ from small_world import broken_at, changed, glimpse, one_shot, small_run, steppr
 from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import append, check_claim, claim
 from stepprune_jax.checkpoints.folder import inspect_folder
+from stepprune_jax.checkpoints.identity import policy_digest
 from stepprune_jax.checkpoints.policy import save_policy
 from stepprune_jax.cli.evaluate import evaluate
 from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.evaluation.calibrate import CalibrationSet, StopBiases, spread
 from stepprune_jax.evaluation.generate_stage import generate_answers
-from stepprune_jax.evaluation.rows import Conditions, plan_rows, policy_digest
+from stepprune_jax.evaluation.rows import Conditions, plan_rows
 from stepprune_jax.evaluation.settings import EvaluationRun
 from stepprune_jax.inference import (
     Generator,
@@ -46,7 +47,8 @@ from stepprune_jax.selectors import GlimpsePrune
 NAMES = ("folder", "pope", "mmbench", "scienceqa", "textvqa")
 PUBLIC = NAMES[1:]
 METHODS = "all tokens,random,CDPruner,StepPrune,AutoSelect-like,GlimpsePrune"
-ROWS = 15  # all tokens, two budgets of each method, and what stops by itself
+# All tokens, two budgets of each method, and the rows with a learned stop or a threshold.
+ROWS = 15
 GLIMPSE = GlimpsePrune.init(
     jax.random.key(1),
     glimpse(selected_layers=(0,), reduce_layer=0, use_attention_logits=True),
@@ -57,7 +59,7 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Public benchmarks and, in the same folder, a data folder."""
+    """Returns a folder of public benchmarks that is also a data folder."""
     root = write_benchmarks(tmp_path_factory.mktemp("eval") / "eval")
     write_split(root, "test", 3, 0)
     write_split(root, "validation", 4, 1)
@@ -81,7 +83,7 @@ def config(model, root, tmp_path_factory):
     )
 
 
-def asked_by(name, root):
+def read_questions(name, root):
     return BENCHMARKS[name].read_questions(root)
 
 
@@ -96,10 +98,10 @@ def num_compiled():
 
 @pytest.fixture(scope="module")
 def first(config, tmp_path_factory):
-    """The folder of the run, and how many programs it has compiled."""
-    before, workdir = num_compiled(), new_run(tmp_path_factory.mktemp("run"))
+    """Returns the folder of a finished run, and the numbers of programs that it compiled."""
+    old_counts, workdir = num_compiled(), new_run(tmp_path_factory.mktemp("run"))
     generate_answers(config, workdir)
-    return workdir, np.subtract(num_compiled(), before)
+    return workdir, np.subtract(num_compiled(), old_counts)
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +115,16 @@ def copied(run, tmp_path):
 
 
 @pytest.fixture
-def ranked(monkeypatch):
-    """The rankings that are made: by which pruner, of how many questions, of how many tokens."""
-    made, rank = [], dataset.rank_all
+def rankings(monkeypatch):
+    """Records each ranking: name of the pruner, number of questions, number of steps."""
+    records, rank_all = [], dataset.rank_all
 
-    def watched(model, method, prompts, vision, **options):
-        made.append((method.name, len(prompts.length), options["steps"]))
-        return rank(model, method, prompts, vision, **options)
+    def recording_rank(model, method, prompts, vision, **options):
+        records.append((method.name, len(prompts.length), options["steps"]))
+        return rank_all(model, method, prompts, vision, **options)
 
-    monkeypatch.setattr(dataset, "rank_all", watched)
-    return made
+    monkeypatch.setattr(dataset, "rank_all", recording_rank)
+    return records
 
 
 def lines(run, benchmark, method):
@@ -131,7 +133,7 @@ def lines(run, benchmark, method):
 
 
 def files(run):
-    """All lines of all answer files, without their times."""
+    """Returns the lines of all answer files by benchmark and row, with times of 0."""
     return {
         (path.parent.name, path.stem): [
             line | {"ms": 0} for line in lines(run, path.parent.name, path.stem)
@@ -145,12 +147,12 @@ def provenance(run, benchmark, method):
 
 
 def test_every_row_answers_every_question_in_order(run, root):
-    found = files(run)
-    assert len(found) == len(NAMES) * ROWS
-    for (name, _), rows in found.items():
-        asked = asked_by(name, root)
-        heads = [(row["question_id"], row["prompt"], row["kept"] > 0) for row in rows]
-        assert heads == [(q.question_id, q.prompt, q.image is not None) for q in asked]
+    answers = files(run)
+    assert len(answers) == len(NAMES) * ROWS
+    for (name, _), rows in answers.items():
+        questions = read_questions(name, root)
+        keys = [(row["question_id"], row["prompt"], row["kept"] > 0) for row in rows]
+        assert keys == [(q.question_id, q.prompt, q.image is not None) for q in questions]
     assert all(line["ms"] > 0 for line in lines(run, "pope", "random-exact-55.6"))
 
 
@@ -170,53 +172,54 @@ def test_every_row_answers_every_question_in_order(run, root):
         ("glimpseprune-own-stop", {"policy": GLIMPSE, "budget": Budget("own")}),
     ],
 )
-def test_answers_are_those_of_generate(run, root, model, name, method, options):
-    asked = asked_by(name, root)
+def test_answers_equal_those_of_generate(run, root, model, name, method, options):
+    questions = read_questions(name, root)
     bias = provenance(run, name, method)["stop_bias"]
-    said = generate(
+    expected = generate(
         model,
-        [question.text for question in asked],
-        [question.image for question in asked],
+        [question.text for question in questions],
+        [question.image for question in questions],
         build_pruner(**options, stop_bias=bias),
         options=RunOptions(3, "original"),
     )
     rows = lines(run, name, method)
-    assert [row["text"] for row in rows] == [answer.text for answer in said]
-    assert [row["kept"] for row in rows] == [answer.kept for answer in said]
-    for row, answer in zip(rows, said, strict=True):
+    assert [row["text"] for row in rows] == [answer.text for answer in expected]
+    assert [row["kept"] for row in rows] == [answer.kept for answer in expected]
+    for row, answer in zip(rows, expected, strict=True):
         assert row.get("order") in (None, list(*answer.kept_indices))
     assert len({row["text"] for row in rows}) > 1
 
 
-def test_random_rows_are_those_of_the_seed_the_image_and_the_question(run, root, config, model):
+def test_random_selections_depend_on_the_seed_the_image_and_the_question(run, root, config, model):
     key, expected = jax.random.key(config.seed, impl="threefry2x32"), []
-    for question in asked_by("folder", root):
+    for question in read_questions("folder", root):
         request = read_request(model, [question.text], [question.image], as_shown=False)
         check = zlib.crc32(model.backbone.normalise(request.images.pixels).tobytes())
         check = zlib.crc32(np.array(request.question_ids[0], np.int32).tobytes(), check)
-        drawn = jax.random.uniform(jax.random.fold_in(key, np.uint32(check)), (9,))
-        expected.append(np.argsort(-drawn)[:4].tolist())
+        scores = jax.random.uniform(jax.random.fold_in(key, np.uint32(check)), (9,))
+        expected.append(np.argsort(-scores)[:4].tolist())
     orders = [row["order"] for row in lines(run, "folder", "random-exact-55.6")]
     assert orders == expected and len(set(map(tuple, orders))) > 1
 
 
 def test_adaptive_rows_meet_their_budgets_on_average(run):
     entries = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
-    drawn, public = sorted(entries, key=lambda entry: "split" not in entry)
-    # Of the folder on its validation split, else on as many questions of each benchmark.
-    assert drawn["split"] == "validation" and drawn["questions"] == public["questions"] == 8
-    assert set(drawn["biases"]) == set(public["biases"]) == {"4", "2"}
-    # On the questions that the biases were computed on, and on some of another split.
-    for names, biases, near in ((PUBLIC, public["biases"], 0.7), (["folder"], drawn["biases"], 1)):
+    folder, public = sorted(entries, key=lambda entry: "split" not in entry)
+    # The folder is calibrated on its validation split, the benchmarks on a common sample.
+    assert folder["split"] == "validation" and folder["questions"] == public["questions"] == 8
+    assert set(folder["biases"]) == set(public["biases"]) == {"4", "2"}
+    # The benchmarks contain the calibration questions; the folder's test split does not.
+    cases = (PUBLIC, public["biases"], 0.7), (["folder"], folder["biases"], 1)
+    for names, biases, tolerance in cases:
         rows = [row for name in names for row in lines(run, name, "stepprune-adaptive-77.8")]
         kept = [row["kept"] for row in rows if row["kept"]]
-        assert abs(np.mean(kept) - 2) < near and len(set(kept)) > 1
+        assert abs(np.mean(kept) - 2) < tolerance and len(set(kept)) > 1
         card = provenance(run, names[0], "stepprune-adaptive-77.8")
         assert card["stop_bias"] == biases["2"] and card["made"]["positions"] == "original"
     assert provenance(run, "folder", "stepprune-own-stop")["stop_bias"] == 0
 
 
-def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
+def test_selections_are_stored_for_samples_and_for_all_questions_of_a_folder(run):
     rows = lines(run, "textvqa", "stepprune-adaptive-55.6")
     assert [number for number, row in enumerate(rows) if "order" in row] == [0, 2]
     rows += lines(run, "folder", "random-exact-55.6")
@@ -224,37 +227,39 @@ def test_selections_are_kept_of_samples_and_of_all_drawn_images(run):
     assert "order" not in lines(run, "folder", "all-tokens")[0]
 
 
-def test_few_programs_serve_all_rows_and_none_is_made_twice(first, config, copied):
-    workdir, new = first
-    assert (new <= [10, 10, 4]).all()
-    before = num_compiled()
+def test_rows_share_few_programs_and_none_is_compiled_twice(first, config, copied):
+    workdir, num_new = first
+    assert (num_new <= [10, 10, 4]).all()
+    old_counts = num_compiled()
     shutil.rmtree(copied / "answers" / "folder")
     generate_answers(config, copied)
-    assert num_compiled() == before and files(copied) == files(workdir)
+    assert num_compiled() == old_counts and files(copied) == files(workdir)
 
 
-# Stopped within the folder, and within a public benchmark.
+# The run is interrupted in the folder, and in a public benchmark.
 @pytest.mark.parametrize("appends", [9, 24])
-def test_interrupted_runs_resume_with_what_is_missing(run, config, tmp_path, appends, monkeypatch):
+def test_interrupted_runs_resume_with_the_missing_answers(
+    run, config, tmp_path, appends, monkeypatch
+):
     workdir = new_run(tmp_path)
     config = changed(config, benchmarks="folder,textvqa", methods="random,StepPrune")
     monkeypatch.setattr(encode, "CHUNK", 4)
     (workdir / "answers").mkdir()
     shutil.copy(run / "answers" / "stop_biases.json", workdir / "answers")
-    written, append = [], generate_stage.append
+    paths, append = [], generate_stage.append
 
-    def stopped(path, rows):
-        if len(written) == appends:
+    def interrupted_append(path, rows):
+        if len(paths) == appends:
             raise KeyboardInterrupt
-        written.append(path)
+        paths.append(path)
         append(path, rows)
 
-    monkeypatch.setattr(generate_stage, "append", stopped)
+    monkeypatch.setattr(generate_stage, "append", interrupted_append)
     with pytest.raises(KeyboardInterrupt):
         generate_answers(config, workdir)
-    assert written[-1].parent.name == ("folder" if appends == 9 else "textvqa")
-    for cut in (written[0], written[-1]):
-        cut.write_bytes(cut.read_bytes()[:-9])
+    assert paths[-1].parent.name == ("folder" if appends == 9 else "textvqa")
+    for path in (paths[0], paths[-1]):
+        path.write_bytes(path.read_bytes()[:-9])  # as an interruption inside a line leaves it
     monkeypatch.setattr(generate_stage, "append", append)
     generate_answers(config, workdir)
     assert len(files(workdir)) == 14 and files(workdir).items() <= files(run).items()
@@ -262,9 +267,9 @@ def test_interrupted_runs_resume_with_what_is_missing(run, config, tmp_path, app
 
 def test_another_policy_is_refused_before_the_model_is_loaded(run, config, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
-    other = save_policy(stepprune(5), tmp_path / "other.safetensors")
+    other_policy = save_policy(stepprune(5), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"holds answers with another provenance.* policy: "):
-        generate_answers(config, run, policy=other)
+        generate_answers(config, run, policy=other_policy)
     with pytest.raises(ValueError, match=r"with another provenance.* language_weights: "):
         generate_answers(config.replace({"model.weights": "int8"}), run)
 
@@ -278,29 +283,31 @@ def test_int8_weights_are_loaded_as_such(config):
         config.replace({"model.weights": "int4"})
 
 
-def test_questions_with_broken_logits_are_named_once_all_others_are_answered(
+def test_the_error_about_bad_logits_comes_after_all_other_answers(
     config, run, root, tmp_path, monkeypatch
 ):
-    """The other rows and the next benchmark are answered as well."""
+    """The remaining questions of all rows, and the next benchmark, are answered."""
     load = generate_stage.load_model
     monkeypatch.setattr(generate_stage, "load_model", lambda run: broken_at(load(run), "▁dog"))
-    both = changed(config, benchmarks="folder,pope", methods="all tokens,random")
-    broken = [q.question_id for q in asked_by("folder", root) if "dog" in q.text]
-    assert 0 < len(broken) < 9
-    with pytest.raises(ValueError, match=f"^folder: questions? {', '.join(broken)}: the mod"):
-        generate_answers(both, tmp_path)
+    two_benchmarks = changed(config, benchmarks="folder,pope", methods="all tokens,random")
+    broken_ids = [q.question_id for q in read_questions("folder", root) if "dog" in q.text]
+    assert 0 < len(broken_ids) < 9
+    with pytest.raises(ValueError, match=f"^folder: questions? {', '.join(broken_ids)}: the mod"):
+        generate_answers(two_benchmarks, tmp_path)
     expected, answers = files(run), files(tmp_path)
     assert len(answers) == 6
     for (benchmark, method), rows in answers.items():
-        fitting = [x for x in expected[benchmark, method] if x["question_id"] not in broken]
-        assert rows == fitting and (len(rows) == 9 - len(broken) or benchmark == "pope")
+        expected_rows = [
+            x for x in expected[benchmark, method] if x["question_id"] not in broken_ids
+        ]
+        assert rows == expected_rows and (len(rows) == 9 - len(broken_ids) or benchmark == "pope")
 
 
-def test_what_is_answered_is_scored_and_not_asked_again(run, config, copied, monkeypatch):
+def test_finished_answers_are_scored_and_not_generated_again(run, config, copied, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
     path = copied / "answers" / "folder" / "random-exact-55.6.jsonl"
     text = path.read_text()
-    # In another order than the questions: answers are put in it again.
+    # Lines in another order are sorted in the order of the questions.
     path.write_text("".join(text.splitlines(keepends=True)[::-1]))
     evaluate(changed(config, benchmarks="folder,mmbench"), copied)
     assert path.read_text() == text and files(copied) == files(run)
@@ -311,13 +318,13 @@ def test_what_is_answered_is_scored_and_not_asked_again(run, config, copied, mon
     assert 0 < flops["random"] < flops["AutoSelect-like"] < flops["all tokens"]
 
 
-def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_made_with(
+def test_stop_biases_of_another_policy_are_added_to_the_cached_ones(
     run, model, root, config, tmp_path
 ):
     shutil.copy(run / "answers" / "stop_biases.json", tmp_path)
     policies = {"StepPrune": stepprune(5)}
     digests, settings = {"StepPrune": policy_digest(stepprune(5))}, config.eval
-    sample = CalibrationSet({}, spread({"pope": asked_by("pope", root)}, 8), decimals=3)
+    sample = CalibrationSet({}, spread({"pope": read_questions("pope", root)}, 8), decimals=3)
     file = tmp_path / "stop_biases.json"
     biases = StopBiases(file, {"weights": "w"}, digests, settings.budgets)
     assert biases.known(sample) == {}
@@ -325,69 +332,74 @@ def test_stop_biases_of_another_policy_do_not_replace_those_that_answers_were_ma
     assert biases.known(sample) == new and set(new["StepPrune"]) == {4, 2}
     old = json.loads((run / "answers" / "stop_biases.json").read_text())["StepPrune"]
     assert json.loads(file.read_text())["StepPrune"][:-1] == old
-    # Another sample is another matter, other budgets are added to what is known.
+    # Biases of another sample are separate. Biases of other budgets are added to the entry.
     assert biases.known(CalibrationSet({"sample": "other"}, sample.questions)) == {}
-    more = StopBiases(file, {"weights": "w"}, digests, (4, 3))
-    assert more.known(sample) == {}
-    both = more.compute(model, policies, sample, Execution(), 4)
-    assert both["StepPrune"][4] == new["StepPrune"][4] and biases.known(sample) == new
+    other_budgets = StopBiases(file, {"weights": "w"}, digests, (4, 3))
+    assert other_budgets.known(sample) == {}
+    extended = other_budgets.compute(model, policies, sample, Execution(), 4)
+    assert extended["StepPrune"][4] == new["StepPrune"][4] and biases.known(sample) == new
 
 
-def test_stop_biases_are_those_of_the_images_sizes(copied, config):
+def test_stop_biases_depend_on_the_size_of_images(copied, config):
     shutil.rmtree(copied / "answers" / "folder")
     smaller = config.replace({"model.max_pixels": 16**2})
     smaller = changed(smaller, benchmarks="folder", methods="StepPrune", budgets=(2, 1))
     generate_answers(smaller, copied)
     entries = json.loads((copied / "answers" / "stop_biases.json").read_text())["StepPrune"]
-    (whole,) = (e for e in entries if "split" in e and e["num_tokens"] == 9)
-    (few,) = (e for e in entries if "split" in e and e["num_tokens"] == 4)
-    assert few["biases"]["2"] != whole["biases"]["2"]
+    (full_entry,) = (e for e in entries if "split" in e and e["num_tokens"] == 9)
+    (small_entry,) = (e for e in entries if "split" in e and e["num_tokens"] == 4)
+    assert small_entry["biases"]["2"] != full_entry["biases"]["2"]
     kept = [row["kept"] for row in lines(copied, "folder", "stepprune-adaptive-50")]
     assert abs(np.mean(kept) - 2) < 1
 
 
 def test_samples_for_stop_biases_are_spread_over_benchmarks(root, config):
-    asked = {name: asked_by(name, root) for name in ("pope", "scienceqa")}
-    some = spread(asked, 4)
-    assert some == [asked["pope"][n] for n in (0, 3)] + [asked["scienceqa"][n] for n in (0, 2)]
-    # All of them, but for those without an image.
-    assert len(spread(asked, 0)) == SIZES["pope"] + SIZES["scienceqa"] - 2
-    nothing = {"pope": [question._replace(image=None) for question in asked["pope"]]}
+    questions = {name: read_questions(name, root) for name in ("pope", "scienceqa")}
+    sample = spread(questions, 4)
+    assert sample == [questions["pope"][n] for n in (0, 3)] + [
+        questions["scienceqa"][n] for n in (0, 2)
+    ]
+    # With a limit of 0, all questions with an image.
+    assert len(spread(questions, 0)) == SIZES["pope"] + SIZES["scienceqa"] - 2
+    without_images = {"pope": [question._replace(image=None) for question in questions["pope"]]}
     with pytest.raises(ValueError, match="no question of pope has an image"):
-        spread(nothing, 8)
-    few, whole = (
-        generate_stage.read_sample(changed(config, validation_questions=most), "folder")
-        for most in (4, 0)
+        spread(without_images, 8)
+    limited, complete = (
+        generate_stage.read_sample(changed(config, validation_questions=limit), "folder")
+        for limit in (4, 0)
     )
-    assert (len(few.questions), len(whole.questions)) == (4, 12) and few.about != whole.about
+    assert (len(limited.questions), len(complete.questions)) == (
+        4,
+        12,
+    ) and limited.about != complete.about
 
 
-def test_rows_share_one_ranking_a_chunk_and_the_tower_sees_an_image_once(
-    run, config, copied, ranked, monkeypatch
+def test_rows_share_one_ranking_per_chunk_and_images_are_encoded_once(
+    run, config, copied, rankings, monkeypatch
 ):
     shutil.rmtree(copied / "answers" / "folder")
     monkeypatch.setattr(encode, "CHUNK", 8)
-    encoded, seen, tower = [], [], generate_stage.encode_questions
+    image_counts, numbers, encode_questions = [], [], generate_stage.encode_questions
 
-    def encoding(model, questions, **options):
-        found = tower(model, questions, **options)
-        encoded.append(len(found.images.features))
-        seen.extend(found.prompts.number.tolist())
-        return found
+    def recording_encode(model, questions, **options):
+        encoded = encode_questions(model, questions, **options)
+        image_counts.append(len(encoded.images.features))
+        numbers.extend(encoded.prompts.number.tolist())
+        return encoded
 
-    monkeypatch.setattr(generate_stage, "encode_questions", encoding)
+    monkeypatch.setattr(generate_stage, "encode_questions", recording_encode)
     generate_answers(config, copied)
-    # Nine questions on three images, in chunks of eight and one.
+    # Nine questions about three images, in chunks of eight and one.
     names = ["random", "cdpruner", "autoselect", "stepprune"]
-    assert ranked == [(name, count, 4) for count in (8, 1) for name in names]
-    assert encoded == [3, 1] and seen == list(range(9))
+    assert rankings == [(name, count, 4) for count in (8, 1) for name in names]
+    assert image_counts == [3, 1] and numbers == list(range(9))
     assert files(copied) == files(run)
 
 
-def test_only_rows_with_something_missing_are_computed(run, config, copied, ranked):
+def test_only_rows_with_missing_answers_are_computed(run, config, copied, rankings):
     (copied / "answers" / "pope" / "autoselect-like-exact-77.8.jsonl").unlink()
     generate_answers(config, copied)
-    assert ranked == [("autoselect", SIZES["pope"], 2)]
+    assert rankings == [("autoselect", SIZES["pope"], 2)]
     assert files(copied) == files(run)
 
 
@@ -402,7 +414,7 @@ def test_a_run_with_an_option_that_is_a_list_can_be_resumed(config, model, root,
     options = "pyramiddrop average=False layer_list=[1] image_token_ratio_list=[.5]"
     run = changed(config, methods="pyramiddrop", options=options, rows={})
     conditions = Conditions(run, inspect_folder(model.folder), {}, tmp_path)
-    questions = asked_by("folder", root)
+    questions = read_questions("folder", root)
     file = conditions.files(conditions.rows({}), BENCHMARKS["folder"], questions)[0]
     claim(file)
     append(file.path, [{"question_id": 0}])
@@ -419,89 +431,94 @@ def test_a_run_with_an_option_that_is_a_list_can_be_resumed(config, model, root,
 def test_devices_share_the_questions(run, config, tmp_path, monkeypatch, mesh, rows, methods):
     config = changed(config, benchmarks="pope", methods=methods, batch_size=1)
     config = dataclasses.replace(config, mesh=mesh)
-    widths, answer_set = set(), Generator.answer_set
+    batches, answer_set = set(), Generator.answer_set
 
-    def watched(generator, asked, batching, *variants, **options):
-        widths.add((batching.batch_size, row_count(mesh_of(generator.model.params))))
-        return answer_set(generator, asked, batching, *variants, **options)
+    def recording_answer(generator, questions, batching, *variants, **options):
+        batches.add((batching.batch_size, row_count(mesh_of(generator.model.params))))
+        return answer_set(generator, questions, batching, *variants, **options)
 
-    monkeypatch.setattr(Generator, "answer_set", watched)
+    monkeypatch.setattr(Generator, "answer_set", recording_answer)
     generate_answers(config, new_run(tmp_path))
-    assert widths == {(rows, rows)}
-    # The mean of a budget is that over the questions of all benchmarks of a run.
-    found = {key: lines for key, lines in files(tmp_path).items() if "adaptive" not in key[1]}
-    assert found and found.items() <= files(run).items()
+    assert batches == {(rows, rows)}
+    # Adaptive rows differ, because their biases depend on all benchmarks of a run.
+    answers = {key: lines for key, lines in files(tmp_path).items() if "adaptive" not in key[1]}
+    assert answers and answers.items() <= files(run).items()
 
 
 @given(st.integers(0, 2000), st.integers(1, 300), st.integers(1, 5))
-def test_every_question_is_dealt_to_one_process(questions, size, count):
-    todo = list(range(3, 3 + questions))
-    shares = [generate_stage.share(todo, size, index, count) for index in range(count)]
-    assert len({len(chunks) for chunks in shares}) == 1  # they wait for each other after each
-    assert [number for chunks in shares for chunk in chunks for number in chunk] == todo
+def test_every_question_is_assigned_to_one_process(num_questions, size, count):
+    numbers = list(range(3, 3 + num_questions))
+    shares = [generate_stage.share(numbers, size, index, count) for index in range(count)]
+    # Processes wait for each other after each chunk, so all need the same number of chunks.
+    assert len({len(chunks) for chunks in shares}) == 1
+    assert [number for chunks in shares for chunk in chunks for number in chunk] == numbers
     sizes = [sum(map(len, chunks)) for chunks in shares]
     assert max(sizes) - min(sizes) <= 1
     assert all(len(chunk) <= size for chunks in shares for chunk in chunks)
 
 
-def test_chunks_are_whole_batches_that_fit_into_memory(model, monkeypatch):
+def test_chunks_are_complete_batches_that_fit_into_memory(model, monkeypatch):
     assert [encode.chunk_size(model, size) for size in (32, 100, 5000)] == [1024, 1000, 5000]
     # A question's features are 9 x 32 numbers of four bytes.
     monkeypatch.setattr(encode, "_CHUNK_BYTES", 9 * 32 * 4 * 70)
     assert [encode.chunk_size(model, size) for size in (1, 32, 100)] == [70, 64, 100]
 
 
-def keep_time(patch, module, seconds, compiled=lambda: 0):
-    """A clock that goes on by so much whenever a module looks at it, and what it has compiled."""
-    clock = itertools.count()
-    now = types.SimpleNamespace(perf_counter=lambda: seconds * next(clock))
-    patch.setattr(module, "time", now)
-    patch.setattr(module, "num_compiled", compiled)
+def fake_clock(patch, module, seconds, num_compiled=lambda: 0):
+    """Replaces a module's clock by one that advances by `seconds` per reading."""
+    ticks = itertools.count()
+    clock = types.SimpleNamespace(perf_counter=lambda: seconds * next(ticks))
+    patch.setattr(module, "time", clock)
+    patch.setattr(module, "num_compiled", num_compiled)
 
 
-def test_time_is_that_of_questions_with_an_image(model, root, monkeypatch):
-    keep_time(monkeypatch, encode, 6.0)
+def test_the_time_of_encoding_covers_questions_with_an_image(model, root, monkeypatch):
+    fake_clock(monkeypatch, encode, 6.0)
     # Two images are read in six seconds; the tower takes as long for a batch of four.
-    encoded = encode_questions(model, asked_by("scienceqa", root), batch_size=4)
+    encoded = encode_questions(model, read_questions("scienceqa", root), batch_size=4)
     assert encoded.seconds == (6.0 + 6.0 * 2 / 4) / 2
-    keep_time(monkeypatch, encode, 6.0, itertools.count().__next__)
-    assert np.isnan(encode_questions(model, asked_by("scienceqa", root), batch_size=4).seconds)
+    fake_clock(monkeypatch, encode, 6.0, itertools.count().__next__)
+    assert np.isnan(
+        encode_questions(model, read_questions("scienceqa", root), batch_size=4).seconds
+    )
 
 
-def test_a_question_takes_as_long_in_a_batch_that_is_not_full(config, tmp_path, monkeypatch):
-    # The last of nine questions is alone in a batch of four, whose time is that of a full one.
-    keep_time(monkeypatch, dataset, 6.0)
-    keep_time(monkeypatch, encode, 0.0)
+def test_the_time_of_a_question_does_not_depend_on_a_full_batch(config, tmp_path, monkeypatch):
+    # The last of nine questions is in a batch with three padding rows.
+    fake_clock(monkeypatch, dataset, 6.0)
+    fake_clock(monkeypatch, encode, 0.0)
     generate_answers(changed(config, benchmarks="folder", methods="all tokens,random"), tmp_path)
-    for method, taken in (("all-tokens", 1500), ("random-exact-55.6", 3000)):
-        assert {line["ms"] for line in lines(tmp_path, "folder", method)} == {taken}
+    for method, ms in (("all-tokens", 1500), ("random-exact-55.6", 3000)):
+        assert {line["ms"] for line in lines(tmp_path, "folder", method)} == {ms}
 
 
 def test_questions_without_any_image_are_answered(run, config, root, tmp_path, monkeypatch):
-    asked = [question for question in asked_by("scienceqa", root) if question.image is None]
-    monkeypatch.setattr(EvaluationRun, "questions", lambda *_: asked)
+    questions = [
+        question for question in read_questions("scienceqa", root) if question.image is None
+    ]
+    monkeypatch.setattr(EvaluationRun, "questions", lambda *_: questions)
     config = changed(config, benchmarks="scienceqa", methods="random,AutoSelect-like")
     generate_answers(config, tmp_path)
     for method in ("random-exact-55.6", "autoselect-like-exact-77.8"):
-        said = [row["text"] for row in lines(tmp_path, "scienceqa", method)]
-        assert said == [row["text"] for row in lines(run, "scienceqa", method)[1::2]]
+        texts = [row["text"] for row in lines(tmp_path, "scienceqa", method)]
+        assert texts == [row["text"] for row in lines(run, "scienceqa", method)[1::2]]
 
 
-def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, model):
+def test_methods_that_the_model_does_not_support_are_skipped_unless_named(config, model):
     def labels(methods, options=""):
         settings = dataclasses.replace(config.eval, methods=methods, options=options)
         return {row.label: row for row in plan_rows(settings, model.config, {}, {}, 3)}
 
-    # FastV drops tokens behind the second layer, of which the tiny model has no more; where both
-    # layers count, the first one alone takes more than PyramidDrop's mean.
-    behind = {"FastV", "PyramidDrop"}
-    assert {"VisionZip", "SparseVLM"} <= labels("").keys() and not behind & labels("").keys()
+    # FastV prunes after the second layer, which is the last one of the tiny model. PyramidDrop
+    # cannot reach its mean, because the first layer has all tokens.
+    late_methods = {"FastV", "PyramidDrop"}
+    assert {"VisionZip", "SparseVLM"} <= labels("").keys() and not late_methods & labels("").keys()
     with pytest.raises(ValueError, match="fastv: layer is 2, expected 1 to 1"):
         labels("grid,fastv")
-    # Unless options say otherwise.
-    given = labels("", "fastv layer=1; pyramiddrop average=False layer_list=[1]; random seed=5")
-    assert given.keys() == labels("").keys() | behind
-    assert given["random"].pruner.seed == 5
+    # With suitable options, the model supports both methods.
+    rows = labels("", "fastv layer=1; pyramiddrop average=False layer_list=[1]; random seed=5")
+    assert rows.keys() == labels("").keys() | late_methods
+    assert rows["random"].pruner.seed == 5
     for options, message in {
         "fastv layer": r"config.eval.options: 'layer', expected KEY=VALUE",
         "fastv rank=2": "fastv has no option 'rank'; its options: average, layer",
@@ -510,22 +527,24 @@ def test_methods_that_the_model_cannot_carry_are_left_out_unless_named(config, m
             labels("", options)
 
 
-def test_prompts_beyond_the_context_lose_their_end_or_are_refused(model, root):
+def test_prompts_beyond_the_context_are_truncated_or_refused(model, root):
     numbers, limit = [7, 8, 9, 10], Llava.CONTEXT_LIMIT
-    encoded = encode_questions(model, asked_by("scienceqa", root), batch_size=4, numbers=numbers)
+    encoded = encode_questions(
+        model, read_questions("scienceqa", root), batch_size=4, numbers=numbers
+    )
     prompts = encoded.prompts
     long = encoded._replace(prompts=prompts._replace(length=np.full_like(prompts.length, limit)))
     with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
-        cut = cut_prompts(long, limit)
-    assert cut.prompts.length.tolist() == [limit - 8, limit] * 2
-    check_lengths(cut, limit)
+        truncated = cut_prompts(long, limit)
+    assert truncated.prompts.length.tolist() == [limit - 8, limit] * 2
+    check_lengths(truncated, limit)
     with pytest.raises(ValueError, match=f"question 0 takes {limit + 8} embeddings"):
         check_lengths(long, limit)
 
 
 def test_a_prompt_may_be_longer_than_any_width(model):
     text = "red " * 70_000
-    asked = [BenchmarkQuestion(0, text, text, None)]
+    questions = [BenchmarkQuestion(0, text, text, None)]
     with pytest.warns(UserWarning, match="question 0 and 0 more take more than 2048 embeddings"):
-        encoded = encode_questions(model, asked, batch_size=1)
+        encoded = encode_questions(model, questions, batch_size=1)
     assert encoded.prompts.ids.shape[1] > 1 << 16

@@ -22,7 +22,7 @@ SHARE = "1/3"
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A run on POPE with a random policy, and the tokens of each question's image."""
+    """Returns a run on POPE with a random policy, its folder, and visual tokens by question."""
     base = tmp_path_factory.mktemp("base")
     root, tokens = write_benchmarks(base / "eval"), {}
     for number, path in enumerate(sorted((root / "pope").rglob("*.jpg"))):
@@ -50,51 +50,52 @@ def world(tmp_path_factory):
         one_width(patch)
         evaluate(run, base / "run")
     lines = (root / "pope" / "llava_pope_test.jsonl").read_text().splitlines()
-    asked = {row["question_id"]: tokens[row["image"]] for row in map(json.loads, lines)}
-    return run, base / "run", asked
+    num_tokens = {row["question_id"]: tokens[row["image"]] for row in map(json.loads, lines)}
+    return run, base / "run", num_tokens
 
 
-def test_budgets_are_shares_of_each_image(world):
-    _, workdir, asked = world
-    assert len({*asked.values()}) > 1
+def test_budgets_are_fractions_of_each_images_tokens(world):
+    _, workdir, num_tokens = world
+    assert len({*num_tokens.values()}) > 1
     kept = {}
     for path in (workdir / "answers" / "pope").glob("*.jsonl"):
         lines = list(map(json.loads, path.read_text().splitlines()))
         kept[path.stem] = {line["question_id"]: line["kept"] for line in lines}
-        assert kept[path.stem].keys() == asked.keys()
-    third = {number: (2 * size + 3) // 6 for number, size in asked.items()}
-    assert kept.pop("all-tokens") == asked
+        assert kept[path.stem].keys() == num_tokens.keys()
+    third = {number: (2 * size + 3) // 6 for number, size in num_tokens.items()}
+    assert kept.pop("all-tokens") == num_tokens
     adaptive = next(name for name in kept if "adaptive" in name)
-    own = next(name for name in kept if "own-stop" in name)
-    exact = [name for name in kept if name not in (adaptive, own)]
+    learned_stop = next(name for name in kept if "own-stop" in name)
+    exact = [name for name in kept if name not in (adaptive, learned_stop)]
     assert len(exact) == 2 and all(kept[name] == third for name in exact)
     # Calibrated on these questions to a third of the mean number of tokens.
     mean = np.mean(list(third.values()))
     assert np.mean(list(kept[adaptive].values())) == pytest.approx(mean, abs=1)
-    for name in (adaptive, own):
-        assert all(count <= max(1, asked[n] // 2) for n, count in kept[name].items())
+    for name in (adaptive, learned_stop):
+        assert all(count <= max(1, num_tokens[n] // 2) for n, count in kept[name].items())
     provenance = workdir / "answers" / "pope" / f"{exact[0]}.json"
-    made = json.loads(provenance.read_text())["made"]
-    assert made["share"] == SHARE and made["min_pixels"] == 256
+    settings = json.loads(provenance.read_text())["made"]
+    assert settings["share"] == SHARE and settings["min_pixels"] == 256
 
 
-def test_the_report_knows_the_size_of_each_image(world):
-    _, workdir, asked = world
-    tokens = np.array([*asked.values()])
-    whole, own, random, exact, _ = json.loads((workdir / "report" / "table.json").read_text())
-    assert whole["mean_k"] == round(tokens.mean(), 2)
+def test_the_report_uses_the_number_of_tokens_of_each_image(world):
+    _, workdir, num_tokens = world
+    tokens = np.array([*num_tokens.values()])
+    rows = json.loads((workdir / "report" / "table.json").read_text())
+    all_tokens, learned_stop, random, exact, _ = rows
+    assert all_tokens["mean_k"] == round(tokens.mean(), 2)
     for row in (random, exact):
         assert row["mean_k"] == round(((2 * tokens + 3) // 6).mean(), 2)
         assert row["pruning_rate"] == 66.7
-    rate = 100 * (1 - own["mean_k"] / round(tokens.mean()))
-    assert own["pruning_rate"] == pytest.approx(rate, abs=0.1)
-    # A larger image takes more operations.
-    assert whole["gflops"] > random["gflops"] > 0
+    rate = 100 * (1 - learned_stop["mean_k"] / round(tokens.mean()))
+    assert learned_stop["pruning_rate"] == pytest.approx(rate, abs=0.1)
+    # Fewer tokens take fewer operations.
+    assert all_tokens["gflops"] > random["gflops"] > 0
     page = (workdir / "report" / "index.html").read_text()
     assert page.count('src="data:image/png;base64,') == 3
 
 
 @pytest.mark.parametrize("name", ["cls", "prumerge"])
-def test_pruners_that_need_a_class_token_are_refused_by_name(world, tmp_path, name):
+def test_the_error_names_a_pruner_that_needs_a_class_token(world, tmp_path, name):
     with pytest.raises(ValueError, match=rf"{name}: the model's tower has no \[CLS\] attention"):
         generate_answers(changed(world[0], methods=name), tmp_path)

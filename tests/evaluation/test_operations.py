@@ -1,4 +1,4 @@
-"""Operations up to the first token, by part."""
+"""Counts of operations up to the first token."""
 
 import pytest
 from small_world import one_shot, stepprune
@@ -26,7 +26,7 @@ def prefill(tokens):
     return llm_flops(CONFIG.text, tokens).flops
 
 
-def test_what_is_dropped_in_front_of_the_projector_costs_nothing_behind_it():
+def test_tokens_dropped_before_the_projector_cost_nothing_after_it():
     policy, scorer = stepprune(), one_shot()
     for trained, budget, work in (
         (policy, Budget("count", 4), policy_flops(policy.config, N, 5, 4, exact=True)["total"]),
@@ -34,9 +34,9 @@ def test_what_is_dropped_in_front_of_the_projector_costs_nothing_behind_it():
         # A one-shot scorer takes no steps.
         (scorer, Budget("count", 4), policy_flops(scorer.encoder_config, N, 5, 4)["encoder"]),
     ):
-        found = parts(build_pruner(None, budget, policy=trained), 4)
-        assert found["choice"] == work and found["prefill"] == prefill(24)
-        assert found["projector"] == VISION["projector"] * 4 / N
+        flops = parts(build_pruner(None, budget, policy=trained), 4)
+        assert flops["choice"] == work and flops["prefill"] == prefill(24)
+        assert flops["projector"] == VISION["projector"] * 4 / N
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_what_is_dropped_in_front_of_the_projector_costs_nothing_behind_it():
         GlimpsePrune(Budget("own"), config=GLIMPSE),
     ],
 )
-def test_what_is_dropped_later_has_cost_until_then(pruner):
-    found = parts(pruner, 4)
-    assert (found["tower"], found["projector"]) == (VISION["tower"], VISION["projector"])
-    assert found["prefill"] == prefill([20 + N] + [24] * (CONFIG.text.num_layers - 1))
+def test_tokens_dropped_inside_the_model_cost_operations_in_earlier_layers(pruner):
+    flops = parts(pruner, 4)
+    assert (flops["tower"], flops["projector"]) == (VISION["tower"], VISION["projector"])
+    assert flops["prefill"] == prefill([20 + N] + [24] * (CONFIG.text.num_layers - 1))
     assert parts(HoloV(Budget("count", 4)), 4)["projector"] == VISION["projector"]

@@ -1,4 +1,4 @@
-"""Answers, written by hand, become submissions, tables and a page; mistakes are found first."""
+"""The stages after generation: answers written by hand become submissions, tables and a page."""
 
 import csv
 import dataclasses
@@ -25,7 +25,7 @@ from stepprune_jax.evaluation import generate_stage
 
 @pytest.fixture
 def config(tmp_path):
-    """A configuration for three public benchmarks and a folder, whose model is elsewhere."""
+    """Returns a run on three public benchmarks and a folder, without a model."""
     root = write_benchmarks(tmp_path / "eval")
     write_split(tmp_path / "data", "test", 2, 0)
     return small_run(
@@ -38,15 +38,15 @@ def config(tmp_path):
 
 
 def write_answers(config, workdir, benchmark, method, budget, texts, mode="exact"):
-    """Answers as many questions of a benchmark as there are texts."""
-    asked = config.questions(benchmark)
-    about = (benchmark, questions_digest(asked), len(asked))
-    made = Provenance(*about, method, mode, budget, 9, None, "tiny")
-    file = AnswerFile.of(workdir / "answers", made)
+    """Writes these texts as answers to the first questions of a benchmark."""
+    questions = config.questions(benchmark)
+    question_fields = (benchmark, questions_digest(questions), len(questions))
+    provenance = Provenance(*question_fields, method, mode, budget, 9, None, "tiny")
+    file = AnswerFile.of(workdir / "answers", provenance)
     claim(file)
     kept = budget or 3
     fields = {"order": list(range(kept)), "grid": [3, 3], "visual_tokens": 9}
-    for number, (question, text) in enumerate(zip(asked, texts, strict=False)):
+    for number, (question, text) in enumerate(zip(questions, texts, strict=False)):
         line = AnswerLine(text, kept, number + 1, fields | {"gflops": number + 0.5})
         append(file.path, [answer_object(file, number, question, line)])
     return file.path
@@ -56,9 +56,9 @@ def report(workdir, name):
     return json.loads((workdir / "report" / name).read_text())
 
 
-def check_page(workdir, pictures):
+def check_page(workdir, num_pictures):
     page = (workdir / "report" / "index.html").read_text()
-    assert page.count('src="data:image/png;base64,') == pictures
+    assert page.count('src="data:image/png;base64,') == num_pictures
     assert "python eval.py --here" in page and "<td class=text>StepPrune</td>" in page
     assert not re.search(r'(src|href)="(?!data:)', page)
 
@@ -66,7 +66,7 @@ def check_page(workdir, pictures):
 def test_a_folder_has_a_table_of_all_figures(config, tmp_path):
     config = changed(config, benchmarks="folder", remarks=("one run each",))
     words = {"y": "dog", "n": "red"}
-    for method, budget, said in (
+    for method, budget, letters in (
         ("all tokens", 9, "yyyynn"),
         ("downsample", 4, "ynnnnn"),
         ("downsample", 2, "nnnnnn"),
@@ -74,11 +74,11 @@ def test_a_folder_has_a_table_of_all_figures(config, tmp_path):
         ("StepPrune", 2, "ynnnnn"),
         ("StepPrune", 1, "yyyyyy"),
     ):
-        texts = [words[letter] for letter in said]
+        texts = [words[letter] for letter in letters]
         write_answers(config, tmp_path, "folder", method, budget, texts)
     evaluate(config, tmp_path, stages=["score"], command="python eval.py --here")
     names = ("method", "pruning_rate", "accuracy", "retention", "hard", "hard_questions")
-    # Hard questions are right with all tokens, and wrong where the image is downsampled as much.
+    # Hard questions are correct with all tokens, and wrong if downsampled to the same budget.
     assert [tuple(row[name] for name in names) for row in report(tmp_path, "table.json")] == [
         ("all tokens", 0.0, 66.67, 100.0, None, None),
         ("downsample", 55.6, 16.67, 25.0, 0.0, 3),
@@ -96,21 +96,21 @@ def test_a_folder_has_a_table_of_all_figures(config, tmp_path):
     assert lines[2] == figures and lines[9:12] == ["## Notes", "", "- one run each"]
     with (tmp_path / "report" / "table.csv").open() as file:
         assert [row["gflops"] for row in csv.DictReader(file)] == ["3.0"] * 6
-    check_page(tmp_path, pictures=3)
+    check_page(tmp_path, num_pictures=3)
 
 
-def test_several_benchmarks_have_submissions_and_the_paper_s_columns(config, tmp_path, capsys):
-    right = {"pope": ["yes", "no"] * 3, "mme": ["yes", "no"] * 14, "vqav2": ["two"] * 3}
-    for name, texts in right.items():
+def test_several_benchmarks_have_submissions_and_the_columns_of_papers(config, tmp_path, capsys):
+    correct = {"pope": ["yes", "no"] * 3, "mme": ["yes", "no"] * 14, "vqav2": ["two"] * 3}
+    for name, texts in correct.items():
         write_answers(config, tmp_path, name, "all tokens", 9, texts)
         for mode in ("exact", "adaptive"):
             write_answers(config, tmp_path, name, "StepPrune", 2, ["yes"] * len(texts), mode)
         write_answers(config, tmp_path, name, "StepPrune, own stop", None, texts, "adaptive")
     evaluate(config, tmp_path, stages=["convert", "score"], command="python eval.py --here")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     page = (tmp_path / "report" / "table.md").read_text()
     lines = page.splitlines()
-    # Of "yes" alone a third is right twice: F1 is 2/3. Of MME's images none has both right.
+    # Answering only "yes" gives an F1 of 2/3, and no image of MME has two correct answers.
     assert lines[2] == "| tokens | method | mode | MME | POPE | VQAv2 | Avg. |"
     assert lines[4:8] == [
         "| 9 (0.0 % pruned) | all tokens | exact | 2800 | 100.0 | - | 100.0 |",
@@ -118,46 +118,46 @@ def test_several_benchmarks_have_submissions_and_the_paper_s_columns(config, tmp
         "| 2 (77.8 % pruned) | StepPrune | exact | 700 | 66.7 | - | 45.8 |",
         "| 2 (77.8 % pruned) | StepPrune | adaptive | 700 | 66.7 | - | 45.8 |",
     ]
-    assert "## Visual tokens kept, mean ± standard deviation" in page and page in said
-    # Test-dev is scored by its server only, so the column is empty and out of the average.
+    assert "## Visual tokens kept, mean ± standard deviation" in page and page in output
+    # Only the server scores test-dev, so its column is empty and excluded from the average.
     assert "is scored by the server only" in page
     assert "- retention excludes VQAv2, where all tokens has no score\n" in page
-    check_page(tmp_path, pictures=7)
-    place = tmp_path / "submissions"
-    rows = json.loads((place / "vqav2" / "all-tokens.json").read_text())
+    check_page(tmp_path, num_pictures=7)
+    folder = tmp_path / "submissions"
+    rows = json.loads((folder / "vqav2" / "all-tokens.json").read_text())
     answers = {900: "", 901: "2", 902: "2", 903: "2", 904: ""}
     assert {row["question_id"]: row["answer"] for row in rows} == answers
-    assert len(list((place / "mme" / "stepprune-exact-77.8").glob("*.txt"))) == 14
-    assert not (place / "pope").exists() and "vqav2, all-tokens: llava_vqav2" in said
+    assert len(list((folder / "mme" / "stepprune-exact-77.8").glob("*.txt"))) == 14
+    assert not (folder / "pope").exists() and "vqav2, all-tokens: llava_vqav2" in output
 
 
 def test_unfinished_answers_have_no_score(config, tmp_path, capsys):
-    # As a run that was killed leaves them: the last line torn, and nothing written yet.
+    # A killed run leaves an incomplete last line, or an empty file.
     file = write_answers(config, tmp_path, "pope", "grid", 2, ["yes"] * 4)
     with file.open("a") as out:
         out.write('{"question_id": 1, "pro')
-    other = write_answers(config, tmp_path, "mme", "grid", 2, ["yes"])
-    other.write_text("")
+    empty = write_answers(config, tmp_path, "mme", "grid", 2, ["yes"])
+    empty.write_text("")
     evaluate(config, tmp_path, stages=["convert", "score"])
-    said = capsys.readouterr().out
-    assert f"not converted: {other}: 0 of 28 questions answered\n" in said
-    found = {score["benchmark"]: score for score in report(tmp_path, "scores.json")}
-    assert found["mme"]["problem"] == "0 of 28 questions answered so far"
-    assert found["pope"]["problem"] == "4 of 6 questions answered so far"
-    assert found["mme"]["ms"] is None and found["pope"]["headline"] is None
+    output = capsys.readouterr().out
+    assert f"not converted: {empty}: 0 of 28 questions answered\n" in output
+    scores = {score["benchmark"]: score for score in report(tmp_path, "scores.json")}
+    assert scores["mme"]["problem"] == "0 of 28 questions answered so far"
+    assert scores["pope"]["problem"] == "4 of 6 questions answered so far"
+    assert scores["mme"]["ms"] is None and scores["pope"]["headline"] is None
 
 
-def test_the_validation_split_of_vqav2_is_scored_here(config, tmp_path):
+def test_the_validation_split_of_vqav2_is_scored_locally(config, tmp_path):
     questions = {"vqav2": "vqav2/v2_OpenEnded_mscoco_val2014_questions.json"}
     config = changed(config, benchmarks="vqav2", questions=questions)
     write_answers(config, tmp_path, "vqav2", "all tokens", 9, ["Red.", "green"])
     evaluate(config, tmp_path, stages=["score"])
-    (found,) = report(tmp_path, "scores.json")
-    # Five of ten people said red, which is enough, and none said green.
-    assert found["problem"] is None and found["headline"] == 50.0
+    (score,) = report(tmp_path, "scores.json")
+    # Five of ten people answered red, which is fully correct, and none answered green.
+    assert score["problem"] is None and score["headline"] == 50.0
 
 
-def test_mistakes_are_found_before_the_model_is_loaded(config, llava_folder, tmp_path, monkeypatch):
+def test_errors_are_raised_before_the_model_is_loaded(config, llava_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(generate_stage, "load_model", None)
     model = dataclasses.replace(config.model, folder=str(llava_folder))
     config = dataclasses.replace(config, model=model)

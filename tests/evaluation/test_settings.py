@@ -18,12 +18,12 @@ from stepprune_jax.evaluation.settings import read_policies
         {"rows": {"StepPrune": "x"}},
     ],
 )
-def test_bad_settings_are_named(fields):
+def test_the_error_names_a_bad_setting(fields):
     with pytest.raises(ValueError, match=f"config.eval.{next(iter(fields))}"):
         small_run("model", "data", **fields)
 
 
-def test_options_of_a_scorer_are_those_of_its_rows():
+def test_options_of_a_trained_method_apply_to_its_rows():
     config = inspect_folder("shapes").config
     policies = {"scorer": load_policy(ROOT / "experiments/policies/autoselect.safetensors")}
     settings = small_run("model", "data", options="autoselect diversity=0.2", budgets=(4,)).eval
@@ -32,12 +32,12 @@ def test_options_of_a_scorer_are_those_of_its_rows():
     assert row.pruner.config == policies["scorer"].config
 
 
-def test_methods_are_named_by_pruners_or_labels():
+def test_methods_may_be_names_of_pruners_or_labels():
     rows = {"AutoSelect-like": "x", "StepPrune literal": "y"}
     methods = "grid,fastv,visionzip,stepprune,AutoSelect"
     settings = small_run("model", "data", methods=methods, rows=rows).eval
-    wanted = ["grid", "FastV", "VisionZip", "AutoSelect-like", "StepPrune"]
-    assert [label for label in settings.labels if settings.wants(label)] == wanted
+    expected = ["grid", "FastV", "VisionZip", "AutoSelect-like", "StepPrune"]
+    assert [label for label in settings.labels if settings.wants(label)] == expected
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def policies(tmp_path):
     return read
 
 
-def test_a_missing_policy_is_an_error_only_where_it_was_asked_for(policies, capsys):
+def test_a_missing_policy_is_an_error_only_if_its_row_is_named(policies, capsys):
     assert [*policies("shapes", rows={"mine": "nowhere"})] == ["StepPrune"]
     assert "no row 'mine': no policy file at nowhere" in capsys.readouterr().out
     assert not policies(methods="grid", rows={"mine": "nowhere"})
-    for asked in ({}, {"methods": "stepprune"}, {"policy": "nowhere"}):
+    for arguments in ({}, {"methods": "stepprune"}, {"policy": "nowhere"}):
         with pytest.raises(FileNotFoundError, match=r"--policy|no policy file at nowhere"):
-            policies(**asked)
+            policies(**arguments)
     with pytest.raises(FileNotFoundError, match="row 'mine': no policy file at nowhere"):
         policies(methods="mine", rows={"mine": "nowhere"})
 
@@ -64,7 +64,8 @@ def test_the_row_of_the_run_has_the_name_of_its_method(policies, tmp_path):
     save_policy(scorer, tmp_path / "policy.safetensors")
     rows = {"AutoSelect-like": "nowhere", "mine": "shapes"}
     assert [*policies()] == [*policies(methods="all,autoselect")] == ["AutoSelect-like"]
-    assert [*policies(rows=rows)] == ["mine", "AutoSelect-like"]  # it takes the other's place
+    # The policy of the run replaces the row with the name of its method.
+    assert [*policies(rows=rows)] == ["mine", "AutoSelect-like"]
     assert [*policies("shapes", rows={"mine": "shapes"})] == ["mine", "StepPrune"]
     assert [*policies(methods="stepprune,autoselect")] == ["AutoSelect-like"]
     with pytest.raises(

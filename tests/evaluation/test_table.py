@@ -1,4 +1,4 @@
-"""Tables worked by hand, in which names from outside come out as text."""
+"""Tables of scores compared with tables written by hand, and escaping of untrusted text."""
 
 import csv
 import io
@@ -20,6 +20,7 @@ from stepprune_jax.evaluation.table import as_markdown, as_objects, merge_scores
 
 
 def score(benchmark, method, rate, headline, **fields):
+    """Returns a score of a method with an exact budget; `rate` is the pruning rate in percent."""
     return {
         "benchmark": benchmark,
         "method": method,
@@ -40,82 +41,85 @@ def score(benchmark, method, rate, headline, **fields):
     } | fields
 
 
-WHOLE = [score("mme", "all tokens", 0.0, 1862.04), score("pope", "all tokens", 0.0, 85.94)]
-MINE = [score("mme", "StepPrune", 88.9, 1700.4), score("pope", "StepPrune", 88.9, 81.26)]
+ALL_TOKENS = [score("mme", "all tokens", 0.0, 1862.04), score("pope", "all tokens", 0.0, 85.94)]
+STEPPRUNE = [score("mme", "StepPrune", 88.9, 1700.4), score("pope", "StepPrune", 88.9, 81.26)]
 AVERAGE = 50 * (1700.4 / 1862.04 + 81.26 / 85.94)
 
 
 def cells(table, title):
-    """The cells of one of the page's tables, without its header."""
+    """Returns the cells of the section with this title, without the header."""
     part = as_markdown(table).partition(f"## {title}\n\n")[2].partition("\n\n")[0]
     return [line.strip("| ").split(" | ") for line in part.splitlines()[2:]]
 
 
-def test_a_learned_stop_that_sits_at_a_bound_is_noted():
-    stop = {"mode": "adaptive", "budget": None, "mean_k": 288.0, "sd_k": 0.0}
-    whole, own = WHOLE[0], score("mme", "StepPrune, own stop", 50.0, 1700.4, **stop)
-    said = "MME: the learned stop sits at T_max: 95% of the counts"
-    for at_cap, noted in ((0.95, True), (0.5, False)):
-        table = merge_scores({"run": [whole, own | {"at_floor": 0.0, "at_cap": at_cap}]})
-        assert (said in as_markdown(table)) == noted
-    assert "sits at" not in as_markdown(merge_scores({"run": [whole, own]}))
+def test_a_note_mentions_a_learned_stop_whose_counts_are_at_a_bound():
+    fields = {"mode": "adaptive", "budget": None, "mean_k": 288.0, "sd_k": 0.0}
+    reference = ALL_TOKENS[0]
+    learned_stop = score("mme", "StepPrune, own stop", 50.0, 1700.4, **fields)
+    note = "MME: the learned stop sits at T_max: 95% of the counts"
+    for at_cap, is_noted in ((0.95, True), (0.5, False)):
+        row = learned_stop | {"at_floor": 0.0, "at_cap": at_cap}
+        assert (note in as_markdown(merge_scores({"run": [reference, row]}))) == is_noted
+    assert "sits at" not in as_markdown(merge_scores({"run": [reference, learned_stop]}))
 
 
 def test_a_row_without_some_score_has_no_average():
-    table = merge_scores({"run": [*WHOLE, MINE[0]]})
+    table = merge_scores({"run": [*ALL_TOKENS, STEPPRUNE[0]]})
     assert table.average(table.rows[1]) is None
     assert cells(table, "Scores")[1][3:] == ["1700", "-", "-"]
-    table = merge_scores({"run": MINE})
-    assert table.whole is None and "no row of all tokens" in as_markdown(table)
+    table = merge_scores({"run": STEPPRUNE})
+    assert table.all_tokens is None and "no row of all tokens" in as_markdown(table)
 
 
-def test_pruning_that_costs_more_time_than_it_saves_is_said():
-    def said(*times):
+def test_a_note_says_if_pruning_costs_more_time_than_it_saves():
+    def is_noted(*times):
         rows = [score("mme", f"m{t}", 88.9, 1.0, ms=t, gflops=1.0) for t in times]
-        whole = score("mme", "all tokens", 0.0, 2.0, ms=5.0, gflops=9.0)
-        return "takes longer than it saves" in as_markdown(merge_scores({"run": [whole, *rows]}))
+        reference = score("mme", "all tokens", 0.0, 2.0, ms=5.0, gflops=9.0)
+        page = as_markdown(merge_scores({"run": [reference, *rows]}))
+        return "takes longer than it saves" in page
 
-    assert said(6.0) and said(6.0, 7.0, 4.0)
-    assert not said(6.0, 4.0) and not said(None) and not said()
-    assert "takes longer" not in as_markdown(merge_scores({"run": [*WHOLE, *MINE]}))
+    assert is_noted(6.0) and is_noted(6.0, 7.0, 4.0)
+    assert not is_noted(6.0, 4.0) and not is_noted(None) and not is_noted()
+    assert "takes longer" not in as_markdown(merge_scores({"run": [*ALL_TOKENS, *STEPPRUNE]}))
 
 
 def test_one_benchmark_has_a_table_of_all_figures():
-    # 128 right answers of 160 with all tokens, 92 at 64: the retention, 71.875, is a tie.
-    whole = score("folder", "all tokens", 0.0, 100 * (128 / 160), mean_k=576.0)
-    known = score("folder", "StepPrune", 88.9, 100 * (92 / 160), gflops=0.9)
-    own = known | {"method": "StepPrune, own stop", "mode": "adaptive", "budget": None}
-    none = whole | {"headline": 0.0}
-    table = merge_scores({"run": [known, own, whole]})
-    head = "| StepPrune, own stop | adaptive | 88.9 | 57.5 | 71.88 | 64.0 | 12.34 | 0.9 | 9 | 7 |"
-    assert as_markdown(table).splitlines()[3] == head
-    assert as_objects(merge_scores({"run": [none, known]}))[1]["retention"] is None
-    many = [score("pope", "grid", 77.8, 80.0, num_tokens=2880, budget=b) for b in (640, 641)]
-    assert [row.budget for row in merge_scores({"run": many}).rows] == [641, 640]
+    # 128 correct answers of 160 with all tokens, 92 at 64: the retention, 71.875, is a tie.
+    reference = score("folder", "all tokens", 0.0, 100 * (128 / 160), mean_k=576.0)
+    exact = score("folder", "StepPrune", 88.9, 100 * (92 / 160), gflops=0.9)
+    learned_stop = exact | {"method": "StepPrune, own stop", "mode": "adaptive", "budget": None}
+    table = merge_scores({"run": [exact, learned_stop, reference]})
+    line = "| StepPrune, own stop | adaptive | 88.9 | 57.5 | 71.88 | 64.0 | 12.34 | 0.9 | 9 | 7 |"
+    assert as_markdown(table).splitlines()[3] == line
+    zero_reference = reference | {"headline": 0.0}
+    assert as_objects(merge_scores({"run": [zero_reference, exact]}))[1]["retention"] is None
+    scores = [score("pope", "grid", 77.8, 80.0, num_tokens=2880, budget=b) for b in (640, 641)]
+    assert [row.budget for row in merge_scores({"run": scores}).rows] == [641, 640]
 
 
-def test_runs_are_merged_and_rows_that_differ_are_told_apart():
-    other = [score("pope", "StepPrune", 88.9, 80.0), score("pope", "grid", 88.9, 70.0)]
-    table = merge_scores({"a": WHOLE + MINE, "b": other})
+def test_merged_runs_keep_rows_with_different_results_separate():
+    other_scores = [score("pope", "StepPrune", 88.9, 80.0), score("pope", "grid", 88.9, 70.0)]
+    table = merge_scores({"a": ALL_TOKENS + STEPPRUNE, "b": other_scores})
     assert [row.method for row in table.rows] == [
         "all tokens",
         "grid",
         "StepPrune (a)",
         "StepPrune (b)",
     ]
-    same = merge_scores({"a": WHOLE + MINE, "b": MINE})
-    assert [row.method for row in same.rows] == ["all tokens", "StepPrune"]
+    table = merge_scores({"a": ALL_TOKENS + STEPPRUNE, "b": STEPPRUNE})
+    assert [row.method for row in table.rows] == ["all tokens", "StepPrune"]
 
 
-@pytest.mark.parametrize("first", ["whole", "part"])
-def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
-    unfinished = {"headline": None, "answered": 3, "problem": "3 of 9", "mean_k": None, "ms": None}
-    part = [row | unfinished for row in WHOLE + MINE]
-    runs = {"whole": WHOLE + MINE, "part": part}
+@pytest.mark.parametrize("first", ["finished", "unfinished"])
+def test_a_finished_row_replaces_an_unfinished_one(first):
+    fields = {"headline": None, "answered": 3, "problem": "3 of 9", "mean_k": None, "ms": None}
+    unfinished = [row | fields for row in ALL_TOKENS + STEPPRUNE]
+    runs = {"finished": ALL_TOKENS + STEPPRUNE, "unfinished": unfinished}
     table = merge_scores(dict(sorted(runs.items(), key=lambda item: item[0] != first)))
     assert [row.method for row in table.rows] == ["all tokens", "StepPrune"]
     assert table.average(table.rows[1]) == pytest.approx(AVERAGE)
-    assert cells(merge_scores({"part": part}), "Milliseconds per question")[0][3:] == ["-", "-"]
+    table = merge_scores({"unfinished": unfinished})
+    assert cells(table, "Milliseconds per question")[0][3:] == ["-", "-"]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +130,9 @@ def test_a_row_that_a_run_has_not_finished_is_taken_from_another(first):
         ("headline", 85.0, r"different score of all tokens on pope \(85.94 and 85.0\)"),
     ],
 )
-def test_runs_that_do_not_belong_together_are_refused(field, value, message):
+def test_runs_with_different_conditions_are_refused(field, value, message):
     with pytest.raises(ValueError, match=f"all tokens of a and all tokens of b have {message}"):
-        merge_scores({"a": WHOLE, "b": [WHOLE[1] | {field: value}]})
+        merge_scores({"a": ALL_TOKENS, "b": [ALL_TOKENS[1] | {field: value}]})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_runs_that_do_not_belong_together_are_refused(field, value, message):
         ("pope", [{"ms": 1.0, "kept": 0}, {"ms": 4.0, "kept": 4}], (2.5, 2.0)),
         ("pope", [{"ms": 1.0, "kept": 4}, {"kept": 4}], (1.0, 4.0)),
         ("pope", [{"kept": 4}], (None, 4.0)),
-        # The others have no image.
+        # A line without operations has no image.
         (
             "scienceqa",
             [{"kept": 0}, {"kept": 4, "gflops": 1}, {"kept": 0, "gflops": 1}],
@@ -145,31 +149,31 @@ def test_runs_that_do_not_belong_together_are_refused(field, value, message):
         ),
     ],
 )
-def test_time_and_k_are_those_of_the_answers_that_have_them(tmp_path, benchmark, lines, figures):
+def test_means_cover_the_answers_that_have_a_figure(tmp_path, benchmark, lines, figures):
     provenance = Provenance(benchmark, "q", 9, "StepPrune", "exact", 4, 9, None, "model")
     file = AnswerFile(tmp_path / "a.jsonl", provenance)
     answer = {"prompt": "?", "text": "yes"}
     write_lines(file.path, [answer | {"question_id": n} | line for n, line in enumerate(lines)])
-    found = score_file(file, tmp_path, 0)
-    assert (found["ms"], found["mean_k"]) == figures
-    assert found["problem"] == f"{len(lines)} of 9 questions answered so far"
-    # A line that another program has written is named, and the file counts as unanswered.
+    result = score_file(file, tmp_path, 0)
+    assert (result["ms"], result["mean_k"]) == figures
+    assert result["problem"] == f"{len(lines)} of 9 questions answered so far"
+    # With a malformed line, the file counts as unanswered, and the problem names the line.
     write_lines(file.path, [answer | {"question_id": 0}, answer | {"question_id": 1, "text": None}])
-    found = score_file(file, tmp_path, 0)
-    assert 'a.jsonl: line 2: "text"' in found["problem"] and found["answered"] == 0
+    result = score_file(file, tmp_path, 0)
+    assert 'a.jsonl: line 2: "text"' in result["problem"] and result["answered"] == 0
 
 
-def test_hard_questions_have_columns_where_they_are_known():
-    hard = {"hard": 66.67, "hard_questions": 1234}
-    table = merge_scores({"run": [*WHOLE, MINE[0] | hard, MINE[1]]})
+def test_scores_on_hard_questions_have_a_section_if_they_exist():
+    fields = {"hard": 66.67, "hard_questions": 1234}
+    table = merge_scores({"run": [*ALL_TOKENS, STEPPRUNE[0] | fields, STEPPRUNE[1]]})
     title = "Scores on hard questions, in percent of their number"
     assert cells(table, title)[1][3:] == ["66.7 of 1,234", "-"]
-    assert title not in as_markdown(merge_scores({"run": WHOLE + MINE}))
-    assert "hard" not in as_objects(merge_scores({"run": MINE[:1]}))[0]
+    assert title not in as_markdown(merge_scores({"run": ALL_TOKENS + STEPPRUNE}))
+    assert "hard" not in as_objects(merge_scores({"run": STEPPRUNE[:1]}))[0]
 
 
 def test_the_command_merges_folders(tmp_path, capsys):
-    for name, scores in (("a", WHOLE), ("b", MINE)):
+    for name, scores in (("a", ALL_TOKENS), ("b", STEPPRUNE)):
         (tmp_path / name / "report").mkdir(parents=True)
         (tmp_path / name / "report" / "scores.json").write_text(json.dumps(scores))
     command.main([str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path)])
@@ -191,7 +195,7 @@ def test_the_command_merges_folders(tmp_path, capsys):
 
 @settings(max_examples=60)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=20))
-def test_any_text_is_one_cell_that_shows_it(text):
+def test_any_text_becomes_one_cell_that_displays_it(text):
     cell = markdown_cell(text)
     assert not re.search(r"(?<!\\)(?:\\\\)*[|`*\[\]]", cell) and not set("<>\n\r") & set(cell)
     assert unescape(re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", cell)) == " ".join(text.split())
@@ -201,6 +205,6 @@ def test_any_text_is_one_cell_that_shows_it(text):
 
 
 @pytest.mark.parametrize("start", ["=", "@", "\t="])
-def test_texts_are_no_formulas_and_numbers_stay_numbers(start):
+def test_texts_cannot_be_formulas_and_numbers_stay_numbers(start):
     lines = csv_table([{"method": f"{start}cmd()", "change": -1.5}]).splitlines()
     assert lines == ["method,change", f"'{start}cmd(),-1.5"]

@@ -25,7 +25,7 @@ from stepprune_jax.benchmarks.answer_files import (
     AnswerFile,
     Provenance,
     check_claim,
-    outstanding,
+    find_unanswered,
     read_files,
     recover,
 )
@@ -92,7 +92,7 @@ def test_answers_and_their_provenance(folder, raw, data):
     file.path.write_bytes(data)
     for read in (
         lambda: check_claim(file),
-        lambda: outstanding(file, ASKED),
+        lambda: find_unanswered(file, ASKED),
         lambda: [found.provenance.slug for found in read_files(file.path.parent)],
     ):
         with one_line(folder):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from PIL import Image
-from small_world import WIDTHS, drawn
+from small_world import WIDTHS, random_params
 
 from stepprune_jax import PolicyConfig
 from stepprune_jax.benchmarks.questions import BenchmarkQuestion
@@ -37,7 +37,7 @@ def of(model, seed, kind=PolicyConfig):
     config = kind(**WIDTHS | {"feature_width": model.config.feature_width})
     method = selector_of(config)
     # So that draws differ.
-    params = jax.tree.map(lambda x: x / 4, drawn(method.specs(), 1))
+    params = jax.tree.map(lambda x: x / 4, random_params(method.specs(), 1))
     return {"policy": method.replace(params=params), "options": {"seed": seed}}
 
 

@@ -1,4 +1,4 @@
-"""Which entry of the table a device is."""
+"""The table of accelerators: names of devices, and peaks."""
 
 import pytest
 
@@ -20,16 +20,17 @@ from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
         ("NVIDIA GH200 480GB", None),
     ],
 )
-def test_a_device_is_known_by_the_words_in_its_name(kind, name):
+def test_a_device_is_identified_by_words_of_its_kind(kind, name):
     assert known_as(kind) == name
 
 
-def test_peaks_follow_from_the_cores_where_the_vendor_counts_them():
-    """Tensor cores x dense operations of each in a clock x boost clock, of the white papers."""
-    for name, cores, each, clock in (
+def test_peaks_equal_the_product_of_tensor_cores_and_clock_rate():
+    """The numbers are tensor cores, dense operations per core and clock, and the boost clock."""
+    for name, num_cores, operations, clock in (
         ("rtx-a6000", 336, 256, 1.80e9),
         ("rtx-4090", 512, 128, 2.52e9),
         ("a100-80", 432, 512, 1.41e9),
         ("h100", 528, 1024, 1.83e9),
     ):
-        assert ACCELERATORS[name].flops == pytest.approx(cores * each * clock, rel=2e-3), name
+        expected = num_cores * operations * clock
+        assert ACCELERATORS[name].flops == pytest.approx(expected, rel=2e-3), name

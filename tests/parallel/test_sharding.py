@@ -34,28 +34,30 @@ def mesh_of(preset):
 
 
 def leaves(tree):
+    """Returns pairs (path, leaf)."""
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 @pytest.mark.parametrize(
-    ("asked", "sizes"),
+    ("preset", "sizes"),
     [
         ("fsdp_tensor", (1, 4, 2)),
-        ("data_fsdp", (1, 8, 1)),  # weights are cut within a process, of which there is one
+        ("data_fsdp", (1, 8, 1)),  # one process, so all devices shard the weights
         ({"tensor": 4, "data": -1}, (2, 1, 4)),
         ("tensor=4, data=-1", (2, 1, 4)),
     ],
 )
-def test_axes_of_a_mesh(asked, sizes):
-    mesh = build_mesh(asked)
+def test_a_preset_determines_the_axes_of_a_mesh(preset, sizes):
+    mesh = build_mesh(preset)
     assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
     assert mesh.axis_types == (AxisType.Auto,) * 3
 
 
-def test_a_process_brings_the_rows_of_its_devices():
+def test_a_single_process_holds_all_rows():
     assert local_rows(None, 6) == slice(0, 6)
     assert local_rows(build_mesh({"data": 4, "tensor": 2}), 8) == slice(0, 8)
-    assert local_rows(build_mesh("data"), 12) == slice(0, 12)  # on each device: 8 do not divide 12
+    # 8 devices do not divide 12 rows, so each device holds all rows.
+    assert local_rows(build_mesh("data"), 12) == slice(0, 12)
 
 
 @pytest.mark.parametrize(
@@ -68,38 +70,39 @@ def test_a_process_brings_the_rows_of_its_devices():
         {"tensor": -1, "data": -1},
     ],
 )
-def test_meshes_that_do_not_fit_are_refused(preset):
+def test_meshes_that_do_not_fit_the_devices_are_refused(preset):
     with pytest.raises(ValueError, match="mesh"):
         build_mesh(preset)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_every_weight_has_a_rule_that_divides_it_and_every_rule_a_weight(name):
+def test_each_weight_has_a_valid_rule_and_each_rule_has_a_weight(name):
     backbone = find_backbone(name)
     params, rules = vlm.abstract_params(backbone), backbone.SHARDING_RULES
     shardings(params, rules, build_mesh("fsdp_tensor"))
-    # The first one counts: a longer path stands before the shorter one that it ends with.
-    used = {
+    # The first matching rule applies, so a long pattern must come before its suffixes.
+    applied_patterns = {
         next(pattern for pattern, _ in rules if matches(path, pattern))
         for path, _ in [*leaves(params), *leaves(jax.eval_shape(join_kernels, params))]
     }
     tied = {"language/head/kernel"} if backbone.config.text.tie_embeddings else set()
-    assert used | tied == {pattern for pattern, _ in rules}
+    assert applied_patterns | tied == {pattern for pattern, _ in rules}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_all_large_weights_are_divided(name):
+def test_all_large_weights_are_sharded(name):
     mesh, params = build_mesh("fsdp_tensor"), vlm.abstract_params(find_backbone(name))
-    placed = jax.tree.leaves(shardings(params, SHARDING_RULES, mesh))
-    whole = [
+    leaf_shardings = jax.tree.leaves(shardings(params, SHARDING_RULES, mesh))
+    replicated_sizes = [
         leaf.size
-        for (_, leaf), sharding in zip(leaves(params), placed, strict=True)
+        for (_, leaf), sharding in zip(leaves(params), leaf_shardings, strict=True)
         if math.prod(sharding.shard_shape(leaf.shape)) * mesh.size != leaf.size
     ]
-    assert max(whole) < 2**20 and sum(whole) < 2e6  # scales, biases, and the tower's first layer
+    # Scales, biases, and the first layer of the vision tower.
+    assert max(replicated_sizes) < 2**20 and sum(replicated_sizes) < 2e6
 
 
-# As the index files of the published models have it: half of their `total_size`, in bytes.
+# From the index files of the published models: half of `total_size`, for two bytes per weight.
 @pytest.mark.parametrize(
     "name, weights",
     [
@@ -109,48 +112,48 @@ def test_all_large_weights_are_divided(name):
         ("qwen3-vl-8b", 8_767_123_696),
     ],
 )
-def test_a_qwen_has_as_many_weights_as_the_published_one(name, weights):
+def test_a_qwen_has_the_published_number_of_weights(name, weights):
     params = vlm.abstract_params(find_backbone(name))
     assert sum(leaf.size for _, leaf in leaves(params)) == weights
 
 
-def test_a_dimension_that_cannot_be_divided_is_named():
+def test_the_error_names_a_dimension_that_cannot_be_divided():
     tree = {"language": {"head": {"kernel": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}}
     with pytest.raises(ValueError, match=r"language/head/kernel of shape \(6, 9\): 9 is not"):
         shardings(tree, SHARDING_RULES, mesh_of("tensor"))
 
 
 @pytest.mark.parametrize("name", ["llava-7b", "qwen2.5-vl-3b"])
-def test_joined_matrices_are_cut_along_the_rows_that_they_read(name):
+def test_joined_matrices_are_sharded_along_their_input_axis(name):
     backbone = find_backbone(name)
     joined = jax.eval_shape(join_kernels, vlm.abstract_params(backbone))
-    placed = shardings(joined, backbone.SHARDING_RULES, build_mesh("fsdp", jax.devices()[:2]))
-    language = placed["language"]["layers"]
+    mesh = build_mesh("fsdp", jax.devices()[:2])
+    language = shardings(joined, backbone.SHARDING_RULES, mesh)["language"]["layers"]
     kernels = language["attention"]["query_key_value"], language["mlp"]["gate_up"]
     assert [kernel["kernel"].spec for kernel in kernels] == [P(None, "fsdp", None)] * 2
 
 
-def test_a_path_without_a_rule_is_named():
+def test_the_error_names_a_path_without_a_rule():
     tree = {"language": {"tail": jax.ShapeDtypeStruct((6, 9), jnp.float32)}}
     with pytest.raises(ValueError, match="no sharding rule matches 'language/tail'"):
         shardings(tree, SHARDING_RULES, mesh_of("single"))
 
 
-def test_prefill_and_decode_compile_at_full_shape():
-    backbone, mesh, parts = find_backbone("llava-7b"), mesh_of("data_tensor"), 2
+def test_prefill_and_decode_of_a_7b_model_fit_the_expected_memory():
+    backbone, mesh, num_parts = find_backbone("llava-7b"), mesh_of("data_tensor"), 2
     programs = ("prefill", "decode")
     compiled = memory.compiled_programs(backbone, mesh, 2, 640, 64, programs)
     params = vlm.abstract_params(backbone)
     weights = sum(leaf.size * 2 for _, leaf in leaves(params["language"]["layers"]))
     for program in programs:
         row = usage(compiled[program])
-        assert row.arguments > weights / parts
-        # No copy of the stack of layers, nor of the cache in the prefill.
-        assert row.total < 1.35 * weights / parts
+        assert row.arguments > weights / num_parts
+        # A copy of the layers, or of the cache in the prefill, would exceed this.
+        assert row.total < 1.35 * weights / num_parts
         assert row.total == row.arguments + row.outputs + row.temporary
 
 
-def test_decode_on_a_data_mesh_moves_nothing_between_devices():
+def test_decode_on_a_data_mesh_needs_no_communication():
     config = LlavaConfig.from_hf(tiny_hf_config())
     compiled = memory.compiled_programs(Llava(config), mesh_of("data"), 4, 8, 4, ["decode"])
     program = compiled["decode"].as_text()
@@ -158,13 +161,13 @@ def test_decode_on_a_data_mesh_moves_nothing_between_devices():
         assert f"{collective}(" not in program
 
 
-def test_a_sharded_model_computes_what_one_device_does():
+def test_a_sharded_model_computes_the_results_of_one_device():
     vision = {"image_size": 28, "patch_size": 7}
     raw = tiny_hf_config(64, vision=vision, text={"num_key_value_heads": 2})
     backbone = Llava.read(raw, None)
-    config, draw = backbone.config, np.random.default_rng(0)
+    config, rng = backbone.config, np.random.default_rng(0)
     params = jax.tree.map(
-        lambda leaf: draw.normal(0, 0.2, leaf.shape).astype(np.float32),
+        lambda leaf: rng.normal(0, 0.2, leaf.shape).astype(np.float32),
         vlm.abstract_params(backbone, jnp.float32),
     )
     pixels = random_bytes(0, 4, 3, 28, 28)
@@ -188,14 +191,14 @@ def test_a_sharded_model_computes_what_one_device_does():
     mesh = build_mesh({"data": 2, "fsdp": 2, "tensor": 2})
     params = jax.device_put(params, shardings(params, SHARDING_RULES, mesh))
     inputs = jax.device_put(inputs, shardings(inputs, BATCH_RULES, mesh))
-    found = answer(params, *inputs)
-    for ours, single in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert jnp.abs(ours - single).max() <= 1e-5 * max(jnp.abs(single).max(), 1)
-    placed = shardings(found[2], memory.CACHE_RULES, mesh)
-    assert placed.key.spec == P(None, ("data", "fsdp"), "tensor")
+    results = answer(params, *inputs)
+    for sharded, single in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        assert jnp.abs(sharded - single).max() <= 1e-5 * max(jnp.abs(single).max(), 1)
+    cache_shardings = shardings(results[2], memory.CACHE_RULES, mesh)
+    assert cache_shardings.key.spec == P(None, ("data", "fsdp"), "tensor")
 
 
-def test_the_table_is_printed(capsys, tmp_path):
+def test_the_memory_tool_prints_a_table(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_hf_config(448)))
     memory.main(["--model", str(tmp_path), "--mesh", "tensor", "--batch", "1", "--length", "8"])
     printed = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""Writes what the tests of the benchmarks read: answer files and other JSON lines."""
+"""Writes JSON files and answer files for tests of benchmarks."""
 
 import json
 
@@ -18,7 +18,7 @@ def write_json(path, value):
 
 
 def answer(question_id, text, prompt="Is it there?"):
-    """One line of an answer file, with the fields and their order as LLaVA writes them."""
+    """Returns a line of an answer file with LLaVA's fields in LLaVA's order."""
     return {
         "question_id": question_id,
         "prompt": prompt,

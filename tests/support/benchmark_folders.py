@@ -1,4 +1,4 @@
-"""A small folder of every public benchmark in LLaVA's layout, with pictures of the shapes world."""
+"""Writes small data sets of all public benchmarks in LLaVA's layout, with images of shapes."""
 
 import base64
 import itertools
@@ -10,7 +10,9 @@ from experiments.shapes import write_world
 from stepprune_jax.benchmarks.mme import COGNITION, PERCEPTION
 
 SHORT = "\nAnswer the question using a single word or phrase."
+# Tasks of MME with separate folders for images and texts.
 NESTED = ("artwork", "celebrity", "landmark", "posters", "scene")
+# Number of questions of each benchmark.
 SIZES = {
     "gqa": 3,
     "mmbench": 5,
@@ -24,32 +26,34 @@ SIZES = {
 
 
 def write_benchmarks(root):
-    """Writes all of them; returns the root."""
+    """Writes the data sets of all benchmarks, and returns the root."""
     world = write_world(root.parent / "world", seed=5, train=0, validation=0, test=4)
-    pictures = itertools.cycle(sorted((world / "images").glob("*.png")))
+    images = itertools.cycle(sorted((world / "images").glob("*.png")))
 
     def put(path):
+        """Copies the next image to a path that does not exist yet, and returns the path."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file():
-            shutil.copy(next(pictures), path)
+            shutil.copy(next(images), path)
         return path
 
     for write in (write_gqa, write_vqav2, write_textvqa, write_pope, write_mme, write_scienceqa):
         write(root, put)
-    write_mmbench(root, pictures)
+    write_mmbench(root, images)
     return root
 
 
-def people(*said):
-    return [{"answer": text} for text in (said * 10)[:10]]
+def people(*texts):
+    """Returns the answers of ten people in VQAv2's format, which repeat these texts."""
+    return [{"answer": text} for text in (texts * 10)[:10]]
 
 
 def write_gqa(root, put):
     rows, official = [], {}
     for number, text in enumerate(("Is it red?", "What shape is it?", "Is it a circle?")):
         name = put(root / "gqa/data/images" / f"n{number % 2}.jpg").name
-        asked = {"question_id": f"20{number}", "image": name, "text": text + SHORT}
-        rows.append(asked | {"category": "default"})
+        row = {"question_id": f"20{number}", "image": name, "text": text + SHORT}
+        rows.append(row | {"category": "default"})
         official[f"20{number}"] = {
             "question": text,
             "imageId": name[:-4],
@@ -77,26 +81,26 @@ def write_vqav2(root, put):
         put(root / "vqav2/test2015" / line["image"])
     write_lines(root / "vqav2/llava_vqav2_mscoco_test2015.jsonl", lines)
     write_lines(root / "vqav2/llava_vqav2_mscoco_test-dev2015.jsonl", lines[1:4])
-    asked = [
+    questions = [
         {"image_id": 7 + n, "question": "What colour is it?", "question_id": 70 + n}
         for n in range(2)
     ]
-    for entry in asked:
-        put(root / "vqav2/val2014" / f"COCO_val2014_{entry['image_id']:012d}.jpg")
+    for question in questions:
+        put(root / "vqav2/val2014" / f"COCO_val2014_{question['image_id']:012d}.jpg")
     write_json(
         root / "vqav2/v2_OpenEnded_mscoco_val2014_questions.json",
-        {"data_subtype": "val2014", "questions": asked},
+        {"data_subtype": "val2014", "questions": questions},
     )
-    about = {"question_type": "what color", "answer_type": "other"}
-    known = [
-        {"question_id": entry["question_id"], "answers": people("red", "blue"), **about}
-        for entry in asked
+    types = {"question_type": "what color", "answer_type": "other"}
+    annotations = [
+        {"question_id": question["question_id"], "answers": people("red", "blue"), **types}
+        for question in questions
     ]
-    write_json(root / "vqav2/v2_mscoco_val2014_annotations.json", {"annotations": known})
+    write_json(root / "vqav2/v2_mscoco_val2014_annotations.json", {"annotations": annotations})
 
 
 def write_textvqa(root, put):
-    """Two questions about each of two pictures, whose ids are the pictures'."""
+    """Writes two questions about each of two images. The question ids are the image ids."""
     rows, data = [], []
     for image, text in itertools.product(("00ab", "00cd"), ("What is written?", "What number?")):
         put(root / "textvqa/train_images" / f"{image}.jpg")
@@ -136,8 +140,8 @@ def write_mme(root, put):
         put(release / inner / "1.png")
         texts = release / task / ("questions_answers_YN" if task in NESTED else "")
         texts.mkdir(parents=True, exist_ok=True)
-        asked = {f"Is this {task}?": "Yes", "Is this a kite?": "No"}
-        lines = [f"{text} Please answer yes or no.\t{truth}" for text, truth in asked.items()]
+        questions = {f"Is this {task}?": "Yes", "Is this a kite?": "No"}
+        lines = [f"{text} Please answer yes or no.\t{truth}" for text, truth in questions.items()]
         (texts / "1.txt").write_text("\n".join(lines))
         rows += [
             {
@@ -146,26 +150,26 @@ def write_mme(root, put):
                 "text": text + SHORT,
                 "category": task,
             }
-            for text in asked
+            for text in questions
         ]
     write_lines(root / "MME/llava_mme.jsonl", rows)
 
 
 def write_scienceqa(root, put):
-    """Four questions, the second and the last without a picture."""
+    """Writes four questions. The second and the fourth have no image."""
     problems, rows = {}, []
-    for number, shown in enumerate((True, False, True, False)):
+    for number, has_image in enumerate((True, False, True, False)):
         name = str(11 + number)
-        said = "Context: Look.\nWhich one is it?\nA. north\nB. south"
-        row = {"id": name, "conversations": [{"from": "human", "value": said}]}
-        if shown:
+        text = "Context: Look.\nWhich one is it?\nA. north\nB. south"
+        row = {"id": name, "conversations": [{"from": "human", "value": text}]}
+        if has_image:
             put(root / "scienceqa/images/test" / name / "image.png")
             row["image"] = f"{name}/image.png"
-            row["conversations"][0]["value"] = f"<image>\n{said}"
+            row["conversations"][0]["value"] = f"<image>\n{text}"
         problems[name] = {
             "choices": ["north", "south"],
             "answer": 1,
-            "image": "image.png" if shown else None,
+            "image": "image.png" if has_image else None,
         }
         rows.append(row)
     write_json(root / "scienceqa/llava_test_CQM-A.json", rows)
@@ -173,11 +177,14 @@ def write_scienceqa(root, put):
     write_json(root / "scienceqa/pid_splits.json", {"test": list(problems)})
 
 
-def write_mmbench(root, pictures):
-    """A question of three rotations and one of two; the Chinese file has the second alone."""
+def write_mmbench(root, images):
+    """Writes a question with three rotations and one with two.
+
+    The Chinese file has only the second question.
+    """
     columns = ["index", "question", "hint", "A", "B", "C", "D", "answer", "category", "image"]
     columns += ["source", "l2-category", "comment", "split"]
-    asked = [
+    questions = [
         (5, "Which way?", "Look at\nthe arrow.", ("up", "down", "None of it", ""), "A"),
         (1000005, "Which way?", "Look at\nthe arrow.", ("None of it", "up", "down", ""), "B"),
         (2000005, "Which way?", "", ("down", "None", "up", ""), "C"),
@@ -185,15 +192,15 @@ def write_mmbench(root, pictures):
         (1000006, "Is it?", "", ("no", "yes", "", ""), "B"),
     ]
     rows = []
-    for index, question, hint, options, right in asked:
-        image = base64.b64encode(next(pictures).read_bytes()).decode()
-        quoted = f'"{hint}"' if "\n" in hint else hint
-        about = (right, "north", image, "made-up", "fine", "", "dev")
-        rows.append("\t".join((str(index), question, quoted, *options, *about)))
-    for folder, name, some in (
+    for index, question, hint, options, letter in questions:
+        image = base64.b64encode(next(images).read_bytes()).decode()
+        hint_cell = f'"{hint}"' if "\n" in hint else hint
+        last_cells = (letter, "north", image, "made-up", "fine", "", "dev")
+        rows.append("\t".join((str(index), question, hint_cell, *options, *last_cells)))
+    for folder, name, file_rows in (
         ("mmbench", "mmbench_dev_20230712.tsv", rows),
         ("mmbench", "mmbench_dev_cn_20231003.tsv", rows[3:]),
     ):
         (root / folder).mkdir(parents=True, exist_ok=True)
-        text = "\n".join(["\t".join(columns), *some]) + "\n"
+        text = "\n".join(["\t".join(columns), *file_rows]) + "\n"
         (root / folder / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What hostile files are made of, and what may become of them."""
+"""Generates malformed input for hypothesis, and checks the errors that it causes."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from stepprune_jax.user_input import UserError
 
 
 def cases(count):
-    """So many examples in the suite, and more in the profile of `make fuzz`."""
+    """Returns settings with `count` examples in the suite, and more in the `make fuzz` profile."""
     return settings(max_examples=max(1, count * settings.default.max_examples // 100))
 
 
@@ -34,53 +34,53 @@ VALUES = st.recursive(
 
 @st.composite
 def damaged(draw, data):
-    """Bytes with a few of them changed, cut out, doubled, or the end missing."""
+    """Draws a copy of bytes with one to four changes, deletions, repetitions or insertions."""
     data = bytearray(data)
     for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(len(data) - 1, 0)))
-        kind = draw(st.sampled_from(["set", "cut", "drop", "double", "insert"]))
-        if kind == "set" and data:
-            data[at] = draw(st.integers(0, 255))
-        elif kind == "cut":
-            del data[at:]
-        elif kind == "drop":
-            del data[at : at + draw(st.integers(1, 9))]
-        elif kind == "double":
-            data[at:at] = data[at : at + draw(st.integers(1, 64))]
+        position = draw(st.integers(0, max(len(data) - 1, 0)))
+        edit = draw(st.sampled_from(["set", "truncate", "delete", "repeat", "insert"]))
+        if edit == "set" and data:
+            data[position] = draw(st.integers(0, 255))
+        elif edit == "truncate":
+            del data[position:]
+        elif edit == "delete":
+            del data[position : position + draw(st.integers(1, 9))]
+        elif edit == "repeat":
+            data[position:position] = data[position : position + draw(st.integers(1, 64))]
         else:
-            data[at:at] = draw(st.binary(max_size=9) | st.just(b"[" * 50_000))
+            data[position:position] = draw(st.binary(max_size=9) | st.just(b"[" * 50_000))
     return bytes(data)
 
 
 @st.composite
 def changed(draw, value):
-    """A JSON value in which one to three places hold something else, or nothing."""
+    """Draws a copy of a JSON value with one to three replaced or deleted members."""
     value = json.loads(json.dumps(value))
     for _ in range(draw(st.integers(1, 3))):
-        place = value
+        container = value
         while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            keys = list(container) if isinstance(container, dict) else list(range(len(container)))
             if not keys:
                 break
             key = draw(st.sampled_from(keys))
-            inner = place[key]
-            if isinstance(inner, dict | list) and inner and draw(st.booleans()):
-                place = inner
+            member = container[key]
+            if isinstance(member, dict | list) and member and draw(st.booleans()):
+                container = member
                 continue
             if draw(st.integers(0, 4)):
-                place[key] = draw(VALUES)
+                container[key] = draw(VALUES)
             else:
-                del place[key]
+                del container[key]
             break
     return value
 
 
 @contextlib.contextmanager
 def one_line(*names):
-    """What is raised is for the user, in one line that has the names."""
+    """Checks that an error inside the context is for users: one line that contains the names."""
     try:
         yield
     except (UserError, FileNotFoundError) as error:
-        said = str(error)
-        assert said and "\n" not in said, said
-        assert all(str(name) in said for name in names), said
+        message = str(error)
+        assert message and "\n" not in message, message
+        assert all(str(name) in message for name in names), message

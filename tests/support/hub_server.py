@@ -1,4 +1,4 @@
-"""A small stand-in of the Hugging Face hub: models, revisions and uploads, in this process."""
+"""A fake Hugging Face hub in the process of a test: models, revisions and uploads."""
 
 import base64
 import contextlib
@@ -12,12 +12,12 @@ from huggingface_hub import constants
 
 
 class Hub:
-    """What the hub holds, and what it was asked.
+    """Contents of the fake hub, and the requests that it received.
 
     Attributes:
-        commits: (repository, branch) to hashes of its commits.
-        files: (repository, hash) to contents by name.
-        asked: paths that were asked for.
+        commits: hashes of the commits, by (repository, branch).
+        files: contents by name, by (repository, hash).
+        asked: paths of the requests.
     """
 
     def __init__(self):
@@ -25,15 +25,16 @@ class Hub:
 
     def commit(self, repository, files, branch="main"):
         """Adds files to a branch; returns the hash of the commit."""
-        history = self.commits.setdefault((repository, branch), [])
-        before = self.files[repository, history[-1]] if history else {}
-        name = hashlib.sha1(repr((repository, branch, len(history), [*files])).encode()).hexdigest()
-        history.append(name)
-        self.files[repository, name] = before | files
-        return name
+        hashes = self.commits.setdefault((repository, branch), [])
+        old_files = self.files[repository, hashes[-1]] if hashes else {}
+        identity = repr((repository, branch, len(hashes), [*files]))
+        new_hash = hashlib.sha1(identity.encode()).hexdigest()
+        hashes.append(new_hash)
+        self.files[repository, new_hash] = old_files | files
+        return new_hash
 
-    def at(self, repository, revision):
-        """The hash that a revision means, or None."""
+    def find_commit(self, repository, revision):
+        """Returns the hash of a branch or hash, or None if there is no such revision."""
         if (repository, revision) in self.files:
             return revision
         return self.commits.get((repository, revision), [None])[-1]
@@ -58,21 +59,21 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _absent(self, code):
+    def _reply_missing(self, code):
         self._reply(404, {"error": code}, X_Error_Code=code, X_Error_Message=code)
 
     def do_GET(self):
         path = unquote(urlparse(self.path).path)
         self.hub.asked.append(path)
-        owner, name, kind, revision, *rest = (
+        owner, name, kind, revision, *file_parts = (
             path.removeprefix("/api/models").split("/")[1:] + [""] * 4
         )
         repository = f"{owner}/{name}"
-        if not any(known == repository for known, _ in self.hub.commits):
-            return self._absent("RepoNotFound")
-        commit = self.hub.at(repository, revision)
+        if repository not in {name for name, _ in self.hub.commits}:
+            return self._reply_missing("RepoNotFound")
+        commit = self.hub.find_commit(repository, revision)
         if commit is None:
-            return self._absent("RevisionNotFound")
+            return self._reply_missing("RevisionNotFound")
         files = self.hub.files[repository, commit]
         if kind == "revision":
             siblings = [{"rfilename": name} for name in files]
@@ -83,9 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
                 for name, data in files.items()
             ]
             return self._reply(200, entries)
-        data = files.get("/".join(rest).rstrip("/"))
+        data = files.get("/".join(file_parts).rstrip("/"))
         if data is None:
-            return self._absent("EntryNotFound")
+            return self._reply_missing("EntryNotFound")
         return self._reply(200, data, ETag=f'"{_etag(data)}"', X_Repo_Commit=commit)
 
     def do_HEAD(self):
@@ -108,8 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reply(200, {"errors": [], "warnings": []})
         _, _, owner, name, kind, branch = path.strip("/").split("/")
         if kind == "preupload":
-            asked = [file["path"] for file in json.loads(body)["files"]]
-            modes = [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in asked]
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]
             return self._reply(200, {"files": modes})
         lines = [json.loads(line) for line in body.splitlines()]
         files = {
@@ -128,7 +129,7 @@ def _etag(data):
 
 @contextlib.contextmanager
 def serving(cache, patch):
-    """Runs a hub that huggingface_hub asks, with a cache of its own, and yields it."""
+    """Runs a fake hub, redirects huggingface_hub to it with a separate cache, and yields it."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,8 +1,8 @@
-"""Names and signatures of optional packages, recorded from real installations.
+"""Records names and signatures of optional packages from real installations.
 
 `make test` checks the project's integrations against the records, so it needs none of the packages.
 `make test-serving`, `make test-lmms-eval` and `make test-boards` compare the records with the
-packages. In the environment of a package, this command prints the record anew:
+packages. In the environment of a package, this command prints a new record:
 
     python tests/support/interfaces.py lmms_eval > tests/support/recorded/lmms_eval.json
 """
@@ -22,23 +22,23 @@ from typing import Any
 
 
 def read_record(package: str) -> dict[str, Any]:
-    """Reads the record of a package."""
+    """Reads the stored record of a package."""
     return json.loads((Path(__file__).parent / "recorded" / f"{package}.json").read_text())
 
 
 def record_in(python: str | Path, package: str, **settings: str) -> dict[str, Any]:
-    """Records a package with the Python of the environment that has the package.
+    """Makes a record of a package in another environment.
 
     Args:
-        python: the Python.
-        package: the name of the record.
+        python: Python interpreter of the environment with the package.
+        package: name of the record.
         **settings: further environment variables.
     """
     command = [str(python), "-W", "ignore", __file__, package]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=os.environ | settings, capture_output=True, text=True, check=True
     )
-    return json.loads(done.stdout[done.stdout.index("{\n") :])
+    return json.loads(process.stdout[process.stdout.index("{\n") :])
 
 
 def parse_signature(signature: str) -> list[inspect.Parameter]:
@@ -49,7 +49,7 @@ def parse_signature(signature: str) -> list[inspect.Parameter]:
 
 
 def signature_of(function: Callable[..., Any]) -> str:
-    """Returns a signature without types, in which `...` stands for a default value."""
+    """Returns a signature without types, with `...` as the value of each default."""
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         default = parameter.empty if parameter.default is parameter.empty else ...
@@ -105,7 +105,7 @@ def vllm() -> dict[str, Any]:
 
 
 def boards() -> dict[str, Any]:
-    """Records what training calls of tensorboardX and of wandb."""
+    """Records the functions of tensorboardX and wandb that training calls."""
     tensorboard, wandb = import_module("tensorboardX"), import_module("wandb")
     return {
         "version": {name: version(name) for name in ("tensorboardX", "wandb")},
@@ -125,7 +125,7 @@ def _syntax_nodes(function: Callable[..., Any]) -> list[ast.AST]:
 
 
 def _constructor_keywords(evaluator: Any) -> list[str]:
-    """Returns the keywords that lmms-eval passes to a model besides those of --model_args."""
+    """Returns the keywords that lmms-eval passes to a model in addition to --model_args."""
     for node in _syntax_nodes(evaluator.simple_evaluate):
         name = node.func.attr if isinstance(getattr(node, "func", None), ast.Attribute) else ""
         if name == "create_from_arg_string" and isinstance(node.args[1], ast.Dict):

@@ -1,7 +1,7 @@
-"""Checks code without running it: names are bound, attributes exist, and calls bind.
+"""Checks code without running it: names are defined, attributes exist, and calls are valid.
 
-What an expression holds is followed through imports, classes and annotated results. Any
-other expression holds `UNKNOWN`, which may have any attribute and take any argument.
+The value of an expression is inferred from imports, classes and annotated results. All other
+expressions have the value `UNKNOWN`, which accepts any attribute and any argument.
 """
 
 import ast
@@ -18,31 +18,33 @@ _SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterator)
 
 
 class Instance(NamedTuple):
-    """An expression that holds an object with a type, such as `Answer` or `list[Answer]`."""
+    """Value of an expression: an object of a type such as `Answer` or `list[Answer]`."""
 
     type: Any
 
 
 class Method(NamedTuple):
-    """A function that an object of a class has bound."""
+    """Value of an expression: a method of an object of class `owner`."""
 
     function: Any
     owner: type
 
 
 def is_ours(value):
+    """Returns whether a class or function is defined in this repository."""
     return getattr(value, "__module__", "").partition(".")[0] in OURS
 
 
 def _annotations(owner):
+    """Returns the annotations of a class or function by name."""
     try:
         return typing.get_type_hints(owner)
-    except Exception:  # jaxtyping's shapes are texts that are no names
+    except Exception:  # shapes of jaxtyping are strings that cannot be evaluated
         return getattr(owner, "__annotations__", {})
 
 
-def _held(annotation, owner=None):
-    """Returns the value of an expression with an annotation."""
+def _annotated_value(annotation, owner=None):
+    """Returns the value of an expression with an annotation; `owner` is the class of Self."""
     if annotation is typing.Self:
         return Instance(owner) if owner else UNKNOWN
     return (
@@ -58,7 +60,7 @@ def _element(value):
     """Returns the value of an element of a sequence."""
     if not isinstance(value, Instance) or typing.get_origin(value.type) not in _SEQUENCES:
         return UNKNOWN
-    return _held(typing.get_args(value.type)[0])
+    return _annotated_value(typing.get_args(value.type)[0])
 
 
 def _subclasses(owner):
@@ -66,21 +68,27 @@ def _subclasses(owner):
 
 
 class PageCode(ast.NodeVisitor):
-    """Walks through the statements of one namespace; `problems` has a line for each fault."""
+    """Checks the statements of one namespace.
+
+    Attributes:
+        names: value of each name at the current statement.
+        problems: one line per fault.
+        defined: all names that are assigned anywhere in the code.
+    """
 
     def __init__(self, tree):
         self.names, self.problems = {}, []
         nodes = list(ast.walk(tree))
-        self.bound = {n.id for n in nodes if isinstance(n, ast.Name) and type(n.ctx) is ast.Store}
-        self.bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-        named = (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)
-        self.bound |= {n.name for n in nodes if isinstance(n, named)} | {"__name__"}
+        self.defined = {n.id for n in nodes if isinstance(n, ast.Name) and type(n.ctx) is ast.Store}
+        self.defined |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+        definitions = (ast.FunctionDef, ast.ClassDef, ast.ExceptHandler)
+        self.defined |= {n.name for n in nodes if isinstance(n, definitions)} | {"__name__"}
         self.visit(tree)
 
     def report(self, node, problem):
         self.problems.append(f"line {node.lineno}: {ast.unparse(node)[:60]}: {problem}")
 
-    # Statements: what names hold.
+    # Statements: they change the values of names.
 
     def visit_Import(self, node):
         for alias in node.names:
@@ -111,11 +119,11 @@ class PageCode(ast.NodeVisitor):
             self.names[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List):
             hints = typing.get_args(value.type) if isinstance(value, Instance) else ()
-            fixed = len(hints) == len(target.elts) and Ellipsis not in hints
+            is_fixed = len(hints) == len(target.elts) and Ellipsis not in hints
             for number, part in enumerate(target.elts):
-                starred = isinstance(part, ast.Starred)
-                part_value = _held(hints[number]) if fixed else _element(value)
-                self.bind(part.value if starred else part, UNKNOWN if starred else part_value)
+                is_starred = isinstance(part, ast.Starred)
+                part_value = _annotated_value(hints[number]) if is_fixed else _element(value)
+                self.bind(part.value if is_starred else part, UNKNOWN if is_starred else part_value)
         else:
             self.value(target)
 
@@ -123,8 +131,8 @@ class PageCode(ast.NodeVisitor):
         targets, parts = node.targets, [node.value] * len(node.targets)
         if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
             targets, parts = targets[0].elts, node.value.elts
-        for target, held in list(zip(targets, map(self.value, parts), strict=False)):
-            self.bind(target, held)
+        for target, value in list(zip(targets, map(self.value, parts), strict=False)):
+            self.bind(target, value)
 
     def visit_For(self, node):
         self.bind(node.target, _element(self.value(node.iter)))
@@ -152,13 +160,13 @@ class PageCode(ast.NodeVisitor):
         self.inside(None, node.body)
 
     def inside(self, arguments, body):
-        """Checks a body whose arguments and own names hold anything."""
-        outside = dict(self.names)
-        every = ast.walk(arguments) if arguments else ()
-        self.names |= {n.arg: UNKNOWN for n in every if isinstance(n, ast.arg)}
-        for part in body:
-            self.visit(part)
-        self.names = outside
+        """Checks the body of a function or class. Its arguments are `UNKNOWN`."""
+        outer_names = dict(self.names)
+        nodes = ast.walk(arguments) if arguments else ()
+        self.names |= {n.arg: UNKNOWN for n in nodes if isinstance(n, ast.arg)}
+        for statement in body:
+            self.visit(statement)
+        self.names = outer_names
 
     def generic_visit(self, node):
         if isinstance(node, ast.expr):
@@ -169,7 +177,7 @@ class PageCode(ast.NodeVisitor):
     # Expressions.
 
     def value(self, node):
-        """Checks an expression; returns what it holds."""
+        """Checks an expression and returns its value."""
         match node:
             case ast.Name():
                 return self.name(node)
@@ -178,21 +186,21 @@ class PageCode(ast.NodeVisitor):
             case ast.Call():
                 return self.call(node)
             case ast.Subscript():
-                held = self.value(node.value)
+                sequence = self.value(node.value)
                 self.value(node.slice)
-                return UNKNOWN if isinstance(node.slice, ast.Slice) else _element(held)
+                return UNKNOWN if isinstance(node.slice, ast.Slice) else _element(sequence)
             case ast.Lambda():
                 self.inside(node.args, [node.body])
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                outside = dict(self.names)
-                for part in node.generators:
-                    self.bind(part.target, _element(self.value(part.iter)))
-                    for condition in part.ifs:
+                outer_names = dict(self.names)
+                for generator in node.generators:
+                    self.bind(generator.target, _element(self.value(generator.iter)))
+                    for condition in generator.ifs:
                         self.value(condition)
-                pair = isinstance(node, ast.DictComp)
-                for part in (node.key, node.value) if pair else (node.elt,):
+                is_dict = isinstance(node, ast.DictComp)
+                for part in (node.key, node.value) if is_dict else (node.elt,):
                     self.value(part)
-                self.names = outside
+                self.names = outer_names
             case _:
                 super().generic_visit(node)
         return UNKNOWN
@@ -200,20 +208,21 @@ class PageCode(ast.NodeVisitor):
     def name(self, node):
         if node.id in self.names:
             return self.names[node.id]
-        if node.id not in self.bound and not hasattr(builtins, node.id):
+        if node.id not in self.defined and not hasattr(builtins, node.id):
             self.report(node, "is not defined")
         return UNKNOWN
 
-    def attribute(self, node, held):
-        if held is UNKNOWN or isinstance(held, Method):
+    def attribute(self, node, value):
+        """Returns the value of an attribute of an expression with this value."""
+        if value is UNKNOWN or isinstance(value, Method):
             return UNKNOWN
-        if not isinstance(held, Instance):
-            if hasattr(held, node.attr):
-                return getattr(held, node.attr)
-            if inspect.ismodule(held) or is_ours(held):
-                self.report(node, f"{held.__name__} has no {node.attr}")
+        if not isinstance(value, Instance):
+            if hasattr(value, node.attr):
+                return getattr(value, node.attr)
+            if inspect.ismodule(value) or is_ours(value):
+                self.report(node, f"{value.__name__} has no {node.attr}")
             return UNKNOWN
-        owner = typing.get_origin(held.type) or held.type
+        owner = typing.get_origin(value.type) or value.type
         if not is_class(owner) or not is_ours(owner):
             return UNKNOWN
         return self.attribute_of(node, owner)
@@ -223,11 +232,11 @@ class PageCode(ast.NodeVisitor):
         hints = _annotations(owner)
         value = inspect.getattr_static(owner, node.attr, UNKNOWN)
         if isinstance(value, property):
-            return _held(_annotations(value.fget).get("return"), owner)
+            return _annotated_value(_annotations(value.fget).get("return"), owner)
         if inspect.isfunction(value):
             return Method(value, owner)
         if node.attr in hints:
-            return _held(hints[node.attr], owner)
+            return _annotated_value(hints[node.attr], owner)
         is_attribute = any(
             hasattr(it, node.attr) or node.attr in _annotations(it) for it in _subclasses(owner)
         )
@@ -249,32 +258,32 @@ class PageCode(ast.NodeVisitor):
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # functions that are written in C
             return UNKNOWN
-        starred = any(isinstance(argument, ast.Starred) for argument in node.args)
-        unpacked = named.pop(None, None) is not None
+        has_star = any(isinstance(argument, ast.Starred) for argument in node.args)
+        has_double_star = named.pop(None, None) is not None
         try:
-            bind = signature.bind_partial if starred or unpacked else signature.bind
-            arguments = bind(*() if starred else positional, **named).arguments
+            bind = signature.bind_partial if has_star or has_double_star else signature.bind
+            arguments = bind(*() if has_star else positional, **named).arguments
         except TypeError as error:
             self.report(node, str(error))
             return UNKNOWN
-        for name, held in arguments.items():
-            self.check_type(node, name, held, _annotations(function).get(name))
+        for name, value in arguments.items():
+            self.check_type(node, name, value, _annotations(function).get(name))
         if is_class(function):
             return Instance(function)
-        return _held(
+        return _annotated_value(
             _annotations(function).get("return"), owner or getattr(function, "__self__", None)
         )
 
-    def check_type(self, node, name, held, annotation):
-        """Reports an object of one of our classes where an unrelated one of ours is expected."""
-        if not isinstance(held, Instance) or not is_class(annotation) or not is_class(held.type):
+    def check_type(self, node, name, value, annotation):
+        """Reports an argument of one of our classes if an unrelated class of ours is expected."""
+        if not isinstance(value, Instance) or not is_class(annotation) or not is_class(value.type):
             return
-        both = held.type, annotation
-        if not all(map(is_ours, both)) or getattr(annotation, "_is_protocol", False):
+        types = value.type, annotation
+        if not all(map(is_ours, types)) or getattr(annotation, "_is_protocol", False):
             return
-        if not issubclass(*both) and not issubclass(*both[::-1]):
-            names = " is a ".join((name, held.type.__name__))
-            self.report(node, f"{names}, expected {annotation.__name__}")
+        if not issubclass(*types) and not issubclass(*types[::-1]):
+            problem = f"{name} is a {value.type.__name__}, expected {annotation.__name__}"
+            self.report(node, problem)
 
 
 def problems(blocks):

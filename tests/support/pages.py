@@ -1,4 +1,4 @@
-"""Pages of the documentation: the code, the commands and the questions that they show."""
+"""Reads the pages of the documentation: their code blocks, commands and prose."""
 
 import ast
 import json
@@ -17,36 +17,44 @@ _SHELL = re.compile(r"^```(?:bash|sh)\n(.*?)^```(?:\n\n```\n(.*?)^```)?", re.DOT
 
 
 class Command(NamedTuple):
-    """A command of a page: its words, and the lines that the page shows as its output."""
+    """A shell command of a page.
+
+    Attributes:
+        words: words of the command.
+        output: lines of the following output block.
+    """
 
     words: list[str]
     output: list[str]
 
 
 def shown(file):
-    """The name of a page in a message."""
+    """Returns the path of a page relative to the repository, for messages."""
     return str(file.relative_to(ROOT))
 
 
 def cells(notebook, kind):
-    """The cells of a notebook that have a kind, "code" or "markdown"."""
-    read = json.loads(notebook.read_text(encoding="utf-8"))
-    return [cell for cell in read["cells"] if cell["cell_type"] == kind]
+    """Returns the cells of a notebook with a kind, "code" or "markdown"."""
+    contents = json.loads(notebook.read_text(encoding="utf-8"))
+    return [cell for cell in contents["cells"] if cell["cell_type"] == kind]
 
 
 def prose(file):
-    """The Markdown of a page or of a notebook."""
+    """Returns the Markdown of a page or notebook."""
     if file.suffix == ".ipynb":
         return "\n\n".join("".join(cell["source"]) for cell in cells(file, "markdown"))
     return file.read_text(encoding="utf-8")
 
 
 def blocks(file):
-    """Python of a page, notebook or example, each block on the line where the file has it."""
+    """Returns the Python blocks of a page, notebook or example.
+
+    A block of a page starts with empty lines, so that its line numbers are the page's.
+    """
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         return [text]
-    if file.suffix == ".ipynb":  # IPython's %pip is replaced by a statement that does nothing
+    if file.suffix == ".ipynb":  # IPython's %pip is not Python, so `pass` replaces it
         sources = ("".join(cell["source"]) for cell in cells(file, "code"))
         return [re.sub(r"^( *)%.*", r"\1pass", source, flags=re.MULTILINE) for source in sources]
     matches = _PYTHON.finditer(text)
@@ -54,7 +62,7 @@ def blocks(file):
 
 
 def commands(file):
-    """Reads the commands of a page's shell blocks, each with the output in the next block."""
+    """Returns the commands in the shell blocks of a page."""
     result = []
     for block, output in _SHELL.findall(prose(file)):
         pending = ""
@@ -62,7 +70,7 @@ def commands(file):
             pending += line + "\n"
             try:
                 words = shlex.split(pending, comments=True)
-            except ValueError:  # a quotation that ends on a later line
+            except ValueError:  # the quotation continues on the next line
                 continue
             pending = ""
             if words:
@@ -71,13 +79,13 @@ def commands(file):
 
 
 def text_constants(file):
-    """The texts in the Python code of a page or notebook."""
+    """Returns the string constants in the Python code of a page or notebook."""
     nodes = (node for block in blocks(file) for node in ast.walk(ast.parse(block)))
     return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
 def drawn_scenes(file):
-    """Arguments of the calls of `scene_at` that a page writes out."""
+    """Returns the arguments of a page's calls of `scene_at` with constants only."""
     nodes = (node for block in blocks(file) for node in ast.walk(ast.parse(block)))
     calls = (n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "scene_at")
     return [

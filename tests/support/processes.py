@@ -1,12 +1,13 @@
-"""Processes that a test has started."""
+"""Helpers for processes that a test starts."""
 
 import socket
 
-LONGEST = 600  # seconds, ten times what a pair takes on two idle cores
+# Time limit in seconds. A pair of processes takes a tenth of this on two idle cores.
+LONGEST = 600
 
 
 def outputs(processes):
-    """Waits for processes, and returns what each printed; none outlives the test."""
+    """Waits for processes and returns the output of each. Kills processes at the time limit."""
     try:
         return [process.communicate(timeout=LONGEST)[0] for process in processes]
     finally:
@@ -16,7 +17,7 @@ def outputs(processes):
 
 
 def free_port():
-    """A port of this machine that nothing listens to."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    """Returns the number of an unused port of this machine."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Parameters of tests of which `make test` runs some and `make test-slow` the others."""
+"""Splits the parameters of a test between `make test` and `make test-slow`."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 
 
 def quick_or_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Marks all but the `quick` ones slow: those that take longest, or that say what others say.
+    """Marks the parameters slow that take long or repeat what other parameters test.
 
     Args:
-        values: the parameters.
-        quick: those that every run tests.
+        values: the parameters of a test.
+        quick: the parameters that stay unmarked.
     """
     values = list(values)
     missing = [value for value in quick if value not in values]

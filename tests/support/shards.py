@@ -1,4 +1,4 @@
-"""A folder's weights in other files than `stepprune_jax.testing` writes."""
+"""Rewrites the weights of a checkpoint folder as shards or as files of `torch.save`."""
 
 import json
 
@@ -9,12 +9,12 @@ from stepprune_jax.checkpoints.weight_files import read_folder
 
 
 def write_index(folder, weight_map, name=safetensors.INDEX_NAME):
-    """Writes the index of shards."""
+    """Writes an index with the file of each tensor."""
     (folder / name).write_text(json.dumps({"weight_map": weight_map}))
 
 
 def to_shards(folder, count):
-    """Splits a folder's weights over several safetensors files."""
+    """Replaces a folder's weight file by `count` safetensors shards with an index."""
 
     def write(path, tensors):
         specs = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -25,7 +25,7 @@ def to_shards(folder, count):
 
 
 def to_pickles(folder, count=1):
-    """Replaces a folder's safetensors by one or more files of `torch.save`."""
+    """Replaces a folder's weight file by `count` files of `torch.save`."""
 
     def write(path, tensors):
         torch.save({name: torch.tensor(tensor) for name, tensor in tensors.items()}, path)
@@ -38,7 +38,16 @@ def to_pickles(folder, count=1):
 
 
 def _divide(folder, names, write):
-    """Writes a folder's weights to files instead, and returns the file of each."""
+    """Distributes a folder's weights over new files, and deletes the old ones.
+
+    Args:
+        folder: the checkpoint folder.
+        names: names of the new files.
+        write: `write(path, tensors)` writes a file of arrays by name.
+
+    Returns:
+        The new file of each tensor.
+    """
     entries = list(read_folder(folder).values())
     size, weight_map = -(-len(entries) // len(names)), {}
     for number, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""A tiny model with a folder of questions, made in a second."""
+"""Builds a tiny model, policies and a folder of questions within a second."""
 
 import dataclasses
 from pathlib import Path
@@ -34,7 +34,10 @@ STATS = FeatureStats(0.1 * jnp.ones(32), 2 * jnp.ones(32), jnp.float32(9))
 
 
 def write_split(folder, name, pictures, seed):
-    """Questions about random pictures, three each; the answers are still to be written."""
+    """Writes a split with three questions about each of `pictures` random images.
+
+    Every answer is "dog"; tests replace the answers as needed.
+    """
     random = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True, exist_ok=True)
     questions = []
@@ -51,39 +54,43 @@ def write_split(folder, name, pictures, seed):
     write_lines(
         folder / f"{name}_answers.jsonl", [{"question_id": i, "answer": "dog"} for i in ids]
     )
-    known = [
+    scenes = [
         {"question_id": i, "complexity": n % 4, "relevant": list(range(n % 3))}
         for n, i in enumerate(ids)
     ]
-    write_lines(folder / f"{name}_scenes.jsonl", known)
+    write_lines(folder / f"{name}_scenes.jsonl", scenes)
     return questions
 
 
-def drawn(specs, seed):
-    """Large random weights without a compilation; policies are sharp, so counts differ."""
+def random_params(specs, seed):
+    """Returns large random weights, without compiling an initialiser.
+
+    With such weights a policy's distributions are sharp, so its counts differ between images.
+    """
     random = np.random.default_rng(seed)
 
-    def draw(spec):
+    def make_leaf(spec):
         mean = float(spec.init == "ones")
         return jnp.asarray(mean + 0.5 * random.standard_normal(spec.shape, np.float32))
 
-    return jax.tree.map(draw, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    return jax.tree.map(make_leaf, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
 def stepprune(seed=1, **fields):
+    """Returns a tiny StepPrune with random weights."""
     config = PolicyConfig(**(WIDTHS | {"decoder_layers": 1} | fields))
-    return StepPrune(params=drawn(param_specs(config), seed), config=config, stats=STATS)
+    return StepPrune(params=random_params(param_specs(config), seed), config=config, stats=STATS)
 
 
 def one_shot(seed=2):
+    """Returns a tiny AutoSelect with random weights, a policy without a learned stop."""
     config = AutoSelectConfig(**WIDTHS)
-    return AutoSelect(
-        params=drawn(AutoSelect(config=config).specs(), seed), config=config, stats=STATS
-    )
+    params = random_params(AutoSelect(config=config).specs(), seed)
+    return AutoSelect(params=params, config=config, stats=STATS)
 
 
 def glimpse(**fields):
-    """A configuration of GlimpsePrune for a tiny LLaVA."""
+    """Returns a configuration of GlimpsePrune for a tiny LLaVA."""
     widths = {"feature_width": 32, "text_width": 48, "num_attention_heads": 4, "vision_width": 32}
     layers = {"le_layers": (0, 1), "selected_layers": (0, 1), "reduce_layer": 1}
     sizes = {"selected_visual_layers": (2, 1), "attn_fuse_size": 16, "visual_cond_size": 16}
@@ -91,11 +98,12 @@ def glimpse(**fields):
 
 
 def tiny_model(folder, **sizes):
+    """Writes a tiny LLaVA to a folder and loads it."""
     return load_vlm(testing.tiny_llava(folder, **sizes), dtype=jnp.float32, progress=False)
 
 
 def broken_at(model, token):
-    """The model with an embedding of one token, "▁dog" or its id, that is not a number."""
+    """Returns the model with NaN in the embedding of a token, which is given as text or id."""
     if isinstance(token, str):
         token = model.tokenizer.convert_tokens_to_ids(token)
     language = model.params["language"]
@@ -105,7 +113,7 @@ def broken_at(model, token):
 
 
 def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
-    """The settings of an evaluation of the default configuration on a tiny model and split."""
+    """Returns an evaluation run of the default configuration on a tiny model and a data folder."""
     return configurations.load(str(ROOT / "configs" / "shapes.py")).replace(
         {
             "seed": 3,
@@ -119,12 +127,12 @@ def small_run(model: Path, data: Path, /, **fields) -> EvaluationRun:
 
 
 def changed(run: EvaluationRun, **fields) -> EvaluationRun:
-    """The run with other settings of its evaluation."""
+    """Returns the run with some fields of its evaluation settings replaced."""
     return dataclasses.replace(run, eval=dataclasses.replace(run.eval, **fields))
 
 
 def save_all(workdir: Path) -> dict[str, str]:
-    """The run's own policy, and two more rows."""
+    """Saves the policy of a run and two further policies, and returns the latter by row name."""
     save_policy(stepprune(), workdir / "policy.safetensors")
     rows = {"AutoSelect-like": one_shot(), "StepPrune literal": stepprune(5, min_tokens=0)}
     return {
@@ -134,6 +142,6 @@ def save_all(workdir: Path) -> dict[str, str]:
 
 
 def one_width(patch) -> None:
-    """One width for all prompts, which the tiny tokenizer makes long, to compile less."""
+    """Pads all prompts to one width, which reduces compilation."""
     for module in (encode, generate_stage):
         patch.setattr(module, "WIDTHS", (192,))
