@@ -29,7 +29,7 @@ from stepprune_jax.cli.command_line import (
 from stepprune_jax.cli.generate import main as generate_command
 from stepprune_jax.extras import MissingPackageError
 from stepprune_jax.parallel.distributed import use_cores
-from stepprune_jax.serving.errors import RequestError
+from stepprune_jax.serving.fields import RequestError
 from stepprune_jax.training import Run
 from stepprune_jax.user_input import UserError, local_path, one_line
 

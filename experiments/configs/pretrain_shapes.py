@@ -5,15 +5,15 @@ r"""The small LLaVA of the shapes world, from scratch.
     python -m experiments.pretrain --config experiments/configs/pretrain_shapes.py \
         --workdir runs/pretrain
 
-The seed of the scenes is that of no other split; families of questions that are learned last are
-twice as frequent. The result, runs/pretrain/model, is a folder in the Hugging Face layout. It can
-be trained on any data in LLaVA's format; without patch labels (`train_patches.npz`) the tower has
-no separate stage, so set `language.train_tower`.
+No other split has this seed. Slowly learned families of questions are twice as frequent. The
+result, runs/pretrain/model, is a folder in the Hugging Face layout. Any data in LLaVA's format can
+be used. Without patch labels (`train_patches.npz`), no separate stage trains the tower:
+set `language.train_tower`.
 """
 
 from experiments.pretrain.settings import Pretraining
 
 
 def get_config() -> Pretraining:
-    """Returns the settings, whose defaults are those of this run."""
+    """Returns the settings of this run, which are the defaults."""
     return Pretraining()

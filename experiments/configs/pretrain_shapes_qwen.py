@@ -5,10 +5,9 @@ r"""A small Qwen2.5-VL of the shapes world, from scratch, on images of three siz
     python -m experiments.pretrain --config experiments/configs/pretrain_shapes_qwen.py \
         --workdir runs/pretrain_qwen
 
-The result, runs/pretrain_qwen/model, is a folder as those of the published models: a tower with
-windows and a merger, three position ids a token, grouped keys, biases. An image has 64, 121 or 196
-visual tokens. What is not said here is as in
-the defaults of the settings.
+The result, runs/pretrain_qwen/model, has the layout of the published models: a tower with windows
+and a merger, three position ids per token, grouped keys, and biases. An image has 64, 121 or 196
+visual tokens. All other settings are the defaults.
 """
 
 from experiments.pretrain.settings import Pretraining, ShapeSettings
@@ -19,19 +18,19 @@ def get_config() -> Pretraining:
     model = ShapeSettings(
         family="qwen2_5_vl",
         feature_layer=None,
-        image_size=112,  # larger images are reduced to its area
-        least_size=64,  # smaller ones are enlarged to its area
-        patch_size=4,  # a token is made of 2 x 2
+        image_size=112,  # Larger images are reduced to this area.
+        least_size=64,  # Smaller images are enlarged to this area.
+        patch_size=4,  # A token is made of 2 x 2 patches.
         vision_width=64,
         vision_mlp=160,
         vision_layers=3,
         vision_heads=4,
-        window_size=32,  # pixels; 4 x 4 tokens, as in the published models
+        window_size=32,  # Pixels: 4 x 4 tokens, as in the published models.
         full_blocks=(2,),
         text_heads=4,
         text_kv_heads=2,
-        # Pairs of a head's channels that turn with time, row and column. The base is low: the slow
-        # ones, the column's, must tell two of fourteen columns apart.
+        # Channel pairs of a head for time, row and column. The base is low because the slowest
+        # rotations, which encode the column, must distinguish 14 columns.
         rope_sections=(4, 6, 6),
         rope_theta=30.0,
     )
@@ -41,7 +40,7 @@ def get_config() -> Pretraining:
             "model": model,
             "language.steps": 3600,
             "language.whole_steps": 2000,
-            "language.kept": (4, 16, 48),  # each is a program for each size
+            "language.kept": (4, 16, 48),  # Each number needs a program for each size.
             "noise.steps": 1000,
         }
     )

@@ -1,1 +1,1 @@
-"""A small model from scratch: first a tower from patch labels, then the language model."""
+"""Trains a small model from scratch: a tower from patch labels, and then the language model."""

@@ -1,6 +1,6 @@
 """Trains a small model: `python -m experiments.pretrain --config FILE`.
 
-Any field of the configuration can be set by a flag, for example `--config.seed=7`. The same command
+Flags can set any field of the configuration, for example `--config.seed=7`. The same command
 resumes an interrupted run.
 """
 
@@ -22,13 +22,13 @@ _NAME = "experiments.pretrain"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Reads the arguments and trains; returns the exit status."""
+    """Runs the command and returns its exit status."""
     parser = Parser(prog=_NAME, description=__doc__)
     add_config(parser)
-    arguments, settings = read_config(parser, arguments, Pretraining)
+    flags, settings = read_config(parser, arguments, Pretraining)
     distributed.use_cores(settings.cpu_devices)
-    with locked(arguments.workdir):
-        result = pretrain(settings, arguments.workdir, settings.data.folder)
+    with locked(flags.workdir):
+        result = pretrain(settings, flags.workdir, settings.data.folder)
     return signal_status(result) if isinstance(result, int) else 0
 
 

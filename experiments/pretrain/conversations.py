@@ -1,4 +1,4 @@
-"""Training conversations with their images, read as a whole."""
+"""Reads all training conversations of a file."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +12,9 @@ class Sample(NamedTuple):
     """One training conversation.
 
     Attributes:
-        image: its image, or None.
-        turns: the turns, user first and then alternating, without image marks.
-        index: place in the file, from 0.
+        image: the image's file, or None.
+        turns: texts of user and assistant in turn, without image marks.
+        index: number of the conversation in the file, from 0.
     """
 
     image: Path | None
@@ -25,13 +25,13 @@ class Sample(NamedTuple):
 def read_conversations(file: str | Path, image_root: str | Path) -> list[Sample]:
     """Reads training conversations.
 
-    A conversation that has only a first message of the assistant is left out.
+    A conversation without a user's message is skipped.
     """
     samples = []
     for index, entry in enumerate(read_json_list(file, "sample")):
-        where = f"{file}: sample {index}"
-        image, turns = parse_conversation(entry, where)
+        location = f"{file}: sample {index}"
+        image, turns = parse_conversation(entry, location)
         if turns:
-            path = None if image is None else existing_image(image_root, image, where)
+            path = None if image is None else existing_image(image_root, image, location)
             samples.append(Sample(path, turns, index))
     return samples

@@ -1,4 +1,4 @@
-"""Data of pretraining: conversations, images, and labels of their patches."""
+"""Reads the data of pretraining: conversations, images, and labels of patches."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,23 +15,25 @@ from experiments.pretrain.mentions import MENTIONS_FILE, Mentions, read_mentions
 from experiments.pretrain.settings import Pretraining
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels, stack_images
-from stepprune_jax.user_input import UserError, require
+from stepprune_jax.user_input import UserError
 
 PATCHES_FILE = "train_patches.npz"
-_KINDS = {"words": TEXT, "class": INTEGERS}  # by the first word of a name; of the others: numbers
+# Types of label arrays by the first word of their names. All other arrays are numbers.
+_KINDS = {"words": TEXT, "class": INTEGERS}
 
 
 class Data(NamedTuple):
     """Data of all stages.
 
     Attributes:
-        samples: conversations, each with an image.
-        groups: group of each sample; the pixels of a group have one shape.
-        pixels: maps a path to pixels.
-        grids: maps pixels to the grids of their visual tokens.
-        labels: labels of patches and images by name, empty without their file.
-        words: for some `class_*` labels by name, the word of each class; "" if it has none.
-        mentions: what the questions mention; None without their file.
+        samples: conversations with one image each.
+        groups: group of each sample. All images of a group have pixels of one shape.
+        pixels: maps an image file to pixels.
+        grids: maps pixels to rows and columns of visual tokens.
+        labels: labels of patches and images, by name; empty without the file `PATCHES_FILE`.
+        words: words of the classes of some labels, by the label's name; "" for a class without a
+            word.
+        mentions: mentions of the questions; None without the file `MENTIONS_FILE`.
     """
 
     samples: list[Sample]
@@ -43,45 +45,45 @@ class Data(NamedTuple):
     mentions: Mentions | None
 
     def images(self, rows: Int[np.ndarray, " b"]) -> Images:
-        """Returns the images of some samples, padded to the largest."""
+        """Returns the images of samples, padded to the largest image."""
         pixels = stack_images([self.pixels(self.samples[row].image) for row in rows])
         return Images(pixels, self.grids(pixels))
 
 
 def read_samples(folder: Path) -> list[Sample]:
-    """Reads conversations, each of which must have an image."""
+    """Reads conversations.
+
+    Raises:
+        UserError: a conversation has no image.
+    """
     samples = read_conversations(folder / "train.json", folder / "images")
     for sample in samples:
-        where = f"{folder / 'train.json'}: sample {sample.index}"
-        require(sample.image is not None, f"{where} has no image; all must have one here")
+        if sample.image is None:
+            location = f"{folder / 'train.json'}: sample {sample.index}"
+            raise UserError(f"{location} has no image, expected an image in every sample")
     return samples
 
 
 def read_data(
     run: Pretraining, folder: Path, samples: list[Sample], backbone: Backbone, settings: Any
 ) -> Data:
-    """Reads labels, and checks them against the model and the stages."""
+    """Reads the labels, and checks the settings of model and stages against the data."""
     pixels = backbone.pixel_cache(settings, 4 << 30)
     groups, patches = _measure(backbone, samples, pixels)
     file = folder / PATCHES_FILE
     labels, words = _read_labels(file, len(samples), patches)
-    tower = bool(labels) and run.tower.steps > 0
-    trains = tower or run.language.train_tower
-    expected = f"True: nothing else trains the tower, without steps or {folder / PATCHES_FILE}"
-    run.language.expect("train_tower", trains, expected)
+    has_tower_stage = bool(labels) and run.tower.steps > 0
+    is_trained = has_tower_stage or run.language.train_tower
+    expected = f"True, because no stage trains the tower without tower.steps and {file}"
+    run.language.expect("train_tower", is_trained, expected)
     largest_group = int(np.bincount(groups).max())
     expected = (
         f"at most the {largest_group} samples of {folder / 'train.json'} with images of one size"
     )
-    for stage in [run.tower] * tower + [run.language] + [run.noise] * (run.noise.steps > 0):
+    for stage in (
+        [run.tower] * has_tower_stage + [run.language] + [run.noise] * (run.noise.steps > 0)
+    ):
         stage.expect("batch_size", stage.batch_size <= largest_group, expected)
-    if run.language.filled is not None:
-        has_share = [np.isfinite(a) for name, a in labels.items() if name.startswith("share_")]
-        needed = int(np.any(has_share, axis=0).sum(axis=1).max()) if has_share else 0
-        expected = f"none, as {folder / PATCHES_FILE} has no labels share_..."
-        if has_share:
-            expected = f"at least {needed}: so many patches of an image have labels share_..."
-        run.language.expect("filled", 0 < needed <= run.language.filled, expected)
     mentions = read_mentions(folder / MENTIONS_FILE, len(samples))
     return Data(samples, groups, pixels, backbone.grids, labels, words, mentions)
 
@@ -89,7 +91,7 @@ def read_data(
 def _measure(
     backbone: Backbone, samples: list[Sample], pixels: Callable[[Path], Pixels]
 ) -> tuple[Int[np.ndarray, " i"], int]:
-    """The group of each sample, by the shape of its pixels, and the patches of the largest."""
+    """Returns the group of each sample, and the number of patches of the largest image."""
     if not backbone.config.sizes_vary:
         return np.zeros(len(samples), int), backbone.config.max_image_tokens
     shapes, groups, patches = {}, [], 0
@@ -104,29 +106,32 @@ def _measure(
 def _read_labels(
     path: Path, images: int, patches: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Reads labels, and words of classes, by label name; empty if there is no such file."""
+    """Returns labels, and words of their classes, by label name; empty without a file."""
     if not path.is_file():
         return {}, {}
     arrays = read_arrays(path, lambda name: _KINDS.get(name.partition("_")[0], NUMBERS))
     words = {name: arrays.pop(name) for name in list(arrays) if name.startswith("words_")}
     shares = {name for name in arrays if name.startswith("share_")}
-    kinds = {n: "share_" if n.replace("words", "share", 1) in shares else "class_" for n in words}
-    words = {name.replace("words_", kinds[name], 1): array for name, array in words.items()}
+    prefixes = {
+        name: "share_" if name.replace("words", "share", 1) in shares else "class_"
+        for name in words
+    }
+    words = {name.replace("words_", prefixes[name], 1): array for name, array in words.items()}
     for name, array in arrays.items():
         _check_shape(path, name, array, images, patches)
     for name, array in words.items():
         classes = 2 if name in shares else int(arrays[name].max()) + 1 if name in arrays else 0
         if array.ndim != 1 or not classes or len(array) < classes:
-            labels = f"has classes up to {classes - 1}" if classes else "is not there"
+            problem = f"has classes up to {classes - 1}" if classes else "is missing"
             raise UserError(
-                f"{path}: words of {name} are {list(array.shape)}, and {name} {labels}; expected a "
-                "word for each class"
+                f"{path}: words of {name} are {list(array.shape)}, and {name} {problem}; expected "
+                "a word for each class"
             )
     return arrays, words
 
 
 def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches: int) -> None:
-    """Rejects labels of other images or of another grid."""
+    """Raises a UserError for an array of other images or of another grid."""
     expected = {"class_": (images, patches), "value_": (images, patches, -1)}
     expected |= {"image_": (images, -1), "share_": (images, patches)}
     shape = expected.get(name[:6])
@@ -144,7 +149,7 @@ def _check_shape(path: Path, name: str, array: np.ndarray, images: int, patches:
 
 
 def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[np.ndarray, "c"]]:
-    """Looks up the tokens of the words for classes of patches."""
+    """Returns the token of each class; -1 for a class without a word in the vocabulary."""
     unknown = tokenizer.unk_token_id
 
     def token(word: str) -> int:
@@ -160,18 +165,18 @@ def word_tokens(tokenizer: Any, words: dict[str, np.ndarray]) -> dict[str, Int[n
 def batch_indices(
     seed: int, step: int, size: int, groups: Int[np.ndarray, " i"]
 ) -> Int[np.ndarray, " b"]:
-    """Returns the rows of batch `step`, all of one group.
+    """Returns the samples of batch `step`, which all belong to one group.
 
-    Each epoch is a permutation without the last, short batch of each group.
+    An epoch has each sample at most once: it omits an incomplete batch of each group.
     """
     counts = np.bincount(groups) // size
     epoch, place = divmod(step, int(counts.sum()))
-    random = np.random.default_rng([seed, epoch])
-    order = random.permutation(len(groups))
-    group, before = 0, place
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(groups))
+    group, group_batch = 0, place
     if len(counts) > 1:
-        turns = random.permutation(np.repeat(np.arange(len(counts)), counts))
-        group = turns[place]
-        before = int((turns[:place] == group).sum())
-    mine = order[groups[order] == group]
-    return mine[before * size : (before + 1) * size]
+        batch_groups = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+        group = batch_groups[place]
+        group_batch = int((batch_groups[:place] == group).sum())
+    members = order[groups[order] == group]
+    return members[group_batch * size : (group_batch + 1) * size]

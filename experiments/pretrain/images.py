@@ -1,4 +1,4 @@
-"""Images of a batch, which may differ in their number of visual tokens."""
+"""The images of a batch, which may have different numbers of visual tokens."""
 
 from typing import NamedTuple
 
@@ -11,23 +11,23 @@ from stepprune_jax.models.images import Pixels
 
 
 class Images(NamedTuple):
-    """Some images, padded to the largest.
+    """Images, padded to the largest image of the batch.
 
     Attributes:
-        pixels: as the family's preprocessing makes them.
-        grid: rows and columns of the visual tokens of each.
+        pixels: result of the model family's preprocessing.
+        grid: [i, 2] rows and columns of visual tokens.
     """
 
     pixels: Pixels
     grid: Int[np.ndarray | Array, "i 2"]
 
 
-def real_tokens(backbone: Backbone, images: Images, n: int) -> Bool[Array, "i n"]:
-    """Returns which of the `n` visual tokens of each image are not padding."""
+def token_mask(backbone: Backbone, images: Images, n: int) -> Bool[Array, "i n"]:
+    """Returns a mask [i, n] that is false for padding."""
     return jnp.arange(n) < backbone.num_tokens(images.grid)[:, None]
 
 
-def of_tokens(label: Array, n: int) -> Array:
-    """Cuts or pads labels [i, m, ...] of patches to the `n` visual tokens of a batch."""
+def fit_labels(label: Array, n: int) -> Array:
+    """Truncates or pads patch labels [i, m, ...] to [i, n, ...]."""
     missing = max(0, n - label.shape[1])
     return jnp.pad(label[:, :n], [(0, 0), (0, missing)] + [(0, 0)] * (label.ndim - 2))

@@ -1,8 +1,8 @@
-"""Second and third stage: projector, or merger, and language model learn to answer.
+"""Trains connector and language model to answer questions: the second and the third stage.
 
-On a share of the steps only some of the visual tokens are shown, at their own positions, like a
-pruned prefix later; in the third stage also all of them, most replaced by noise, as by a noise
-gate. A large model tolerates such prefixes by its scale; a small one has to be trained on them.
+Many updates show only some of the visual tokens, at their own positions, as a pruned prompt does
+later. The third stage also replaces most tokens by noise, as the noise gate does. Large models
+tolerate such prompts, and small models have to be trained on them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.pretrain.images import Images, of_tokens, real_tokens
+from experiments.pretrain.images import Images, fit_labels, token_mask
 from experiments.pretrain.mentions import PlacedMentions, mention_loss
 from experiments.pretrain.packing import Packed
 from experiments.pretrain.small import saliency, saliency_tap
@@ -32,94 +32,108 @@ from stepprune_jax.policy.noise import (
 )
 
 
-def thinned(
+def sample_tokens(
     key: Array,
     saliency_log: Float[Array, "i n"],
     kept: int,
     sharpness: Float[Array, "i"],
     real: Bool[Array, "i n"],
 ) -> Int[Array, "i k"]:
-    """Draws visual tokens to keep, in raster order.
+    """Samples visual tokens without replacement, by saliency ** sharpness.
 
-    They are drawn without repetition with probabilities proportional to saliency ** sharpness:
-    uniformly for sharpness 0; above, the more likely the more the class token attends to them.
+    Args:
+        key: random key.
+        saliency_log: [i, n] logarithm of the saliency of each token.
+        kept: number of tokens to sample.
+        sharpness: [i] exponent; 0 samples uniformly.
+        real: [i, n] mask that is false for padding.
+
+    Returns:
+        [i, kept] indices in row-major order.
     """
-    score = _scores(key, saliency_log, sharpness)
+    score = _gumbel_scores(key, saliency_log, sharpness)
     score = jnp.where(real, score, jnp.finfo(score.dtype).min)
     return jnp.sort(jax.lax.top_k(score, kept)[1], axis=1)
 
 
-def _scores(key: Array, saliency_log: Array, sharpness: Array) -> Array:
-    """Returns scores whose k largest are such a draw, for any k."""
+def _gumbel_scores(key: Array, saliency_log: Array, sharpness: Array) -> Array:
+    """Returns scores whose k largest are a sample as of `sample_tokens`, for any k."""
     return sharpness[:, None] * saliency_log + jax.random.gumbel(key, saliency_log.shape)
 
 
-def noised(
+def mix_noise(
     key: Array,
     features: Float[Array, "i n d"],
     score: Float[Array, "i n"],
     real: Bool[Array, "i n"],
 ) -> tuple[Float[Array, "i n d"], Bool[Array, "i n"]]:
-    """Mixes tokens with noise, Eq. (13), so that little of most tokens remains.
+    """Mixes tokens with noise, Eq. (13), so that most tokens are mostly noise.
 
-    Each image keeps the tokens with its k largest scores, k being drawn log-uniformly from 2 to n,
-    with a gate from .6 to 1 per image; the gates of the others are from 0 to .1.
+    For each image, k is log-uniform from 2 to n. The gate of the k tokens with the largest scores
+    is uniform from 0.6 to 1, and the gate of all other tokens is uniform from 0 to 0.1.
+
+    Args:
+        key: random key.
+        features: [i, n, d] visual tokens.
+        score: [i, n] scores.
+        real: [i, n] mask that is false for padding.
+
+    Returns:
+        [i, n, d] the mixed tokens. [i, n] mask of the k tokens of each image.
     """
     images, n = score.shape[0], jnp.sum(real, axis=1, keepdims=True)
     score = jnp.where(real, score, jnp.finfo(score.dtype).min)
     count_key, gate_key, noise_key = jax.random.split(key, 3)
     count = jnp.exp(jax.random.uniform(count_key, (images, 1), maxval=jnp.log(n / 2))) * 2
     rank = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
-    inside, outside = jax.random.uniform(gate_key, (2, images, 1))
+    kept_gate, dropped_gate = jax.random.uniform(gate_key, (2, images, 1))
     kept = rank < count
-    alpha = jnp.where(kept, 0.6 + 0.4 * inside, 0.1 * outside)
+    alpha = jnp.where(kept, 0.6 + 0.4 * kept_gate, 0.1 * dropped_gate)
     stats = update_stats(FeatureStats.start(features.shape[-1]), features, real)
     return restore(noise_gate(noise_key, standardise(features, stats), alpha), stats), kept
 
 
 class Display(NamedTuple):
-    """How a step shows an image.
+    """Static settings of how an update shows images to the language model.
 
     Attributes:
-        kept: number of visual tokens shown; None shows all.
-        filled: whether those are first of all the patches that show something, so that nothing is
-            lost.
-        noisy: whether to show all, most of them as noise; see `noised`.
-        taste: how strongly the choice depends on the contents of patches; see `_favour`.
-        silence: whether patches may be named by a meaningless token, as noise is.
+        kept: number of visual tokens to show; None shows all tokens.
+        is_noisy: whether to show all tokens, most of them as noise; see `mix_noise`.
+        taste: how strongly the selection depends on the contents of patches; see `_apply_taste`.
+        names_noise: whether the loss names noise by a token without meaning.
     """
 
     kept: int | None = None
-    filled: bool = False
-    noisy: bool = False
+    is_noisy: bool = False
     taste: float = 2.0
-    silence: bool = False
+    names_noise: bool = False
 
     @property
-    def all_contents(self) -> bool:
-        """Whether everything that a question may be about is visible."""
-        return not self.noisy and (self.kept is None or self.filled)
+    def is_complete(self) -> bool:
+        """Whether the image shows everything that a question may be about."""
+        return self.kept is None and not self.is_noisy
 
 
 class Words(NamedTuple):
-    """Contents of patches, as tokens of the vocabulary.
+    """The words that name the contents of patches.
 
     Attributes:
-        label: class of each patch; or, between two words, the share of the second, NaN where it is
+        label: [i, n] class of each patch; or the probability of the second of two words, NaN where
             undefined.
-        token: token of each class; -1 if it has no word.
+        token: [c] token of each class; -1 for a class without a word.
     """
 
     label: Int[Array, "i n"] | Float[Array, "i n"]
     token: Int[Array, "c"]
 
 
-def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float) -> Array:
-    """Multiplies saliency by a random factor for each class of patches, drawn for each image.
+def _apply_taste(key: Array, saliency: Array, words: Sequence[Words], strength: float) -> Array:
+    """Returns the log saliency plus a random number for each image and class of patches.
 
-    The logarithm of a factor has the standard deviation `strength`. A policy keeps the patches that
-    a question is about and drops the rest. A model trained only on randomly thinned images mistakes
-    the proportions of the kept patches for those of the image, and miscounts.
+    The random numbers have the standard deviation `strength`. They imitate a policy, which keeps
+    patches of the classes that a question is about. A model that is trained only on uniformly
+    thinned images takes the proportions of the kept patches as the proportions of the image, and
+    miscounts.
     """
     factor = jnp.zeros(saliency.shape)
     for number, patch_words in enumerate(words):
@@ -130,24 +144,15 @@ def _favour(key: Array, saliency: Array, words: Sequence[Words], strength: float
     return jnp.log(saliency + 1e-9) + strength * factor
 
 
-def _has_place(real: Bool[Array, "i n"], words: Sequence[Words]) -> Bool[Array, "i n"]:
-    """Returns which patches show something that has a place: the share of a word is defined."""
-    has_share = jnp.zeros_like(real)
-    for patch_words in words:
-        if jnp.issubdtype(patch_words.label.dtype, jnp.floating):
-            has_share |= jnp.isfinite(patch_words.label)
-    return has_share & real
-
-
 class VisibleTokens(NamedTuple):
-    """Visual tokens that are shown.
+    """The visual tokens that an update shows.
 
     Attributes:
-        tokens: features, or what they are projected to.
-        index: their places among the image's n.
-        real: which are not padding.
-        clear: which are neither padding nor noise.
-        grid: rows and columns of each image.
+        tokens: [i, k, d] features, before or after the projector.
+        index: [i, k] indices of the tokens in the image.
+        real: [i, k] mask that is false for padding.
+        clear: [i, k] mask that is false for padding and noise.
+        grid: [i, 2] rows and columns of each image.
     """
 
     tokens: Float[Array, "i k d"]
@@ -157,31 +162,28 @@ class VisibleTokens(NamedTuple):
     grid: Int[Array, "i 2"]
 
 
-def _display(
+def show_images(
     params, backbone, images: Images, key, words: Sequence[Words], display: Display
 ) -> VisibleTokens:
-    """Returns visual features of images, thinned or mixed with noise."""
-    taps = () if display.kept is None and not display.noisy else (saliency_tap(backbone.config),)
+    """Returns the features of images, thinned or mixed with noise as `display` says."""
+    taps = () if display.is_complete else (saliency_tap(backbone.config),)
     features, taps = backbone.encode_image(params, images.pixels, taps)
     count, n = features.shape[:2]
-    index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), real_tokens(backbone, images, n)
+    index, real = jnp.broadcast_to(jnp.arange(n), (count, n)), token_mask(backbone, images, n)
     if not taps:
         return VisibleTokens(features, index, real, real, images.grid)
     attention = jax.lax.stop_gradient(saliency(next(iter(taps.values()))))
-    draw_key, sharp_key, taste_key = jax.random.split(key, 3)
-    # A third of the images uniformly, the others with increasing weight on salient patches.
-    sharpness = jnp.maximum(0, jax.random.uniform(sharp_key, (count,), minval=-1, maxval=2))
-    words = [named._replace(label=of_tokens(named.label, n)) for named in words]
-    favour = _favour(taste_key, attention, words, display.taste)
-    if display.noisy:
-        score_key, noise_key = jax.random.split(draw_key)
-        score = _scores(score_key, favour, sharpness)
-        mixed, clear = noised(noise_key, features, score, real)
+    sample_key, sharpness_key, taste_key = jax.random.split(key, 3)
+    # A third of the images has sharpness 0, and the sharpness of all other images is uniform.
+    sharpness = jnp.maximum(0, jax.random.uniform(sharpness_key, (count,), minval=-1, maxval=2))
+    words = [name._replace(label=fit_labels(name.label, n)) for name in words]
+    saliency_log = _apply_taste(taste_key, attention, words, display.taste)
+    if display.is_noisy:
+        score_key, noise_key = jax.random.split(sample_key)
+        score = _gumbel_scores(score_key, saliency_log, sharpness)
+        mixed, clear = mix_noise(noise_key, features, score, real)
         return VisibleTokens(mixed, index, real, clear, images.grid)
-    if display.filled:
-        # Far beyond the noise of the draw.
-        favour, sharpness = 1e3 * _has_place(real, words), jnp.ones_like(sharpness)
-    index = thinned(draw_key, favour, display.kept, sharpness, real)
+    index = sample_tokens(sample_key, saliency_log, display.kept, sharpness, real)
     real = jnp.take_along_axis(real, index, axis=1)
     features = jnp.take_along_axis(features, index[..., None], axis=1)
     return VisibleTokens(features, index, real, real, images.grid)
@@ -192,49 +194,54 @@ def _alignment_loss(
     visual: Float[Array, "i k e"],
     visible: VisibleTokens,
     words: Words,
-    silent: int | None,
+    noise_token: int | None,
 ) -> Float[Array, ""]:
-    """Computes the cross-entropy of each patch's word among its kind, by the nearest embedding.
+    """Computes the cross-entropy of each patch's word, with embeddings of words as logits.
 
-    It moves visual tokens into the space of the words that name them, so that matching words works
-    for both. A share between two words (how far to the right between "left" and "right") is
-    predicted in the same way. Noise is named by the meaningless token `silent`, and its loss l
-    counts as log(1 + l).
+    The loss moves visual tokens towards the embeddings of the words that name them. A label between
+    two words (the horizontal place between "left" and "right") is a probability of the second word.
+
+    Args:
+        embedding: [v, e] embeddings of the vocabulary.
+        visual: [i, k, e] visual tokens in the space of the embeddings.
+        visible: the tokens that the update shows.
+        words: the labels of one kind.
+        noise_token: token that names noise, whose loss l counts as log(1 + l); None excludes noise.
     """
-    # Behind the labels there is only padding.
+    # A smaller image has fewer labels than tokens. Its further tokens are padding.
     label = jnp.take_along_axis(words.label, visible.index, axis=1, mode="clip")
     clear, has_word = visible.clear, words.token >= 0
     if jnp.issubdtype(label.dtype, jnp.floating):
         has_target = jnp.isfinite(label) & clear
-        share = jnp.where(jnp.isfinite(label), label, 0.5)
-        target = jnp.stack([1 - share, share], axis=-1)
+        probability = jnp.where(jnp.isfinite(label), label, 0.5)
+        target = jnp.stack([1 - probability, probability], axis=-1)
         losses = optax.softmax_cross_entropy(visual @ embedding[words.token].T, target)
     else:
         tokens = jnp.maximum(words.token, 0)
-        if silent is not None:
-            tokens, has_word = jnp.append(tokens, silent), jnp.append(has_word, True)
+        if noise_token is not None:
+            tokens, has_word = jnp.append(tokens, noise_token), jnp.append(has_word, True)
             label = jnp.where(clear, label, tokens.shape[0] - 1)
         logits = jnp.where(has_word, visual @ embedding[tokens].T, jnp.finfo(jnp.float32).min)
         has_target = has_word[label] & visible.real
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits, jnp.where(has_target, label, jnp.argmax(has_word))
         )
-        # Noise is far from its name at first; the rest must not be forgotten over it.
+        # The loss of noise is large at first. Without the logarithm, it would dominate.
         losses = jnp.where(clear, losses, jnp.log1p(losses))
     return jnp.sum(jnp.where(has_target, losses, 0)) / jnp.maximum(jnp.sum(has_target), 1)
 
 
-def _normalised(hidden: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-    """Hidden states at a root mean square of one."""
+def _normalize(hidden: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+    """Scales hidden states to a root mean square of 1."""
     return hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-6)
 
 
-class Inside(NamedTuple):
-    """Hidden states after two thirds of the layers, of four layers two.
+class MiddleStates(NamedTuple):
+    """Hidden states after two thirds of the layers (two of four layers).
 
     Attributes:
-        words: at the places that were asked for.
-        visual: at the visual tokens.
+        words: [i, t, e] states at the requested text tokens.
+        visual: [i, k, e] states at the visual tokens.
     """
 
     words: Float[Array, "i t e"]
@@ -247,8 +254,19 @@ def run_packed(
     visible: VisibleTokens,
     packed: Packed,
     slot: Int[Array, "i t"],
-) -> tuple[Float[Array, "i a v"], Inside]:
-    """Runs the language model on all exchanges of an image at once."""
+) -> tuple[Float[Array, "i a v"], MiddleStates]:
+    """Runs the language model on all exchanges of each image.
+
+    Args:
+        params: weights of the model.
+        backbone: the model.
+        visible: the projected visual tokens.
+        packed: the exchanges.
+        slot: [i, t] text tokens whose middle states are returned.
+
+    Returns:
+        Logits of the supervised tokens, and middle states.
+    """
     config = backbone.config
     (images, num_visual), before = visible.index.shape, packed.prefix.shape[0]
     prefix = jnp.broadcast_to(packed.prefix, (images, before))
@@ -258,23 +276,24 @@ def run_packed(
     offset, extent = backbone.image_positions(visible.grid, visible.index)
     axes = offset.shape[1]
     text_position = before + extent[:, None] + packed.offset
-    of_text = (jnp.broadcast_to(jnp.arange(before), prefix.shape), text_position)
-    first, last = (jnp.repeat(part[:, None], axes, axis=1) for part in of_text)
+    text_positions = (jnp.broadcast_to(jnp.arange(before), prefix.shape), text_position)
+    # Text tokens have the same id on all axes.
+    first, last = (jnp.repeat(part[:, None], axes, axis=1) for part in text_positions)
     position = jnp.concatenate([first, before + offset, last], axis=2)
     shared = jnp.zeros((images, before), jnp.int32)
     visual = jnp.where(visible.real, 0, -1)
     segment = jnp.concatenate([shared, visual, packed.segment], axis=1)
-    middle = Tap("hidden", 2 * config.text.num_layers // 3)
+    tap = Tap("hidden", 2 * config.text.num_layers // 3)
     rows = Rows(hidden, position, segment >= 0, segment)
-    span, outputs = (0, config.text.num_layers), OutputSpec(taps=(middle,))
+    span, outputs = (0, config.text.num_layers), OutputSpec(taps=(tap,))
     stage = decoder.run_layers(params["language"], config.text, rows, span, outputs=outputs)
 
-    def at(states: Array, slot: Array) -> Array:
+    def take(states: Array, slot: Array) -> Array:
         return jnp.take_along_axis(states, (before + num_visual + slot)[..., None], axis=1)
 
-    inside = next(iter(stage.taps.values()))
-    logits = decoder.logits(params["language"], config.text, at(stage.hidden, packed.target))
-    return logits, Inside(at(inside, slot), inside[:, before : before + num_visual])
+    middle = next(iter(stage.taps.values()))
+    logits = decoder.logits(params["language"], config.text, take(stage.hidden, packed.target))
+    return logits, MiddleStates(take(middle, slot), middle[:, before : before + num_visual])
 
 
 class Exchanges(NamedTuple):
@@ -282,9 +301,9 @@ class Exchanges(NamedTuple):
 
     Attributes:
         images: the images.
-        packed: their exchanges.
-        mentions: what their questions mention; None without labels.
-        words: contents of their patches; empty without labels.
+        packed: the exchanges about the images.
+        mentions: mentions of the questions; None without labels.
+        words: words that name the patches; empty without labels.
     """
 
     images: Images
@@ -301,20 +320,31 @@ def language_loss(
     batch: Exchanges,
     display: Display,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Computes the mean cross-entropy of the supervised tokens, all exchanges of an image at once.
+    """Computes the mean cross-entropy of the supervised tokens.
 
-    With `words`, a quarter of the loss of naming each patch by its nearest word is added; with
-    `mentions` and the whole image, that of `mention_loss`. Where a token has several position ids
-    they alone say where it is, and no projector stands behind the noise: there shares between two
-    words, and noise, are named after two thirds of the layers.
+    Labels of patches add a quarter of the loss of naming each patch. Labels of mentions add
+    `mention_loss` if the image is complete. A model with several position ids per token knows
+    places only from these ids, and has no projector after the noise. There, middle states instead
+    of visual tokens predict words of places, and name noise.
+
+    Args:
+        trained: weights that the stage trains.
+        frozen: all other weights.
+        backbone: the model.
+        key: random key.
+        batch: images with exchanges and labels.
+        display: how images are shown.
+
+    Returns:
+        The loss, and scalars for the log.
     """
     params, (images, packed, mentions, words) = frozen | trained, batch
-    visible = _display(params, backbone, images, key, words, display)
+    visible = show_images(params, backbone, images, key, words, display)
     visible = visible._replace(tokens=backbone.project(params, visible.tokens))
     # A thinned image may not show what a question mentions.
-    mentions = mentions if display.all_contents else None
+    mentions = mentions if display.is_complete else None
     slot = jnp.zeros((len(visible.index), 0), jnp.int32) if mentions is None else mentions.slot
-    logits, inside = run_packed(params, backbone, visible, packed, slot)
+    logits, middle = run_packed(params, backbone, visible, packed, slot)
     is_supervised = packed.label >= 0
     label = jnp.where(is_supervised, packed.label, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
@@ -322,15 +352,15 @@ def language_loss(
     accuracy = jnp.sum((jnp.argmax(logits, -1) == label) & is_supervised) / count
     total = jnp.sum(jnp.where(is_supervised, losses, 0)) / count
     embedding = params["language"]["embed"]["embedding"]
-    silent = (backbone.config.pad_token_id or 0) if display.silence else None
+    noise_token = (backbone.config.pad_token_id or 0) if display.names_noise else None
     aligned = 0.0
-    for named in words:
-        share = jnp.issubdtype(named.label.dtype, jnp.floating)
-        late = backbone.config.position_axes > 1 and (share or display.noisy)
-        visual = _normalised(inside.visual) if late else visible.tokens
-        aligned += _alignment_loss(embedding, visual, visible, named, silent)
+    for name in words:
+        is_place = jnp.issubdtype(name.label.dtype, jnp.floating)
+        uses_middle = backbone.config.position_axes > 1 and (is_place or display.is_noisy)
+        visual = _normalize(middle.visual) if uses_middle else visible.tokens
+        aligned += _alignment_loss(embedding, visual, visible, name, noise_token)
     scalars = {"lm_loss": total, "told": accuracy}
     if mentions is None:
         return total + 0.25 * aligned, scalars
-    mentioned, more = mention_loss(trained["mention_heads"], inside.words, mentions)
-    return total + 0.25 * aligned + mentioned, scalars | more
+    mention_total, mention_scalars = mention_loss(trained["mention_heads"], middle.words, mentions)
+    return total + 0.25 * aligned + mention_total, scalars | mention_scalars

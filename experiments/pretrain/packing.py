@@ -1,4 +1,4 @@
-"""Conversations about one image, packed after a single copy of it."""
+"""Packs all questions about an image into one row with a single copy of the image."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,18 +13,18 @@ from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 
 
 class Packed(NamedTuple):
-    """The text after the image, for all samples: several exchanges side by side.
+    """The texts of all samples, with several exchanges in each row.
 
-    Every exchange is a separate prompt to the model: its tokens see the image, the prefix, and each
-    other; positions restart after the image.
+    An exchange is a question and its answer. The model sees each exchange as a separate prompt: its
+    tokens attend to the prefix, the image and the exchange, and positions restart after the image.
 
     Attributes:
-        prefix: ids before the image, the same everywhere.
-        ids: ids after it; 0 in the padding.
-        segment: number of the exchange from 1; -1 in the padding.
-        offset: place within the exchange from 0.
-        target: slot, in `ids`, of each supervised token's predecessor; 0 where `label` is padding.
-        label: the supervised tokens; -1 in the padding.
+        prefix: [p] ids before the image, which all samples share.
+        ids: [i, l] ids after the image; 0 for padding.
+        segment: [i, l] number of the exchange, from 1; -1 for padding.
+        offset: [i, l] position within the exchange, from 0.
+        target: [i, a] position in `ids` of the predecessor of each supervised token.
+        label: [i, a] the supervised tokens; -1 for padding.
     """
 
     prefix: Int[np.ndarray, "p"]
@@ -36,6 +36,8 @@ class Packed(NamedTuple):
 
 
 class _Row(NamedTuple):
+    """The columns of `Packed` for one sample."""
+
     ids: list[int]
     segment: list[int]
     offset: list[int]
@@ -46,7 +48,7 @@ class _Row(NamedTuple):
 def _pack_row(
     encode: Callable[[tuple[str, str]], EncodedConversation], sample: Sample, token_limit: int
 ) -> tuple[list[int], _Row]:
-    """Returns prefix and packed exchanges of a sample, as many as fit into `token_limit` tokens."""
+    """Returns the prefix, and the first exchanges of a sample within `token_limit` tokens."""
     row, prefix = _Row([], [], [], [], []), []
     for number in range(0, len(sample.turns), 2):
         encoded = encode(sample.turns[number : number + 2])
@@ -62,22 +64,22 @@ def _pack_row(
         row.ids.extend(ids)
         row.segment.extend([number // 2 + 1] * len(ids))
         row.offset.extend(range(len(ids)))
-        for place, label in enumerate(labels):
+        for position, label in enumerate(labels):
             if label >= 0:
-                row.target.append(start + place - 1)
+                row.target.append(start + position - 1)
                 row.label.append(label)
     return prefix, row
 
 
 def pack(encoder: ConversationEncoder, samples: Sequence[Sample], token_limit: int = 512) -> Packed:
-    """Packs the exchanges of each sample after its image."""
-    # The same question with the same answer occurs for many images.
+    """Packs the exchanges of each sample, up to `token_limit` tokens."""
+    # Many images have the same question with the same answer.
     encode = functools.cache(lambda turns: encoder.encode(turns, 1))
     rows, prefix = [], []
     for sample in samples:
         prefix, row = _pack_row(encode, sample, token_limit)
         rows.append(row)
-    fills = _Row(ids=0, segment=-1, offset=0, target=0, label=-1)
+    padding = _Row(ids=0, segment=-1, offset=0, target=0, label=-1)
     columns = zip(*rows, strict=True)
-    padded = (pad_batch(*column, multiple=8)[0] for column in zip(columns, fills, strict=True))
+    padded = (pad_batch(*column, multiple=8)[0] for column in zip(columns, padding, strict=True))
     return Packed(np.asarray(prefix, np.int32), *padded)

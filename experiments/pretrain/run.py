@@ -1,4 +1,4 @@
-"""A small model from scratch, from the settings of a run to a folder in the Hugging Face layout."""
+"""Trains a small model from scratch, and writes it as a folder in the Hugging Face layout."""
 
 import contextlib
 import math
@@ -20,7 +20,7 @@ from experiments.pretrain.data import (
     read_samples,
     word_tokens,
 )
-from experiments.pretrain.images import real_tokens
+from experiments.pretrain.images import token_mask
 from experiments.pretrain.language import Display
 from experiments.pretrain.mentions import PlacedMentions, init_mention_heads, place_mentions
 from experiments.pretrain.packing import Packed, pack
@@ -30,9 +30,9 @@ from experiments.pretrain.tower import init_heads
 from experiments.pretrain.update import (
     Recipe,
     State,
-    everywhere,
+    init_state,
     language_update,
-    start,
+    replicate,
     tower_update,
 )
 from experiments.pretrain.vocabulary import build_tokenizer
@@ -49,23 +49,22 @@ from stepprune_jax.workdir.metrics import MetricsLog
 
 MODEL = "model"
 NOISY = "noisy"
-FILLED = "filled"
 MENTION_HEADS = "mention_heads"
 ALL_TOKENS = Display()
 
 
 class _Pretrainer(NamedTuple):
-    """Inputs of all stages of a run.
+    """Trains the stages of a run.
 
     Attributes:
         settings: settings of the run.
-        workdir: its folder.
+        workdir: folder of the run.
         backbone: the model.
         data: images, conversations and labels.
         packed: the conversations as tokens.
-        mentions: mentions of their questions; None without labels.
-        tokens: token of each class of patches, by label.
-        interrupt: tells whether to stop.
+        mentions: mentions of the questions; None without labels.
+        tokens: tokens of the classes of patches, by label.
+        interrupt: records signals that stop the run.
     """
 
     settings: Pretraining
@@ -97,29 +96,40 @@ class _Pretrainer(NamedTuple):
         state: State,
         update: Callable[[int, State, Int[np.ndarray, " b"]], tuple[State, dict[str, Array]]],
     ) -> State | None:
-        """Trains a stage to its end, or to an interruption, which returns None."""
+        """Trains a stage.
+
+        Args:
+            name: name of the stage and its folder.
+            stage: settings of the stage.
+            state: the state before the first update.
+            update: maps a step, a state and the rows of a batch to the next state and scalars.
+
+        Returns:
+            The final state, or None after an interruption.
+        """
         run, folder = self.settings, self.workdir / name
         with contextlib.closing(Checkpoints(folder, 1)) as checkpoints:
-            done = 0
+            num_done = 0
             if checkpoints.latest is not None:
-                done, state, _ = checkpoints.restore(lambda _, like=state: like)
-            if done == stage.steps:
+                num_done, state, _ = checkpoints.restore(lambda _, template=state: template)
+            if num_done == stage.steps:
                 return state
-            distributed.say(f"{name}: step {done} of {stage.steps}")
-            with contextlib.closing(MetricsLog(folder, done, stage.steps, stage.batch_size)) as log:
-                for step in range(done, stage.steps):
+            distributed.say(f"{name}: step {num_done} of {stage.steps}")
+            log = MetricsLog(folder, num_done, stage.steps, stage.batch_size)
+            with contextlib.closing(log):
+                for step in range(num_done, stage.steps):
                     rows = batch_indices(run.seed, step, stage.batch_size, self.data.groups)
                     state, scalars = update(step, state, rows)
-                    if step == done:
+                    if step == num_done:
                         jax.block_until_ready(scalars)
                         log.start_clock(step + 1)
-                    end = step + 1 == stage.steps
-                    if (step + 1) % run.log_every == 0 or end:
+                    is_last = step + 1 == stage.steps
+                    if (step + 1) % run.log_every == 0 or is_last:
                         log.write(step + 1, scalars)
-                    stopped = self.interrupt.requested
-                    if (step + 1) % run.checkpoint_every == 0 or end or stopped:
+                    is_stopped = self.interrupt.requested
+                    if (step + 1) % run.checkpoint_every == 0 or is_last or is_stopped:
                         checkpoints.save(step + 1, state)
-                    if stopped and not end:
+                    if is_stopped and not is_last:
                         distributed.say(
                             f"Stopped in {name}; the same command resumes after {step + 1}"
                         )
@@ -127,17 +137,17 @@ class _Pretrainer(NamedTuple):
         return state
 
     def train_tower(self, params: Params) -> Params | None:
-        """Trains the tower on patch labels; None after an interruption."""
+        """Trains the tower on patch labels; returns None after an interruption."""
         stage, labels = self.settings.tower, self.data.labels
         if not labels or not stage.steps:
             return params
         recipe, small, config = self.recipe(stage), small_of(self.backbone), self.backbone.config
-        other_kinds = ("share_",) if config.class_token_block is not None else ("share_", "image_")
-        labels = {name: a for name, a in labels.items() if not name.startswith(other_kinds)}
+        unused = ("share_",) if config.class_token_block is not None else ("share_", "image_")
+        labels = {name: array for name, array in labels.items() if not name.startswith(unused)}
         heads = init_heads(labels, config.feature_width)
         trained = {part: params[part] for part in small.TOWER} | {"heads": heads}
-        state = start(recipe, trained)
-        state, key = everywhere((state, jax.random.key(self.settings.seed)), recipe.devices)
+        state = init_state(recipe, trained)
+        state, key = replicate((state, jax.random.key(self.settings.seed)), recipe.devices)
 
         def update(step, state, rows):
             batch = {name: array[rows] for name, array in labels.items()}
@@ -149,7 +159,7 @@ class _Pretrainer(NamedTuple):
         return params | {part: state.trained[part] for part in small.TOWER}
 
     def train_language(self, name: str, params: Params) -> Params | None:
-        """Trains the stage "language" or "noise"; None after an interruption."""
+        """Trains the stage "language" or "noise"; returns None after an interruption."""
         run, packed = self.settings, self.packed
         stage, number = getattr(run, name), ("language", "noise").index(name)
         if self.mentions is not None and MENTION_HEADS not in params:
@@ -160,18 +170,17 @@ class _Pretrainer(NamedTuple):
         parts |= params.keys() & {MENTION_HEADS}
         trained = {name: params[name] for name in params if name in parts}
         frozen = {name: params[name] for name in params if name not in parts}
-        options = {"taste": stage.taste, "silence": name == "noise"}
-        displays = {k: Display(k, **options) for k in (None, *run.language.kept)}
-        displays[NOISY] = Display(noisy=True, **options)
-        displays[FILLED] = Display(run.language.filled, filled=True, **options)
-        recipes = {k: self.recipe(stage, display) for k, display in displays.items()}
+        options = {"taste": stage.taste, "names_noise": name == "noise"}
+        displays = {kept: Display(kept, **options) for kept in (None, *run.language.kept)}
+        displays[NOISY] = Display(is_noisy=True, **options)
+        recipes = {kept: self.recipe(stage, display) for kept, display in displays.items()}
         key = jax.random.fold_in(jax.random.key(run.seed), 2 + number)
-        state = start(recipes[None], trained)
-        state, frozen, key = everywhere((state, frozen, key), recipes[None].devices)
+        state = init_state(recipes[None], trained)
+        state, frozen, key = replicate((state, frozen, key), recipes[None].devices)
 
         def update(step, state, rows):
             mentions = self.mentions and PlacedMentions(*(array[rows] for array in self.mentions))
-            labels = {name: _wide(self.data.labels[name][rows]) for name in self.tokens}
+            labels = {name: _widen(self.data.labels[name][rows]) for name in self.tokens}
             return language_update(
                 jax.random.fold_in(key, step),
                 state,
@@ -188,41 +197,40 @@ class _Pretrainer(NamedTuple):
 
 
 def kept_at(run: Pretraining, stage: str, step: int) -> int | str | None:
-    """Returns how many visual tokens an update shows; None means all, `NOISY` all with noise.
+    """Returns how many visual tokens an update shows.
 
-    `FILLED` means as many as `language.filled`, the patches that show something first.
+    Every second update of the stage "noise" has noise. A fraction `thinned_share` of all other
+    updates thins images, except for the first updates of the stage "language".
 
-    Every other update of the stage "noise" has noise, and `thinned_share` of the others thins, as
-    in the stage "language" after its first updates.
+    Returns:
+        A number of tokens; None for all tokens; or `NOISY` for all tokens mixed with noise.
     """
-    late = stage == "noise"
-    if late and step % 2:
+    is_noise_stage = stage == "noise"
+    if is_noise_stage and step % 2:
         return NOISY
-    random = np.random.default_rng([run.seed, 3 if late else 1, step])
-    shows_all = not late and step < run.language.whole_steps
-    if shows_all and run.language.filled:
-        return FILLED
-    if shows_all or random.random() >= getattr(run, stage).thinned_share:
+    rng = np.random.default_rng([run.seed, 3 if is_noise_stage else 1, step])
+    shows_all = not is_noise_stage and step < run.language.whole_steps
+    if shows_all or rng.random() >= getattr(run, stage).thinned_share:
         return None
-    return int(random.choice(run.language.kept))
+    return int(rng.choice(run.language.kept))
 
 
 def _start_language(params: dict, backbone: Backbone, data: Data) -> dict:
-    """Rescales weights so that a small model learns: embeddings on the scale of layer outputs."""
+    """Rescales embeddings to the scale of layer outputs, and connects the tower's features."""
     images = data.images(np.arange(min(64, len(data.samples))))
     features = jax.jit(backbone.encode_image)(params, images.pixels)[0]
     language = dict(params["language"])
     language["embed"] = {"embedding": language["embed"]["embedding"] * 25}
-    real = real_tokens(backbone, images, features.shape[1])
+    real = token_mask(backbone, images, features.shape[1])
     return small_of(backbone).connect(params | {"language": language}, features, real)
 
 
-def _wide(label: np.ndarray) -> np.ndarray:
-    """Converts labels to a dtype for programs."""
+def _widen(label: np.ndarray) -> np.ndarray:
+    """Converts labels to float32 or int32."""
     return label.astype(np.float32 if label.dtype.kind == "f" else np.int32)
 
 
-def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbone, Any]:
+def _init_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbone, Any]:
     """Returns randomly initialized weights, the backbone, and the tokenizer."""
     small = SMALL[run.model.family]
     texts = [turn for sample in samples for turn in sample.turns]
@@ -234,12 +242,17 @@ def _first_model(run: Pretraining, samples: list[Sample]) -> tuple[dict, Backbon
 def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path | int:
     """Trains a small model on a data folder, or resumes an interrupted run.
 
+    Args:
+        run: settings of the run.
+        workdir: folder of the run.
+        folder: the data folder.
+
     Returns:
-        The model's folder, or the number of the signal that stopped the run.
+        The folder of the model, or the number of the signal that stopped the run.
     """
     workdir, folder = local_path(workdir).resolve(), local_path(folder)
     samples = read_samples(folder)
-    params, backbone, tokenizer = _first_model(run, samples)
+    params, backbone, tokenizer = _init_model(run, samples)
     images = SMALL[run.model.family].image_settings(run.model)
     data = read_data(run, folder, samples, backbone, images)
     claim(workdir, run, "from scratch", file_identity(folder / "train.json"))
@@ -248,12 +261,20 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
     mentions = data.mentions and place_mentions(tokenizer, packed, data.mentions)
     tokens = word_tokens(tokenizer, data.words)
     with Interrupt() as interrupt:
-        parts = (run, workdir, backbone, data, packed, mentions, tokens, interrupt)
-        pretrainer = _Pretrainer(*parts)
+        pretrainer = _Pretrainer(
+            settings=run,
+            workdir=workdir,
+            backbone=backbone,
+            data=data,
+            packed=packed,
+            mentions=mentions,
+            tokens=tokens,
+            interrupt=interrupt,
+        )
         params = pretrainer.train_tower(params)
         if params is None:
             return interrupt.number
-        # Fetched, as stages may use different devices.
+        # Fetched to the host, because stages may use different devices.
         params = jax.device_get(params)
         params = _start_language(params, backbone, data)
         for name in ["language"] + ["noise"] * (run.noise.steps > 0):
@@ -263,13 +284,13 @@ def pretrain(run: Pretraining, workdir: str | Path, folder: str | Path) -> Path 
             params = jax.device_get(params)
     params.pop(MENTION_HEADS, None)
     params = jax.tree.map(lambda leaf: leaf.astype(run.dtype), params)
-    saved = _save(VLM(params, backbone, tokenizer, images), workdir)
-    distributed.say(f"Done: {saved}")
-    return saved
+    model_folder = _save_model(VLM(params, backbone, tokenizer, images), workdir)
+    distributed.say(f"Done: {model_folder}")
+    return model_folder
 
 
-def _save(model: VLM, workdir: Path) -> Path:
-    """Writes the model's folder atomically, unless it exists."""
+def _save_model(model: VLM, workdir: Path) -> Path:
+    """Writes the folder of the model atomically, unless it exists."""
     folder, partial = workdir / MODEL, workdir / f"{MODEL}.partial"
     if not folder.exists():
         shutil.rmtree(partial, ignore_errors=True)

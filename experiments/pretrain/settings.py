@@ -18,8 +18,8 @@ class DataSettings(Settings, path="config.data"):
     folder: str = setting("data/pretrain_shapes", free=True)
 
 
-# Fields that a small Qwen2.5-VL needs, and a small LLaVA does not have.
-_OF_QWEN = ("least_size", "window_size", "full_blocks", "rope_sections")
+# Fields of a small Qwen2.5-VL. A small LLaVA has None.
+_QWEN_FIELDS = ("least_size", "window_size", "full_blocks", "rope_sections")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,25 +28,23 @@ class ShapeSettings(Settings, path="config.model"):
 
     Attributes:
         family: "llava" or "qwen2_5_vl".
-        image_size: height and width of its images in pixels, of the largest where they
-            differ; a multiple of `token_size`.
-        least_size: of the smallest images. This and the fields that say so are Qwen2.5-VL's alone.
-        patch_size: height and width of a patch.
+        image_size: side of the largest images in pixels, a multiple of `token_size`.
+        least_size: side of the smallest images in pixels. Qwen2.5-VL only.
+        patch_size: side of a patch in pixels.
         vision_width: width of the tower.
-        vision_mlp: hidden width of its MLPs.
-        vision_layers: its blocks.
-        vision_heads: its heads.
-        feature_layer: block whose output is read, counted from 1, or from the end as a negative;
-            no Qwen2.5-VL's.
-        window_size: height and width in pixels of what most blocks attend within; Qwen2.5-VL's.
-        full_blocks: blocks that attend to the whole image, the last among them; Qwen2.5-VL's.
+        vision_mlp: hidden width of the tower's MLPs.
+        vision_layers: number of blocks of the tower.
+        vision_heads: number of heads of the tower.
+        feature_layer: block whose output is read: from 1, or negative from the end. LLaVA only.
+        window_size: side in pixels of the windows of most blocks. Qwen2.5-VL only.
+        full_blocks: blocks that attend to all patches, including the last block. Qwen2.5-VL only.
         text_width: width of the language model.
-        text_mlp: hidden width of its MLPs.
-        text_layers: its blocks.
-        text_heads: its heads.
-        text_kv_heads: its heads of keys and values; None for as many.
-        rope_theta: base of its rotary positions.
-        rope_sections: pairs of a head's channels for time, row and column; Qwen2.5-VL's.
+        text_mlp: hidden width of the language model's MLPs.
+        text_layers: number of layers of the language model.
+        text_heads: number of attention heads of the language model.
+        text_kv_heads: number of key and value heads; None takes `text_heads`.
+        rope_theta: base of the rotary positions.
+        rope_sections: channel pairs of a head for time, row and column. Qwen2.5-VL only.
     """
 
     family: str = choice("llava", ("llava", "qwen2_5_vl"))
@@ -65,22 +63,25 @@ class ShapeSettings(Settings, path="config.model"):
     text_layers: int = count(4)
     text_heads: int = count(8)
     text_kv_heads: int | None = count(None)
-    rope_theta: float = positive(1e6)  # slow, to match the contents of patches at any distance
+    rope_theta: float = positive(1e6)  # Slow rotations match the contents of distant patches.
     rope_sections: tuple[int, ...] | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        family_fields = {"llava": ("feature_layer",), "qwen2_5_vl": _OF_QWEN}
+        family_fields = {"llava": ("feature_layer",), "qwen2_5_vl": _QWEN_FIELDS}
         for name in dict.fromkeys(name for names in family_fields.values() for name in names):
-            has_value, belongs = getattr(self, name) is not None, name in family_fields[self.family]
-            expected = f"{'a value' if belongs else 'none'} where family is {self.family!r}"
-            self.expect(name, has_value == belongs, expected)
-        for part, divisor, why in (
-            ("vision", 4, "their width holds a code of four channels a frequency"),
-            ("text", 2, "rotary positions turn pairs of channels"),
+            has_value, is_needed = (
+                getattr(self, name) is not None,
+                name in family_fields[self.family],
+            )
+            expected = f"{'a value' if is_needed else 'None'} where family is {self.family!r}"
+            self.expect(name, has_value == is_needed, expected)
+        for part, divisor, reason in (
+            ("vision", 4, "the position code has four channels for each frequency"),
+            ("text", 2, "rotary positions rotate pairs of channels"),
         ):
             width, heads = getattr(self, f"{part}_width"), getattr(self, f"{part}_heads")
-            expected = f"a multiple of {divisor} x {heads} heads ({why})"
+            expected = f"a multiple of {divisor} x {heads} heads ({reason})"
             self.expect(f"{part}_width", width % (divisor * heads) == 0, expected)
         heads, grouped = self.text_heads, self.text_kv_heads or self.text_heads
         self.expect("text_kv_heads", heads % grouped == 0, f"a divisor of {heads} heads")
@@ -88,23 +89,30 @@ class ShapeSettings(Settings, path="config.model"):
         size = "model.patch_size" if token == self.patch_size else f"{token}, a token's pixels"
         self.expect("image_size", self.image_size % token == 0, f"a multiple of {size}")
         if self.family != "qwen2_5_vl":
-            # One that follows a block: images are thinned by that block's attention.
+            # Pretraining thins images by the attention of this block, so 0 is not allowed.
             expected = f"the state after one of {layers} blocks: 1 to {layers}, or -{layers} to -1"
             self.expect("feature_layer", 1 <= abs(self.feature_layer) <= layers, expected)
             return
         is_valid = self.least_size % token == 0 and self.least_size <= self.image_size
         self.expect("least_size", is_valid, f"a multiple of {size}, up to model.image_size")
-        self.expect("window_size", self.window_size >= token, f"{token} pixels at least")
+        self.expect("window_size", self.window_size >= token, f"at least {token} pixels")
         blocks = set(self.full_blocks)
         is_valid = layers - 1 in blocks and blocks <= {*range(layers)}
-        expected = f"some of 0 to {layers - 1}, with the last: images are thinned by its attention"
+        expected = (
+            f"blocks from 0 to {layers - 1} that include the last, whose attention thins images"
+        )
         self.expect("full_blocks", is_valid, expected)
         pairs = self.text_width // heads // 2
         is_valid = len(self.rope_sections) == 3 and sum(self.rope_sections) == pairs
         self.expect("rope_sections", is_valid, f"three numbers that add up to {pairs}")
 
     def language(self, vocab_size: int, **family_options: Any) -> LlamaConfig:
-        """Returns the configuration of the language model, with fields of its family."""
+        """Returns the configuration of the language model.
+
+        Args:
+            vocab_size: number of tokens of the vocabulary.
+            **family_options: further fields of the model family.
+        """
         return LlamaConfig(
             vocab_size=vocab_size,
             hidden_size=self.text_width,
@@ -120,7 +128,7 @@ class ShapeSettings(Settings, path="config.model"):
 
     @property
     def token_size(self) -> int:
-        """Height and width in pixels of what becomes a visual token."""
+        """Side in pixels of the square that becomes a visual token."""
         return self.patch_size * (2 if self.family == "qwen2_5_vl" else 1)
 
     @property
@@ -134,10 +142,10 @@ class StageSettings(Settings):
     """Settings common to the stages of a pretraining run.
 
     Attributes:
-        steps: updates.
-        batch_size: images of an update; a multiple of `micro_batch`.
+        steps: number of updates.
+        batch_size: images of an update, a multiple of `micro_batch`.
         lr: peak learning rate of AdamW.
-        muon_lr: peak learning rate of Muon, for matrices; None or 0 leaves all weights to AdamW.
+        muon_lr: peak learning rate of Muon, for matrices; None or 0 trains all weights with AdamW.
     """
 
     steps: int = count(800, minimum=0)
@@ -148,7 +156,7 @@ class StageSettings(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TowerSettings(StageSettings, path="config.tower"):
-    """The first stage, in which the tower learns to label patches; 0 steps skip it."""
+    """Settings of the first stage, which trains the tower to label patches; 0 steps skip it."""
 
     batch_size: int = count(64)
     lr: float = positive(1.5e-3)
@@ -156,23 +164,20 @@ class TowerSettings(StageSettings, path="config.tower"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageSettings(StageSettings, path="config.language"):
-    """The second stage, in which projector or merger and language model learn to answer.
+    """Settings of the second stage, which trains connector and language model to answer.
 
     Attributes:
-        steps: updates, at least one.
-        whole_steps: updates before images are thinned.
-        filled: visual tokens that those updates show, first of all the patches with something whose
-            place is known (`share_` labels); None for all tokens.
-        thinned_share: share of the later updates that show only some of the tokens.
+        steps: number of updates, at least one.
+        whole_steps: number of first updates, which show all visual tokens.
+        thinned_share: fraction of the later updates that show only some of the visual tokens.
         kept: possible numbers of shown tokens.
-        taste: how strongly the choice depends on the contents of patches.
-        train_tower: whether the tower is trained, too.
+        taste: how strongly the selection of shown tokens depends on the contents of patches.
+        train_tower: whether this stage also trains the tower.
     """
 
     steps: int = count(4000)
     lr: float = positive(2e-3)
     whole_steps: int = count(2200, minimum=0)
-    filled: int | None = count(None)
     thinned_share: float = share(0.75)
     kept: tuple[int, ...] = (2, 4, 8, 16, 32, 48, 64)
     taste: float = number(2.0)
@@ -181,11 +186,12 @@ class LanguageSettings(StageSettings, path="config.language"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoiseSettings(StageSettings, path="config.noise"):
-    """The third stage, every other update of which shows most tokens as noise; may have 0 steps.
+    """Settings of the third stage, which replaces most tokens by noise in every second update.
 
     Attributes:
-        thinned_share: share of the other updates that show only some of the tokens.
-        taste: how strongly the choice depends on the contents of patches.
+        steps: number of updates; 0 skips the stage.
+        thinned_share: fraction of the updates without noise that show only some of the tokens.
+        taste: how strongly the selection of shown tokens depends on the contents of patches.
     """
 
     steps: int = count(1200, minimum=0)
@@ -200,16 +206,16 @@ class Pretraining(Settings):
 
     Attributes:
         seed: seed of weights and of the order of samples.
-        micro_batch: images whose gradient is computed at once.
-        cpu_devices: CPU devices; 0 leaves their number to jax.
-        log_every: updates between lines of metrics.
+        micro_batch: images of one gradient computation.
+        cpu_devices: number of CPU devices; 0 takes jax's default.
+        log_every: updates between rows of metrics.
         checkpoint_every: updates between checkpoints.
         dtype: dtype of the saved weights.
-        data: the data.
-        model: the shape of the model.
-        tower: the first stage.
-        language: the second stage.
-        noise: the third stage.
+        data: settings of the data.
+        model: settings of the model's shape.
+        tower: settings of the first stage.
+        language: settings of the second stage.
+        noise: settings of the third stage.
     """
 
     seed: int = count(0, minimum=0)
@@ -229,8 +235,7 @@ class Pretraining(Settings):
         expected = f"a multiple of micro_batch ({self.micro_batch})"
         for stage in (self.tower, self.language, self.noise):
             stage.expect("batch_size", stage.batch_size % self.micro_batch == 0, expected)
-        n, kept, filled = self.model.least_grid**2, self.language.kept, self.language.filled
-        self.language.expect("filled", (filled or 0) <= n, f"at most the {n} visual tokens")
+        n, kept = self.model.least_grid**2, self.language.kept
         if self.language.thinned_share or self.noise.thinned_share:
             is_valid = bool(kept) and all(1 <= k <= n for k in kept)
             self.language.expect("kept", is_valid, f"numbers of visual tokens from 1 to {n}")

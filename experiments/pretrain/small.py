@@ -1,14 +1,14 @@
-"""What a family adds to pretraining: the shape of its small model, where it starts, its vocabulary.
+"""The small models that pretraining can build, one module for each model family.
 
-The stages ask no family; all they need besides `models.backbone` is here. A family is a module:
+Pretraining uses `models.backbone` and these members of a module:
 
-* `TEMPLATE`: tokens of its prompts.
-* `TOWER`, `CONNECTOR`: parts of the weights that learn from labels of patches, and those before
-  the language model that learn together with it.
-* `make_backbone` and `image_settings` of a shape; `init_params`, whose tower looks at neighbouring
-  patches from the start.
-* `states`: what heads read labels from: visual tokens, and the class token, if any.
-* `connect`: brings what the language model is given to a scale that it learns from.
+* `TEMPLATE`: tokens of the prompts.
+* `TOWER`: names of the weights that learn from labels of patches.
+* `CONNECTOR`: names of the weights between the tower and the language model.
+* `make_backbone` and `image_settings`: build the model and its image processor from a shape.
+* `init_params`: returns random weights whose tower attends to neighboring patches.
+* `states`: returns the features that the heads of labels read.
+* `connect`: scales the features of the tower to the scale that the language model needs.
 """
 
 from typing import Any
@@ -27,19 +27,21 @@ SMALL: dict[str, Any] = {
 
 
 def small_of(backbone: Backbone) -> Any:
-    """Returns the small model of a backbone's family."""
+    """Returns the module of a backbone's family."""
     return SMALL[backbone.name]
 
 
 def saliency_tap(config: ModelConfig) -> Tap:
-    """Returns the tap that tells how much patches are looked at."""
+    """Returns the tap of the attention that the patches receive."""
     block = config.class_token_block
     return Tap("received", config.received_block) if block is None else Tap("attention", block)
 
 
 def saliency(tap: Float[Array, "i *h t"]) -> Float[Array, "i n"]:
-    """Returns how much each visual token is looked at, from `saliency_tap`.
+    """Returns the attention that each visual token receives.
 
-    A class token's attention is averaged over heads, and that to itself left out.
+    Args:
+        tap: value of `saliency_tap`. The attention of a class token is averaged over heads, and its
+            attention to itself is dropped.
     """
     return tap if tap.ndim == 2 else tap[..., 1:].mean(1)

@@ -1,4 +1,4 @@
-"""The small LLaVA: its shape, its vocabulary, and where it starts; see `small`."""
+"""The small LLaVA: shape, vocabulary and random weights; see `small` for the members."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt8
 
 from experiments.pretrain.settings import ShapeSettings
-from experiments.pretrain.structure import init_tower, standardising_projector
+from experiments.pretrain.structure import init_tower, standardizing_projector
 from experiments.pretrain.vocabulary import Template
 from stepprune_jax.data.prompts import IMAGE_MARK
 from stepprune_jax.models import vlm
@@ -50,19 +50,19 @@ def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Llava:
 
 
 def image_settings(shape: ShapeSettings) -> LlavaImageSettings:
-    """Returns the settings of an image processor that resizes to the shape's size."""
+    """Returns image settings that resize images to the size of the model."""
     return LlavaImageSettings(resize_to=shape.image_size, crop_to=shape.image_size)
 
 
 def init_params(key: Array, backbone: Llava) -> Params:
-    """Draws weights whose tower looks at neighbouring patches from the start."""
+    """Returns random weights whose tower attends to neighboring patches."""
     return vlm.init_params(key, backbone) | {"vision": init_tower(key, backbone.config.vision)}
 
 
 def states(
     params: Params, backbone: Llava, pixels: UInt8[Array, "i 3 H W"]
 ) -> tuple[Float[Array, "i n d"], Float[Array, "i d"]]:
-    """Returns what LLaVA reads of the patches, and the class token."""
+    """Returns the features of the patches that LLaVA reads, and the class token."""
     config = backbone.config
     values = backbone.normalise(pixels)
     hidden, _ = tower.encode(params["vision"], config.vision, values, config.feature_layer)
@@ -70,6 +70,6 @@ def states(
 
 
 def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]) -> Params:
-    """Folds the standardisation of features into the projector's first layer."""
+    """Folds the standardization of features into the projector's first layer."""
     features = features[jnp.asarray(real)][None]
-    return params | {"projector": standardising_projector(params["projector"], features)}
+    return params | {"projector": standardizing_projector(params["projector"], features)}

@@ -1,8 +1,8 @@
-"""The small Qwen2.5-VL: its shape, its vocabulary, and where it starts; see `small`.
+"""The small Qwen2.5-VL: shape, vocabulary and random weights; see `small` for the members.
 
-Patches of this tower have no position of their own: rotary angles tell how far apart two of them
-are. So heads that look at neighbours are biases of queries and keys here, and labels of patches
-must not ask where in the image something is; the language model learns that, from its position ids.
+The tower knows only relative positions of patches, from rotary angles. Heads that attend to
+neighbors are therefore biases of queries and keys, and labels of patches must not depend on the
+place in the image. The language model learns places from its position ids.
 """
 
 import math
@@ -30,13 +30,13 @@ TEMPLATE = Template(
     system=Qwen2_5_VL.conversation([None]).partition("\n<|im_start|>user")[0],
     added=("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
-# The merger reads four patches for a token, so it learns their labels with the rest of the tower.
+# The merger makes a token of four patches, so it learns labels of patches together with the tower.
 TOWER = ("vision", "merger")
 CONNECTOR = ("merger",)
 
-_SHARPNESS = 10.0  # of a local head: the neighbour meant gets e^4.6 times the weight of the next
-_CONTENT = 0.1  # of what patches show in the score of a local head
-_TOKEN_STD = 0.5  # as wide as embeddings of words are when the language model starts
+_SHARPNESS = 10.0  # A local head weights its neighbor e^4.6 times as much as any other patch.
+_CONTENT = 0.1  # Factor on the contents of patches in the score of a local head.
+_TOKEN_STD = 0.5  # Standard deviation of the language model's initial word embeddings.
 
 
 def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Qwen2_5_VL:
@@ -65,17 +65,18 @@ def make_backbone(shape: ShapeSettings, tokenizer: Any) -> Qwen2_5_VL:
 
 
 def image_settings(shape: ShapeSettings) -> QwenImageSettings:
-    """Returns the settings of an image processor; sizes are bounded by the configuration."""
+    """Returns image settings. The configuration of the model limits the size of images."""
     del shape
     return QwenImageSettings()
 
 
 def init_params(key: Array, backbone: Qwen2_5_VL) -> Params:
-    """Draws weights whose tower looks at neighbouring patches from the start.
+    """Returns random weights whose tower attends to neighboring patches.
 
-    Each head of the blocks that attend within windows prefers one patch: the first eight their
-    neighbours, the next eight those at distance 2, and so on in turn. Its keys' bias is the same
-    everywhere, and its queries' is that one turned by the angle of the step to the patch.
+    Each head of a block with windows prefers the patch at one offset: the first eight heads the
+    eight neighbors, the next eight heads the patches at distance 2, and so on in turn. All keys
+    have the same bias. The bias of a head's queries is this bias, rotated by the rotary angle of
+    the offset.
     """
     params, vision = vlm.init_params(key, backbone), backbone.config.vision
     width, heads = vision.hidden_size, vision.num_heads
@@ -83,16 +84,16 @@ def init_params(key: Array, backbone: Qwen2_5_VL) -> Params:
     strength = math.sqrt(_SHARPNESS * math.sqrt(c))
     attention = params["vision"]["layers"]["attention"]
     kernel, bias = (np.array(attention["qkv"][name]) for name in ("kernel", "bias"))
-    windows = [layer for layer in range(vision.num_layers) if layer not in vision.full_blocks]
-    for number, layer in enumerate(windows):
+    window_layers = [n for n in range(vision.num_layers) if n not in vision.full_blocks]
+    for number, layer in enumerate(window_layers):
         for head in range(heads):
             reach, direction = divmod(number * heads + head, len(AROUND))
             row, column = ((1 + reach % 2) * step for step in AROUND[direction])
-            turn = np.concatenate([row * frequency, column * frequency])
-            query, keys = (slice(first, first + c) for first in (head * c, width + head * c))
+            angle = np.concatenate([row * frequency, column * frequency])
+            query, keys = (slice(start, start + c) for start in (head * c, width + head * c))
             kernel[layer, :, query] *= _CONTENT
             kernel[layer, :, keys] *= _CONTENT
-            bias[layer, query] = strength * np.concatenate([np.cos(turn), np.sin(turn)])
+            bias[layer, query] = strength * np.concatenate([np.cos(angle), np.sin(angle)])
             bias[layer, keys] = strength * np.repeat([1.0, 0.0], c // 2)
     attention["qkv"] = {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(bias)}
     return params
@@ -101,14 +102,14 @@ def init_params(key: Array, backbone: Qwen2_5_VL) -> Params:
 def states(
     params: Params, backbone: Qwen2_5_VL, pixels: Patches
 ) -> tuple[Float[Array, "i n d"], None]:
-    """Returns the merged tokens; there is no class token."""
-    # Blocks one by one: a scan would keep, of every block, what attention to the whole image needs
-    # for its gradient, even if the block attends within windows.
+    """Returns the merged tokens, and None in place of a class token."""
+    # The blocks are unrolled. A scan would store the residuals of full attention for every block,
+    # including blocks with windows.
     return backbone.encode_image(unstack(params), pixels)[0], None
 
 
 def connect(params: Params, features: Float[Array, "i n d"], real: Bool[Array, "i n"]) -> Params:
-    """Folds a standardisation of the merged tokens into the merger's last layer."""
+    """Folds a standardization of the merged tokens into the merger's last layer."""
     merger, real_features = params["merger"], features[jnp.asarray(real)]
     scale = _TOKEN_STD / (jnp.std(real_features, 0) + 1e-6)
     down = {

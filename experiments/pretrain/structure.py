@@ -1,9 +1,9 @@
-"""Initialisation of a small tower: heads that attend to neighbouring patches.
+"""Initializes a small tower with heads that attend to neighboring patches.
 
-A vision transformer trained from scratch on a small budget first has to learn that neighbouring
-patches belong together. Here the position embedding holds a two-dimensional Fourier code, and the
-query and key projections of most heads compare that code at a fixed offset, so that the tower
-begins as a stack of local filters. Nothing is fixed: all weights are trained further.
+A vision transformer that is trained from scratch on little data must first learn which patches are
+neighbors. Here the position embedding is a two-dimensional Fourier code, and the query and key
+projections of most heads compare this code at a fixed offset. The tower therefore begins as a stack
+of local filters. Training changes all weights.
 """
 
 import math
@@ -17,8 +17,8 @@ from stepprune_jax.models.llava import tower as clip
 from stepprune_jax.models.llava.config import ClipConfig
 from stepprune_jax.models.stack import Params
 
-_STRENGTH = 1.5  # of the code, against patch content of variance about 1
-_SHARPNESS = 6.0  # of a local head: its neighbour gets e^5 times the weight of the next
+_STRENGTH = 1.5  # Scale of the code. The content of patches has a variance of about 1.
+_SHARPNESS = 6.0  # A local head weights its neighbor e^5 times as much as any other patch.
 AROUND = [(-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1)]
 
 
@@ -31,7 +31,7 @@ def fourier_code(side: int, width: int) -> Float[np.ndarray, "n width"]:
 
 
 def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "width width"]:
-    """Returns the matrix that maps the code of a patch to that of the patch at an offset."""
+    """Returns the matrix that maps the code of a patch to the code of the patch at an offset."""
     frequency = (2 * np.arange(width // 4) + 1) * math.pi / side
     matrix = np.zeros((width, width), np.float32)
     for pair, angle in enumerate(np.concatenate([offset[0] * frequency, offset[1] * frequency])):
@@ -40,11 +40,14 @@ def shift(offset: tuple[int, int], side: int, width: int) -> Float[np.ndarray, "
     return matrix
 
 
-def standardising_projector(projector: Params, features: Float[Array, "i n d"]) -> Params:
-    """Folds the standardisation of its input into a projector's first layer.
+def standardizing_projector(projector: Params, features: Float[Array, "i n d"]) -> Params:
+    """Folds the standardization of the features into a projector's first layer.
 
-    Channels of a tower's features have very different means and scales, from which it would learn
-    slowly.
+    Channels of features have very different means and scales, which would slow down learning.
+
+    Args:
+        projector: weights of the projector.
+        features: [i, n, d] features of the tower.
     """
     mean, std = jnp.mean(features, (0, 1)), jnp.std(features, (0, 1)) + 1e-6
     kernel = projector["up"]["kernel"] / std[:, None]
@@ -53,11 +56,11 @@ def standardising_projector(projector: Params, features: Float[Array, "i n d"]) 
 
 
 def init_tower(key: Array, config: ClipConfig) -> Params:
-    """Draws weights of a tower whose heads attend to neighbouring patches.
+    """Returns random weights of a tower whose heads attend to neighboring patches.
 
-    All heads of the first two blocks, and half of those of later ones, attend to one of the eight
-    neighbours: at distance 1 in even blocks, at distance 2 in odd ones. Those of the first block do
-    so sharply; the outputs of blocks blur the code for later ones.
+    All heads of the first two blocks, and half of the heads of later blocks, attend to one of the
+    eight neighbors: at distance 1 in even blocks and at distance 2 in odd blocks. The attention is
+    sharpest in the first block, because the outputs of blocks blur the code.
     """
     side, heads = config.image_size // config.patch_size, config.num_heads
     width = config.hidden_size // heads
@@ -65,7 +68,7 @@ def init_tower(key: Array, config: ClipConfig) -> Params:
     position = np.array(params["position_embedding"])
     position[1:, -width:] = _STRENGTH * fourier_code(side, width)
     params["position_embedding"] = jnp.asarray(position)
-    # At first, the code has its own channels.
+    # The content of patches has little weight in the channels of the code.
     kernel = params["patch_embedding"]["kernel"]
     params["patch_embedding"]["kernel"] = kernel.at[:, -width:].multiply(0.1)
     attention = params["layers"]["attention"]
@@ -81,4 +84,4 @@ def init_tower(key: Array, config: ClipConfig) -> Params:
             query[layer, -width:, channels] += scale * shift(offset, side, width)
             keys[layer, -width:, channels] += scale * np.eye(width, dtype=np.float32)
     attention["query"]["kernel"], attention["key"]["kernel"] = map(jnp.asarray, (query, keys))
-    return jax.tree.map(jnp.array, params)  # copies: norms share buffers, which donation forbids
+    return jax.tree.map(jnp.array, params)  # Norms share buffers, which cannot be donated.

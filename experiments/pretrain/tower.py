@@ -1,9 +1,9 @@
-"""First stage: the tower learns the contents of every patch, from patch labels.
+"""Trains the tower to label patches: the first stage.
 
-Labels are arrays over the training images: `class_*` int [i, n] are predicted by a softmax head at
-every visual token, `value_*` float [i, n, c] by a linear one (NaN where undefined), `image_*` 0 or
-1 [i, p] by a head on the class token. The heads are discarded afterwards. The labels of a smaller
-image come first, followed by padding of any value.
+Labels are arrays over the training images. A softmax head predicts `class_*` [i, n] at each visual
+token, and a linear head predicts `value_*` [i, n, c], NaN where undefined. A head on the class
+token predicts `image_*` [i, p], which is 0 or 1. The labels of a smaller image come first, followed
+by padding with any value. The heads are discarded after training.
 """
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from experiments.pretrain.images import Images, of_tokens, real_tokens
+from experiments.pretrain.images import Images, fit_labels, token_mask
 from experiments.pretrain.small import small_of
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.stack import Params
@@ -21,7 +21,7 @@ Labels = dict[str, Array]
 
 
 def init_heads(labels: dict[str, np.ndarray], width: int) -> dict[str, Array]:
-    """Returns zero heads for labels; the number of classes is that of the largest label."""
+    """Returns zero heads for labels. The largest label determines the number of classes."""
     heads = {}
     for name, array in labels.items():
         size = int(array.max()) + 1 if name.startswith("class_") else array.shape[-1]
@@ -30,19 +30,19 @@ def init_heads(labels: dict[str, np.ndarray], width: int) -> dict[str, Array]:
 
 
 def linear_head(head: Array, hidden: Float[Array, "*b d"]) -> Float[Array, "*b c"]:
-    """Applies a linear head [d + 1, c] to normalised features, with a bias."""
+    """Applies a linear head [d + 1, c], whose last row is the bias, to normalized features."""
     mean = jnp.mean(hidden, -1, keepdims=True)
-    normal = (hidden - mean) * jax.lax.rsqrt(jnp.var(hidden, -1, keepdims=True) + 1e-5)
-    return normal @ head[:-1] + head[-1]
+    normalized = (hidden - mean) * jax.lax.rsqrt(jnp.var(hidden, -1, keepdims=True) + 1e-5)
+    return normalized @ head[:-1] + head[-1]
 
 
 def tower_loss(
     trained: Params, backbone: Backbone, images: Images, labels: Labels
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Sums the heads' losses at the visual tokens, before a projector."""
+    """Returns the sum of the losses of all heads, and scalars for the log."""
     tokens, class_token = small_of(backbone).states(trained, backbone, images.pixels)
     n = tokens.shape[1]
-    real = real_tokens(backbone, images, n)
+    real = token_mask(backbone, images, n)
     total, scalars = jnp.zeros(()), {}
 
     def mean(values):
@@ -54,7 +54,7 @@ def tower_loss(
             logit = linear_head(head, class_token)
             total += jnp.mean(optax.sigmoid_binary_cross_entropy(logit, label.astype(jnp.float32)))
             continue
-        output, label = linear_head(head, tokens), of_tokens(label, n)
+        output, label = linear_head(head, tokens), fit_labels(label, n)
         if name.startswith("class_"):
             label = label.astype(jnp.int32)
             total += mean(optax.softmax_cross_entropy_with_integer_labels(output, label))

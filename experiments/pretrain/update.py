@@ -1,4 +1,4 @@
-"""One update of a stage: gradients of small pieces of a batch, on all cores, and the optimiser."""
+"""One update of a stage: the gradient, in small pieces on all cores, and the optimizer."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,23 +21,23 @@ from stepprune_jax.parallel.programs import jit_for_weights
 
 
 class State(NamedTuple):
-    """State of a stage."""
+    """State of a stage: the trained weights, and the state of the optimizer."""
 
     trained: PyTree
     moments: PyTree
 
 
 class Recipe(NamedTuple):
-    """Static part of a stage's update.
+    """The static arguments of a stage's update.
 
     Attributes:
         backbone: the model.
-        steps: updates of the stage.
-        lr: peak learning rate.
+        steps: number of updates of the stage.
+        lr: peak learning rate of AdamW.
         micro_batch: rows of a piece of the batch.
         devices: number of devices that share the pieces.
-        muon_lr: peak learning rate of Muon for matrices; 0 leaves all to AdamW.
-        display: how images are shown to the language model.
+        muon_lr: peak learning rate of Muon for matrices; 0 trains all weights with AdamW.
+        display: how the language model sees images.
     """
 
     backbone: Backbone
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
 
 
 def _matrices(params: PyTree) -> PyTree:
-    """Returns which weights are maps between hidden states, in stacks of layers, for Muon."""
+    """Returns the dimensions of kernels between hidden states, which Muon trains, or None."""
 
     def dimensions(path, leaf):
         kernel = jax.tree_util.keystr(path).endswith("['kernel']") and "head" not in path[-2].key
@@ -60,7 +60,10 @@ def _matrices(params: PyTree) -> PyTree:
 
 
 def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Builds AdamW; with `muon_lr`, Muon for hidden matrices, which needs half the steps."""
+    """Builds AdamW, or Muon for matrices and AdamW for all other weights.
+
+    Muon needs half the number of updates.
+    """
 
     def rate(peak):
         warmup = min(50, recipe.steps // 4)
@@ -68,7 +71,7 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
     options = {"weight_decay": 0.02}
     if recipe.muon_lr:
-        chosen = muon(
+        optimizer = muon(
             rate(recipe.muon_lr),
             adam_learning_rate=rate(recipe.lr),
             adam_b2=0.98,
@@ -77,8 +80,8 @@ def _optimizer(recipe: Recipe) -> optax.GradientTransformation:
             **options,
         )
     else:
-        chosen = optax.adamw(rate(recipe.lr), b2=0.98, **options)
-    return optax.chain(optax.clip_by_global_norm(1.0), chosen)
+        optimizer = optax.adamw(rate(recipe.lr), b2=0.98, **options)
+    return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
 
 def _accumulate(
@@ -90,47 +93,56 @@ def _accumulate(
     micro_batch: int,
     devices: int,
 ) -> tuple[PyTree, dict[str, Array]]:
-    """Averages gradient and scalars over small pieces of a batch, divided among all devices.
+    """Averages gradient and scalars over small pieces of a batch, on several devices.
 
-    Pieces that stay in a processor's cache are twice as fast as the whole batch at once, but too
-    small for several cores; so every core is a device with its own pieces.
+    A piece that fits into a processor's cache is twice as fast as a large batch, but too small for
+    several cores. Therefore each core is a device that computes some of the pieces.
+
+    Args:
+        loss: (trained, frozen, piece, key) -> loss, scalars.
+        trained: weights of the gradient.
+        frozen: other arguments of the loss.
+        batch: arrays with a leading axis of rows.
+        key: random key.
+        micro_batch: rows of a piece.
+        devices: number of devices.
     """
-    pieces = jax.tree.leaves(batch)[0].shape[0] // micro_batch
-    cut = jax.tree.map(lambda x: x.reshape(pieces, micro_batch, *x.shape[1:]), batch)
-    numbers = jnp.arange(pieces)
+    num_pieces = jax.tree.leaves(batch)[0].shape[0] // micro_batch
+    pieces = jax.tree.map(lambda x: x.reshape(num_pieces, micro_batch, *x.shape[1:]), batch)
+    numbers = jnp.arange(num_pieces)
 
-    def local(trained, frozen, cut, numbers, key):
-        def piece(total, inputs):
-            part, number = inputs
+    def device_mean(trained, frozen, pieces, numbers, key):
+        def add_piece(total, inputs):
+            piece, number = inputs
             value, grads = jax.value_and_grad(loss, has_aux=True)(
-                trained, frozen, part, jax.random.fold_in(key, number)
+                trained, frozen, piece, jax.random.fold_in(key, number)
             )
             return jax.tree.map(jnp.add, total, grads), value
 
         zeros = jax.tree.map(jnp.zeros_like, trained)
-        total, (value, scalars) = jax.lax.scan(piece, zeros, (cut, numbers))
+        total, (value, scalars) = jax.lax.scan(add_piece, zeros, (pieces, numbers))
         total = jax.tree.map(lambda g: g / numbers.shape[0], total)
         scalars = jax.tree.map(lambda x: jnp.mean(x, axis=0), {"loss": value, **scalars})
         return jax.lax.pmean((total, scalars), "data")
 
     specs = (P(), P(), P("data"), P("data"), P())
-    split = jax.shard_map(
-        local, mesh=_mesh(devices), in_specs=specs, out_specs=P(), check_vma=False
+    mean = jax.shard_map(
+        device_mean, mesh=_mesh(devices), in_specs=specs, out_specs=P(), check_vma=False
     )
-    return split(trained, frozen, cut, numbers, key)
+    return mean(trained, frozen, pieces, numbers, key)
 
 
 def _mesh(devices: int) -> Mesh:
     return Mesh(jax.devices()[:devices], ("data",), axis_types=(AxisType.Auto,))
 
 
-def everywhere(tree: PyTree, devices: int) -> PyTree:
-    """Copies to the devices that share the work."""
+def replicate(tree: PyTree, devices: int) -> PyTree:
+    """Copies arrays to all devices of the stage."""
     return jax.device_put(tree, NamedSharding(_mesh(devices), P()))
 
 
-def start(recipe: Recipe, trained: PyTree) -> State:
-    """Returns the state before the first update of some weights."""
+def init_state(recipe: Recipe, trained: PyTree) -> State:
+    """Returns the state before the first update."""
     return State(trained, _optimizer(recipe).init(trained))
 
 
@@ -140,10 +152,10 @@ def _apply(recipe: Recipe, state: State, grads: PyTree) -> State:
 
 
 def _tower_update(key, state: State, images: Images, labels, recipe: Recipe):
-    """Updates the tower and its heads; the key is unused except for its devices."""
+    """Updates the tower and its heads. The key only determines the devices."""
 
-    def loss(trained, _, part, __):
-        return tower_loss(trained, recipe.backbone, *part)
+    def loss(trained, _, piece, __):
+        return tower_loss(trained, recipe.backbone, *piece)
 
     grads, scalars = _accumulate(
         loss, state.trained, (), (images, labels), key, recipe.micro_batch, recipe.devices
@@ -161,18 +173,19 @@ def _language_update(
     words,
     recipe: Recipe,
 ):
-    """Updates the weights in `state`; `params` are the other weights, possibly none.
+    """Updates the weights in `state`. `params` are the frozen weights.
 
-    The key comes first, as it determines the devices.
+    The key is the first argument because it determines the devices.
     """
     labels, tokens = words
 
-    def loss(trained, frozen, part, piece_key):
-        images, rows, mentions, labels = part
+    def loss(trained, frozen, piece, piece_key):
+        images, rows, mentions, labels = piece
         params, prefix, tokens = frozen
-        named = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
-        piece = Exchanges(images, Packed(prefix, *rows), mentions, named)
-        return language_loss(trained, params, recipe.backbone, piece_key, piece, recipe.display)
+        words = [Words(labels[name], tokens[name]) for name in sorted(tokens)]
+        exchanges = Exchanges(images, Packed(prefix, *rows), mentions, words)
+        display = recipe.display
+        return language_loss(trained, params, recipe.backbone, piece_key, exchanges, display)
 
     frozen = (params, packed.prefix, tokens)
     batch = (images, tuple(packed[1:]), mentions, labels)

@@ -1,4 +1,4 @@
-"""A small word tokenizer, built from the words of a data folder."""
+"""Builds a small word tokenizer from the texts of a data folder."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 
 class Template(NamedTuple):
-    """Tokens of a family's prompts.
+    """Tokens of a model family's prompts.
 
     Attributes:
-        special: tokens of the ids from 0, the one for unknown words first.
-        start: the one that stands in front of any text; None without one.
-        end: the one that ends an answer.
-        words: what prompts say besides, such as the roles.
-        system: what every prompt begins with.
-        added: further tokens, that of an image among them.
+        special: tokens with the first ids. The first one replaces unknown words.
+        start: token in front of every text; None for a family without such a token.
+        end: token that ends an answer.
+        words: words of prompts that the data does not have, such as the roles.
+        system: the beginning of every prompt.
+        added: further tokens, including the token of an image.
     """
 
     special: tuple[str, ...]
@@ -25,11 +25,15 @@ class Template(NamedTuple):
     added: tuple[str, ...]
 
 
-def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 8000) -> Any:
-    """Builds a tokenizer with one token for each word, number or sign.
+def build_tokenizer(texts: Iterable[str], template: Template, max_words: int = 8000) -> Any:
+    """Builds a tokenizer with one token for each word, digit or sign, which ignores case.
 
-    Case is ignored. The system prompt, the same in every prompt, is a single token: a small model
-    should not spend a third of its sequence on it. Unknown words become the template's first token.
+    The system prompt is a single token. Otherwise it would be a third of a small model's sequence.
+
+    Args:
+        texts: texts whose words are the vocabulary.
+        template: tokens of the prompts.
+        max_words: largest number of words; rarer words become the unknown token.
     """
     import tokenizers
     import transformers
@@ -45,8 +49,8 @@ def build_tokenizer(texts: Iterable[str], template: Template, most_words: int = 
     counts: Counter[str] = Counter()
     for text in (*texts, template.words):
         counts.update(word for word, _ in split.pre_tokenize_str(lower.normalize_str(text)))
-    # By count, then alphabetically: the same texts in any order give the same ids.
-    words = sorted(counts, key=lambda word: (-counts[word], word))[:most_words]
+    # Sorted by count and then alphabetically, so that ids do not depend on the order of texts.
+    words = sorted(counts, key=lambda word: (-counts[word], word))[:max_words]
     vocabulary = {word: number for number, word in enumerate((*template.special, *words))}
     unknown, start = template.special[0], template.start
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=unknown))

@@ -1,12 +1,11 @@
-"""Random scenes: non-overlapping shapes, dots and strokes on a background."""
+"""Generates random scenes: separate shapes, dots and strokes on a background."""
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
 
-SIDE = 96  # pixels; the unit of lengths in a scene at every resolution
-GRID = 12  # patches along an edge
+SIDE = 96  # Side of an image in pixels. Lengths in scenes have this unit at every resolution.
+GRID = 12  # Patches along an edge.
 CELL = SIDE // GRID
 
 SHAPES = ("circle", "square", "triangle", "cross", "diamond")
@@ -19,18 +18,13 @@ COLORS = {
     "cyan": (40, 186, 200),
 }
 BACKGROUNDS = ("plain", "striped", "checkered", "speckled")
-MOST_SHAPES = 8
-_SMALLEST, _LARGEST = 6.5, 21.0
-_CLEAR = 1.0  # distance in pixels of a shape's middle from the edges of its patch
-
-CROWD_GRID = 16  # patches along an edge of a crowd, each with one shape or none
-REACH = 3  # patches to a neighbour in a crowd, at most
-# Where each direction leads: patches down and to the right.
-DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+MAX_SHAPES = 8
+_MIN_RADIUS, _MAX_RADIUS = 6.5, 21.0
+_PATCH_MARGIN = 1.0  # Distance of a shape's center from the edges of its patch, in pixels.
 
 
 class Shape(NamedTuple):
-    """A coloured shape; `x`, `y` and `radius` in pixels of an image of `SIDE` pixels."""
+    """A colored shape. `x`, `y` and `radius` are pixels of an image of `SIDE` pixels."""
 
     kind: str
     color: str
@@ -40,7 +34,7 @@ class Shape(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A small disc near the middle of a patch of the `GRID`."""
+    """A small disc near the center of a patch."""
 
     color: str
     x: float
@@ -48,7 +42,7 @@ class Dot(NamedTuple):
 
 
 class Stroke(NamedTuple):
-    """A grey line from one point to another: a distractor that no question asks about."""
+    """A gray line from one point to another, which no question is about."""
 
     start: tuple[float, float]
     end: tuple[float, float]
@@ -60,11 +54,11 @@ class Scene(NamedTuple):
 
     Attributes:
         background: one of `BACKGROUNDS`.
-        shade: base colour of the background, RGB.
+        shade: base color of the background, RGB.
         texture_seed: seed of the background's pattern.
-        shapes: one to eight, or in a crowd twenty to forty; large ones first.
-        dots: None, or a dozen and more in two colours.
-        strokes: distractors.
+        shapes: one to eight shapes, by descending radius.
+        dots: no dots, or at least twelve dots in two colors.
+        strokes: up to five lines.
     """
 
     background: str
@@ -76,131 +70,81 @@ class Scene(NamedTuple):
 
     @property
     def complexity(self) -> int:
-        """Number of things in the image: shapes, dots and strokes."""
+        """Number of shapes, dots and strokes."""
         return len(self.shapes) + len(self.dots) + len(self.strokes)
 
 
 def cell_of(x: float, y: float, grid: int = GRID) -> int:
-    """Returns the raster index of the patch under a point, of `grid` patches along an edge."""
+    """Returns the row-major index of the patch at a point, for `grid` patches along an edge."""
     cell = SIDE / grid
     return int(min(y // cell, grid - 1)) * grid + int(min(x // cell, grid - 1))
 
 
-def _into_patch(point: np.ndarray) -> np.ndarray:
-    """Moves a point to be clearly inside one patch of a grid with cells half as wide."""
+def _move_into_patch(point: np.ndarray) -> np.ndarray:
+    """Moves a point away from the edges of the patches of a grid of half the patch size."""
     cell = CELL / 2
     corner = point // cell * cell
-    return corner + np.clip(point - corner, _CLEAR, cell - _CLEAR)
+    return corner + np.clip(point - corner, _PATCH_MARGIN, cell - _PATCH_MARGIN)
 
 
-def _place_shapes(random: np.random.Generator) -> list[Shape]:
-    """Places one to eight separate shapes; more shapes are smaller on average."""
-    shape_limit = int(random.integers(1, MOST_SHAPES + 1))
-    largest = _LARGEST if shape_limit <= 3 else (16.0 if shape_limit <= 5 else 12.0)
+def _place_shapes(rng: np.random.Generator) -> list[Shape]:
+    """Places one to eight separate shapes. The more shapes, the smaller they are."""
+    shape_limit = int(rng.integers(1, MAX_SHAPES + 1))
+    max_radius = _MAX_RADIUS if shape_limit <= 3 else (16.0 if shape_limit <= 5 else 12.0)
     shapes: list[Shape] = []
     for _ in range(shape_limit):
-        if shapes and random.random() < 0.35:  # repeated, in kind and colour
-            kind, color = shapes[int(random.integers(len(shapes)))][:2]
+        if shapes and rng.random() < 0.35:  # Repeats kind and color of another shape.
+            kind, color = shapes[int(rng.integers(len(shapes)))][:2]
         else:
-            kind, color = str(random.choice(SHAPES)), str(random.choice(list(COLORS)))
+            kind, color = str(rng.choice(SHAPES)), str(rng.choice(list(COLORS)))
         for _ in range(40):
-            radius = float(random.uniform(_SMALLEST, largest))
-            x, y = _into_patch(random.uniform(radius + 1, SIDE - radius - 1, 2))
-            if all(np.hypot(x - o.x, y - o.y) > radius + o.radius + 2 for o in shapes):
+            radius = float(rng.uniform(_MIN_RADIUS, max_radius))
+            x, y = _move_into_patch(rng.uniform(radius + 1, SIDE - radius - 1, 2))
+            if all(
+                np.hypot(x - shape.x, y - shape.y) > radius + shape.radius + 2 for shape in shapes
+            ):
                 shapes.append(Shape(kind, color, float(x), float(y), radius))
                 break
     return sorted(shapes, key=lambda shape: -shape.radius)
 
 
-def _place_dots(random: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
-    """Places dots in free patches, in two colours of which one is clearly more frequent."""
-    free = []
+def _place_dots(rng: np.random.Generator, shapes: list[Shape]) -> list[Dot]:
+    """Places dots in free patches, in two colors. One color is clearly more frequent."""
+    free_centers = []
     for cell in range(GRID * GRID):
         x, y = (cell % GRID + 0.5) * CELL, (cell // GRID + 0.5) * CELL
-        if all(np.hypot(x - o.x, y - o.y) > 1.1 * o.radius + CELL / 2 for o in shapes):
-            free.append((x, y))
-    dot_limit = min(len(free), 90)
+        if all(
+            np.hypot(x - shape.x, y - shape.y) > 1.1 * shape.radius + CELL / 2 for shape in shapes
+        ):
+            free_centers.append((x, y))
+    dot_limit = min(len(free_centers), 90)
     if dot_limit < 12:
         return []
-    total = int(np.round(np.exp(random.uniform(np.log(12), np.log(dot_limit)))))
-    lead = int(np.round(total * random.uniform(0.2, 0.7)))
-    first = (total + max(3, lead)) // 2
-    colors = random.choice(list(COLORS), 2, replace=False)
+    total = int(np.round(np.exp(rng.uniform(np.log(12), np.log(dot_limit)))))
+    lead = int(np.round(total * rng.uniform(0.2, 0.7)))
+    majority = (total + max(3, lead)) // 2
+    colors = rng.choice(list(COLORS), 2, replace=False)
     dots = []
-    for number, cell_number in enumerate(random.permutation(len(free))[:total]):
-        x, y = free[cell_number] + random.uniform(-1, 1, 2)
-        dots.append(Dot(str(colors[int(number >= first)]), float(x), float(y)))
+    for number, free_index in enumerate(rng.permutation(len(free_centers))[:total]):
+        x, y = free_centers[free_index] + rng.uniform(-1, 1, 2)
+        dots.append(Dot(str(colors[int(number >= majority)]), float(x), float(y)))
     return dots
 
 
-def _crowd_looks(random: np.random.Generator) -> list[tuple[str, str]]:
-    """Draws kind and colour of each shape of a crowd.
-
-    There are two to five kinds and as many colours. Up to two of each occur once; all others are
-    shared by look-alikes.
-    """
-    # Scenes with many of them are asked for their number less often; so all answers are as likely.
-    numbers = random.choice([2, 3, 4, 5], 2, p=[0.17, 0.25, 0.32, 0.26])
-    kinds, colors = (
-        random.permutation(names)[:number].tolist()
-        for names, number in zip((SHAPES, list(COLORS)), numbers, strict=True)
-    )
-    single = [min(len(names) - 2, int(random.integers(1, 3))) for names in (kinds, colors)]
-    common = kinds[single[0] :], colors[single[1] :]
-    looks = [(kind, str(random.choice(common[1]))) for kind in kinds[: single[0]]]
-    looks += [(str(random.choice(common[0])), color) for color in colors[: single[1]]]
-    shared_looks = [
-        tuple(names[n % len(names)] for names in common) for n in range(max(map(len, common)))
-    ]
-    more = int(random.integers(3))
-    shared_looks += [tuple(str(random.choice(names)) for names in common) for _ in range(more)]
-    remaining = int(random.integers(20, 41)) - len(looks) - 2 * len(shared_looks)
-    return (
-        looks
-        + 2 * shared_looks
-        + [shared_looks[n] for n in random.integers(0, len(shared_looks), remaining)]
-    )
-
-
-def _place_crowd(random: np.random.Generator) -> list[Shape]:
-    """Places a crowd, each shape in a patch of its own and most of them near another."""
-    looks, places, steps = _crowd_looks(random), {}, list(DIRECTIONS.values())
-    free = {*itertools.product(range(CROWD_GRID), repeat=2)}
-    for number in random.permutation(len(looks)):
-        row = column = -1
-        while (row, column) not in free:
-            row, column = random.integers(0, CROWD_GRID, 2).tolist()
-            if places and random.random() < 0.75:
-                neighbor = list(places)[int(random.integers(len(places)))]
-                row_step, column_step = steps[int(random.integers(4))]
-                distance = int(random.integers(1, REACH + 1))
-                row, column = (
-                    neighbor[0] + distance * row_step,
-                    neighbor[1] + distance * column_step,
-                )
-        free.remove((row, column))
-        places[row, column] = looks[number]
-    cell, shapes = SIDE / CROWD_GRID, []
-    for (row, column), look in places.items():
-        x, y = (np.array([column, row]) + 0.5) * cell + random.uniform(-0.3, 0.3, 2)
-        shapes.append(Shape(*look, float(x), float(y), float(random.uniform(2.2, 2.7))))
-    return sorted(shapes, key=lambda shape: -shape.radius)
-
-
-def draw_scene(random: np.random.Generator, crowd: bool = False) -> Scene:
-    """Draws a scene."""
-    shapes = _place_crowd(random) if crowd else _place_shapes(random)
-    dots = _place_dots(random, shapes) if not crowd and random.random() < 0.85 else []
+def random_scene(rng: np.random.Generator) -> Scene:
+    """Generates a scene."""
+    shapes = _place_shapes(rng)
+    dots = _place_dots(rng, shapes) if rng.random() < 0.85 else []
     strokes = []
-    for _ in range(int(random.integers(0, 6))):
-        start = random.uniform(0, SIDE, 2)
-        end = start + random.uniform(-30, 30, 2)
-        strokes.append(Stroke(tuple(start), tuple(end), int(random.integers(70, 130))))
-    shade = int(random.integers(150, 236)) + random.integers(-10, 11, 3)
+    for _ in range(int(rng.integers(0, 6))):
+        start = rng.uniform(0, SIDE, 2)
+        end = start + rng.uniform(-30, 30, 2)
+        strokes.append(Stroke(tuple(start), tuple(end), int(rng.integers(70, 130))))
+    shade = int(rng.integers(150, 236)) + rng.integers(-10, 11, 3)
     return Scene(
-        background=str(random.choice(BACKGROUNDS)),
+        background=str(rng.choice(BACKGROUNDS)),
         shade=tuple(int(value) for value in shade),
-        texture_seed=int(random.integers(2**31)),
+        texture_seed=int(rng.integers(2**31)),
         shapes=tuple(shapes),
         dots=tuple(dots),
         strokes=tuple(strokes),

@@ -7,143 +7,143 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
-from experiments.datasets.llava_folder import Asked, write_conversations, write_questions
-from experiments.shapes import crowds
 from experiments.shapes.draw import label_words, patch_labels, presence, render
-from experiments.shapes.levels import LEVELS, ask
-from experiments.shapes.questions import Query
-from experiments.shapes.scene import COLORS, SHAPES, Scene, draw_scene
+from experiments.shapes.llava_folder import AnsweredQuestion, write_conversations, write_questions
+from experiments.shapes.questions import Query, random_queries
+from experiments.shapes.scene import GRID, SIDE, Scene, random_scene
 from stepprune_jax.data.json_files import read_json_object, write_json_lines
-from stepprune_jax.user_input import UserError
+from stepprune_jax.user_input import UserError, expect
 
 MANIFEST = "world.json"
-# The manifest of a world that is being written, and so incomplete.
+# Manifest of an incomplete world.
 PARTIAL = "world.partial.json"
 VERSION = 2
-# Splits have separate numbers, so that no two of them share a scene's seed.
+# Part of a scene's seed, so that different splits never have the same scene.
 _SPLITS = {"train": 0, "validation": 1, "test": 2}
 
 
-class _Drawing(NamedTuple):
-    """Folder and resolution of a world."""
+class _Output(NamedTuple):
+    """Folder and resolution of a world.
+
+    Attributes:
+        folder: the folder.
+        sizes: side and grid of the images, used in turn.
+        is_relative: whether labels of places are relative to the patch.
+        emphasis: factor on the frequency of slowly learned families in training questions.
+    """
 
     folder: Path
-    sizes: list[tuple[int, int]]  # side and grid of the images, in turn
-    relative: bool  # whether labels tell places from the patch
-    emphasis: float  # of training questions
-    level: int
+    sizes: list[tuple[int, int]]
+    is_relative: bool
+    emphasis: float
 
     def size(self, number: int) -> tuple[int, int]:
-        """Side and grid of an image."""
+        """Returns side and grid of an image."""
         return self.sizes[number % len(self.sizes)]
 
 
 def scene_at(
-    seed: int,
-    split: str,
-    number: int,
-    grid: int | None = None,
-    emphasis: float = 1.0,
-    level: int = 1,
+    seed: int, split: str, number: int, grid: int = GRID, emphasis: float = 1.0
 ) -> tuple[Scene, list[Query]]:
-    """Returns one scene of the world and its questions, without writing anything."""
-    random = np.random.default_rng([seed, _SPLITS[split], number])
-    scene = draw_scene(random, LEVELS[level].crowd)
-    grid = grid or LEVELS[level].grid
-    return scene, ask(scene, random, grid=grid, emphasis=emphasis, level=level)
+    """Returns a scene of the world and its questions.
+
+    Args:
+        seed: seed of the split.
+        split: "train", "validation" or "test".
+        number: number of the scene in its split.
+        grid: patches along an edge, for the relevant patches.
+        emphasis: factor on the frequency of slowly learned families.
+    """
+    rng = np.random.default_rng([seed, _SPLITS[split], number])
+    scene = random_scene(rng)
+    return scene, random_queries(scene, rng, grid=grid, emphasis=emphasis)
 
 
-def _name(split: str, number: int) -> str:
+def _image_name(split: str, number: int) -> str:
     return f"{split}_{number:06d}.png"
 
 
-def _asked(query: Query, split: str, number: int) -> Asked:
-    return Asked(query.text, query.answer, query.family, _name(split, number))
+def _answered(query: Query, split: str, number: int) -> AnsweredQuestion:
+    image = _image_name(split, number)
+    return AnsweredQuestion(query.text, query.answer, query.family, image)
 
 
-def _scenes(to: _Drawing, seed: int, split: str, count: int) -> Iterator[tuple[Scene, list[Query]]]:
-    """Draws the images of a split, one after the other."""
-    for number in tqdm(
+def _write_images(
+    output: _Output, seed: int, split: str, count: int
+) -> Iterator[tuple[Scene, list[Query]]]:
+    """Writes the images of a split, and yields the scene and the questions of each."""
+    numbers = tqdm(
         range(count), desc=f"drawing {split}", unit="scene", mininterval=5, disable=count < 500
-    ):
-        emphasis, (side, grid) = to.emphasis if split == "train" else 1.0, to.size(number)
-        scene, queries = scene_at(seed, split, number, grid, emphasis, to.level)
-        render(scene, side).save(to.folder / "images" / _name(split, number))
+    )
+    emphasis = output.emphasis if split == "train" else 1.0
+    for number in numbers:
+        side, grid = output.size(number)
+        scene, queries = scene_at(seed, split, number, grid, emphasis)
+        render(scene, side).save(output.folder / "images" / _image_name(split, number))
         yield scene, queries
 
 
-def _write_train(to: _Drawing, seed: int, count: int, patches: bool) -> None:
-    """Writes conversations of all questions about an image, as LLaVA merges its VQA data."""
-    exchanges, labels, queries_of_images = [], [], []
-    for number, (scene, queries) in enumerate(_scenes(to, seed, "train", count)):
-        exchanges += [_asked(query, "train", number) for query in queries]
+def _write_train(output: _Output, seed: int, count: int, patches: bool) -> None:
+    """Writes the training split: one conversation with all questions about each image."""
+    questions, labels, queries_by_image = [], [], []
+    for number, (scene, queries) in enumerate(_write_images(output, seed, "train", count)):
+        questions += [_answered(query, "train", number) for query in queries]
         if patches:
-            grid = to.size(number)[1]
-            label = patch_labels(scene, grid, to.relative)
-            if LEVELS[to.level].crowd:
-                label["value_next"] = crowds.distances(scene, grid)
+            label = patch_labels(scene, output.size(number)[1], output.is_relative)
             labels.append(label | {"image_presence": presence(scene)})
-            queries_of_images.append(queries)
-    write_conversations(to.folder, exchanges)
+            queries_by_image.append(queries)
+    write_conversations(output.folder, questions)
     if patches:
-        arrays = {key: _stack([label[key] for label in labels]) for key in labels[0]}
-        crowd, words = LEVELS[to.level].crowd, label_words()
-        if crowd:
-            words["words_down"] = np.asarray(["up", "down"])  # as its questions say
-        np.savez_compressed(to.folder / "train_patches.npz", **arrays, **words)
-        np.savez_compressed(to.folder / "train_mentions.npz", **_mentions(queries_of_images, crowd))
+        arrays = {name: _stack([label[name] for label in labels]) for name in labels[0]}
+        np.savez_compressed(output.folder / "train_patches.npz", **arrays, **label_words())
+        mentions = _tabulate_mentions(queries_by_image)
+        np.savez_compressed(output.folder / "train_mentions.npz", **mentions)
 
 
 def _stack(labels: list[np.ndarray]) -> np.ndarray:
-    """Labels of all images; behind the patches of a smaller one stand 0 or NaN."""
-    longest = max(map(len, labels))
-    fill = 0 if labels[0].dtype.kind == "i" else np.nan
-    stacked = np.full((len(labels), longest, *labels[0].shape[1:]), fill, labels[0].dtype)
+    """Stacks the labels of all images. Smaller images are padded with 0 (classes) or NaN."""
+    num_patches = max(map(len, labels))
+    padding = 0 if labels[0].dtype.kind == "i" else np.nan
+    stacked = np.full((len(labels), num_patches, *labels[0].shape[1:]), padding, labels[0].dtype)
     for row, label in zip(stacked, labels, strict=True):
         row[: len(label)] = label
     return stacked
 
 
-def _mentions(queries_of_images: list[list[Query]], looks: bool) -> dict[str, np.ndarray]:
-    """Returns one row per shape or group of shapes that a training question mentions."""
+def _tabulate_mentions(queries_by_image: list[list[Query]]) -> dict[str, np.ndarray]:
+    """Returns the columns of a table with one row per mention in a training question."""
     rows = [
         (sample, exchange, *mention)
-        for sample, queries in enumerate(queries_of_images)
+        for sample, queries in enumerate(queries_by_image)
         for exchange, query in enumerate(queries)
         for mention in query.mentions
     ]
-    sample, exchange, word, number, place, look = zip(*rows, strict=True) if rows else [()] * 6
-    names = (*SHAPES, *COLORS) if looks else ()
-    unknown = (np.nan,) * (3 + len(names))
-    value = [
-        (*point, *(float(name in names_shown) for name in names)) if point else unknown
-        for point, names_shown in zip(place, look, strict=True)
-    ]
+    sample, exchange, word, number, place = zip(*rows, strict=True) if rows else [()] * 5
+    value = [point or (np.nan,) * 3 for point in place]
     return {
         "sample": np.asarray(sample, np.int32),
         "exchange": np.asarray(exchange, np.int32),
         "word": np.asarray(word, "U16"),
         "number": np.asarray(number, np.int32),
-        "value": np.asarray(value, np.float32).reshape(-1, len(unknown)),
+        "value": np.asarray(value, np.float32).reshape(-1, 3),
     }
 
 
-def _write_questions(to: _Drawing, seed: int, split: str, count: int) -> None:
-    """Writes a question file with its answers and scenes."""
+def _write_questions(output: _Output, seed: int, split: str, count: int) -> None:
+    """Writes the questions of a split, their answers and their scenes."""
     questions, scenes = [], []
-    for number, (scene, queries) in enumerate(_scenes(to, seed, split, count)):
+    for number, (scene, queries) in enumerate(_write_images(output, seed, split, count)):
         for query in queries:
             name = f"{split}_{len(questions):06d}"
-            questions.append(_asked(query, split, number))
+            questions.append(_answered(query, split, number))
             relevant = list(query.relevant)
             scenes.append(
                 {"question_id": name, "complexity": scene.complexity, "relevant": relevant}
             )
-    write_questions(to.folder, split, questions)
-    write_json_lines(to.folder / f"{split}_scenes.jsonl", scenes)
+    write_questions(output.folder, split, questions)
+    write_json_lines(output.folder / f"{split}_scenes.jsonl", scenes)
 
 
 def write_world(
@@ -155,49 +155,40 @@ def write_world(
     test: int,
     test_seed: int | None = None,
     patches: bool = False,
-    side: int | None = None,
-    grid: int | None = None,
+    side: int = SIDE,
+    grid: int = GRID,
     sizes: Sequence[int] | None = None,
     emphasis: float = 1.0,
-    level: int = 1,
 ) -> Path:
-    """Writes a world; an existing one with the same settings is left unchanged.
+    """Writes a world. An existing world with the same settings is left unchanged.
 
-    The scenes and the questions do not depend on `side`, `grid` and `sizes`: a world of 336 pixels
-    in 24 by 24 patches is that of 96 pixels in 12 by 12, at a higher resolution.
+    Scenes and questions do not depend on `side`, `grid` and `sizes`: a world of 336 pixels in 24 by
+    24 patches shows the same scenes as a world of 96 pixels in 12 by 12 patches.
 
     Args:
         folder: folder to write; created if needed.
         seed: seed of the training and validation scenes.
-        train: number of training scenes; 0 writes no such file, also for the others.
-        validation: number of validation scenes.
-        test: number of test scenes.
-        test_seed: seed of the test scenes; default `seed`.
-        patches: whether to write further labels for pretraining: `train_patches.npz`, labels of
-            every training patch, and `train_mentions.npz`, number and place, on level 2 also the
-            look, of the shapes that a question mentions.
-        side: height and width of the images in pixels; None for the level's own, as for the next.
-        grid: patches along an edge, for their labels and the relevant patches of answers.
-        sizes: sides of the images in pixels, used in turn, instead of `side`; patches have
-            `side / grid` pixels in all of them, and their labels give places relative to the patch.
-        emphasis: factor on the frequency of families that are learned last, in training questions.
-        level: 1, or 2 for crowds of look-alikes and questions of several steps. On level 2, the
-            relevant patches of an answer follow its chain, and the labels of patches have
-            `value_next`, `crowds.distances`.
+        train: number of training scenes; 0 writes no training file.
+        validation: number of validation scenes; 0 writes no validation files.
+        test: number of test scenes; 0 writes no test files.
+        test_seed: seed of the test scenes; None takes `seed`.
+        patches: whether to write further labels for pretraining: `train_patches.npz` has labels of
+            every training patch, and `train_mentions.npz` has number and place of the shapes that a
+            question mentions.
+        side: height and width of the images in pixels.
+        grid: patches along an edge, for labels of patches and relevant patches of answers.
+        sizes: sides of the images in pixels, used in turn instead of `side`. All patches have
+            `side / grid` pixels, and labels of places are relative to the patch.
+        emphasis: factor on the frequency of slowly learned families in training questions.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: an unknown level, a negative number, a grid that does not divide the side, a
-            size that is not a multiple of the patch, or a folder that holds a world with other
-            settings.
-        FileExistsError: a folder that holds other files.
+        UserError: a setting is invalid, or the folder has a world with other settings.
+        FileExistsError: the folder has other files.
     """
     folder = Path(folder)
-    _require("level", level, level in LEVELS, f"one of {', '.join(map(str, LEVELS))}")
-    side = LEVELS[level].side if side is None else side
-    grid = LEVELS[level].grid if grid is None else grid
     settings = {
         "version": VERSION,
         "seed": seed,
@@ -211,72 +202,59 @@ def write_world(
         "emphasis": emphasis,
     }
     for name, value in settings.items():
-        _require(name, value, 0 <= value < 1 << 64, "a number >= 0, below 2**64")
+        expect(
+            f"{name} of the shapes world", value, 0 <= value < 1 << 64, "a number >= 0, below 2**64"
+        )
     is_valid = grid > 0 < side and side % grid == 0
-    _require("side", side, is_valid, f"a positive multiple of grid ({grid})")
+    expect("side of the shapes world", side, is_valid, f"a positive multiple of grid ({grid})")
     if sizes is not None:
         patch = side // grid
         is_valid = bool(sizes) and all(size >= patch and size % patch == 0 for size in sizes)
-        _require("sizes", list(sizes), is_valid, f"multiples of the {patch} pixels of a patch")
+        expected = f"multiples of the {patch} pixels of a patch"
+        expect("sizes of the shapes world", list(sizes), is_valid, expected)
         settings["sizes"] = list(sizes)
-    if level != 1:
-        settings["level"] = level
-    if _is_written(folder, settings):
+    if _is_complete(folder, settings):
         return folder
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    text = json.dumps(settings, indent=1) + "\n"
+    (folder / PARTIAL).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     sizes_and_grids = [(size, size * grid // side) for size in sizes or [side]]
-    to = _Drawing(folder, sizes_and_grids, sizes is not None, emphasis, level)
-    (folder / PARTIAL).write_text(text, encoding="utf-8")
+    output = _Output(folder, sizes_and_grids, sizes is not None, emphasis)
     if train:
-        _write_train(to, seed, train, patches)
+        _write_train(output, seed, train, patches)
     if validation:
-        _write_questions(to, seed, "validation", validation)
+        _write_questions(output, seed, "validation", validation)
     if test:
-        _write_questions(to, settings["test_seed"], "test", test)
+        _write_questions(output, settings["test_seed"], "test", test)
     os.replace(folder / PARTIAL, folder / MANIFEST)
     return folder
 
 
-def _require(name: str, value: object, is_valid: bool, expected: str) -> None:
-    """Raises a ValueError that names a setting, unless it `is_valid`."""
-    if not is_valid:
-        raise UserError(f"{name} of the shapes world is {value}, expected {expected}")
+def _is_complete(folder: Path, settings: dict[str, object]) -> bool:
+    """Returns whether a folder has this complete world.
 
-
-def _is_written(folder: Path, settings: dict[str, object]) -> bool:
-    """Returns whether exactly this world is complete; raises for another one or other files."""
-    manifest = next((folder / n for n in (MANIFEST, PARTIAL) if (folder / n).is_file()), None)
+    Raises:
+        UserError: the folder has a world with other settings.
+        FileExistsError: the folder has other files.
+    """
+    manifests = (folder / name for name in (MANIFEST, PARTIAL))
+    manifest = next((path for path in manifests if path.is_file()), None)
     if manifest is None:
-        strange = sorted(path.name for path in folder.glob("*"))
-        if strange:
+        other_files = sorted(path.name for path in folder.glob("*"))
+        if other_files:
             raise FileExistsError(
-                f"{folder} holds {strange[0]}, and no {MANIFEST} that would make it a shapes "
-                "world's; choose another folder"
+                f"{folder} has {other_files[0]} but no {MANIFEST}, so it is no world: choose "
+                "another folder"
             )
         return False
     written = read_json_object(manifest)
-    differ = [
+    changes = [
         f"{name} is {written.get(name)}, not {settings.get(name)}"
         for name in settings | written
         if written.get(name) != settings.get(name)
     ]
-    if differ:
+    if changes:
         raise UserError(
-            f"{folder} holds a shapes world with other settings ({'; '.join(differ)}); "
-            "choose another folder or delete it"
+            f"{folder} has a world with other settings ({'; '.join(changes)}); choose another "
+            "folder or delete it"
         )
     return manifest.name == MANIFEST
-
-
-def preview(folder: str | Path, seed: int, count: int, level: int = 1) -> Path:
-    """Writes a contact sheet of the first training scenes."""
-    scenes = [scene_at(seed, "train", number, level=level)[0] for number in range(count)]
-    tiles = [render(scene, 192) for scene in scenes]
-    columns = min(count, 6)
-    sheet = Image.new("RGB", (columns * 200, -(-count // columns) * 200), "white")
-    for number, tile in enumerate(tiles):
-        sheet.paste(tile, (number % columns * 200 + 4, number // columns * 200 + 4))
-    path = Path(folder) / "preview.png"
-    sheet.save(path)
-    return path

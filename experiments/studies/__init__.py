@@ -1,1 +1,1 @@
-"""Studies of the method: seeds, ablations, the paper's tables, and example benchmarks."""
+"""Studies: training on several seeds, the README's picture, and example benchmarks."""

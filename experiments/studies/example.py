@@ -2,9 +2,9 @@
 
     python -m experiments.studies.example --out example
 
-They serve to try the stages of an evaluation without the real benchmarks. The formats are the
-official ones; the questions are not, and lack LLaVA's request for a short answer, which the model
-of the shapes world has not learned. The scores cannot be compared with published ones.
+With these files, a user can try all stages of an evaluation without the real benchmarks. Formats
+are official, but questions are not. They lack LLaVA's request for a short answer, because the model
+of the shapes world was not trained with it. Scores are not comparable with published scores.
 """
 
 import json
@@ -21,12 +21,12 @@ from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import read_answers, read_questions
 
-_SCENES = 60  # enough for an image with a yes and a no for each task of MME
-_POPE_STEP = 10**7  # distance between ids of POPE's splits in LLaVA's list
+_SCENES = 60  # Gives an image with a yes and a no for each task of MME.
+_POPE_STEP = 10**7  # Distance between the ids of POPE's splits in LLaVA's list.
 
 
-class Known(NamedTuple):
-    """A question of the shapes world, its image and the correct answer."""
+class LabeledQuestion(NamedTuple):
+    """A question of the shapes world, with its image, its family and the correct answer."""
 
     text: str
     image: Path
@@ -35,7 +35,7 @@ class Known(NamedTuple):
 
 
 def write_example(out: str | Path) -> Path:
-    """Writes the three benchmarks."""
+    """Writes the three benchmarks to OUT/eval and the world to OUT/world; returns OUT/eval."""
     root = Path(out) / "eval"
     if root.exists():
         raise FileExistsError(f"{root} exists: remove it, or give another --out")
@@ -43,23 +43,26 @@ def write_example(out: str | Path) -> Path:
     questions = read_questions(world / "test.jsonl", world / "images")
     answers = read_answers(world / "test_answers.jsonl", questions)
     pairs = zip(questions, answers, strict=True)
-    labeled = [Known(q.text, q.image, q.category, answer) for q, answer in pairs]
+    labeled = [
+        LabeledQuestion(question.text, question.image, question.category, answer)
+        for question, answer in pairs
+    ]
     _write_gqa(root / "gqa", [row for row in labeled if row.kind != "existence"])
     _write_pope(root / "pope", [row for row in labeled if row.kind == "existence"])
     _write_mme(root / "MME", dict(zip((*PERCEPTION, *COGNITION), _pairs(labeled), strict=False)))
     return root
 
 
-def _pairs(labeled: Iterable[Known]) -> list[tuple[Known, Known]]:
-    """Returns a yes and a no question of each image that has both."""
-    by_image: dict[Path, dict[str, Known]] = defaultdict(dict)
+def _pairs(labeled: Iterable[LabeledQuestion]) -> list[tuple[LabeledQuestion, LabeledQuestion]]:
+    """Returns one question with the answer yes and one with no, of each image that has both."""
+    by_image: dict[Path, dict[str, LabeledQuestion]] = defaultdict(dict)
     for row in labeled:
         if row.answer in ("yes", "no"):
             by_image[row.image].setdefault(row.answer, row)
     return [(rows["yes"], rows["no"]) for rows in by_image.values() if len(rows) == 2]
 
 
-def _write_gqa(folder: Path, labeled: Sequence[Known]) -> None:
+def _write_gqa(folder: Path, labeled: Sequence[LabeledQuestion]) -> None:
     """Writes LLaVA's list and the official questions of test-dev."""
     lines, official = [], {}
     for number, row in enumerate(labeled):
@@ -80,33 +83,33 @@ def _write_gqa(folder: Path, labeled: Sequence[Known]) -> None:
     path.write_text(json.dumps(official), encoding="utf-8")
 
 
-def _write_pope(folder: Path, labeled: Sequence[Known]) -> None:
-    """Writes LLaVA's list and the labels of the splits, to which questions are assigned in turn."""
+def _write_pope(folder: Path, labeled: Sequence[LabeledQuestion]) -> None:
+    """Writes LLaVA's list and the labels of the splits. Each split has every third question."""
     lines = []
     (folder / "coco").mkdir(parents=True)
-    for place, split in enumerate(SPLITS):
+    for split_index, split in enumerate(SPLITS):
         labels = []
-        for number, row in enumerate(labeled[place :: len(SPLITS)], start=1):
+        for number, row in enumerate(labeled[split_index :: len(SPLITS)], start=1):
             _copy(row.image, folder / "val2014" / row.image.name)
             fields = {"image": row.image.name, "text": row.text}
-            name = place * _POPE_STEP + number
+            name = split_index * _POPE_STEP + number
             lines.append({"question_id": name, **fields, "category": split})
             labels.append({"question_id": number, **fields, "label": row.answer})
         write_json_lines(folder / "coco" / f"coco_pope_{split}.json", labels)
     write_json_lines(folder / "llava_pope_test.jsonl", lines)
 
 
-def _write_mme(folder: Path, pairs: dict[str, tuple[Known, Known]]) -> None:
-    """Writes LLaVA's list and the authors' release, one image per task."""
+def _write_mme(folder: Path, pairs: dict[str, tuple[LabeledQuestion, LabeledQuestion]]) -> None:
+    """Writes LLaVA's list and the files of the authors' release, with one image per task."""
     lines = []
     for task, rows in pairs.items():
-        place = folder / "MME_Benchmark_release_version" / task
-        _copy(rows[0].image, place / "1.png")
+        task_folder = folder / "MME_Benchmark_release_version" / task
+        _copy(rows[0].image, task_folder / "1.png")
         text = [f"{row.text} Please answer yes or no.\t{row.answer.title()}" for row in rows]
-        (place / "1.txt").write_text("\n".join(text), encoding="utf-8")
+        (task_folder / "1.txt").write_text("\n".join(text), encoding="utf-8")
         name = f"{task}/1.png"
-        head = {"question_id": name, "image": name}
-        lines += [{**head, "text": row.text, "category": task} for row in rows]
+        fields = {"question_id": name, "image": name}
+        lines += [{**fields, "text": row.text, "category": task} for row in rows]
     write_json_lines(folder / "llava_mme.jsonl", lines)
 
 

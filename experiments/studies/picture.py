@@ -13,17 +13,17 @@ from stepprune_jax.cli.command_line import Parser, exit_with
 from stepprune_jax.data.llava import read_answers, read_questions
 from stepprune_jax.inference import generate
 from stepprune_jax.user_input import UserError
-from stepprune_jax.visualize.overlays import Overlay, draw_rows, judged
+from stepprune_jax.visualize.overlays import Overlay, draw_rows, format_answer
 
 _FAMILIES = ("position", "color", "counting", "majority")
 
 
 def draw(folder: Path, out: Path) -> None:
-    """Draws the first test image that has a question of each family."""
+    """Draws the first test image that has a question of each family in `_FAMILIES`."""
     questions = read_questions(folder / "test.jsonl", folder / "images")
     by_image: dict[Path, dict[str, tuple[str, str]]] = {}
-    answered = read_answers(folder / "test_answers.jsonl", questions)
-    for question, correct in zip(questions, answered, strict=True):
+    correct_answers = read_answers(folder / "test_answers.jsonl", questions)
+    for question, correct in zip(questions, correct_answers, strict=True):
         by_image.setdefault(question.image, {})[question.category] = question.text, correct
     candidates = (
         image for image, by_family in by_image.items() if by_family.keys() >= {*_FAMILIES}
@@ -32,20 +32,21 @@ def draw(folder: Path, out: Path) -> None:
     if image is None:
         raise UserError(f"{folder}: no image has questions of {', '.join(_FAMILIES)}")
     by_family = by_image[image]
-    texts, correct = zip(*(by_family[family] for family in _FAMILIES), strict=True)
+    texts, truths = zip(*(by_family[family] for family in _FAMILIES), strict=True)
     model, policy = load_vlm("shapes"), load_policy("shapes")
     answers = generate(model, texts, [image] * len(texts), policy)
-    row = []
-    for family, text, answer, truth in zip(_FAMILIES, texts, answers, correct, strict=True):
+    panels = []
+    for family, text, answer, truth in zip(_FAMILIES, texts, answers, truths, strict=True):
         is_correct, (patches,), ((side, _),) = (
             answer.text == truth,
             answer.kept_indices,
             answer.grids,
         )
-        caption = judged(answer.text, truth, is_correct)
+        caption = format_answer(answer.text, truth, is_correct)
         title = f"K = {answer.kept}"
-        row.append(Overlay(image, patches, title, family, text, caption, is_correct, side))
-    draw_rows(out, [row])
+        overlay = Overlay(image, patches, title, family, text, caption, is_correct, side)
+        panels.append(overlay)
+    draw_rows(out, [panels])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,6 +1,7 @@
-"""A file of questions from the command line: `stepprune-generate --questions in.jsonl --out ...`.
+"""Answers a file of questions: `stepprune-generate --questions in.jsonl --out answers.jsonl`.
 
-Every line of the result says how it was made; the same command continues after an interruption.
+Every line of the answer file has the settings that produced the answer. The same command continues
+after an interruption.
 """
 
 import itertools
@@ -18,95 +19,121 @@ from stepprune_jax.inference.decoding import NotFiniteError, listed
 from stepprune_jax.inference.encode import WIDTHS, chunk_size, encode_questions
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.parallel.placement import mesh_of, row_count
-from stepprune_jax.user_input import require
+from stepprune_jax.user_input import UserError
+
+_CHUNK_BATCHES = 8  # Batches between two writes of the file. An interruption loses at most these.
 
 
-def unanswered(
-    out: Path, questions: Sequence[Question], folder: Path, about: Mapping[str, object]
+def unanswered_questions(
+    out: Path, questions: Sequence[Question], folder: Path, provenance: Mapping[str, object]
 ) -> dict[int, Question]:
-    """Returns questions that a file lacks, by number, and removes a last line that was cut off.
+    """Returns the questions without an answer in a file.
+
+    A truncated last line of the file, which an interruption left, is removed.
+
+    Args:
+        out: the answer file.
+        questions: all questions.
+        folder: the image folder.
+        provenance: the settings of this run, as in each line of the file.
+
+    Returns:
+        Each question without an answer, by its number in `questions`.
 
     Raises:
-        ValueError: a line is about another question, or was made in another way.
+        UserError: a line has another question or other settings.
     """
-    asked, done = {q.question_id: (_image(q, folder), q.text) for q in questions}, set()
+    expected_lines = {
+        question.question_id: (_image_name(question, folder), question.text)
+        for question in questions
+    }
+    answered_ids = set()
     for line in recover(out):
         name = str(line["question_id"])
-        differ = [key for key, value in about.items() if line.get(key) != value]
-        for fits, problem in (
-            (
-                asked.get(name) == (line.get("image"), line["prompt"]),
-                "is not one of --questions, or is about another image",
-            ),
-            (not differ, f"was answered with another {', '.join(differ)}"),
-        ):
-            require(fits, f"{out}: question {name!r} {problem}; give another --out")
-        done.add(name)
-    return {n: q for n, q in enumerate(questions) if q.question_id not in done}
+        changed_fields = [key for key, value in provenance.items() if line.get(key) != value]
+        problem = None
+        if expected_lines.get(name) != (line.get("image"), line["prompt"]):
+            problem = "is not one of --questions, or is about another image"
+        elif changed_fields:
+            problem = f"was answered with another {', '.join(changed_fields)}"
+        if problem:
+            raise UserError(f"{out}: question {name!r} {problem}; give another --out")
+        answered_ids.add(name)
+    return {
+        number: question
+        for number, question in enumerate(questions)
+        if question.question_id not in answered_ids
+    }
 
 
-def _image(question: Question, folder: Path) -> str:
-    """Returns the name of a question's image in the image folder."""
+def _image_name(question: Question, folder: Path) -> str:
+    """Returns the path of a question's image relative to the image folder."""
     return question.image.relative_to(folder).as_posix()
 
 
 def answer_file(
     generator: Generator,
-    todo: Mapping[int, Question],
+    questions: Mapping[int, Question],
+    *,
     folder: Path,
     out: Path,
-    about: Mapping[str, object],
+    provenance: Mapping[str, object],
     batch_size: int,
 ) -> None:
-    """Answers questions greedily and appends a line for each, chunk by chunk.
+    """Answers questions greedily and appends one line for each question, chunk by chunk.
 
     Args:
-        generator: model and pruner, how they are run, and the longest answer.
-        todo: the questions by number.
-        folder: folder of their images.
-        out: the file of answers.
-        about: what every line says of how it was made.
-        batch_size: questions per batch, rounded up to the devices.
+        generator: model, pruner and settings of the answers.
+        questions: the questions by number.
+        folder: folder of the images.
+        out: the answer file.
+        provenance: the settings of this run, which every line repeats.
+        batch_size: questions per batch, rounded up to a multiple of the number of devices.
 
     Raises:
-        ValueError: an image that the model cannot take; or, once all other answers are written,
-            questions with logits that are not finite.
+        UserError: the model cannot read an image, or the logits of questions are not finite. In the
+            second case, all other answers are written first.
     """
     model = generator.model
     devices = row_count(mesh_of(model.params))
-    size = -(-batch_size // devices) * devices
-    chunk = min(chunk_size(model, size), 8 * size)  # what an interruption may lose
-    interval, without_answer = 0.2 if sys.stderr.isatty() else 10, []
-    with tqdm(total=len(todo), unit="question", mininterval=interval) as bar:
-        for first in range(0, len(todo), chunk):
-            part = dict(itertools.islice(todo.items(), first, first + chunk))
-            lines = _answer(generator, part, folder, size)
-            append(out, [line | about for line in lines])
+    padded_batch = -(-batch_size // devices) * devices
+    chunk_questions = min(chunk_size(model, padded_batch), _CHUNK_BATCHES * padded_batch)
+    interval, failed_ids = 0.2 if sys.stderr.isatty() else 10, []
+    with tqdm(total=len(questions), unit="question", mininterval=interval) as bar:
+        for start in range(0, len(questions), chunk_questions):
+            chunk = dict(itertools.islice(questions.items(), start, start + chunk_questions))
+            lines = _answer_chunk(generator, chunk, folder, padded_batch)
+            append(out, [line | provenance for line in lines])
             ids = {line["question_id"] for line in lines}
-            without_answer += [q.question_id for q in part.values() if q.question_id not in ids]
-            bar.update(len(part))
-    problem = f"{listed('question', without_answer)}: {NotFiniteError.REASON}"
-    require(not without_answer, f"{problem}. All other answers are in {out}")
+            failed_ids += [
+                question.question_id
+                for question in chunk.values()
+                if question.question_id not in ids
+            ]
+            bar.update(len(chunk))
+    if failed_ids:
+        problem = f"{listed('question', failed_ids)}: {NotFiniteError.REASON}"
+        raise UserError(f"{problem}. All other answers are in {out}")
 
 
-def _answer(
-    generator: Generator, questions: Mapping[int, Question], folder: Path, size: int
+def _answer_chunk(
+    generator: Generator, questions: Mapping[int, Question], folder: Path, batch_size: int
 ) -> list[JsonObject]:
-    """Answers some questions, by number; leaves out those with logits that are not finite."""
+    """Returns the lines of questions, without the questions whose logits are not finite."""
     encoded = encode_questions(
         generator.model,
         [*questions.values()],
-        batch_size=size,
+        batch_size=batch_size,
         taps=generator.pruner.taps(generator.model.config),
         execution=generator.options.execution,
         numbers=[*questions],
         as_shown=True,
     )
-    (answers,) = generator.answer_set(encoded, Batching(size, widths=WIDTHS), partial=True)
+    (answers,) = generator.answer_set(encoded, Batching(batch_size, widths=WIDTHS), partial=True)
     return [
         {
             "question_id": question.question_id,
-            "image": _image(question, folder),
+            "image": _image_name(question, folder),
             "prompt": question.text,
             "text": answers.texts[row],
             "visual_tokens": int(encoded.sizes[row]),

@@ -1,9 +1,9 @@
-"""Measures how many tokens each stop bias keeps on average, for `--mean_budget`.
+"""Measures how many tokens a policy keeps on average at each stop bias, for `--mean_budget`.
 
     stepprune-calibrate --policy FILE --model DIR --data FOLDER --out NEW
 
-Training does this by itself if there is a validation split. The folder holds questions in LLaVA's
-format (validation.jsonl, images/); answers are not read. NEW is the same policy with a table.
+Training calibrates its policy if the data has a validation split. FOLDER has questions in LLaVA's
+format (validation.jsonl, images/). Answers are not read. NEW is the same policy with the table.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.selectors.calibration import Calibration
-from stepprune_jax.user_input import local_path, require
+from stepprune_jax.user_input import UserError, local_path
 
 _NAME = "stepprune-calibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the arguments and calibrates; reports errors in one line and exits with status 2."""
+    """Runs the command."""
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0], compiles=True)
     add = parser.add_argument
     add("--policy", required=True, help="policy file, shipped name, or hub:owner/name")
     add(
         "--model",
         required=True,
-        help="model it was trained for: folder, hub id, shapes or shapes_qwen",
+        help="the policy's model: checkpoint folder, hub id, shapes or shapes_qwen",
     )
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
@@ -46,33 +46,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--questions",
         type=integer_from(0),
         default=256,
-        help="number of questions, spread evenly; 0: all",
+        help="number of questions, evenly spaced in the split; 0 reads all questions",
     )
     add("--batch_size", type=integer_from(1), default=16, help="questions per batch")
     add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the model")
     add("--out", required=True, help="policy file to write")
-    given = parser.parse_args(argv)
-    sizes = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
-    source = inspect_folder(given.model, given.vision_folder, **sizes)
-    policy, about = load_policy_for(source, given.policy), read_about(given.policy)
-    require(policy.has_stop, f"--policy: {policy.name} has no learned stop to calibrate")
+    flags = parser.parse_args(argv)
+    pixel_limits = {name: getattr(flags, name) for name in ("min_pixels", "max_pixels")}
+    source = inspect_folder(flags.model, flags.vision_folder, **pixel_limits)
+    policy, metadata = load_policy_for(source, flags.policy), read_about(flags.policy)
+    if not policy.has_stop:
+        raise UserError(
+            f"--policy: {policy.name} has no learned stop to calibrate, expected a policy with a "
+            "learned stop"
+        )
     policy.check_fits(source.config)
-    check_creatable("--out", given.out, is_folder=False)
-    folder = local_path(given.data)
-    all_questions = read_questions(folder / f"{given.split}.jsonl", folder / "images")
-    questions = [all_questions[row] for row in spread_over(len(all_questions), given.questions)]
-    dtype = jnp.dtype(given.dtype)
-    model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **sizes)
-    policy = calibrate_policy(model, policy, questions, Execution(), given.batch_size)
-    out = local_path(given.out)
+    check_creatable("--out", flags.out, is_folder=False)
+    folder = local_path(flags.data)
+    all_questions = read_questions(folder / f"{flags.split}.jsonl", folder / "images")
+    questions = [all_questions[row] for row in spread_over(len(all_questions), flags.questions)]
+    dtype = jnp.dtype(flags.dtype)
+    model = load_vlm(flags.model, dtype=dtype, vision_folder=flags.vision_folder, **pixel_limits)
+    policy = calibrate_policy(model, policy, questions, Execution(), flags.batch_size)
+    out = local_path(flags.out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    path = save_policy(policy, out, about)
-    print(_page(policy.calibration))
+    path = save_policy(policy, out, metadata)
+    print(_format_table(policy.calibration))
     print(path)
 
 
-def _page(table: Calibration) -> str:
-    """Formats the table as text."""
+def _format_table(table: Calibration) -> str:
+    """Formats a calibration as text."""
     lines = [
         f"{table.questions} questions, {table.num_tokens:g} visual tokens each on average",
         "mean count  stop bias  at minimum  at maximum",

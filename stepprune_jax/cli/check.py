@@ -1,6 +1,6 @@
 """Checks a data folder before training: `stepprune-check DIR`.
 
-Prints a count for each file and the first faults; the exit status is 1 if there are any.
+Prints the counts of each file and its first faults. The exit status is 1 if there is a fault.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ _NAME = "stepprune-check"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks a folder and prints the results."""
+    """Runs the command and returns its exit status, 1 if there is a fault."""
     parser = Parser(prog=_NAME, description=__doc__.partition(":")[0])
     parser.add_argument("folder", help="folder with train.json or SPLIT.jsonl, and images/")
     parser.add_argument("--faults", type=integer_from(0), default=10, help="faults shown per file")
-    arguments = parser.parse_args(argv)
-    checked = check_folder(arguments.folder)
-    for name, count, kind, faults, notes in checked:
-        numbers = ((faults, "faults"), (notes, "not for all runs"))
-        rest = "".join(f", {len(lines):,} {what}" for lines, what in numbers if lines)
-        print(f"{name}: {count:,} {kind}{rest}")
-        lines = [*faults[: arguments.faults], *notes[: arguments.faults]]
+    flags = parser.parse_args(argv)
+    parts = check_folder(flags.folder)
+    for name, count, kind, faults, notes in parts:
+        counts = ((faults, "faults"), (notes, "not for all runs"))
+        summary = "".join(f", {len(lines):,} {label}" for lines, label in counts if lines)
+        print(f"{name}: {count:,} {kind}{summary}")
+        lines = [*faults[: flags.faults], *notes[: flags.faults]]
         print("".join(f"  {one_line(line)}\n" for line in lines), end="")
-    return int(any(part.faults for part in checked))
+    return int(any(part.faults for part in parts))
 
 
 def command() -> NoReturn:

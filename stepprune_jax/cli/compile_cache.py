@@ -1,9 +1,9 @@
-"""Keeps compiled programs of commands in a folder, and says in one line where it cannot.
+"""Stores the compiled programs of commands on disk, with one warning if that fails.
 
-The folder is jax's persistent compilation cache with a limit of its size. jax writes two files of
-each program: the program itself, and the time of its last use. A process that is killed between
-both, or a full disk, leaves a program without a time. jax would then refuse to keep any further
-program, in every later process.
+The folder is jax's persistent compilation cache with a size limit. jax writes two files for each
+program: the program itself, and the time of its last use. A full disk, or a process that is killed
+between the two writes, leaves a program without a time. Every later process would then fail to
+store programs, so this module removes such programs.
 """
 
 import contextlib
@@ -17,35 +17,38 @@ from pathlib import Path
 
 _LOG = logging.getLogger("stepprune_jax.cli")
 
-# The user's folder for what can be made again.
-_CACHES = {"darwin": "~/Library/Caches", "win32": "~/AppData/Local"}
-_MOST_BYTES = 4 << 30  # the least recently used programs are removed first
-_PROGRAM, _TIME = "-cache", "-atime"  # the ends of jax's names of both files
+# The user's folder for caches, where it is not ~/.cache.
+_CACHE_FOLDERS = {"darwin": "~/Library/Caches", "win32": "~/AppData/Local"}
+# Bounds the disk space. jax removes the least recently used programs above this size.
+_MAX_BYTES = 4 << 30
+_PROGRAM_SUFFIX, _TIME_SUFFIX = "-cache", "-atime"  # Names of the files by jax.
 _FAILURE = re.compile(r"Error (?:reading|writing) persistent compilation cache entry for '.*?': ")
-_NO_CACHE = "pass --no_compile_cache"
+_DISABLE_HINT = "pass --no_compile_cache"
 
 
 def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Returns the folder for compiled programs, or None for a user without a home folder.
 
     Args:
-        environment: variables of the environment. XDG_CACHE_HOME is read unless it is relative.
+        environment: environment variables. XDG_CACHE_HOME is used if it is an absolute path.
 
     Returns:
-        The folder, which need not exist.
+        The folder, which may not exist yet.
     """
-    chosen = os.path.expanduser(environment.get("XDG_CACHE_HOME", ""))
-    default = os.path.expanduser(_CACHES.get(sys.platform, "~/.cache"))
-    base = chosen if os.path.isabs(chosen) else default
-    return Path(base) / "stepprune_jax" if os.path.isabs(base) else None
+    xdg_folder = os.path.expanduser(environment.get("XDG_CACHE_HOME", ""))
+    default_folder = os.path.expanduser(_CACHE_FOLDERS.get(sys.platform, "~/.cache"))
+    cache_folder = xdg_folder if os.path.isabs(xdg_folder) else default_folder
+    return Path(cache_folder) / "stepprune_jax" if os.path.isabs(cache_folder) else None
 
 
 def keep_programs() -> None:
-    """Makes jax keep compiled programs in `user_folder`, unless jax has a folder for them already.
+    """Makes jax store compiled programs in `user_folder`, unless jax has another folder.
 
-    A warning says once why programs are not kept, and what to do.
+    If programs cannot be stored, one warning has the reason and a remedy.
     """
-    jax = sys.modules["jax"]  # scoring needs none: a command that compiles has imported it
+    # Not imported here, because `stepprune-score` runs without jax. Commands that compile have
+    # imported it.
+    jax = sys.modules["jax"]
     if not jax.config.jax_enable_compilation_cache:
         return
     warnings.showwarning = explain_failures(warnings.showwarning)
@@ -54,16 +57,21 @@ def keep_programs() -> None:
     folder = user_folder()
     problem = "there is no home folder" if folder is None else _prepare(folder)
     if problem:
-        remedy = f"set XDG_CACHE_HOME to a folder that can be written to, or {_NO_CACHE}"
+        remedy = f"set XDG_CACHE_HOME to a folder that can be written to, or {_DISABLE_HINT}"
         _LOG.warning("compiled programs are not kept, because %s: %s", problem, remedy)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+    jax.config.update("jax_compilation_cache_max_size", _MAX_BYTES)
+    # Seconds. jax's default of 1 s would skip many programs, which together take long to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _prepare(folder: Path) -> str:
-    """Creates the folder and removes incomplete programs; returns what prevents its use, or ""."""
+    """Creates the folder and removes incomplete programs.
+
+    Returns:
+        The reason why the folder cannot be used, or "".
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_incomplete(folder)
@@ -75,45 +83,46 @@ def _prepare(folder: Path) -> str:
 def remove_incomplete(folder: Path) -> None:
     """Removes programs without the time of their last use.
 
-    Another process may write such a program at this moment, which then compiles it once more.
+    Another process may be writing such a program at this moment. Some later process then compiles
+    the program again.
     """
     names = {entry.name for entry in os.scandir(folder)}
     for name in names:
-        key = name.removesuffix(_PROGRAM)
-        if key != name and key + _TIME not in names:
+        key = name.removesuffix(_PROGRAM_SUFFIX)
+        if key != name and key + _TIME_SUFFIX not in names:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
 
 
 def explain_failures(show: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a function for `warnings.showwarning`, which shows jax's failures with the folder.
+    """Wraps a function for `warnings.showwarning` that handles jax's failures to store a program.
 
-    jax warns again for each program. The first of these warnings becomes a line of the log with a
-    remedy, and later ones are not shown.
+    jax warns for each program. The first such warning becomes a line of the log with the folder and
+    a remedy. Later warnings of this kind are hidden.
 
     Args:
-        show: the function, which shows all other warnings.
+        show: the current function, which shows all other warnings.
 
     Returns:
-        The function to set in its place.
+        The new value for `warnings.showwarning`.
     """
     if getattr(show, "explains_failures", False):
         return show
-    was_shown = False
+    has_warned = False
 
-    def show_once(message: Warning | str, *place: object, **options: object) -> None:
-        nonlocal was_shown
+    def show_once(message: Warning | str, *location: object, **options: object) -> None:
+        nonlocal has_warned
         failure = _FAILURE.match(str(message))
         if failure is None:
-            show(message, *place, **options)
+            show(message, *location, **options)
             return
         folder = sys.modules["jax"].config.jax_compilation_cache_dir
         if folder == str(user_folder()):
             with contextlib.suppress(OSError):
                 remove_incomplete(Path(folder))
-        if not was_shown:
-            was_shown, reason = True, str(message)[failure.end() :]
-            remedy = f"make room for this folder, remove it, or {_NO_CACHE}"
+        if not has_warned:
+            has_warned, reason = True, str(message)[failure.end() :]
+            remedy = f"make room for this folder, remove it, or {_DISABLE_HINT}"
             _LOG.warning("compiled programs are not kept in %s (%s): %s", folder, reason, remedy)
 
     show_once.explains_failures = True

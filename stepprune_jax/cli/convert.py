@@ -20,18 +20,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [name for name, benchmark in BENCHMARKS.items() if benchmark.convert is not None]
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("benchmark", choices=names, help="benchmark; others are scored directly")
+    add("benchmark", choices=names, help="benchmarks without a format here are scored directly")
     add("--data", default=DATA, help=f"root of LLaVA's layout (default: {DATA})")
     add("--answers", required=True, help="answer file, JSON lines")
     add("--out", required=True, help="file or folder to write")
-    arguments = parser.parse_args(argv)
-    convert = BENCHMARKS[arguments.benchmark].convert
-    is_folder = not BENCHMARKS[arguments.benchmark].submission_suffix
-    check_creatable("--out", arguments.out, is_folder=is_folder)
-    warnings = convert(Path(arguments.data), Path(arguments.answers), Path(arguments.out))
+    flags = parser.parse_args(argv)
+    convert = BENCHMARKS[flags.benchmark].convert
+    is_folder = not BENCHMARKS[flags.benchmark].submission_suffix
+    check_creatable("--out", flags.out, is_folder=is_folder)
+    warnings = convert(Path(flags.data), Path(flags.answers), Path(flags.out))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"wrote {arguments.out}")
+    print(f"wrote {flags.out}")
 
 
 def command() -> NoReturn:

@@ -1,9 +1,10 @@
-"""Serves a browser page that answers from all visual tokens and from kept ones.
+"""Serves a browser page that compares answers from all visual tokens and from kept tokens.
 
     stepprune-demo
 
-serves http://127.0.0.1:7860 with the small LLaVA of the shapes world and its shipped policies.
-`--model` takes any LLaVA, LLaVA-NeXT, Qwen2.5-VL or Qwen3-VL; `--policy` adds other policies.
+This command serves the small LLaVA of the shapes world with its shipped policies, on
+http://127.0.0.1:7860. `--model` takes any LLaVA, LLaVA-NeXT, Qwen2.5-VL or Qwen3-VL, and `--policy`
+adds policies.
 """
 
 from collections.abc import Sequence
@@ -22,18 +23,17 @@ from stepprune_jax.demo.examples import shapes_examples
 from stepprune_jax.user_input import naming
 
 _NAME = "stepprune-demo"
-_SMALL = {
+_SMALL_MODELS = {
     "shapes": "The small LLaVA of the shapes world",
     "shapes_qwen": "The small Qwen2.5-VL of the shapes world",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serves the page; reports errors in one line and exits with status 2."""
-    about = (__doc__ or "").partition("\n")[0]
-    parser = Parser(prog=_NAME, description=about, compiles=True)
+    """Runs the command."""
+    parser = Parser(prog=_NAME, description=(__doc__ or "").partition("\n")[0], compiles=True)
     add = parser.add_argument
-    small_models = " or ".join(_SMALL)
+    small_models = " or ".join(_SMALL_MODELS)
     add("--model", default="shapes", help=f"checkpoint folder, hub id, {small_models}")
     add("--vision_folder", help="CLIP folder of an original LLaVA-v1.5 checkpoint")
     add("--min_pixels", type=int, help="smallest area of a resized image, if sizes vary")
@@ -44,32 +44,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[],
         help="policy file, shipped name, or hub:owner/name; may be repeated",
     )
-    add("--dtype", choices=DTYPES, help="default: float32 for the small model, otherwise bfloat16")
+    text = "default: float32 for a small model of the shapes world, otherwise bfloat16"
+    add("--dtype", choices=DTYPES, help=text)
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=7860, help="port to listen on")
-    given = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     try:
         from stepprune_jax.demo.app import build, serve
     except ImportError as error:
         parser.error(f'the page needs Gradio ({error}): pip install "stepprune-jax[demo]"')
-    check_address(given.host, given.port)
-    is_small = given.model in _SMALL
-    pixels = {name: getattr(given, name) for name in ("min_pixels", "max_pixels")}
-    source = inspect_folder(given.model, given.vision_folder, **pixels)
+    check_address(flags.host, flags.port)
+    is_small = flags.model in _SMALL_MODELS
+    pixel_limits = {name: getattr(flags, name) for name in ("min_pixels", "max_pixels")}
+    source = inspect_folder(flags.model, flags.vision_folder, **pixel_limits)
     policies = {}
-    for name in dict.fromkeys([*given.policy, *([given.model] if is_small else [])]):
+    for name in dict.fromkeys([*flags.policy, *([flags.model] if is_small else [])]):
         policy = load_policy_for(source, name)
         with naming(f"--policy {name}"):
             policy.check_fits(source.config)
         policies[f"{policy.name} ({name})"] = policy
-    dtype = jnp.dtype(given.dtype or ("float32" if is_small else "bfloat16"))
-    model = load_vlm(given.model, dtype=dtype, vision_folder=given.vision_folder, **pixels)
+    dtype = jnp.dtype(flags.dtype or ("float32" if is_small else "bfloat16"))
+    model = load_vlm(flags.model, dtype=dtype, vision_folder=flags.vision_folder, **pixel_limits)
     choices = list_choices(model, policies)
-    name = _SMALL[given.model] if is_small else Path(given.model).name
+    name = _SMALL_MODELS[flags.model] if is_small else Path(flags.model).name
     serve(
         build(model, name, choices, shapes_examples() if is_small else []),
-        given.host,
-        given.port,
+        flags.host,
+        flags.port,
     )
 
 

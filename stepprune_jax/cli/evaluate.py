@@ -1,11 +1,11 @@
 """Evaluates policies: `stepprune-eval --config shapes --workdir runs/shapes`.
 
-There are three stages, run in turn or singly (`--stages`). *generate* turns model and question
-files into answer files; once interrupted, it resumes with the unanswered questions. *convert* turns
-answer files into the formats of official programs and servers. *score* turns answer files and
-annotations into the report. The benchmark `folder` is the test split of `config.data.folder`;
-`--config.eval.benchmarks=pope,mme` names others. Any field of the configuration can be set by a
-flag.
+An evaluation has three stages, and `--stages` selects some of them. The stage generate answers the
+questions of each benchmark. After an interruption, it continues with the unanswered questions. The
+stage convert writes the answers in the formats of official programs and servers. The stage score
+compares the answers with the annotations and writes the report. The benchmark `folder` is the test
+split of `config.data.folder`, and `--config.eval.benchmarks=pope,mme` selects public benchmarks.
+Flags can set any field of the configuration.
 """
 
 from collections.abc import Sequence
@@ -43,10 +43,21 @@ def evaluate(
     policy: str | Path | None = None,
     command: str | None = None,
 ) -> None:
-    """Evaluates a run on the benchmarks that its configuration names."""
+    """Evaluates a run on the benchmarks of its configuration.
+
+    Args:
+        run: the configuration.
+        workdir: folder of the run.
+        stages: names of stages, which run in the order of `STAGES`.
+        policy: policy to evaluate instead of the run's policy.
+        command: the command line that the report shows.
+
+    Raises:
+        UserError: a stage is unknown.
+    """
     workdir = local_path(workdir)
-    known = bool(stages) and {*stages} <= {*STAGES}
-    expect("--stages", ",".join(stages), known, ", ".join(STAGES))
+    is_valid = bool(stages) and {*stages} <= {*STAGES}
+    expect("--stages", ",".join(stages), is_valid, ", ".join(STAGES))
     if "score" in stages:
         need("matplotlib", "the report has figures")
     with locked(workdir):
@@ -63,17 +74,18 @@ def evaluate(
 def convert_answers(run: EvaluationRun, workdir: Path) -> None:
     """Writes workdir/submissions/BENCHMARK/METHOD for benchmarks with a submission format.
 
-    An answer file that is incomplete or cannot be converted is reported and skipped.
+    Prints a line for each answer file that is incomplete or cannot be converted, and skips it.
     """
     for name in run.eval.benchmark_names:
         convert, suffix = BENCHMARKS[name].convert, BENCHMARKS[name].submission_suffix
         files = read_files(workdir / ANSWERS / name) if convert is not None else []
         for file in files:
             out = workdir / SUBMISSIONS / name / (file.path.stem + suffix)
-            # Complete lines: the last one may be cut off.
-            count, asked = file.path.read_bytes().count(b"\n"), file.provenance.asked
-            if count < asked:
-                print(f"not converted: {file.path}: {count:,} of {asked:,} questions answered")
+            # Counts complete lines: an interruption may have truncated the last line.
+            num_answered, num_questions = file.path.read_bytes().count(b"\n"), file.provenance.asked
+            if num_answered < num_questions:
+                progress = f"{num_answered:,} of {num_questions:,} questions answered"
+                print(f"not converted: {file.path}: {progress}")
                 continue
             try:
                 warnings = convert(run.root(name), file.path, out)
@@ -86,23 +98,35 @@ def convert_answers(run: EvaluationRun, workdir: Path) -> None:
 
 
 def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> None:
-    """Scores all answers, and writes scores.json, the table and the page to workdir/report."""
-    # Imported here: only drawing needs these packages.
-    from stepprune_jax.visualize.report import NAME, Answered, write_page
+    """Scores all answers, and writes scores.json, the table and the page to workdir/report.
+
+    Raises:
+        FileNotFoundError: there is no answer file.
+    """
+    # Imported here because only drawing needs these packages.
+    from stepprune_jax.visualize.report import NAME, AnsweredBenchmark, write_page
 
     names, report = run.eval.benchmark_names, workdir / REPORT
     files = {name: read_files(workdir / ANSWERS / name) for name in names}
     if not any(files.values()):
-        asked = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
-        raise FileNotFoundError(f"{asked}: run the stage generate")
-    scores = {f.path: score_file(f, run.root(n), run.seed) for n in names for f in files[n]}
-    answered = []
+        problem = f"no answers to {', '.join(names)} in {workdir / ANSWERS}"
+        raise FileNotFoundError(f"{problem}: run the stage generate")
+    scores = {
+        file.path: score_file(file, run.root(name), run.seed)
+        for name in names
+        for file in files[name]
+    }
+    benchmarks = []
     for name in names:
-        whole = [f for f in files[name] if scores[f.path]["answered"] >= f.provenance.asked]
-        for path, hard in score_hard(whole, run.root(name)).items():
-            scores[path] |= hard
-        questions = _questions(run, name, whole)
-        answered.append(Answered(BENCHMARKS[name], run.root(name), whole, questions))
+        complete_files = [
+            file for file in files[name] if scores[file.path]["answered"] >= file.provenance.asked
+        ]
+        for path, hard_scores in score_hard(complete_files, run.root(name)).items():
+            scores[path] |= hard_scores
+        questions = _questions(run, name, complete_files)
+        benchmarks.append(
+            AnsweredBenchmark(BENCHMARKS[name], run.root(name), complete_files, questions)
+        )
     report.mkdir(parents=True, exist_ok=True)
     write_json(report / SCORES, [*scores.values()])
     table = merge_scores({workdir.name: [*scores.values()]}, run.eval.labels)
@@ -110,21 +134,25 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
     write_table(report, table)
     print(as_markdown(table), end="")
     samples = run.eval.samples
-    page = write_page(report / NAME, table, answered, samples=samples, command=command)
+    page = write_page(report / NAME, table, benchmarks, samples=samples, command=command)
     print(f"report: {page}")
 
 
 def _questions(
     run: EvaluationRun, name: str, files: Sequence[AnswerFile]
 ) -> list[BenchmarkQuestion]:
-    """Reads the questions that files answer; none if they or their images are elsewhere."""
+    """Reads a benchmark's questions, for examples in the report.
+
+    Returns:
+        The questions; an empty list if they are not found or differ from the answered questions.
+    """
     try:
         questions = run.questions(name)
     except (OSError, UserError) as error:
         print(f"no examples of {name}: {one_line(error)}")
         return []
     digest = questions_digest(questions)
-    return questions if all(f.provenance.questions == digest for f in files) else []
+    return questions if all(file.provenance.questions == digest for file in files) else []
 
 
 def command() -> None:
@@ -133,23 +161,23 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the arguments and evaluates."""
+    """Runs the command."""
     parser = command_line.Parser(
         prog=command_line.program(_NAME), description=__doc__, compiles=True
     )
     command_line.add_config(parser)
-    text = "policy to use instead of the workdir's: a file, a shipped name, or hub:owner/name"
+    text = "policy to use instead of the run's policy: a file, a shipped name, or hub:owner/name"
     parser.add_argument("--policy", help=text)
     stages = ",".join(STAGES)
-    parser.add_argument("--stages", default=stages, help=f"some of {stages}")
-    given, run = command_line.read_config(parser, arguments, EvaluationRun)
+    parser.add_argument("--stages", default=stages, help=f"comma-separated list of {stages}")
+    flags, run = command_line.read_config(parser, arguments, EvaluationRun)
     distributed.use_cores(run.cpu_devices)
     distributed.start()
     evaluate(
         run,
-        given.workdir,
-        stages=given.stages.split(","),
-        policy=given.policy,
+        flags.workdir,
+        stages=flags.stages.split(","),
+        policy=flags.policy,
         command=command_line.command(),
     )
 

@@ -3,9 +3,9 @@
     stepprune-generate --model DIR --image x.jpg --prompt "What is this?"
     stepprune-generate --model DIR --questions in.jsonl --out out.jsonl
 
-The answer is streamed, followed by the number of visual tokens kept, the time to the first token
-and the decoding speed. `--json` prints one JSON object instead; `--overlay` draws the kept tokens.
-A file of questions, in LLaVA's format, is answered in batches.
+The command streams the answer, and then prints the number of kept visual tokens, the time to the
+first token and the decoding speed. `--json` prints one JSON object instead, and `--overlay` draws
+the kept tokens. `--questions` answers a file of questions in LLaVA's format, in batches.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from PIL import Image
 from stepprune_jax.checkpoints import folder as folders
 from stepprune_jax.checkpoints.identity import load_policy_for, model_identity, policy_digest
 from stepprune_jax.checkpoints.load import load_params, make_vlm
-from stepprune_jax.cli.batch import answer_file, unanswered
+from stepprune_jax.cli.batch import answer_file, unanswered_questions
 from stepprune_jax.cli.command_line import Parser, exit_with, file_to_write, integer_from
 from stepprune_jax.data.images import open_image
 from stepprune_jax.data.json_files import JsonObject, file_named
@@ -40,33 +40,43 @@ from stepprune_jax.models.stack import ATTENTIONS, Execution
 from stepprune_jax.parallel.sharding import PRESETS, build_mesh
 from stepprune_jax.pruning import POSITIONS, Budget, Pruner
 from stepprune_jax.registry import PRUNERS, build_pruner, read_options
-from stepprune_jax.user_input import UserError, expect, local_path, one_line, require
+from stepprune_jax.user_input import UserError, expect, local_path, one_line
 
 _NAME = "stepprune-generate"
 _BATCH_SIZE = 8
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float16": jnp.float16}
 
 
-class _Run(NamedTuple):
-    """What the flags ask for, read once."""
+class _Job(NamedTuple):
+    """The checked input of the command.
+
+    Attributes:
+        generator: model, pruner and settings of the answers.
+        request: `--prompt` with the images of `--image`.
+        images: the images, for a conversation or an overlay.
+        system: the system prompt; None for the template's.
+        settings: the flags that determine answers, for the output.
+        questions: the questions of `--questions` without an answer, by number.
+    """
 
     generator: Generator
-    images: list[Image.Image]  # for a conversation or an overlay
     request: Request
+    images: list[Image.Image]
     system: str | None
-    about: JsonObject  # how answers are made
-    todo: dict[int, Question]  # questions of a file that are not answered yet
+    settings: JsonObject
+    questions: dict[int, Question]
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not that there is none."""
+    """Shows the default of each flag that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.default not in (None, False, [])
-        return super()._get_help_string(action) if shown else action.help
+        has_default = action.default not in (None, False, [])
+        return super()._get_help_string(action) if has_default else action.help
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Defines the flags."""
     parser = Parser(
         prog=_NAME,
         description=__doc__.splitlines()[0],
@@ -80,173 +90,183 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_pixels", type=int, help="largest area of a resized image")
     add = parser.add_argument_group("questions").add_argument
     add("--image", action="append", type=local_path, default=[], help="file; may be repeated")
-    add("--prompt", help="the question; with --interactive, the first one")
-    add("--system", help="what the system says, instead of the words of the model's template")
+    add("--prompt", help="the question; with --interactive, the first question")
+    add("--system", help="system prompt, which replaces the prompt of the model's template")
     add("--interactive", action="store_true", help="read questions from stdin until 'exit'")
-    text = "lines with question_id, image and text"
+    text = "file of questions: lines with question_id, image and text"
     add("--questions", type=local_path, metavar="FILE.jsonl", help=text)
-    add("--image_folder", type=local_path, help="folder of their images; default: that of the file")
-    text = f"questions of a file per batch; default: {_BATCH_SIZE}"
+    text = "folder of the images of --questions; default: the folder of the file"
+    add("--image_folder", type=local_path, help=text)
+    text = f"with --questions: questions per batch; default: {_BATCH_SIZE}"
     add("--batch_size", type=integer_from(1), help=text)
     add = parser.add_argument_group("pruning").add_argument
     add("--pruner", help=f"pruning method: {', '.join(PRUNERS)}")
     add("--policy", help="trained pruner: a file, a shipped name such as shapes, or hub:owner/name")
-    add("--budget", help="tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's stop")
+    text = "tokens to keep per image: 64, 1/3, 22.2%%; default: the policy's learned stop decides"
+    add("--budget", help=text)
     add("--mean_budget", type=float, help="tokens to keep on average, for a calibrated policy")
     add("--pruner_options", nargs="+", default=[], metavar="KEY=VALUE", help="e.g. fastv's layer=3")
-    add("--stop_bias", type=float, help="added to the policy's stop logits instead of its own")
+    text = "bias of the policy's stop logits; replaces the bias in the policy file"
+    add("--stop_bias", type=float, help=text)
     add("--positions", choices=POSITIONS, default="own", help="position ids of kept tokens")
     add = parser.add_argument_group("answers").add_argument
-    add("--max_tokens", type=int, default=128, help="longest answer, in tokens")
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--max_tokens", type=int, default=128, help="length limit of the answer")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     add("--top_p", type=float, default=1.0, help="probability mass to sample from")
-    add("--repetition_penalty", type=float, help="1: none; default: the model folder's")
+    add("--repetition_penalty", type=float, help="1: no penalty; default: from the model folder")
     add("--seed", type=int, default=0, help="seed of the sampling")
     add = parser.add_argument_group("machine").add_argument
     add("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="dtype of weights and compute")
-    add("--weights", choices=WEIGHTS, default="full", help="int8: half the language model's memory")
+    text = "int8: the language model takes half the memory"
+    add("--weights", choices=WEIGHTS, default="full", help=text)
     add("--mesh", help=f"sharding over all devices: {', '.join(PRESETS)}, or data=2,tensor=-1")
     add("--attention", choices=ATTENTIONS, default="matmul", help="attention implementation")
     add = parser.add_argument_group("results").add_argument
-    add("--out", metavar="FILE.jsonl", help="answers to --questions; an existing one is continued")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
-    add("--overlay", metavar="FILE.png", help="draw the kept tokens, in order of choice")
+    text = "file for the answers to --questions; the command continues an existing file"
+    add("--out", metavar="FILE.jsonl", help=text)
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+    add("--overlay", metavar="FILE.png", help="draw the kept tokens in order of selection")
     add("--trace", metavar="FILE.npz", help="write the kept tokens of each stage, and the logits")
     return parser
 
 
-def _check_flags(given: argparse.Namespace) -> None:
-    """Raises if flags contradict each other, or if a file could not be written."""
+def _check_flags(flags: argparse.Namespace) -> None:
+    """Raises a UserError if flags contradict each other, or a file cannot be written."""
     names = ("budget", "mean_budget", "stop_bias")
-    amounts = [f"--{name}" for name in names if getattr(given, name) is not None]
-    mean = given.mean_budget is not None or (given.budget or "").startswith("mean:")
-    many = f"{' and '.join(amounts)} are given, expected one of them"
-    require(not mean or len(amounts) == 1, many)
-    if given.questions is not None or given.out is not None:
-        _check_batch(given)
+    count_flags = [f"--{name}" for name in names if getattr(flags, name) is not None]
+    has_mean = flags.mean_budget is not None or (flags.budget or "").startswith("mean:")
+    if has_mean and len(count_flags) > 1:
+        raise UserError(f"{' and '.join(count_flags)} are given, expected one of them")
+    if flags.questions is not None or flags.out is not None:
+        _check_question_flags(flags)
         return
     for name in ("image_folder", "batch_size"):
-        require(getattr(given, name) is None, f"--{name} belongs to --questions")
-    asked, once = given.prompt is not None, not given.interactive
-    require(
-        asked or not once, "--prompt is missing (or --interactive, to read questions from stdin)"
-    )
-    require(once or not given.json, "--json answers one --prompt, expected no --interactive")
-    require(
-        given.overlay is None or (once and bool(given.image)),
-        "--overlay requires one --prompt and at least one --image",
-    )
-    require(given.trace is None or given.json, "--trace requires --json")
+        if getattr(flags, name) is not None:
+            raise UserError(f"--{name} requires --questions")
+    if flags.prompt is None and not flags.interactive:
+        raise UserError("--prompt is missing (or --interactive, to read questions from stdin)")
+    if flags.json and flags.interactive:
+        raise UserError("--json answers one --prompt, expected no --interactive")
+    if flags.overlay is not None and (flags.interactive or not flags.image):
+        raise UserError("--overlay requires one --prompt and at least one --image")
+    if flags.trace is not None and not flags.json:
+        raise UserError("--trace requires --json")
     for flag, file, suffix in (
-        ("--overlay", given.overlay, ".png"),
-        ("--trace", given.trace, ".npz"),
+        ("--overlay", flags.overlay, ".png"),
+        ("--trace", flags.trace, ".npz"),
     ):
-        good = file is None or (Path(file).suffix == suffix and Path(file).parent.is_dir())
-        expect(flag, file, good, f"a {suffix} file in an existing folder")
+        is_valid = file is None or (Path(file).suffix == suffix and Path(file).parent.is_dir())
+        expect(flag, file, is_valid, f"a {suffix} file in an existing folder")
 
 
-def _check_batch(given: argparse.Namespace) -> None:
-    """Raises if flags do not belong to a file of questions, which is answered greedily."""
-    both = given.questions is not None and given.out is not None
-    require(both, "--questions and --out are given together: questions, and where answers go")
+def _check_question_flags(flags: argparse.Namespace) -> None:
+    """Checks the flags of a file of questions, which is answered greedily.
+
+    Raises:
+        UserError: a flag does not apply to a file of questions.
+    """
+    if flags.questions is None or flags.out is None:
+        raise UserError("--questions and --out are given together: questions, and where answers go")
     names = ("prompt", "system", "image", "interactive", "json", "overlay", "trace")
     names += ("temperature", "top_p", "repetition_penalty", "seed")
     defaults = {"temperature": 0.0, "top_p": 1.0, "seed": 0}
     for name in names:
-        asked = getattr(given, name) not in (None, False, [], defaults.get(name))
-        require(not asked, f"--{name} does not belong to --questions, which is answered greedily")
-    given.out = file_to_write("--out", given.out)
-    given.image_folder = given.image_folder or given.questions.parent
+        if getattr(flags, name) not in (None, False, [], defaults.get(name)):
+            message = f"--{name} does not belong to --questions, which is answered greedily"
+            raise UserError(message)
+    flags.out = file_to_write("--out", flags.out)
+    flags.image_folder = flags.image_folder or flags.questions.parent
 
 
-def _read(given: argparse.Namespace) -> _Run:
-    """Reads and checks everything, and then loads the weights."""
-    _check_flags(given)
+def _read_job(flags: argparse.Namespace) -> _Job:
+    """Reads and checks all input, and then loads the weights.
+
+    The checks use a generator without weights, so mistakes are reported before the long load.
+    """
+    _check_flags(flags)
     source = folders.inspect_folder(
-        given.model,
-        given.vision_folder,
-        min_pixels=given.min_pixels,
-        max_pixels=given.max_pixels,
+        flags.model,
+        flags.vision_folder,
+        min_pixels=flags.min_pixels,
+        max_pixels=flags.max_pixels,
     )
-    settings = source.backbone.image_settings(source.vision_folder or source.folder)
-    model = make_vlm(source, {}, folders.load_tokenizer(source.folder), settings)
-    mean = given.mean_budget
-    policy = None if given.policy is None else load_policy_for(source, given.policy)
+    image_settings = source.backbone.image_settings(source.vision_folder or source.folder)
+    model = make_vlm(source, {}, folders.load_tokenizer(source.folder), image_settings)
+    policy = None if flags.policy is None else load_policy_for(source, flags.policy)
     pruner = build_pruner(
-        given.pruner,
-        given.budget if mean is None else Budget("mean", mean),
+        flags.pruner,
+        flags.budget if flags.mean_budget is None else Budget("mean", flags.mean_budget),
         policy=policy,
-        stop_bias=given.stop_bias,
-        options=read_options("--pruner_options", given.pruner_options),
+        stop_bias=flags.stop_bias,
+        options=read_options("--pruner_options", flags.pruner_options),
     )
     sampling = Sampling(
-        given.seed,
-        given.temperature,
-        given.top_p,
-        repetition_penalty=given.repetition_penalty,
+        flags.seed,
+        flags.temperature,
+        flags.top_p,
+        repetition_penalty=flags.repetition_penalty,
     )
-    execution = Execution(attention=given.attention)
-    options = RunOptions(given.max_tokens, given.positions, execution=execution)
+    execution = Execution(attention=flags.attention)
+    options = RunOptions(flags.max_tokens, flags.positions, execution=execution)
     generator = Generator(model, pruner, sampling, options)
-    # Paths, so that errors name the file.
-    asked = "?" if given.prompt is None else given.prompt
-    request = generator.read([asked], [given.image], system=given.system)
-    about, todo = _about(given, pruner), {}
-    if given.overlay is not None:
+    prompt = "?" if flags.prompt is None else flags.prompt
+    # Images are paths here, so that errors name the file.
+    request = generator.read([prompt], [flags.image], system=flags.system)
+    settings, questions = _answer_settings(flags, pruner), {}
+    if flags.overlay is not None:
         need("matplotlib", "--overlay draws")
-    again = given.interactive or given.overlay is not None
-    images = [open_image(path, as_shown=True) for path in given.image] if again else []
-    mesh = None if given.mesh is None else build_mesh(given.mesh)
-    if given.questions is not None:
-        folder, questions = given.image_folder, read_questions(given.questions, given.image_folder)
-        about["weights"] = model_identity(source)[:16]  # a download of the weights, if on the hub
-        about["policy_weights"] = None if policy is None else policy_digest(policy)
-        todo = unanswered(given.out, questions, folder, about)
-    nothing = given.questions is not None and not todo
+    needs_images = flags.interactive or flags.overlay is not None
+    images = [open_image(path, as_shown=True) for path in flags.image] if needs_images else []
+    mesh = None if flags.mesh is None else build_mesh(flags.mesh)
+    if flags.questions is not None:
+        all_questions = read_questions(flags.questions, flags.image_folder)
+        settings["weights"] = model_identity(source)[:16]  # Downloads the weights of a hub model.
+        settings["policy_weights"] = None if policy is None else policy_digest(policy)
+        questions = unanswered_questions(flags.out, all_questions, flags.image_folder, settings)
     params = {}
-    if not nothing:
-        params = load_params(source, mesh, _DTYPES[given.dtype], weights=given.weights)
+    if flags.questions is None or questions:
+        params = load_params(source, mesh, _DTYPES[flags.dtype], weights=flags.weights)
     generator = dataclasses.replace(generator, model=model._replace(params=params))
-    return _Run(generator, images, request, given.system, about, todo)
+    return _Job(generator, request, images, flags.system, settings, questions)
 
 
-def _about(given: argparse.Namespace, pruner: Pruner) -> JsonObject:
-    """Says how answers are made, for those who read them."""
+def _answer_settings(flags: argparse.Namespace, pruner: Pruner) -> JsonObject:
+    """Returns the settings that determine answers, for the output and for answer files."""
     return {
-        "model": given.model,
-        "vision_folder": given.vision_folder,
-        "min_pixels": given.min_pixels,
-        "max_pixels": given.max_pixels,
-        "system": given.system,
-        "policy": given.policy,
+        "model": flags.model,
+        "vision_folder": flags.vision_folder,
+        "min_pixels": flags.min_pixels,
+        "max_pixels": flags.max_pixels,
+        "system": flags.system,
+        "policy": flags.policy,
         "pruner": pruner.name,
         "pruner_version": pruner.version,
-        "pruner_options": read_options("--pruner_options", given.pruner_options),
+        "pruner_options": read_options("--pruner_options", flags.pruner_options),
         "budget": str(pruner.budget),
         "budget_counts": pruner.budget_counts,
-        "stop_bias": given.stop_bias,
-        "positions": given.positions,
-        "max_tokens": given.max_tokens,
-        "dtype": given.dtype,
-        "language_weights": given.weights,
+        "stop_bias": flags.stop_bias,
+        "positions": flags.positions,
+        "max_tokens": flags.max_tokens,
+        "dtype": flags.dtype,
+        "language_weights": flags.weights,
     }
 
 
-def _stream(run: _Run, request: Request) -> Answer:
-    """Prints an answer token by token, and then its figures."""
-    found, times = timed_answer(
-        run.generator, request, lambda piece: print(piece, end="", flush=True)
+def _stream_answer(job: _Job, request: Request) -> Answer:
+    """Prints an answer token by token, and then its token counts and times."""
+    answer, times = timed_answer(
+        job.generator, request, lambda piece: print(piece, end="", flush=True)
     )
-    kept = f"kept {found.kept} of {found.visual_tokens} visual tokens"
-    print(f"\n[{kept}, {times}]", flush=True)
-    return found
+    counts = f"kept {answer.kept} of {answer.visual_tokens} visual tokens"
+    print(f"\n[{counts}, {times}]", flush=True)
+    return answer
 
 
-def _questions(first: str | None) -> Iterator[str]:
-    """Yields the first question if there is one, then lines of stdin until its end or "exit"."""
-    if first is not None:
-        yield first
-    while sys.stdin is not None:  # closed, as by `<&-`
+def _read_stdin(first_question: str | None) -> Iterator[str]:
+    """Yields the first question, if any, and then lines of stdin until its end or "exit"."""
+    if first_question is not None:
+        yield first_question
+    while sys.stdin is not None:  # `<&-` closes stdin.
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
@@ -256,69 +276,78 @@ def _questions(first: str | None) -> Iterator[str]:
             yield line.strip()
 
 
-def _converse(run: _Run, first: str | None) -> None:
-    """Answers question after question; the images and the conversation are kept."""
+def _converse(job: _Job, first_question: str | None) -> None:
+    """Answers questions from stdin as one conversation about the same images."""
     turns: list[str] = []
-    for question in _questions(first):
+    for question in _read_stdin(first_question):
         try:
-            turns_now = [[*turns, question]]
-            request = run.generator.read(turns_now, [run.images], system=run.system)
-            found = _stream(run, request)
+            prompt = [*turns, question]
+            request = job.generator.read([prompt], [job.images], system=job.system)
+            answer = _stream_answer(job, request)
         except UserError as error:
             print(f"{_NAME}: error: {one_line(error)}", file=sys.stderr, flush=True)
             continue
-        turns += [question, found.text]
+        turns += [question, answer.text]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
 
-    def show(message: Warning | str, *_: object, **__: object) -> None:
+    def show_warning(message: Warning | str, *_: object, **__: object) -> None:
         print(f"warning: {one_line(message)}", file=sys.stderr)
 
     with warnings.catch_warnings():
-        # Warnings are shown to the user without the line of code.
-        warnings.showwarning = show
+        # The user sees warnings without the line of code that Python would add.
+        warnings.showwarning = show_warning
         _execute(_parser().parse_args(arguments))
 
 
-def _execute(given: argparse.Namespace) -> None:
+def _execute(flags: argparse.Namespace) -> None:
     """Runs the parsed command."""
-    if hasattr(sys.stdin, "reconfigure"):  # a question that is not UTF-8 is rejected as a prompt
+    if hasattr(sys.stdin, "reconfigure"):  # Bytes that are not UTF-8 become an error of the prompt.
         sys.stdin.reconfigure(errors="surrogateescape")
-    run = _read(given)
-    if given.questions is not None:
-        if not run.todo:
-            print(f"{given.out} has an answer to every question", file=sys.stderr)
+    job = _read_job(flags)
+    if flags.questions is not None:
+        if not job.questions:
+            print(f"{flags.out} has an answer to every question", file=sys.stderr)
             return
-        size = given.batch_size or _BATCH_SIZE
-        answer_file(run.generator, run.todo, given.image_folder, given.out, run.about, size)
-        return
-    if given.interactive:
-        _converse(run, given.prompt)
-        return
-    if given.json:
-
-        def save(begun: PrefillResult) -> None:
-            if given.trace is not None:
-                with file_named(Path(given.trace)):
-                    np.savez_compressed(given.trace, **trace_arrays(begun))
-
-        found, times = timed_answer(run.generator, run.request, trace=save)
-        measured = {
-            "ttft_ms": 1000 * times.first_token,
-            "compile_ms": 1000 * times.compiling,
-            "tokens_per_s": times.tokens_per_s,
-        }
-        print(json.dumps(run.about | found._asdict() | measured))
+        answer_file(
+            job.generator,
+            job.questions,
+            folder=flags.image_folder,
+            out=flags.out,
+            provenance=job.settings,
+            batch_size=flags.batch_size or _BATCH_SIZE,
+        )
+    elif flags.interactive:
+        _converse(job, flags.prompt)
     else:
-        found = _stream(run, run.request)
-    if given.overlay is not None:
-        # Imported here: answering does not need these packages.
-        from stepprune_jax.visualize.overlays import draw_answer
+        answer = _print_json(job, flags.trace) if flags.json else _stream_answer(job, job.request)
+        if flags.overlay is not None:
+            # Imported here because answering does not need the packages of drawing.
+            from stepprune_jax.visualize.overlays import draw_answer
 
-        with file_named(Path(given.overlay)):
-            draw_answer(given.overlay, run.generator.model, run.images, given.prompt, found)
+            with file_named(Path(flags.overlay)):
+                model = job.generator.model
+                draw_answer(flags.overlay, model, job.images, flags.prompt, answer)
+
+
+def _print_json(job: _Job, trace_file: str | None) -> Answer:
+    """Prints settings, answer and times as one JSON object, and saves the trace to a file."""
+
+    def save_trace(prefill: PrefillResult) -> None:
+        if trace_file is not None:
+            with file_named(Path(trace_file)):
+                np.savez_compressed(trace_file, **trace_arrays(prefill))
+
+    answer, times = timed_answer(job.generator, job.request, trace=save_trace)
+    measurements = {
+        "ttft_ms": 1000 * times.first_token,
+        "compile_ms": 1000 * times.compiling,
+        "tokens_per_s": times.tokens_per_s,
+    }
+    print(json.dumps(job.settings | answer._asdict() | measurements))
+    return answer
 
 
 def command() -> NoReturn:

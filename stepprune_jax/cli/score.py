@@ -32,14 +32,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _lines(parts: JsonObject, prefix: str = "") -> list[str]:
-    """Formats one line per figure; names of nested figures are joined by a slash."""
+    """Formats one line per number. A slash joins the names of nested numbers."""
     lines = []
     for name, value in parts.items():
         if isinstance(value, dict):
             lines += _lines(value, f"{prefix}{name}/")
         else:
-            shown = f"{value:.2f}" if isinstance(value, float) else value
-            lines.append(f"  {one_line(prefix + name)}  {shown}")
+            text = f"{value:.2f}" if isinstance(value, float) else value
+            lines.append(f"  {one_line(prefix + name)}  {text}")
     return lines
 
 
@@ -52,11 +52,11 @@ def summary(benchmark: Benchmark, score: Score) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command."""
-    arguments = _parser().parse_args(argv)
-    benchmark = BENCHMARKS[arguments.benchmark]
-    options = {name: getattr(arguments, name) for name in benchmark.options}
-    out = arguments.json and file_to_write("--json", arguments.json)
-    score = benchmark.score(Path(arguments.data), Path(arguments.answers), **options)
+    flags = _parser().parse_args(argv)
+    benchmark = BENCHMARKS[flags.benchmark]
+    options = {name: getattr(flags, name) for name in benchmark.options}
+    out = flags.json and file_to_write("--json", flags.json)
+    score = benchmark.score(Path(flags.data), Path(flags.answers), **options)
     if out:
         write_json(out, score._asdict())
     print(summary(benchmark, score))

@@ -16,11 +16,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run of eval.py")
     parser.add_argument("--out", help=f"folder for {NAME}.md, .csv and .json; it must exist")
-    arguments = parser.parse_args(argv)
-    names = [str(Path(run)) for run in arguments.runs]
+    flags = parser.parse_args(argv)
+    names = [str(Path(run)) for run in flags.runs]
     table = merge_scores({name: read_scores(name) for name in names})
-    if arguments.out is not None:
-        write_table(Path(arguments.out), table)
+    if flags.out is not None:
+        write_table(Path(flags.out), table)
     print(as_markdown(table), end="")
 
 

@@ -1,4 +1,4 @@
-"""A browser page that answers questions about an image from all tokens and from kept ones.
+"""A browser page that answers questions about an image from all tokens and from kept tokens.
 
-`compare` answers and draws, `app` is the page around it; only the latter needs Gradio.
+`compare` answers and draws without Gradio, and `app` builds the page with Gradio.
 """

@@ -1,4 +1,4 @@
-"""The page, built with Gradio."""
+"""Builds and serves the page with Gradio."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,29 +19,40 @@ def build(
     choices: Mapping[str, Choice],
     examples: Sequence[tuple[Image.Image, str]],
 ) -> gr.Blocks:
-    """Builds the page for a model by its name; the first choice and example are preselected."""
-    most = model.config.max_image_tokens
-    tokens = f"at most {most:,}" if model.config.sizes_vary else f"{most:,}"
-    first = next(iter(choices.values()))
-    shown, asked = examples[0] if examples else (None, "")
+    """Builds the page for a model, with the first choice and the first example selected.
+
+    Args:
+        model: the model.
+        name: name of the model on the page.
+        choices: methods by their names on the page.
+        examples: images with a question each; may be empty.
+    """
+    max_tokens = model.config.max_image_tokens
+    token_text = f"at most {max_tokens:,}" if model.config.sizes_vary else f"{max_tokens:,}"
+    first_choice = next(iter(choices.values()))
+    example_image, example_question = examples[0] if examples else (None, "")
     with gr.Blocks(title="StepPrune") as page:
         gr.Markdown(
-            f"# StepPrune\n{name} answers from all visual tokens ({tokens}), and from those that "
-            "are kept."
+            f"# StepPrune\n{name} answers from all visual tokens ({token_text}), and from the "
+            "tokens that a method keeps."
         )
         with gr.Row():
             with gr.Column():
-                image = gr.Image(shown, type="pil", image_mode=None, label="image", height=320)
-                question = gr.Textbox(asked, label="question")
+                image = gr.Image(
+                    example_image, type="pil", image_mode=None, label="image", height=320
+                )
+                question = gr.Textbox(example_question, label="question")
                 method = gr.Dropdown(list(choices), value=next(iter(choices)), label="method")
-                mode = gr.Radio(first.modes, value=first.modes[0], label="tokens to keep")
+                mode = gr.Radio(
+                    first_choice.modes, value=first_choice.modes[0], label="tokens to keep"
+                )
                 count = gr.Slider(
                     1,
-                    most,
-                    value=max(1, most // 9),
+                    max_tokens,
+                    value=max(1, max_tokens // 9),
                     step=1,
                     label="how many",
-                    visible=first.modes[0] != BY_ITSELF,
+                    visible=first_choice.modes[0] != BY_ITSELF,
                 )
                 ask = gr.Button("Ask", variant="primary")
             with gr.Column():
@@ -51,46 +62,49 @@ def build(
         if examples:
             gr.Examples([[*example] for example in examples], [image, question])
         inputs, outputs = [image, question, method, mode, count], [full, pruned, picture]
-        answer = _handler(model, choices)
+        answer = _make_callback(model, choices)
         gr.on([ask.click, question.submit, count.release], answer, inputs, outputs)
-        method.change(lambda name: _modes(choices[name]), method, [mode, count])
+        method.change(lambda name: _update_controls(choices[name]), method, [mode, count])
         mode.change(lambda mode: gr.update(visible=mode != BY_ITSELF), mode, count)
     return page
 
 
-def _modes(choice: Choice) -> tuple[Any, Any]:
-    """Updates the controls for a method: the modes, and whether a number is needed."""
-    first = choice.modes[0]
-    return gr.update(choices=choice.modes, value=first), gr.update(visible=first != BY_ITSELF)
+def _update_controls(choice: Choice) -> tuple[Any, Any]:
+    """Returns updates of the controls for a method: its modes, and whether the slider is shown."""
+    first_mode = choice.modes[0]
+    return gr.update(choices=choice.modes, value=first_mode), gr.update(
+        visible=first_mode != BY_ITSELF
+    )
 
 
-def _handler(
+def _make_callback(
     model: VLM, choices: Mapping[str, Choice]
 ) -> Callable[[Image.Image | None, str, str, str, int], tuple[dict, dict, Image.Image]]:
-    """Returns the button's callback, which shows user errors on the page."""
+    """Returns the callback of the button, which shows user errors on the page."""
 
     def answer(
         image: Image.Image | None, question: str, method: str, mode: str, count: int
     ) -> tuple[dict, dict, Image.Image]:
         if image is None:
-            raise gr.Error("give an image", print_exception=False)
+            raise gr.Error("no image is given: upload one", print_exception=False)
         try:
-            chosen = choices[method].build(mode, count)
-            shown = compare(model, chosen, image, question)
+            pruner = choices[method].build(mode, count)
+            comparison = compare(model, pruner, image, question)
         except UserError as error:
             raise gr.Error(str(error), print_exception=False) from error
-        return _update("all", *shown.full), _update("kept", *shown.pruned), shown.picture
+        full = _update_answer("all", *comparison.full)
+        return full, _update_answer("kept", *comparison.pruned), comparison.picture
 
     return answer
 
 
-def _update(which: str, answer: Answer, times: Times) -> dict:
-    """Updates the text of an answer, its number of tokens, and its times."""
-    label = f"{which} tokens: {answer.kept} of {answer.visual_tokens}"
+def _update_answer(title: str, answer: Answer, times: Times) -> dict:
+    """Returns the update of an answer's text, its token counts, and its times."""
+    label = f"{title} tokens: {answer.kept} of {answer.visual_tokens}"
     return gr.update(value=answer.text, label=label, info=str(times))
 
 
 def serve(page: gr.Blocks, host: str, port: int) -> None:
-    """Serves a page until it is interrupted."""
-    page.queue(default_concurrency_limit=1)  # one program at a time on the devices
+    """Serves a page until the process is interrupted."""
+    page.queue(default_concurrency_limit=1)  # The devices run one program at a time.
     page.launch(server_name=host, server_port=port, share=False)

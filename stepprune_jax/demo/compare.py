@@ -1,4 +1,4 @@
-"""A question answered from all visual tokens and from those that a method keeps."""
+"""Answers a question from all visual tokens and from the tokens that a method keeps."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -14,24 +14,30 @@ from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.registry import PRUNERS, build_pruner
 from stepprune_jax.selectors import TrainedPruner
 from stepprune_jax.user_input import UserError
-from stepprune_jax.visualize.overlays import seen_patches
+from stepprune_jax.visualize.overlays import square_image
 from stepprune_jax.visualize.patches import draw_panel
 
-# Modes of the number of tokens to keep.
+# Modes of the number of tokens to keep, as the page names them.
 EXACTLY, ON_AVERAGE, BY_ITSELF = "exactly", "on average", "where the policy stops"
 OPTIONS = RunOptions(max_tokens=64)
-_SIDE = 480  # pixels of the picture
+_SIDE = 480  # Side of the picture in pixels, which fits a column of the page.
 
 
 class Choice(NamedTuple):
-    """A method that the page offers, and the modes of the number of tokens that it supports."""
+    """A method of the page.
+
+    Attributes:
+        pruner: name of the pruner.
+        policy: the policy of a trained pruner, or None.
+        modes: modes of the number of tokens that the method supports. The first is the default.
+    """
 
     pruner: str
     policy: TrainedPruner | None
     modes: tuple[str, ...]
 
     def build(self, mode: str, count: float | int) -> Pruner:
-        """Builds the pruner; a policy that stops by itself ignores the count."""
+        """Builds the pruner. The learned stop (`BY_ITSELF`) ignores `count`."""
         budget = {
             EXACTLY: Budget("count", int(count)),
             ON_AVERAGE: Budget("mean", count),
@@ -41,7 +47,13 @@ class Choice(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Answers from all tokens and from the kept ones, their times, the image with the latter."""
+    """Two answers to a question.
+
+    Attributes:
+        full: the answer from all tokens, with its times.
+        pruned: the answer from the kept tokens, with its times.
+        picture: the image with its kept tokens.
+    """
 
     full: tuple[Answer, Times]
     pruned: tuple[Answer, Times]
@@ -49,9 +61,11 @@ class Comparison(NamedTuple):
 
 
 def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str, Choice]:
-    """Lists the methods that can prune a model at any exact budget by name, policies first.
+    """Returns the methods that can prune a model at any exact budget, by name, policies first.
 
-    Policies of other models, by their displayed names, are skipped.
+    Args:
+        model: the model.
+        policies: policies by their names on the page. Policies of other models are skipped.
     """
     choices = {}
     for name, policy in policies.items():
@@ -65,13 +79,13 @@ def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str,
             if policy.calibration is not None:
                 modes = (BY_ITSELF, ON_AVERAGE, EXACTLY)
         choices[name] = Choice(policy.name, policy, modes)
-    most = model.config.max_image_tokens
-    for name, kind in PRUNERS.items():
-        if kind.config_type is not None or "count" not in kind.budgets:
+    max_tokens = model.config.max_image_tokens
+    for name, pruner_type in PRUNERS.items():
+        if pruner_type.config_type is not None or "count" not in pruner_type.budgets:
             continue
         choice = Choice(name, None, (EXACTLY,))
         try:
-            choice.build(EXACTLY, max(2, most // 4)).check(model.config, most)
+            choice.build(EXACTLY, max(2, max_tokens // 4)).check(model.config, max_tokens)
         except UserError:
             continue
         choices[name] = choice
@@ -79,17 +93,18 @@ def list_choices(model: VLM, policies: Mapping[str, TrainedPruner]) -> dict[str,
 
 
 def compare(model: VLM, pruner: Pruner, image: Image.Image, question: str) -> Comparison:
-    """Answers from all tokens and from those that a method keeps, and draws the latter.
+    """Answers a question from all tokens and from the kept tokens, and draws the kept tokens.
 
-    A question or a request that method or model do not support is a ValueError.
+    Raises:
+        UserError: the question is empty, or model or method do not support the input.
     """
     image = open_image(image, as_shown=True)
-    if not question.strip():  # which `generate` accepts beside an image
+    if not question.strip():  # `generate` accepts an image without a question.
         raise UserError("the question is empty")
     generators = Generator(model, options=OPTIONS), Generator(model, pruner, options=OPTIONS)
     request = generators[0].read([question], [image])
     full, pruned = (timed_answer(generator, request) for generator in generators)
     answer, _ = pruned
-    seen = seen_patches(model, image, answer.grids[0], answer.kept_indices[0])
-    picture = draw_panel(seen.image, seen.patches, seen.grid, _SIDE)
+    square = square_image(model, image, answer.grids[0], answer.kept_indices[0])
+    picture = draw_panel(square.image, square.patches, square.grid, _SIDE)
     return Comparison(full, pruned, picture)

@@ -1,4 +1,4 @@
-"""Initial examples of the page: images of the shapes world with a question each."""
+"""Examples of the page: images of the shapes world with a question each."""
 
 import json
 
@@ -8,9 +8,9 @@ from stepprune_jax.checkpoints.shipped import ASSETS
 
 
 def shapes_examples() -> list[tuple[Image.Image, str]]:
-    """Returns an image and a question about it for each of four families of questions.
+    """Returns one image and question for each of four families of questions.
 
-    The shapes world draws image N as scene N of its test split, with seed 2026.
+    Image N is scene N of the world's test split with seed 2026.
     """
     folder = ASSETS / "examples"
     rows = json.loads((folder / "questions.json").read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""Cost and savings of pruning from pixels to the first token: the paper's efficiency table."""
+"""Measures the cost and savings of pruning up to the first token, as the paper's table does."""

@@ -1,9 +1,9 @@
-"""Kernels of a compiled program, counted in its text."""
+"""Counts the kernels of a compiled program in its text."""
 
 import itertools
 import re
 
-# Instructions that launch nothing on the device: names, shapes, and ends of asynchronous ones.
+# Instructions that launch no kernel: they only name values, change shapes, or wait.
 FREE = {
     "parameter",
     "constant",
@@ -30,21 +30,18 @@ _ENTRY = re.compile(r"^ENTRY %?([^\s(]+) \(", re.MULTILINE)
 def count_kernels(text: str, trips: int = 1) -> int:
     """Counts the kernels and copies that one run of a program launches on a GPU.
 
-    A product in a library may be two kernels.
+    A matrix product of a library counts as one kernel, although it may launch two.
 
     Args:
-        text: of the compiled program.
-        trips: iterations of a loop of which the compiler does not know how often it runs.
-
-    Returns:
-        The number.
+        text: the optimized HLO text of the compiled program.
+        trips: assumed iterations of a loop whose number of iterations the compiler does not know.
     """
     entry = _ENTRY.search(text)
     return kernels_of(entry.group(1), computations_of(text), trips) if entry else 0
 
 
 def computations_of(text: str) -> dict[str, list[str]]:
-    """Returns instructions by computation, each without its name."""
+    """Returns the instructions of each computation, without the names of their results."""
     computations, lines = {}, []
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -55,33 +52,40 @@ def computations_of(text: str) -> dict[str, list[str]]:
 
 
 def opcode(line: str) -> str:
-    """Returns the opcode, after the type of the result, which may be a tuple of types."""
+    """Returns the opcode of an instruction, which follows the type of the result."""
     depth = 0
-    for i, character in enumerate(line):
+    for index, character in enumerate(line):
         depth += (character in "([{") - (character in ")]}")
         if character == " " and not depth:
-            return line[i + 1 :].partition("(")[0]
+            return line[index + 1 :].partition("(")[0]
     return ""
 
 
 def kernels_of(name: str, computations: dict[str, list[str]], trips: int = 0) -> int:
-    """Counts launches of one pass through a computation, with a conditional's longest branch.
+    """Counts the kernels of one pass through a computation.
 
-    Inner loops are left out, unless `trips` says how often those of unknown length run.
+    A conditional counts as its longest branch.
+
+    Args:
+        name: name of the computation.
+        computations: result of `computations_of`.
+        trips: assumed iterations of inner loops of unknown length; 0 omits all inner loops.
     """
     count = 0
     for line in computations[name]:
-        kind = opcode(line)
-        if kind == "call":
+        operation = opcode(line)
+        if operation == "call":
             count += kernels_of(_CALLED.search(line).group(1), computations, trips)
-        elif kind == "conditional":
-            listed = ",".join(filter(None, itertools.chain(*_BRANCHES.findall(line))))
-            names = re.findall(r"[^%,\s]+", listed)
+        elif operation == "conditional":
+            branch_list = ",".join(filter(None, itertools.chain(*_BRANCHES.findall(line))))
+            names = re.findall(r"[^%,\s]+", branch_list)
             count += max(kernels_of(branch, computations, trips) for branch in names)
-        elif kind == "while" and trips:
-            known = _TRIPS.search(line)
-            once = sum(kernels_of(part, computations, trips) for part in _PARTS.findall(line))
-            count += once * (int(known.group(1)) if known else trips)
-        elif kind not in FREE and not kind.endswith(("-done", "-update")):
+        elif operation == "while" and trips:
+            known_trips = _TRIPS.search(line)
+            kernels_per_trip = sum(
+                kernels_of(computation, computations, trips) for computation in _PARTS.findall(line)
+            )
+            count += kernels_per_trip * (int(known_trips.group(1)) if known_trips else trips)
+        elif operation not in FREE and not operation.endswith(("-done", "-update")):
             count += 1
     return count

@@ -1,4 +1,4 @@
-"""A row of an efficiency table, measured: from pixels to the first token, and on."""
+"""Measures one row of the efficiency table, from pixels to the last token."""
 
 import statistics
 import time
@@ -28,7 +28,13 @@ from stepprune_jax.selectors import StepPrune
 
 
 class BenchRow(NamedTuple):
-    """A row of the table: its name, such as "stepprune@64", its pruner, and what it is to keep."""
+    """A row of the table. Made by `rows.read_rows`.
+
+    Attributes:
+        name: name of the row, such as "stepprune@64".
+        pruner: the pruner.
+        budget: the requested number of tokens. `measure` calibrates the stop of a mean budget.
+    """
 
     name: str
     pruner: Pruner
@@ -43,41 +49,57 @@ class BenchInputs(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """The model, how it is run (with one token more than are decoded), and turns of every row."""
+    """The conditions of all measurements.
+
+    Attributes:
+        model: the model.
+        options: how the model is run. `options.max_tokens` includes the first token.
+        rounds: number of measurements of each row.
+    """
 
     model: VLM
     options: RunOptions
     rounds: int
 
 
-def draw_batch(backbone: Backbone, size: int, text: int) -> BenchInputs:
-    """Draws images and prompts."""
-    config, random = backbone.config, np.random.default_rng(0)
+def random_batch(backbone: Backbone, batch_size: int, text: int) -> BenchInputs:
+    """Returns random images and prompts.
+
+    Args:
+        backbone: the model.
+        batch_size: number of prompts, each with one image.
+        text: number of text tokens of each prompt.
+    """
+    config, rng = backbone.config, np.random.default_rng(0)
     pixels = backbone.with_square_grids(
         jax.tree.map(
-            lambda leaf: random.integers(0, 256, leaf.shape).astype(leaf.dtype),
-            backbone.largest_pixel_shapes(size),
+            lambda leaf: rng.integers(0, 256, leaf.shape).astype(leaf.dtype),
+            backbone.largest_pixel_shapes(batch_size),
         )
     )
-    most = min(config.text.vocab_size - 1, config.image_token_id)
-    words = random.integers(3, most, (size, text), np.int32)
+    # Excludes special ids, which are below 3 or from the image token on.
+    end_id = min(config.text.vocab_size - 1, config.image_token_id)
+    words = rng.integers(3, end_id, (batch_size, text), np.int32)
     ids = np.insert(words, text // 2, IMAGE_TOKEN, axis=1)
-    number = np.arange(size, dtype=np.int32)
-    full = np.full(size, text, np.int32)
-    prompts = Prompts(ids, full + 1, words, full, number[:, None], number)
-    parts = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], pixels) for row in range(size)]
-    return BenchInputs(prompts, read_images(backbone, parts))
+    rows = np.arange(batch_size, dtype=np.int32)
+    length = np.full(batch_size, text, np.int32)
+    prompts = Prompts(ids, length + 1, words, length, rows[:, None], rows)
+    images = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], pixels) for row in rows]
+    return BenchInputs(prompts, read_images(backbone, images))
 
 
 def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
-    """Calibrates the stop of a row with a mean budget on the images of the batch."""
+    """Returns the row with the stop bias that keeps its mean budget on the images of the batch.
+
+    A row with another kind of budget is returned unchanged.
+    """
     pruner, model = row.pruner, bench.model
     if row.budget.kind != "mean":
         return row
     vision = to_host(pipeline.encode(model, batch.images, pruner.taps(model.config)))
-    size, n = len(batch.prompts.length), vision.features.shape[1]
+    batch_size, n = len(batch.prompts.length), vision.features.shape[1]
     ranking, _ = rank_all(
-        model, pruner, batch.prompts, vision, steps=pruner.longest(n), batch_size=size
+        model, pruner, batch.prompts, vision, steps=pruner.longest(n), batch_size=batch_size
     )
     margin = jnp.asarray(ranking.margin)
     bias = policy.calibrate_stop_bias(
@@ -90,108 +112,130 @@ def with_stop_bias(bench: Bench, row: BenchRow, batch: BenchInputs) -> BenchRow:
 
 
 def measure(
-    bench: Bench, base: BenchRow | None, row: BenchRow, batch: BenchInputs
+    bench: Bench, baseline: BenchRow | None, row: BenchRow, batch: BenchInputs
 ) -> dict[str, Any]:
-    """Measures a row, which takes turns with the baseline if there is one."""
-    is_base, row = row is base, with_stop_bias(bench, row, batch)
-    first, own, beside = _answer(bench, row, batch), [], []
+    """Measures a row in alternation with the baseline.
+
+    Args:
+        bench: the conditions.
+        baseline: the row for ratios; `row` itself, or None for a measurement without ratios.
+        row: the row.
+        batch: inputs.
+
+    Returns:
+        The result of the row as JSON. Times have the median, the minimum and the maximum over the
+        rounds.
+    """
+    is_baseline, row = row is baseline, with_stop_bias(bench, row, batch)
+    first_turn, turns, baseline_turns = _time_answer(bench, row, batch), [], []
     for _ in range(bench.rounds):
-        own.append(_answer(bench, row, batch))
-        if base is not None:
-            beside.append(own[-1] if is_base else _answer(bench, base, batch))
-    cost = _cost_of_programs(bench, row, batch)
-    again = statistics.median(turn.whole + turn.decode for turn in own)
-    kept, steps = first.kept, bench.options.max_tokens - 1
+        turns.append(_time_answer(bench, row, batch))
+        if baseline is not None:
+            turn = turns[-1] if is_baseline else _time_answer(bench, baseline, batch)
+            baseline_turns.append(turn)
+    cost = _program_costs(bench, row, batch)
+    median_seconds = statistics.median(turn.first_token + turn.decode for turn in turns)
+    kept, steps = first_turn.kept, bench.options.max_tokens - 1
+    milliseconds = {
+        "tower": _spread(1e3 * turn.tower for turn in turns),
+        "selector": _spread(1e3 * turn.selector for turn in turns),
+        "rest": _spread(1e3 * (turn.first_token - turn.tower - turn.selector) for turn in turns),
+        "whole": _spread(1e3 * turn.first_token for turn in turns),
+        "decode": _spread(1e3 * turn.decode / steps for turn in turns),
+    }
+    if baseline_turns:
+        milliseconds["whole_baseline"] = _spread(1e3 * turn.first_token for turn in baseline_turns)
     return {
         "row": row.name,
         "kept": [float(kept.mean()), int(kept.min()), int(kept.max())],
-        "ms": {
-            "tower": _spread(1e3 * turn.tower for turn in own),
-            "selector": _spread(1e3 * turn.selector for turn in own),
-            "rest": _spread(1e3 * (turn.whole - turn.tower - turn.selector) for turn in own),
-            "whole": _spread(1e3 * turn.whole for turn in own),
-            "decode": _spread(1e3 * turn.decode / steps for turn in own),
-            **({"whole_baseline": _spread(1e3 * turn.whole for turn in beside)} if beside else {}),
-        },
+        "ms": milliseconds,
         "tflops": count_tflops(bench.model.backbone, row, batch, kept.mean()),
-        "cache_bytes": first.cache // len(kept),
+        "cache_bytes": first_turn.cache_bytes // len(kept),
         **cost,
-        "first_s": first.whole,
-        "compile_s": max(0.0, first.whole + first.decode - again),
-        "speed_up": beside and _spread(a.whole / b.whole for a, b in zip(beside, own, strict=True)),
+        "first_s": first_turn.first_token,
+        "compile_s": max(0.0, first_turn.first_token + first_turn.decode - median_seconds),
+        "speed_up": baseline_turns
+        and _spread(
+            base.first_token / turn.first_token
+            for base, turn in zip(baseline_turns, turns, strict=True)
+        ),
     }
 
 
 class _Turn(NamedTuple):
-    """Seconds of parts of an answer, and its results.
+    """One timed answer. Times are seconds.
 
     Attributes:
-        tower: the tower alone, from images on the host.
-        selector: choosing tokens alone, from the tower's results.
-        whole: from images on the host to the first token.
-        decode: from there to the last token.
+        tower: the tower by itself, from images on the host.
+        selector: selection by itself, from the tower's results.
+        first_token: from images on the host to the first token.
+        decode: from the first token to the last token.
         kept: [b] visual tokens after the last cut.
-        cache: bytes of keys and values.
+        cache_bytes: bytes of the KV cache.
     """
 
     tower: float
     selector: float
-    whole: float
+    first_token: float
     decode: float
     kept: Int[np.ndarray, "b"]
-    cache: int
+    cache_bytes: int
 
 
-def _answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
-    """Answers a batch like a user's program, timing the first token, and its parts alone."""
+def _time_answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
+    """Times tower and selection by themselves, and then a complete answer as a user gets it."""
     model, options, sampling = bench.model, bench.options, greedy(())
-    taps, begin = row.pruner.taps(model.config), time.perf_counter()
+    taps, start_time = row.pruner.taps(model.config), time.perf_counter()
     vision = jax.block_until_ready(pipeline.encode(model, batch.images, taps, options.execution))
-    tower, begin = time.perf_counter() - begin, time.perf_counter()
+    tower, start_time = time.perf_counter() - start_time, time.perf_counter()
     jax.block_until_ready(pipeline.choose(model, row.pruner, batch.prompts, vision)[0])
-    selector = time.perf_counter() - begin
-    begin = time.perf_counter()
-    ready = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
-    begun = pipeline.begin(model, ready, sampling)
-    jax.block_until_ready(begun.state.token)
-    middle = time.perf_counter()
-    caches = jax.tree.leaves(begun.state.cache, is_leaf=lambda node: isinstance(node, Cache))
-    nbytes = sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
-    state = pipeline.finish(model, begun.state, sampling, options)
+    selector = time.perf_counter() - start_time
+    start_time = time.perf_counter()
+    prepared = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
+    prefill = pipeline.begin(model, prepared, sampling)
+    jax.block_until_ready(prefill.state.token)
+    first_token_time = time.perf_counter()
+    caches = jax.tree.leaves(prefill.state.cache, is_leaf=lambda node: isinstance(node, Cache))
+    cache_bytes = sum(cache.key.nbytes + cache.value.nbytes for cache in caches)
+    state = pipeline.finish(model, prefill.state, sampling, options)
     jax.block_until_ready(state.token)
-    decode = time.perf_counter() - middle
-    return _Turn(tower, selector, middle - begin, decode, begun.kept, nbytes)
+    decode = time.perf_counter() - first_token_time
+    first_token = first_token_time - start_time
+    return _Turn(tower, selector, first_token, decode, prefill.kept, cache_bytes)
 
 
-def _cost_of_programs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[str, int | None]:
-    """Returns kernels to the first token and bytes besides the weights, from compiled programs.
+def _program_costs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[str, int | None]:
+    """Returns costs that are read from compiled programs.
 
-    The bytes are those of the largest program: inputs, results and temporaries. Kernels are counted
-    on GPUs alone.
+    Returns:
+        "kernels": kernels up to the first token, or None if the device is no GPU. "working_bytes":
+        memory of the largest program without the weights: inputs, results and temporaries.
     """
     model, options, sampling = bench.model, bench.options, greedy(())
-    with watch_programs() as to_first:
-        ready = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
-        begun = pipeline.begin(model, ready, sampling)
-    with watch_programs() as further:
-        jax.block_until_ready(pipeline.finish(model, begun.state, sampling, options).token)
-    compiled = [(ran, ran.traced.lower().compile()) for ran in (*to_first, *further)]
-    most = 0
-    for ran, program in compiled:
+    with watch_programs() as first_token_programs:
+        prepared = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
+        prefill = pipeline.begin(model, prepared, sampling)
+    with watch_programs() as decode_programs:
+        jax.block_until_ready(pipeline.finish(model, prefill.state, sampling, options).token)
+    executions = [*first_token_programs, *decode_programs]
+    programs = [execution.traced.lower().compile() for execution in executions]
+    working_bytes = 0
+    for execution, program in zip(executions, programs, strict=True):
         sizes = program.memory_analysis()
-        made = sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
-        most = max(most, ran.input_bytes + made)
+        new_outputs = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        program_bytes = execution.input_bytes + new_outputs + sizes.temp_size_in_bytes
+        working_bytes = max(working_bytes, program_bytes)
     kernels = None
     if jax.default_backend() == "gpu":
-        # StepPrune's loop ends with the row that keeps most.
-        trips = -(-int(begun.kept.max()) // BLOCK) if isinstance(row.pruner, StepPrune) else 1
-        before = (program for _, program in compiled[: len(to_first)])
-        kernels = sum(count_kernels(program.as_text(), trips) for program in before)
-    return {"kernels": kernels, "working_bytes": most}
+        # StepPrune's loop runs until the row with the most tokens has ended.
+        trips = -(-int(prefill.kept.max()) // BLOCK) if isinstance(row.pruner, StepPrune) else 1
+        texts = (program.as_text() for program in programs[: len(first_token_programs)])
+        kernels = sum(count_kernels(text, trips) for text in texts)
+    return {"kernels": kernels, "working_bytes": working_bytes}
 
 
 def _spread(values: Iterable[float]) -> list[float]:
-    """Returns median, minimum and maximum."""
+    """Returns the median, the minimum and the maximum."""
     values = sorted(values)
     return [statistics.median(values), values[0], values[-1]]
 
@@ -199,13 +243,14 @@ def _spread(values: Iterable[float]) -> list[float]:
 def count_tflops(
     backbone: Backbone, row: BenchRow, batch: BenchInputs, kept: float | None = None
 ) -> dict[str, float]:
-    """Returns each stage's operations, by formula, for the tokens that are present.
+    """Returns the operations of each stage by formula, in 1e12 operations. Padding is not counted.
 
     Args:
         backbone: the model.
         row: the row.
         batch: prompts with one image each.
-        kept: mean count of a learned stop; None for that of the budget, or the most without one.
+        kept: mean number of kept tokens of a learned stop; None takes the budget's number, or the
+            maximum of a stop without a budget.
     """
     if kept is None:
         schedule = row.pruner.schedule(backbone.config, backbone.config.max_image_tokens)

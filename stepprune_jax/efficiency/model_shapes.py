@@ -1,8 +1,8 @@
-"""Shapes of the models of the efficiency table, by name, and of any folder or config.json.
+"""Model shapes for efficiency tables, by name or from any folder or config.json.
 
-"mid" and "qwen-mid" are made up. The language model of "mid" has some fifteen times the operations
-of its tower at 640 tokens, where that of LLaVA-7B has twenty; 576 tokens an image as there, and
-1.6 GB in float32. "qwen-mid" is the same with grouped key heads, and a tower of its widths.
+"mid" and "qwen-mid" are synthetic shapes. "mid" has 576 tokens per image, as LLaVA-7B has, and
+1.6 GB of weights in float32. At 640 tokens, its language model has about 15 times the operations of
+its tower; the ratio of LLaVA-7B is 20. "qwen-mid" is "mid" with grouped key heads and a Qwen tower.
 """
 
 import pathlib
@@ -11,11 +11,11 @@ from stepprune_jax.checkpoints.shipped import ASSETS
 from stepprune_jax.data.json_files import JsonObject, read_json_object
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.families import find_family
-from stepprune_jax.user_input import naming, require
+from stepprune_jax.user_input import UserError, naming
 
 
 def _read(*names: str) -> dict[str, JsonObject]:
-    """Reads what a config.json must have of each model."""
+    """Reads the shipped config.json of each model."""
     return {name: read_json_object(ASSETS / "configs" / f"{name}.json") for name in names}
 
 
@@ -28,11 +28,15 @@ KNOWN = MODELS | QWEN_MODELS | TILED_MODELS
 
 
 def find_backbone(name: str) -> Backbone:
-    """Returns a known model, or that of a folder or file in the Hugging Face layout."""
+    """Returns the model of a name in `KNOWN`, or of a folder or config.json.
+
+    Raises:
+        UserError: there is no such model, or its configuration is not supported.
+    """
     path = pathlib.Path(name)
     path = path / "config.json" if path.is_dir() else path
-    given = name in KNOWN or path.is_file()
-    require(given, f"--model {name!r} is neither a file nor one of {', '.join(KNOWN)}")
+    if name not in KNOWN and not path.is_file():
+        raise UserError(f"--model {name!r} is neither a file nor one of {', '.join(KNOWN)}")
     raw = KNOWN[name] if name in KNOWN else read_json_object(path)
     with naming(f"--model {name!r}"):
         return find_family(raw, f"--model {name!r}").read(raw, None)

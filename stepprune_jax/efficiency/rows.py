@@ -1,4 +1,4 @@
-"""Rows of the efficiency table: pruners with their budgets, and random weights for trained ones."""
+"""Rows of the efficiency table: pruners with budgets, and random weights of trained pruners."""
 
 import dataclasses
 import functools
@@ -20,90 +20,107 @@ from stepprune_jax.user_input import UserError, expect
 
 _LOG = logging.getLogger(__name__)
 
-UNPRUNED = "all"
-# Budgets of the paper, 192, 128 and 64 of 576 tokens, as one token in this many.
-_ONE_IN = (3, 4.5, 9)
-# Power of the count with which the price of a token grows, so that random weights stop near a mean.
+UNPRUNED = "all"  # Name of the row of all tokens.
+# The paper's budgets, 192, 128 and 64 of 576 tokens, as divisors of the number of tokens.
+_DIVISORS = (3, 4.5, 9)
+# Exponent of the price of a token as a function of the number of kept tokens. With a large
+# exponent, random weights stop near the calibrated mean.
 _PRICE_GROWTH = 30.0
 
 
 def with_square_images(backbone: Backbone, tokens: int) -> Backbone:
-    """Bounds images so that the largest one is a square of so many visual tokens."""
+    """Limits the size of images, so that the largest image is a square of `tokens` visual tokens.
+
+    Raises:
+        UserError: the model cannot have square images of this number of tokens.
+    """
     area = backbone.config.vision.factor**2
     backbone = backbone.bound_images(None, area, tokens * area)
-    square = backbone.config.max_image_tokens == tokens == math.isqrt(tokens) ** 2
-    expect("--tokens", tokens, square, "a square number from 225")
+    is_square = backbone.config.max_image_tokens == tokens == math.isqrt(tokens) ** 2
+    expect("--tokens", tokens, is_square, "a square number from 225")
     return backbone
 
 
 def default_rows(config: ModelConfig) -> list[str]:
-    """Returns all tokens, every pruner at the paper's budgets, and learned stops at these means.
+    """Returns names of rows: all tokens, and every pruner at the paper's budgets.
 
-    Budgets that a pruner cannot keep on this model are left out, with a warning in the log.
+    Learned stops have the budgets as means. Budgets that a pruner cannot keep on this model are
+    omitted with a warning in the log.
     """
-    budgets = [round(config.max_image_tokens / share) for share in _ONE_IN]
+    budgets = [round(config.max_image_tokens / divisor) for divisor in _DIVISORS]
     pruners = [(name, kind.budgets) for name, kind in PRUNERS.items()]
-    rows = [f"{name}@{k}" for name, kinds in pruners if "count" in kinds for k in budgets]
-    rows += [f"{name}@mean:{k}" for name, kinds in pruners if "mean" in kinds for k in budgets]
-    kept = [UNPRUNED]
-    for name in rows:
+    names = [f"{name}@{k}" for name, kinds in pruners if "count" in kinds for k in budgets]
+    names += [f"{name}@mean:{k}" for name, kinds in pruners if "mean" in kinds for k in budgets]
+    valid_names = [UNPRUNED]
+    for name in names:
         try:
             read_rows([name], config, decoder_layers=1, dtype="float32")
         except UserError as error:
             _LOG.warning("%s is left out: %s", name, error)
         else:
-            kept.append(name)
-    return kept
+            valid_names.append(name)
+    return valid_names
 
 
 def read_rows(
     names: Sequence[str], config: ModelConfig, decoder_layers: int, dtype: str
 ) -> list[BenchRow]:
-    """Builds the methods of rows, that of all tokens first, without trained parameters.
+    """Builds rows from their names, with the shapes of trained parameters instead of the arrays.
 
-    A name is "PRUNER@BUDGET", or "PRUNER@BUDGET KEY=VALUE" with options of the pruner.
+    Args:
+        names: "PRUNER@BUDGET", or "PRUNER@BUDGET KEY=VALUE" with options of the pruner.
+        config: the model's configuration.
+        decoder_layers: layers of a policy's decoder.
+        dtype: dtype of policies.
+
+    Returns:
+        The distinct rows. The row of all tokens, if present, is first.
     """
-    rows = []
-    for name in sorted(dict.fromkeys(names), key=lambda name: name != UNPRUNED):
-        which, _, texts = name.partition(" ")
-        options = read_options("--rows", texts.split())
-        pruner, _, budget = which.partition("@")
-        kind = getattr(PRUNERS.get(pruner), "config_type", None)
-        learned = None
-        if kind is not None:
-            widths = {
-                "feature_width": config.feature_width,
-                "text_width": config.text.hidden_size if kind.text_width else 0,
-                "dtype": dtype,
-                "decoder_layers": decoder_layers,
-                "price_growth": _PRICE_GROWTH,
-            }
-            known = {field.name for field in dataclasses.fields(kind)}
-            shape = kind(**{name: value for name, value in widths.items() if name in known})
-            method = selector_of(shape)
-            # The shapes of the weights, which `draw_learned` draws.
-            params = jax.eval_shape(method.draw_params, jax.random.key(0))
-            learned = method.replace(params=params)
-        # A mean is calibrated once weights and images are there.
-        bias = 0.0 if learned and budget.startswith("mean") else None
-        built = build_pruner(
-            pruner, budget or None, policy=learned, stop_bias=bias, options=options
+    names = sorted(dict.fromkeys(names), key=lambda name: name != UNPRUNED)
+    return [_read_row(name, config, decoder_layers, dtype) for name in names]
+
+
+def _read_row(name: str, config: ModelConfig, decoder_layers: int, dtype: str) -> BenchRow:
+    """Builds the row of a name."""
+    method, _, option_texts = name.partition(" ")
+    options = read_options("--rows", option_texts.split())
+    pruner_name, _, budget = method.partition("@")
+    config_type = getattr(PRUNERS.get(pruner_name), "config_type", None)
+    policy = None
+    if config_type is not None:
+        settings = {
+            "feature_width": config.feature_width,
+            "text_width": config.text.hidden_size if config_type.text_width else 0,
+            "dtype": dtype,
+            "decoder_layers": decoder_layers,
+            "price_growth": _PRICE_GROWTH,
+        }
+        fields = {field.name for field in dataclasses.fields(config_type)}
+        selector = selector_of(
+            config_type(**{field: value for field, value in settings.items() if field in fields})
         )
-        built.check(config, config.max_image_tokens)
-        rows.append(BenchRow(name, built, Budget.parse(budget) if budget else built.budget))
-    return rows
+        # Shapes only: `random_policy` makes the arrays.
+        params = jax.eval_shape(selector.draw_params, jax.random.key(0))
+        policy = selector.replace(params=params)
+    # `measure.with_stop_bias` replaces the bias of a mean budget once there are weights and images.
+    bias = 0.0 if policy and budget.startswith("mean") else None
+    pruner = build_pruner(
+        pruner_name, budget or None, policy=policy, stop_bias=bias, options=options
+    )
+    pruner.check(config, config.max_image_tokens)
+    return BenchRow(name, pruner, Budget.parse(budget) if budget else pruner.budget)
 
 
-def draw_learned(row: BenchRow) -> BenchRow:
-    """Draws random parameters of a row's method."""
+def random_policy(row: BenchRow) -> BenchRow:
+    """Returns a row whose policy has random parameters; a row without a policy is unchanged."""
     if not isinstance(row.pruner, TrainedPruner):
         return row
-    params, stats = _drawn(row.pruner.config)
+    params, stats = _random_params(row.pruner.config)
     return row._replace(pruner=row.pruner.replace(params=params, stats=stats))
 
 
-@functools.cache  # the budgets of a method share one policy
-def _drawn(shape: Any) -> tuple[Any, FeatureStats]:
-    """Draws random weights of a policy, and statistics that leave features unchanged."""
-    weights = jax.jit(selector_of(shape).draw_params)(jax.random.key(1))
-    return weights, FeatureStats.start(shape.feature_width)
+@functools.cache  # All budgets of a method share one policy.
+def _random_params(config: Any) -> tuple[Any, FeatureStats]:
+    """Returns random weights of a policy, and statistics that leave features unchanged."""
+    params = jax.jit(selector_of(config).draw_params)(jax.random.key(1))
+    return params, FeatureStats.start(config.feature_width)

@@ -1,1 +1,1 @@
-"""Adapters for other programs, each of which must be installed."""
+"""Adapters for other evaluation programs, which users install themselves."""

@@ -1,4 +1,4 @@
-"""Answers to another program's questions, by the pipeline of our own benchmarks."""
+"""Answers the questions of other evaluation programs with the pipeline of our benchmarks."""
 
 import dataclasses
 import io
@@ -26,7 +26,7 @@ from stepprune_jax.parallel.placement import mesh_of, row_count
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.registry import PRUNERS, build_pruner
 from stepprune_jax.settings import is_count
-from stepprune_jax.user_input import expect, require
+from stepprune_jax.user_input import UserError, expect
 
 DTYPES = ("bfloat16", "float32", "float16")
 _logger = logging.getLogger(__name__)
@@ -35,24 +35,23 @@ _GREEDY = Sampling(repetition_penalty=1.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswererOptions:
-    """What an answerer is loaded from, and how it runs.
+    """Options of `load_answerer`.
 
     Attributes:
-        pretrained: checkpoint folder, hub id, or the name of a shipped model, "shapes".
+        pretrained: checkpoint folder, hub id, or the name of a shipped model such as "shapes".
         policy: policy file, or the name of a shipped policy.
-        method: a name of `PRUNERS`, or "policy" for that of the policy, which is the default with
-            one; without one it is "all".
-        budget: tokens to keep per image, as read by `Budget.parse`; without it a policy stops by
-            itself.
-        stop_bias: number added to the policy's stop logits, instead of its own bias.
+        method: a name of `PRUNERS`, or "policy" for the policy's method. None is "policy" if there
+            is a policy, and "all" otherwise.
+        budget: tokens to keep per image, as `Budget.parse` reads it; None uses the learned stop.
+        stop_bias: bias of the policy's stop logits; None uses the bias in the policy file.
         vision_folder: CLIP folder of an original LLaVA-v1.5 checkpoint.
         dtype: dtype of the model: "bfloat16", "float32" or "float16".
         mesh: preset of `build_mesh`.
         batch_size: questions per batch on each device.
-        positions: position ids of kept tokens: "own", those of the method's authors, "original" or
+        positions: position ids of kept tokens: "own" (as in the method's paper), "original" or
             "compact".
         attention: "matmul", "xla" or "cudnn".
-        seed: seed of random tokens.
+        seed: seed of a method that keeps random tokens.
     """
 
     pretrained: str | Path
@@ -73,11 +72,11 @@ class AskedQuestion(NamedTuple):
     """A question of another program.
 
     Attributes:
-        text: the user's message. Several images stand where `<image>` marks them. Without marks,
-            images stand in front of the text, as a single image always does.
+        text: the user's message. `<image>` marks the places of several images. Without marks, the
+            images precede the text. A single image always precedes the text.
         images: the images.
-        max_new_tokens: longest answer.
-        until: strings that end the answer and are not part of it.
+        max_new_tokens: length limit of the answer.
+        until: strings that end the answer. The answer does not include them.
     """
 
     text: str
@@ -87,7 +86,12 @@ class AskedQuestion(NamedTuple):
 
 
 class Answerer(NamedTuple):
-    """A model with its pruning method; `batch_size` questions per batch, over all devices."""
+    """A model with its pruning method. Made by `load_answerer`.
+
+    Attributes:
+        generator: model and pruner.
+        batch_size: questions per batch over all devices.
+    """
 
     generator: Generator
     batch_size: int
@@ -98,12 +102,13 @@ def load_answerer(settings: AnswererOptions) -> Answerer:
 
     Raises:
         FileNotFoundError: model or policy is missing.
-        ValueError: a setting has a bad value, or contradicts another one.
+        UserError: a setting is invalid or contradicts another setting.
     """
-    size, dtype, known = settings.batch_size, settings.dtype, settings.policy is not None
+    batch_size, dtype = settings.batch_size, settings.dtype
     expect("dtype", dtype, dtype in DTYPES, f"one of {', '.join(DTYPES)}")
-    expect("batch_size", size, is_count(size), "an integer from 1")
-    require(settings.method != "policy" or known, "method 'policy' needs a policy")
+    expect("batch_size", batch_size, is_count(batch_size), "an integer from 1")
+    if settings.method == "policy" and settings.policy is None:
+        raise UserError("method 'policy' needs a policy: set policy, or choose another method")
     is_random = settings.method in PRUNERS and PRUNERS[settings.method].is_random
     source = folders.inspect_folder(settings.pretrained, settings.vision_folder)
     pruner = build_pruner(
@@ -116,58 +121,68 @@ def load_answerer(settings: AnswererOptions) -> Answerer:
     execution = Execution(attention=settings.attention)
     options = RunOptions(positions=settings.positions, execution=execution)
     check_run(source.config, pruner, Sampling(), options)
-    devices = None if settings.mesh == "single" else build_mesh(settings.mesh)
+    mesh = None if settings.mesh == "single" else build_mesh(settings.mesh)
     model = load_vlm(
-        settings.pretrained, devices, jnp.dtype(dtype), vision_folder=settings.vision_folder
+        settings.pretrained, mesh, jnp.dtype(dtype), vision_folder=settings.vision_folder
     )
-    size *= row_count(mesh_of(model.params))
-    return Answerer(Generator(model, pruner, _GREEDY, options), size)
+    batch_size *= row_count(mesh_of(model.params))
+    return Answerer(Generator(model, pruner, _GREEDY, options), batch_size)
 
 
 def answer_questions(
     answerer: Answerer,
-    wanted: Sequence[AskedQuestion],
-    report: Callable[[int], None] = lambda done: None,
+    questions: Sequence[AskedQuestion],
+    report: Callable[[int], None] = lambda num_done: None,
 ) -> list[str]:
     """Answers questions greedily.
 
+    Questions with the same length limit share batches. A question with several images runs by
+    itself. If the number of a question's marks differs from the number of its images, the marks are
+    removed and the images precede the text; one warning counts these questions.
+
     Args:
         answerer: model and method.
-        wanted: the questions; those with the same longest answer share batches, unless they have
-            several images.
-        report: called with the number of questions done, chunk by chunk.
+        questions: the questions.
+        report: called after each chunk with the number of answered questions.
 
     Returns:
-        One answer per question. A warning counts the questions whose marks do not match their
-        images: their marks are dropped, and their images stand in front.
+        One answer per question.
 
     Raises:
-        ValueError: a longest answer below 1, or an image that cannot be read.
+        UserError: a length limit is below 1, or an image cannot be read.
     """
-    for most in {w.max_new_tokens for w in wanted}:
-        expect("max_new_tokens", most, most >= 1, "an integer from 1")
-    wanted = _with_usable_marks(wanted)
-    texts, done = [""] * len(wanted), 0
-    for longest in sorted({w.max_new_tokens for w in wanted}):
-        alike = [place for place, w in enumerate(wanted) if w.max_new_tokens == longest]
-        for place in [place for place in alike if len(wanted[place].images) > 1]:
-            alike.remove(place)
-            text = _answer_alone(answerer, wanted[place], longest)
-            texts[place], done = cut_at(text, wanted[place].until), done + 1
-            report(done)
-        size = chunk_size(answerer.generator.model, answerer.batch_size)
-        for first in range(0, len(alike), size):
-            places = alike[first : first + size]
-            asked = [_question(place, wanted[place]) for place in places]
-            for place, text in zip(places, _answer_chunk(answerer, asked, longest), strict=True):
-                texts[place] = cut_at(text, wanted[place].until)
-            done += len(places)
-            report(done)
-    return texts
+    limits = sorted({question.max_new_tokens for question in questions})
+    for max_new_tokens in limits:
+        expect("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "an integer from 1")
+    questions = _with_usable_marks(questions)
+    max_chunk = chunk_size(answerer.generator.model, answerer.batch_size)
+    answers, num_done = [""] * len(questions), 0
+
+    def store(chunk: Sequence[int], texts: Sequence[str]) -> None:
+        nonlocal num_done
+        for index, text in zip(chunk, texts, strict=True):
+            answers[index] = cut_at(text, questions[index].until)
+        num_done += len(chunk)
+        report(num_done)
+
+    for max_new_tokens in limits:
+        batched = []
+        for index, question in enumerate(questions):
+            if question.max_new_tokens != max_new_tokens:
+                continue
+            if len(question.images) > 1:
+                store([index], [_answer_one(answerer, question, max_new_tokens)])
+            else:
+                batched.append(index)
+        for start in range(0, len(batched), max_chunk):
+            chunk = batched[start : start + max_chunk]
+            chunk_questions = [_convert_question(index, questions[index]) for index in chunk]
+            store(chunk, _answer_chunk(answerer, chunk_questions, max_new_tokens))
+    return answers
 
 
 def _with_usable_marks(questions: Sequence[AskedQuestion]) -> list[AskedQuestion]:
-    """Keeps the marks of several images if there is one for each, and drops all other marks."""
+    """Returns the questions with marks only where several images have one mark each."""
     usable, mismatched = [], []
     for question in questions:
         mark_count, image_count = question.text.count(IMAGE_MARK), len(question.images)
@@ -191,49 +206,52 @@ def _with_usable_marks(questions: Sequence[AskedQuestion]) -> list[AskedQuestion
     return usable
 
 
-def _question(number: int, wanted: AskedQuestion) -> BenchmarkQuestion:
-    """Converts a question to a benchmark question; equal images go through the tower once."""
+def _convert_question(number: int, question: AskedQuestion) -> BenchmarkQuestion:
+    """Converts a question to a benchmark question, with the image as the bytes of a PNG file.
+
+    Equal images have equal bytes, so they pass the tower once.
+    """
     image = None
-    if wanted.images:
-        out = io.BytesIO()
-        open_image(wanted.images[0]).save(out, "PNG", compress_level=1)
-        image = out.getvalue()
-    return BenchmarkQuestion(number, wanted.text, wanted.text, image)
+    if question.images:
+        file = io.BytesIO()
+        open_image(question.images[0]).save(file, "PNG", compress_level=1)
+        image = file.getvalue()
+    return BenchmarkQuestion(number, question.text, question.text, image)
 
 
-def _answer_alone(answerer: Answerer, wanted: AskedQuestion, longest: int) -> str:
-    """Answers a question about several images as the others, but in a batch of its own."""
-    generator = _with_longest(answerer.generator, longest)
-    request = generator.read([wanted.text], [wanted.images], as_shown=False)
+def _answer_one(answerer: Answerer, question: AskedQuestion, max_new_tokens: int) -> str:
+    """Answers a question about several images in a batch of one row."""
+    generator = _with_max_tokens(answerer.generator, max_new_tokens)
+    request = generator.read([question.text], [question.images], as_shown=False)
     return generator.answer(request)[0].text
 
 
 def _answer_chunk(
-    answerer: Answerer, asked: Sequence[BenchmarkQuestion], longest: int
+    answerer: Answerer, questions: Sequence[BenchmarkQuestion], max_new_tokens: int
 ) -> list[str]:
-    """Answers questions; an image shared by several goes through the tower once."""
-    generator = _with_longest(answerer.generator, longest)
-    seen = [question.image for question in asked if question.image is not None]
+    """Answers questions with at most one image. A shared image passes the tower once."""
+    generator = _with_max_tokens(answerer.generator, max_new_tokens)
+    images = [question.image for question in questions if question.image is not None]
     encoded = encode_questions(
         generator.model,
-        asked,
+        questions,
         batch_size=answerer.batch_size,
         taps=generator.pruner.taps(generator.model.config),
         execution=generator.options.execution,
-        tower=len(set(seen)) < len(seen),
-        numbers=[question.question_id for question in asked],
+        tower=len(set(images)) < len(images),
+        numbers=[question.question_id for question in questions],
     )
     (answers,) = generator.answer_set(encoded, Batching(answerer.batch_size, widths=WIDTHS))
     return answers.texts
 
 
-def _with_longest(generator: Generator, longest: int) -> Generator:
-    """Returns the generator with another longest answer."""
-    options = dataclasses.replace(generator.options, max_tokens=longest)
+def _with_max_tokens(generator: Generator, max_new_tokens: int) -> Generator:
+    """Returns the generator with another length limit of answers."""
+    options = dataclasses.replace(generator.options, max_tokens=max_new_tokens)
     return dataclasses.replace(generator, options=options)
 
 
 def cut_at(text: str, until: Sequence[str]) -> str:
-    """Returns the answer up to the first of the strings that end it; empty ones are ignored."""
-    places = [text.find(end) for end in until if end and end in text]
-    return text[: min(places)] if places else text
+    """Returns a text up to the first occurrence of a string in `until`. Ignores empty strings."""
+    ends = [text.find(stop_text) for stop_text in until if stop_text and stop_text in text]
+    return text[: min(ends)] if ends else text

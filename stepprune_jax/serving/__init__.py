@@ -1,6 +1,7 @@
-"""A server with OpenAI's interface that prunes visual tokens, in front of an engine or by itself.
+"""A server with OpenAI's chat interface that prunes visual tokens.
 
-`messages` reads a request, `batching` runs requests together in one thread, `engine` sends the rows
-that enter the language model to a server such as vLLM, `local` answers without one, and `app` is
-the interface around them. `tensors` and `metrics` write two formats.
+`fields` checks the fields of a request, `images` reads its images, and `messages` parses both into
+a `ChatRequest`. `batching` runs requests together in one thread. `local` answers with the model of
+this process, and `engine` sends rows of embeddings to a server such as vLLM, in the file format
+that `tensors` writes. `app` serves HTTP, and `warm_up` compiles programs before the first request.
 """

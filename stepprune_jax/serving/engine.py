@@ -1,8 +1,8 @@
-"""The language model in another server: rows of embeddings are sent to an engine such as vLLM.
+"""Answers with the language model of another server, an engine such as vLLM.
 
-The engine is not modified. It takes `prompt_embeds` at its `/v1/completions`: the embeddings of the
-text, and the kept tokens after the projector in place of each image. So it need not know of
-pruning, and rows of any length, and of any number of kept tokens, share its batches.
+The engine is not modified. It receives each row as `prompt_embeds` at its `/v1/completions`: text
+embeddings, and the projected kept tokens in place of each image. An engine therefore needs no
+knowledge of pruning, and its batches mix rows of any length and any number of kept tokens.
 """
 
 import asyncio
@@ -22,65 +22,68 @@ from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images
 from stepprune_jax.inference.request import join_requests
 from stepprune_jax.policy.buckets import row_bucket
-from stepprune_jax.serving.batching import Batcher, Job, Started, Tokens, padded
-from stepprune_jax.serving.errors import RequestError
+from stepprune_jax.serving.batching import (
+    AnswerStart,
+    AnswerTokens,
+    Batcher,
+    Job,
+    Metrics,
+    pad_requests,
+)
+from stepprune_jax.serving.fields import RequestError
 from stepprune_jax.serving.messages import ChatRequest
-from stepprune_jax.serving.metrics import Metrics
 from stepprune_jax.serving.tensors import tensor_file
 
 _CONNECT_SECONDS = 5.0
-_REFUSALS = {400: 400, 413: 400, 422: 400, 429: 429}  # status of the engine: status of this server
+# Status of the engine -> status for the client. The server answers 503 for any other status.
+_CLIENT_STATUS = {400: 400, 413: 400, 422: 400, 429: 429}
+_MAX_ERROR_LENGTH = 500  # Characters of an engine's error that a client sees.
 
 
-class ReadyPrompt(NamedTuple):
-    """A prompt that is ready for the language model.
+class PromptRow(NamedTuple):
+    """A row that is ready for the language model. Made by `embed_prompts`.
 
     Attributes:
-        embeddings: [s, e] its tokens, without padding.
-        started: their numbers.
+        embeddings: [s, e] token embeddings, without padding.
+        start: token counts of the row.
     """
 
     embeddings: Float[np.ndarray, "s e"]
-    started: Started
+    start: AnswerStart
 
 
-def embed(model: VLM, chats: Sequence[ChatRequest]) -> list[ReadyPrompt]:
-    """Runs tower, choice and projector for requests with one pruner.
+def embed_prompts(model: VLM, chats: Sequence[ChatRequest]) -> list[PromptRow]:
+    """Returns the row of each request after vision tower, pruning and projector.
 
-    Rows do not depend on each other. Shapes are those of buckets, and tower and choice have their
-    own programs, so that a new length of the text compiles neither.
+    Rows do not depend on each other. Shapes are padded to buckets. Tower and selection are separate
+    programs, so a new text length compiles neither of them.
 
     Args:
         model: the model.
-        chats: the requests.
-
-    Returns:
-        A row for each request.
+        chats: requests with the same pruner and the same number of images.
     """
     pruner, options = chats[0].pruner, chats[0].options
-    joined = join_requests([chat.request for chat in padded(chats)])
-    prompts, images = joined.prompts(), joined.images
+    request = join_requests([chat.request for chat in pad_requests(chats)])
+    prompts, images = request.prompts(), request.images
     if images is not None:
-        count = len(images.grid)
-        rows = np.arange(row_bucket(count))
-        rows = np.where(rows < count, rows, 0)
-        pixels = jax.tree.map(lambda part: part[rows], images.pixels)
-        images = Images(*(part[rows] for part in images[:3]), pixels)
-        taps = pruner.taps(model.config)
-        images = pipeline.encode(model, images, taps, options.execution)
+        num_images = len(images.grid)
+        indices = np.arange(row_bucket(num_images))
+        indices = np.where(indices < num_images, indices, 0)
+        pixels = jax.tree.map(lambda leaf: leaf[indices], images.pixels)
+        images = Images(*(field[indices] for field in images[:3]), pixels)
+        images = pipeline.encode(model, images, pruner.taps(model.config), options.execution)
     batch = pipeline.prepare(model, pruner, prompts, images, options)
     hidden, length = pipeline.embed(model, batch)
     counts = zip(length.tolist(), batch.visual_tokens.tolist(), batch.kept.tolist(), strict=True)
-    rows = zip(hidden, map(Started._make, counts), strict=True)
-    return [ReadyPrompt(row[: started.prompt_tokens], started) for row, started in rows][
-        : len(chats)
-    ]
+    rows = zip(hidden, map(AnswerStart._make, counts), strict=True)
+    padded_rows = [PromptRow(row[: start.prompt_tokens], start) for row, start in rows]
+    return padded_rows[: len(chats)]
 
 
-class Engine:
-    """Answers with an engine."""
+class EngineBackend:
+    """Prunes in this process and generates answers with an engine."""
 
-    samples = False  # the engine draws tokens
+    samples = False  # The engine samples, so a temperature does not change the programs here.
 
     def __init__(
         self,
@@ -92,70 +95,78 @@ class Engine:
         batch_size: int = 8,
         batch_seconds: float = 0.005,
     ):
-        """Starts the worker; the engine need not be there yet.
+        """Starts the worker thread. The engine may start later.
 
         Args:
-            model: the model, which needs its tower, its projector and its embeddings.
-            address: the engine's, such as http://127.0.0.1:8000.
-            metrics: where batches are counted.
+            model: the model with its tower, its projector and its embeddings.
+            address: address of the engine, such as http://127.0.0.1:8000.
+            metrics: counts the batches.
             seconds: longest time to wait for the engine's next token.
-            batch_size: most requests that tower and policy run together.
-            batch_seconds: longest time that one waits for others.
+            batch_size: largest number of requests that tower and policy run together.
+            batch_seconds: longest time that a request waits for its batch to fill.
         """
-        self._model, self._address, self._name = model, address.rstrip("/"), None
+        self._model, self._address = model, address.rstrip("/")
+        self._engine_model: str | None = None  # The engine's name of its model, once requested.
         self.batch_size = batch_size
         timeout = httpx2.Timeout(seconds, connect=_CONNECT_SECONDS, pool=None)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
-        # No proxy of the environment: the engine is one's own.
+        # Proxies of the environment are for the internet, and the engine is a local server.
         self._client = httpx2.AsyncClient(
             base_url=self._address, timeout=timeout, limits=limits, trust_env=False
         )
-        # The number of images bounds the programs.
+        # One number of images per batch bounds the number of programs.
         self.batcher = Batcher(
             self._run,
             lambda chat: (id(chat.pruner), chat.num_images),
-            batch_size,
-            batch_seconds,
-            metrics,
+            max_batch=batch_size,
+            max_wait=batch_seconds,
+            metrics=metrics,
         )
 
     def warm(self, chats: Sequence[ChatRequest], shapes: set[Hashable]) -> int:
-        """Compiles the programs of a batch; returns the visual tokens of the first request."""
-        return embed(self._model, chats)[0].started.kept
+        """Compiles the programs of a batch; returns how many tokens the first request keeps."""
+        return embed_prompts(self._model, chats)[0].start.kept
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        """Reports its row to each job."""
-        for job, row in zip(jobs, embed(self._model, [job.chat for job in jobs]), strict=True):
+        """Computes the row of each job and reports it."""
+        rows = embed_prompts(self._model, [job.chat for job in jobs])
+        for job, row in zip(jobs, rows, strict=True):
             job.put(row)
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections to the engine."""
         await self._client.aclose()
 
     async def check(self) -> None:
-        """Raises a RequestError unless the engine answers."""
-        async with self._errors():
+        """Raises a RequestError unless the engine is healthy."""
+        async with self._connection_errors():
             await self._get("/health")
 
     async def _get(self, path: str) -> httpx2.Response:
-        response = await self._client.get(path, timeout=_CONNECT_SECONDS)
-        if response.status_code != 200:
-            raise _refusal(response.status_code, response.content)
-        return response
-
-    async def answer(self, chat: ChatRequest) -> AsyncIterator[Started | Tokens]:
-        """Yields the events of an answer; closing the iterator ends the engine's work on it.
+        """Returns the response to a short request.
 
         Raises:
-            RequestError: the engine refuses the request, is not there, is lost, or is too slow.
+            RequestError: the status is not 200.
+        """
+        response = await self._client.get(path, timeout=_CONNECT_SECONDS)
+        if response.status_code != 200:
+            raise _engine_error(response.status_code, response.content)
+        return response
+
+    async def answer(self, chat: ChatRequest) -> AsyncIterator[AnswerStart | AnswerTokens]:
+        """Yields the events of an answer. Closing the iterator cancels the engine's work.
+
+        Raises:
+            RequestError: the engine refuses the request, is unreachable, fails, or is too slow.
         """
         async with contextlib.aclosing(self.batcher.events(chat)) as events:
             row = await anext(events)
-        yield row.started
-        async with self._errors():
-            if self._name is None:
-                self._name = (await self._get("/v1/models")).json()["data"][0]["id"]
-            body = await asyncio.to_thread(self._body, chat, row, self._name)
+        yield row.start
+        async with self._connection_errors():
+            if self._engine_model is None:
+                models = (await self._get("/v1/models")).json()
+                self._engine_model = models["data"][0]["id"]
+            body = await asyncio.to_thread(self._completion_body, chat, row, self._engine_model)
             async with self._client.stream(
                 "POST",
                 "/v1/completions",
@@ -163,24 +174,29 @@ class Engine:
                 headers={"content-type": "application/json"},
             ) as response:
                 if response.status_code != 200:
-                    self._name = None  # another model may be served by now
-                    raise _refusal(response.status_code, await response.aread())
-                last = None  # is held back: a connection whose stream has ended is used again
+                    self._engine_model = None  # The engine may serve another model by now.
+                    raise _engine_error(response.status_code, await response.aread())
+                # Yielded after the stream has ended, so that the connection can be used again.
+                last_tokens = None
                 async for line in response.aiter_lines():
-                    if last is None and line.startswith("data: {"):
-                        tokens = _tokens(line.removeprefix("data: "))
+                    if last_tokens is None and line.startswith("data: {"):
+                        tokens = _parse_event(line.removeprefix("data: "))
                         if tokens.finish is None:
                             yield tokens
                         else:
-                            last = tokens
-                if last is None:
+                            last_tokens = tokens
+                if last_tokens is None:
                     raise RequestError(503, "the engine ended its answer early")
-        yield last
+        yield last_tokens
 
-    def _body(self, chat: ChatRequest, row: ReadyPrompt, name: str) -> bytes:
-        """Returns the request to the engine, which fills what it lacks from the model's folder."""
+    def _completion_body(self, chat: ChatRequest, row: PromptRow, engine_model: str) -> bytes:
+        """Returns the request to the engine.
+
+        An engine takes absent fields from the model's folder, so every field that affects the
+        answer is set.
+        """
         fields = {
-            "model": name,
+            "model": engine_model,
             "prompt_embeds": base64.b64encode(tensor_file(row.embeddings)).decode(),
             "max_tokens": chat.options.max_tokens,
             "temperature": float(chat.sampling.temperature),
@@ -190,41 +206,42 @@ class Engine:
             "stream": True,
             "return_token_ids": True,
         }
-        return json.dumps({**fields, **chat.passed}).encode()
+        return json.dumps({**fields, **chat.engine_fields}).encode()
 
     @contextlib.asynccontextmanager
-    async def _errors(self) -> AsyncIterator[None]:
-        """Turns what may happen to a connection into errors of the request."""
+    async def _connection_errors(self) -> AsyncIterator[None]:
+        """Raises failures of the connection and unexpected responses as RequestErrors."""
         try:
             yield
         except httpx2.TimeoutException as error:
             raise RequestError(503, f"the engine at {self._address} is too slow") from error
         except httpx2.TransportError as error:
-            self._name = None  # another one may be started in its place
-            message = f"the engine at {self._address} is not there: {error or type(error).__name__}"
+            self._engine_model = None  # Another engine may be started at this address.
+            reason = error or type(error).__name__
+            message = f"the engine at {self._address} is not reachable: {reason}"
             raise RequestError(503, message) from error
         except (ValueError, LookupError, TypeError) as error:
-            message = f"the engine at {self._address} answers in another format: {error!r}"
+            message = f"the engine at {self._address} sent an unexpected response: {error!r}"
             raise RequestError(503, message) from error
 
 
-def _tokens(event: str) -> Tokens:
-    """Reads an event of the engine's stream."""
+def _parse_event(event: str) -> AnswerTokens:
+    """Parses an event of the engine's stream."""
     fields = json.loads(event)
     if "error" in fields:
-        raise RequestError(503, f"the engine failed: {_message(event)}")
+        raise RequestError(503, f"the engine failed: {_error_message(event)}")
     choice = fields["choices"][0]
-    return Tokens(tuple(choice.get("token_ids") or ()), choice.get("finish_reason"))
+    return AnswerTokens(tuple(choice.get("token_ids") or ()), choice.get("finish_reason"))
 
 
-def _refusal(status: int, content: bytes) -> RequestError:
-    """Returns the error of a request that the engine has refused."""
-    message = f"the engine answers {status}: {_message(content)}"
-    return RequestError(_REFUSALS.get(status, 503), message)
+def _engine_error(status: int, content: bytes) -> RequestError:
+    """Returns the error for the client of a request that the engine refused."""
+    message = f"the engine answers {status}: {_error_message(content)}"
+    return RequestError(_CLIENT_STATUS.get(status, 503), message)
 
 
-def _message(content: str | bytes) -> str:
-    """Returns what the engine says of an error, in whatever way."""
+def _error_message(content: str | bytes) -> str:
+    """Returns the message of the engine's error, or all its content in an unknown format."""
     with contextlib.suppress(ValueError, LookupError, TypeError):
         content = json.loads(content)["error"]["message"]
-    return str(content)[:500]
+    return str(content)[:_MAX_ERROR_LENGTH]

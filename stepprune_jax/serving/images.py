@@ -1,4 +1,4 @@
-"""Images of a request: data URLs, and where it is allowed files below one folder."""
+"""Reads the images of a request: data URLs and, if allowed, files inside one folder."""
 
 import base64
 import dataclasses
@@ -12,23 +12,23 @@ from urllib.parse import unquote, unquote_to_bytes
 from PIL import Image
 
 from stepprune_jax.data.images import open_image
-from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
+from stepprune_jax.serving.fields import messages_error, quote
 from stepprune_jax.user_input import UserError
 
-# What is read of an untrusted sender.
+# Requests are not trusted, so only the common formats with well-tested decoders are read.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-_DATA = re.compile(r"data:image/[\w.+-]+;base64")
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64")
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
-    """What a request may cost before it is answered.
+    """Limits of a request's size, which bound its cost before it is answered.
 
     Attributes:
-        bytes: of its body, and of an image file.
-        pixels: of an image.
-        images: in all its messages.
-        folder: images may also be files below it; None for data URLs alone.
+        bytes: largest size of a body, and of an image file.
+        pixels: largest number of pixels of an image.
+        images: largest number of images in all messages.
+        folder: requests may name files inside this folder; None allows data URLs only.
     """
 
     bytes: int = 16 << 20
@@ -37,64 +37,66 @@ class RequestLimits:
     folder: Path | None = None
 
 
-def read_image(url: object, where: str, limits: RequestLimits) -> Image.Image:
-    """Reads an image from its URL; addresses are not fetched.
+def read_image(url: object, path: str, limits: RequestLimits) -> Image.Image:
+    """Reads an image from its URL. The server never fetches web addresses.
 
     Args:
-        url: "data:image/png;base64,...", or "file://NAME" of a file below the folder. Both may be
+        url: "data:image/png;base64,...", or "file://NAME" for a file inside the folder. Both may be
             percent-encoded.
-        where: where the request has it, for messages.
-        limits: what it may cost.
+        path: where the request has the URL, such as "messages[0].content[1]", for error messages.
+        limits: limits of the image's size.
 
     Returns:
-        The image in RGB, as a viewer shows it.
+        The image in RGB, rotated as a viewer shows it.
 
     Raises:
-        RequestError: another URL, or an image that is damaged or too large.
+        RequestError: the URL has another form, or the image is damaged or too large.
     """
     head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
-    url_forms = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
     if limits.folder is not None and head.startswith("file://"):
-        content = _read_file(limits.folder, str(url).removeprefix("file://"), where, limits.bytes)
+        content = _read_file(limits.folder, str(url).removeprefix("file://"), path, limits.bytes)
     else:
-        message = f"{where} is {shown(url)}, expected {url_forms}; addresses are not fetched"
-        refuse_unless(_DATA.fullmatch(head) is not None, "messages", message)
+        if not _DATA_URL.fullmatch(head):
+            expected = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
+            message = f"{path} is {quote(url)}, expected {expected}; web addresses are not fetched"
+            raise messages_error(message)
         try:
             content = base64.b64decode(unquote(data), validate=True)
-        except ValueError as error:  # also of a character that is not ASCII
-            raise RequestError(400, f"{where} is not base64: {error}", "messages") from error
+        except ValueError as error:  # Also raised for a character that is not ASCII.
+            raise messages_error(f"{path} is not valid base64: {error}") from error
     try:
-        with warnings.catch_warnings():  # Pillow's own limit is another one
+        with warnings.catch_warnings():  # The limit of this server replaces Pillow's own limit.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=FORMATS)
-        is_small = image.width * image.height <= limits.pixels
+        is_too_large = image.width * image.height > limits.pixels
     except Image.DecompressionBombError:
-        is_small = False
-    except Exception as error:  # Pillow's decoders may raise any kind
-        message = f"{where} is not an intact image of {', '.join(FORMATS)}"
-        raise RequestError(400, message, "messages") from error
-    refuse_unless(is_small, "messages", f"{where} has more than {limits.pixels} pixels", 413)
+        is_too_large = True
+    except Exception as error:  # Pillow's decoders may raise any exception.
+        message = f"{path} is damaged or in another format, expected {', '.join(FORMATS)}"
+        raise messages_error(message) from error
+    if is_too_large:
+        raise messages_error(f"{path} has more than {limits.pixels} pixels", 413)
     try:
         return open_image(image, as_shown=True)
     except UserError as error:
         problem = str(error).removeprefix(repr(image))
-        raise RequestError(400, f"{where}{problem}", "messages") from error
+        raise messages_error(f"{path}{problem}") from error
 
 
-def _read_file(folder: Path, name: str, where: str, size_limit: int) -> bytes:
-    """Reads a file below the folder, whose name is percent-encoded; a link may not lead outside.
+def _read_file(folder: Path, name: str, path: str, max_bytes: int) -> bytes:
+    """Reads a file inside the folder. A link to a file outside the folder is refused.
 
-    A percent sign without two hexadecimal digits behind it is part of the name.
+    The name is percent-encoded. A percent sign without two hexadecimal digits is part of the name.
     """
     try:
-        path = (folder / os.fsdecode(unquote_to_bytes(name))).resolve()
-        is_inside = path.is_relative_to(folder.resolve()) and path.is_file()
-        is_small = is_inside and path.stat().st_size <= size_limit
-        content = path.read_bytes() if is_small else b""
+        file = (folder / os.fsdecode(unquote_to_bytes(name))).resolve()
+        is_inside = file.is_relative_to(folder.resolve()) and file.is_file()
+        is_too_large = is_inside and file.stat().st_size > max_bytes
+        content = file.read_bytes() if is_inside and not is_too_large else b""
     except (OSError, ValueError):
-        is_inside, is_small, content = False, False, b""
-    outside = f"{where} is {shown(name)}, no file below the images' folder"
-    refuse_unless(is_inside, "messages", outside)
-    large = f"{where} is a file of more than {size_limit} bytes"
-    refuse_unless(is_small, "messages", large, 413)
+        is_inside, is_too_large, content = False, False, b""
+    if not is_inside:
+        raise messages_error(f"{path} is {quote(name)}, expected a file inside the image folder")
+    if is_too_large:
+        raise messages_error(f"{path} is a file of more than {max_bytes} bytes", 413)
     return content

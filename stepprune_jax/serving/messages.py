@@ -1,6 +1,6 @@
-"""Requests of OpenAI's chat interface, read strictly: all that enters the server is checked here.
+"""Parses requests of OpenAI's chat interface. Everything that enters the server is checked here.
 
-A message's images stand in front of its text, as in the data that LLaVA was trained on.
+The images of a message precede its text, as in LLaVA's training data.
 """
 
 import dataclasses
@@ -26,30 +26,42 @@ from stepprune_jax.models.stack import Execution
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.selectors import TrainedPruner
-from stepprune_jax.serving.errors import RequestError, refuse_unless, shown
-from stepprune_jax.serving.fields import BODY, ENGINE, IMAGE_URL, MESSAGE, PART, read_fields
+from stepprune_jax.serving.fields import (
+    BODY,
+    ENGINE,
+    IMAGE_URL,
+    MESSAGE,
+    PART,
+    RequestError,
+    messages_error,
+    quote,
+    read_fields,
+)
 from stepprune_jax.serving.images import RequestLimits, read_image
-from stepprune_jax.user_input import UserError, require
+from stepprune_jax.user_input import UserError
 
-_PRUNERS = 64  # The most pruners that are kept for later requests.
-_LONGEST_TOKEN = 32  # characters; a longer text cannot fit, and need not be tokenised
+# Requests name few combinations of method and budget. The cache keeps a client that tries many
+# combinations from filling the memory.
+_CACHED_PRUNERS = 64
+# Characters. A text with more characters per token than this cannot fit, and is not tokenized.
+_MAX_TOKEN_LENGTH = 32
 _ROLES = ("user", "assistant")
-_SYSTEM = ("system", "developer")
-_PARTS = ("text", "image_url")
-# What an engine gets as it was sent.
-_PASSED = ("seed", "stop", *ENGINE)
+_SYSTEM_ROLES = ("system", "developer")
+_PART_TYPES = ("text", "image_url")
+# Fields that an engine receives as the client sent them.
+_ENGINE_FIELDS = ("seed", "stop", *ENGINE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What a request that does not say otherwise gets; see `build_pruner` and `RunOptions`.
+    """Settings of requests that do not set them; see `build_pruner` and `RunOptions`.
 
     Attributes:
-        pruner: name of the method; None for that of the policy, or none.
-        policy: the policy of trained methods; a request cannot name one.
-        budget: tokens to keep of each image.
+        pruner: name of the method; None selects the policy's method, or no pruning without one.
+        policy: the policy of trained methods. A request cannot choose another policy.
+        budget: number of tokens to keep of each image.
         positions: position ids of kept tokens.
-        max_tokens: longest answer.
+        max_tokens: length limit of answers.
         execution: how the model's layers are run.
     """
 
@@ -62,81 +74,85 @@ class Defaults:
 
 
 def check_defaults(config: ModelConfig, defaults: Defaults, *, engine: bool) -> None:
-    """Checks what requests get by default, before the weights of the model are loaded.
+    """Checks the default settings before the weights of the model are loaded.
 
     Args:
-        config: the model's configuration.
-        defaults: the defaults.
-        engine: whether the language model runs elsewhere.
+        config: configuration of the model.
+        defaults: the default settings.
+        engine: whether an engine runs the language model.
 
     Raises:
-        UserError: a bad default, or one that an engine cannot serve.
+        UserError: a setting is invalid, or an engine cannot serve it.
     """
     options = RunOptions(defaults.max_tokens, defaults.positions, None, defaults.execution)
-    pruner = _build(defaults.pruner, defaults.budget, defaults.policy)
-    _check(config, pruner, Sampling(), options, engine=engine)
+    pruner = _build_pruner(defaults.pruner, defaults.budget, defaults.policy)
+    _check_settings(config, pruner, Sampling(), options, engine=engine)
 
 
-def _build(
+def _build_pruner(
     name: str | None, budget: Budget | str | int | None, policy: TrainedPruner | None
 ) -> Pruner:
-    """Builds a pruner, with a policy unless another method is named."""
+    """Builds a pruner. It has the policy unless `name` is another method."""
     if policy is not None and name not in (None, policy.name):
         policy = None
     return build_pruner(name, budget, policy=policy)
 
 
-def _check(
+def _check_settings(
     config: ModelConfig, pruner: Pruner, sampling: Sampling, options: RunOptions, *, engine: bool
 ) -> None:
-    """Raises a UserError for what a model, or an engine that is given embeddings, cannot do."""
-    cuts = engine and pruner.cuts(config, config.max_image_tokens)
-    message = f"pruner is {pruner.name!r}, which drops tokens inside the language model; "
-    require(not cuts, f"{message}with an engine, expected one that chooses before it")
-    compact = f"positions is {options.positions!r}, expected 'compact' with an engine, which "
-    compact += "numbers the embeddings that it is given"
-    require(not engine or options.positions == "compact", compact)
+    """Raises a UserError for settings that the model or an engine cannot serve."""
+    if engine and pruner.cuts(config, config.max_image_tokens):
+        raise UserError(
+            f"pruner is {pruner.name!r}, which drops tokens inside the language model; with an "
+            "engine, expected a method that selects tokens before the language model"
+        )
+    if engine and options.positions != "compact":
+        raise UserError(
+            f"positions is {options.positions!r}, expected 'compact' with an engine, which numbers "
+            "the embeddings itself"
+        )
     check_run(config, pruner, sampling, options)
 
 
 class ChatRequest(NamedTuple):
-    """A request, read.
+    """A parsed and checked request.
 
     Attributes:
-        request: the prompt and its images, before the tower.
-        pruner: how visual tokens are pruned.
-        sampling: how tokens are drawn.
-        options: the longest answer, and how the model is run.
-        passed: fields that an engine gets as they were sent.
-        stop: texts that end the answer, and are no part of it.
-        stream: whether the answer is sent piece by piece.
-        usage: whether a stream ends with its usage.
-        with_ids: whether the answer has its token ids, too.
+        request: the tokenized prompt and its preprocessed images.
+        pruner: prunes the visual tokens.
+        sampling: how the answer's tokens are sampled.
+        options: the answer's length limit, and how the model is run.
+        engine_fields: fields that an engine receives as the client sent them.
+        stop_texts: texts that end the answer. The answer does not include them.
+        is_streamed: whether the answer is sent token by token.
+        has_usage: whether a streamed answer ends with its token counts.
+        has_token_ids: whether the answer includes its token ids.
     """
 
     request: Request
     pruner: Pruner
     sampling: Sampling
     options: RunOptions
-    passed: Mapping[str, Any] = MappingProxyType({})
-    stop: tuple[str, ...] = ()
-    stream: bool = False
-    usage: bool = False
-    with_ids: bool = False
+    engine_fields: Mapping[str, Any] = MappingProxyType({})
+    stop_texts: tuple[str, ...] = ()
+    is_streamed: bool = False
+    has_usage: bool = False
+    has_token_ids: bool = False
 
     @property
     def num_images(self) -> int:
-        """Number of images of all messages."""
+        """Number of images in all messages."""
         return len(self.request.image_of[0])
 
 
 class RequestParser:
-    """Reads requests for one model; may be used by several threads.
+    """Parses requests for one model. Thread-safe.
 
     Attributes:
         model: the model.
-        name: what requests call it.
-        limits: what they may cost.
+        name: the model's name in requests.
+        limits: limits of a request's size.
     """
 
     def __init__(
@@ -149,180 +165,211 @@ class RequestParser:
         engine: bool,
         allow_special_tokens: bool = False,
     ):
-        """Checks the defaults.
+        """Checks the defaults and places the policy's weights on the devices.
 
         Args:
             model: the model.
-            name: what requests call it.
-            defaults: what they get if they do not say otherwise.
-            limits: what they may cost.
-            engine: whether the language model runs elsewhere.
+            name: the model's name in requests.
+            defaults: settings of requests that do not set them.
+            limits: limits of a request's size.
+            engine: whether an engine runs the language model.
             allow_special_tokens: whether special tokens in a request's text, such as <|im_end|>,
-                act as in the template, instead of being plain text.
+                act as in the template. By default they are plain text.
 
         Raises:
-            UserError: as `check_defaults`.
+            UserError: a default is invalid, or an engine cannot serve it.
         """
         self.model, self.name, self.limits = model, name, limits
         self._defaults, self._engine = defaults, engine
-        self._rules = BODY | ENGINE if engine else BODY
-        self._quote, self._quoting_model = str, model
+        self._body_rules = BODY | ENGINE if engine else BODY
+        self._quote_tokens, self._quoting_model = str, model
         if not allow_special_tokens:
             tokenizer = QuotingTokenizer(model.tokenizer)
-            self._quote, self._quoting_model = tokenizer.quote, model._replace(tokenizer=tokenizer)
-        self._pruner = functools.lru_cache(_PRUNERS)(self._build_pruner)
+            self._quote_tokens = tokenizer.quote
+            self._quoting_model = model._replace(tokenizer=tokenizer)
         check_defaults(model.config, defaults, engine=engine)
-        # All requests share the weights on the devices.
+        # All requests share one copy of the policy's weights on the devices.
         policy = defaults.policy
-        self._policy = None if policy is None else place_pruner(model, policy)
+        policy = None if policy is None else place_pruner(model, policy)
 
-    def read(self, body: bytes) -> ChatRequest:
-        """Reads a request.
+        @functools.lru_cache(_CACHED_PRUNERS)
+        def cached_pruner(name: str | None, budget: Budget | str | int | None) -> Pruner:
+            return _build_pruner(name, budget, policy)
+
+        self._cached_pruner = cached_pruner
+
+    def parse(self, body: bytes) -> ChatRequest:
+        """Parses the body of a request.
 
         Args:
             body: a JSON object.
 
-        Returns:
-            The request.
-
         Raises:
-            RequestError: a field is missing, unknown or has a bad value; the message names it.
+            RequestError: a field is missing, unknown or invalid. The message names the field.
         """
         try:
-            fields = json.loads(body, parse_constant=_refuse)
+            fields = json.loads(body, parse_constant=_reject_constant)
         except (ValueError, RecursionError) as error:
             raise RequestError(400, f"the body is not JSON: {error}") from error
-        fields = read_fields(fields, "", self._rules)
+        fields = read_fields(fields, "", self._body_rules)
         for name in ("model", "messages"):
-            refuse_unless(name in fields, name, f"{name} is missing")
-        self.check_name(fields["model"])
-        pruner, sampling, options = self._how(fields)
-        system, turns, images = self._turns(fields["messages"])
+            if name not in fields:
+                raise RequestError(400, f"{name} is missing", name)
+        self.check_model_name(fields["model"])
+        pruner, sampling, options = self._read_settings(fields)
+        system, turns, images = self._read_messages(fields["messages"])
         try:
             request = read_request(self._quoting_model, [turns], [images], system=system)
         except UserError as error:
-            raise RequestError(400, as_sent(str(error)), "messages") from error
-        self._check_length(request, pruner)
-        usage = fields.get("stream_options", {}).get("include_usage") is True
-        stream, with_ids = (fields.get(x, False) for x in ("stream", "return_token_ids"))
-        passed = {name: fields[name] for name in _PASSED if name in fields}
+            raise messages_error(as_sent(str(error))) from error
+        self._check_prompt_length(request, pruner)
         stop = fields.get("stop", ())
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         return ChatRequest(
-            request, pruner, sampling, options, passed, stop, stream, usage, with_ids
+            request,
+            pruner,
+            sampling,
+            options,
+            engine_fields={name: fields[name] for name in _ENGINE_FIELDS if name in fields},
+            stop_texts=(stop,) if isinstance(stop, str) else tuple(stop),
+            is_streamed=fields.get("stream", False),
+            has_usage=fields.get("stream_options", {}).get("include_usage") is True,
+            has_token_ids=fields.get("return_token_ids", False),
         )
 
-    def usual(self, *, is_sampled: bool) -> tuple[Pruner, Sampling, RunOptions]:
-        """Returns how requests are answered that have no fields for it, or only a temperature."""
-        return self._how({"temperature": 1.0, "seed": 0} if is_sampled else {})
+    def default_settings(self, *, is_sampled: bool) -> tuple[Pruner, Sampling, RunOptions]:
+        """Returns the settings of requests without fields, or with a temperature only."""
+        return self._read_settings({"temperature": 1.0, "seed": 0} if is_sampled else {})
 
-    def check_name(self, name: str) -> None:
-        """Raises a RequestError if a model is not the one that is served."""
-        message = f"model is {shown(name)}, expected {self.name!r}"
-        refuse_unless(name == self.name, "model", message, 404)
+    def check_model_name(self, name: str) -> None:
+        """Raises a RequestError if `name` is not the model that is served."""
+        if name != self.name:
+            message = f"model is {quote(name)}, expected {self.name!r}"
+            raise RequestError(404, message, "model")
 
-    def _how(self, fields: dict[str, Any]) -> tuple[Pruner, Sampling, RunOptions]:
-        """Returns pruner, sampling and options, checked together."""
-        defaults, heat = self._defaults, fields.get("temperature", 0.0)
-        both = "budget" in fields and "mean_budget" in fields
-        refuse_unless(not both, "budget", "budget and mean_budget are given, expected one of them")
-        most = fields.get("max_completion_tokens", fields.get("max_tokens", defaults.max_tokens))
+    def _read_settings(self, fields: dict[str, Any]) -> tuple[Pruner, Sampling, RunOptions]:
+        """Returns the request's settings, with defaults for absent fields, and checks them."""
+        defaults, temperature = self._defaults, fields.get("temperature", 0.0)
+        if "budget" in fields and "mean_budget" in fields:
+            message = "budget and mean_budget are both set, expected only one of them"
+            raise RequestError(400, message, "budget")
+        max_tokens = fields.get("max_tokens", defaults.max_tokens)
+        max_tokens = fields.get("max_completion_tokens", max_tokens)
         # Without a seed, two answers to one question differ.
-        seed = fields.get("seed", secrets.randbelow(1 << 32) if heat else 0)
-        sampling = Sampling(seed, heat, fields.get("top_p", 1.0))
+        seed = fields.get("seed", secrets.randbelow(1 << 32) if temperature else 0)
+        sampling = Sampling(seed, temperature, fields.get("top_p", 1.0))
         positions = fields.get("positions", defaults.positions)
-        options = RunOptions(most, positions, None, defaults.execution)
-        asked = {"pruner", "budget", "mean_budget"} & {*fields}
-        budget = fields.get("budget") if asked else defaults.budget
+        options = RunOptions(max_tokens, positions, None, defaults.execution)
+        sets_pruning = not {"pruner", "budget", "mean_budget"}.isdisjoint(fields)
+        budget = fields.get("budget") if sets_pruning else defaults.budget
         try:
             if "mean_budget" in fields:
                 budget = Budget("mean", fields["mean_budget"])
-            pruner = self._pruner(fields.get("pruner", defaults.pruner), budget)
-            _check(self.model.config, pruner, sampling, options, engine=self._engine)
+            pruner = self._cached_pruner(fields.get("pruner", defaults.pruner), budget)
+            _check_settings(self.model.config, pruner, sampling, options, engine=self._engine)
         except UserError as error:
-            named = next((name for name in BODY if f"{name} is " in str(error)), "pruner")
-            other = {"budget": "mean_budget", "max_tokens": "max_completion_tokens"}.get(named)
-            named = other if other in fields else named
-            raise RequestError(400, str(error), named) from error
+            field = next((name for name in BODY if f"{name} is " in str(error)), "pruner")
+            alias = {"budget": "mean_budget", "max_tokens": "max_completion_tokens"}.get(field)
+            raise RequestError(400, str(error), alias if alias in fields else field) from error
         return pruner, sampling, options
 
-    def _build_pruner(self, name: str | None, budget: Budget | str | int | None) -> Pruner:
-        """Builds a pruner, with the policy of the server unless another method is named."""
-        return _build(name, budget, self._policy)
+    def _check_prompt_length(self, request: Request, pruner: Pruner) -> None:
+        """Raises a RequestError if the prompt might exceed the context limit."""
+        limit, visual_tokens = self.model.backbone.CONTEXT_LIMIT, 0
+        for image_index in request.image_of[0]:
+            num_tokens = int(request.images.sizes[image_index])
+            visual_tokens += pruner.schedule(self.model.config, num_tokens).bound
+        text_tokens = len(request.ids[0]) - len(request.image_of[0])
+        if text_tokens + visual_tokens > limit:
+            raise messages_error(
+                f"messages have {text_tokens} text tokens and up to {visual_tokens} visual tokens, "
+                f"expected at most {limit} together"
+            )
 
-    def _check_length(self, request: Request, pruner: Pruner) -> None:
-        """Raises if a prompt might have to be truncated."""
-        limit, visual = self.model.backbone.CONTEXT_LIMIT, 0
-        for row in request.image_of[0]:
-            size = int(request.images.sizes[row])
-            visual += pruner.schedule(self.model.config, size).bound
-        text = len(request.ids[0]) - len(request.image_of[0])
-        message = f"messages have {text} text tokens and up to {visual} visual tokens"
-        message += f", expected at most {limit} together"
-        refuse_unless(text + visual <= limit, "messages", message)
+    def _read_messages(
+        self, messages: list[Any]
+    ) -> tuple[str | None, list[str], list[Image.Image]]:
+        """Reads all messages.
 
-    def _turns(self, messages: list[Any]) -> tuple[str | None, list[str], list[Image.Image]]:
-        """Returns the quoted texts of the system and of each turn, and the images of the turns.
+        Texts include <image> marks only if a later turn than the first turn has images. Otherwise
+        `read_request` puts the marks in front of the first text.
 
-        A text has marks of its images if a later turn than the first one has images.
+        Returns:
+            The system prompt or None, the text of each turn, and the images of all turns. Special
+            tokens in texts are quoted.
 
         Raises:
-            RequestError: a message is not of the role whose turn it is, or has a bad part.
+            RequestError: roles do not alternate, or a message has an invalid part.
         """
-        system, turns, counts, images = None, [], [], []
-        backbone, characters = self.model.backbone, 0
-        most = _LONGEST_TOKEN * backbone.CONTEXT_LIMIT
-        for number, message in enumerate(messages):
-            where, expected = f"messages[{number}]", _ROLES[len(turns) % 2]
-            fields = read_fields(message, where, MESSAGE)
+        system, turns, image_counts, images = None, [], [], []
+        backbone, num_characters = self.model.backbone, 0
+        max_characters = _MAX_TOKEN_LENGTH * backbone.CONTEXT_LIMIT
+        for index, message in enumerate(messages):
+            path, expected_role = f"messages[{index}]", _ROLES[len(turns) % 2]
+            fields = read_fields(message, path, MESSAGE)
             role = fields.get("role")
-            problem = f"{where}.role is {shown(role)}, expected {expected!r}: user and assistant "
-            problem += "in turn, after what the system says"
-            known = role == expected or (role in _SYSTEM and not turns)
-            refuse_unless(known, "messages", problem)
-            before = len(images)
-            text = self._text(fields.get("content"), where, role, images)
-            characters += len(text)
-            problem = f"{where} brings the text above {most} characters, more than the model reads"
-            refuse_unless(characters <= most, "messages", problem, 413)
-            problem = f"{where} has {IMAGE_MARK} in its text, which stands for an image"
-            refuse_unless(IMAGE_MARK not in text, "messages", problem)
-            text = self._quote(text)
-            if role in _SYSTEM:
+            if role != expected_role and (role not in _SYSTEM_ROLES or turns):
+                raise messages_error(
+                    f"{path}.role is {quote(role)}, expected {expected_role!r}: user and assistant "
+                    "alternate after the system messages"
+                )
+            text, message_images = self._read_content(
+                fields.get("content"), path, role, max_images=self.limits.images - len(images)
+            )
+            images += message_images
+            num_characters += len(text)
+            if num_characters > max_characters:
+                message = f"{path} brings the text to {num_characters} characters, expected at most"
+                raise messages_error(f"{message} {max_characters} in all messages", 413)
+            if IMAGE_MARK in text:
+                raise messages_error(
+                    f"{path} has {IMAGE_MARK} in its text, which is reserved for images: remove it"
+                )
+            text = self._quote_tokens(text)
+            if role in _SYSTEM_ROLES:
                 system = text if system is None else f"{system}\n{text}"
                 continue
             turns.append(text)
-            counts.append(len(images) - before)
-        refuse_unless(len(turns) > 0, "messages", "messages has none of the user")
-        if any(counts[1:]):  # otherwise `read_request` puts the marks in front of the first text
-            turns = list(map(backbone.place_images, turns, counts))
+            image_counts.append(len(message_images))
+        if not turns:
+            raise messages_error("messages has no user message, expected at least one")
+        if any(image_counts[1:]):
+            turns = list(map(backbone.place_images, turns, image_counts))
         return system, turns, images
 
-    def _text(self, content: Any, where: str, role: str, images: list[Image.Image]) -> str:
-        """Returns the text of a message, and adds its images to the list."""
+    def _read_content(
+        self, content: Any, path: str, role: str, *, max_images: int
+    ) -> tuple[str, list[Image.Image]]:
+        """Returns the text and the images of one message."""
+        if content is None:
+            raise messages_error(f"{path}.content is missing")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        refuse_unless(parts is not None, "messages", f"{where}.content is missing")
-        texts = []
-        for place, given in enumerate(parts):
-            at = f"{where}.content[{place}]"
-            kind = given.get("type") if isinstance(given, dict) else None
-            # Before its fields, which other kinds of parts, such as a video, name otherwise.
-            message = f"{at}.type is {shown(kind)}, expected 'text' or 'image_url'"
-            refuse_unless(kind in (None, *_PARTS), "messages", message)
-            part = read_fields(given, at, PART)
-            if kind == "image_url" and role == "user":
-                at = f"{at}.image_url"
-                few = len(images) < self.limits.images
-                refuse_unless(few, "messages", f"{at} is one more than {len(images)} images")
-                url = read_fields(part.get("image_url"), at, IMAGE_URL).get("url")
-                images.append(read_image(url, f"{at}.url", self.limits))
-                continue
-            fits = part.get("type") == "text" and "text" in part
-            expected = "expected a text, or an image_url of the user"
-            refuse_unless(fits, "messages", f"{at} is {shown(part)}, {expected}")
-            texts.append(part["text"])
-        return "\n".join(texts)
+        texts, images = [], []
+        for index, part in enumerate(parts):
+            part_path = f"{path}.content[{index}]"
+            part_type = part.get("type") if isinstance(part, dict) else None
+            # Checked first, because unsupported types such as videos have unknown fields.
+            if part_type not in (None, *_PART_TYPES):
+                message = f"{part_path}.type is {quote(part_type)}, expected 'text' or 'image_url'"
+                raise messages_error(message)
+            fields = read_fields(part, part_path, PART)
+            if part_type == "image_url" and role == "user":
+                image_path = f"{part_path}.image_url"
+                if len(images) == max_images:
+                    limit = self.limits.images
+                    raise messages_error(
+                        f"{image_path} is image {limit + 1}, expected at most {limit} images in "
+                        "all messages"
+                    )
+                url = read_fields(fields.get("image_url"), image_path, IMAGE_URL).get("url")
+                images.append(read_image(url, f"{image_path}.url", self.limits))
+            elif fields.get("type") == "text" and "text" in fields:
+                texts.append(fields["text"])
+            else:
+                expected = "a text part, or an image_url part of a user message"
+                raise messages_error(f"{part_path} is {quote(fields)}, expected {expected}")
+        return "\n".join(texts), images
 
 
-def _refuse(name: str) -> None:
-    raise UserError(f"{name} is not a number of JSON")
+def _reject_constant(name: str) -> None:
+    """Rejects NaN and infinities, which Python's parser would accept."""
+    raise UserError(f"{name} is not a JSON number")

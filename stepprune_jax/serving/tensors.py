@@ -1,6 +1,7 @@
-"""A matrix in the format of `torch.save`, without torch: what engines take as embeddings.
+"""Writes a matrix in the format of `torch.save`, without torch.
 
-It is a zip file of a pickle, which names the storage and its shape, and of the numbers themselves.
+Engines take embeddings in this format: a zip file with a pickle, which names the storage and its
+shape, and with the bytes of the matrix.
 """
 
 import io
@@ -15,23 +16,30 @@ _STORAGES = {"float32": b"FloatStorage", "bfloat16": b"BFloat16Storage", "float1
 
 
 def tensor_file(matrix: Float[np.ndarray, "s e"]) -> bytes:
-    """Returns the file that `torch.save` writes of a matrix.
+    """Returns the bytes of the file that `torch.save` writes for a matrix.
 
     Args:
         matrix: [s, e] of float32, bfloat16 or float16.
 
     Returns:
-        What `torch.load(..., weights_only=True)` reads.
+        A file that `torch.load(..., weights_only=True)` reads.
     """
     rows, columns = matrix.shape
-    # Opcodes of pickle: \x80\x02 its version, c a global, ( ... t a tuple, Q an object stored
-    # elsewhere, \x86 a pair, \x89 False, ) an empty tuple, R a call, . the end.
-    storage = b"ctorch\n" + _STORAGES[matrix.dtype.name] + b"\n"
-    stored = (
-        b"(" + _text("storage") + storage + _text("0") + _text("cpu") + _int(matrix.size) + b"tQ"
+    # Opcodes of pickle: \x80\x02 is the version, c a global, ( ... t a tuple, Q an object that is
+    # stored elsewhere, \x86 a pair, \x89 False, ) an empty tuple, R a call, and . the end.
+    storage_type = b"ctorch\n" + _STORAGES[matrix.dtype.name] + b"\n"
+    storage = (
+        b"("
+        + _pickle_text("storage")
+        + storage_type
+        + _pickle_text("0")
+        + _pickle_text("cpu")
+        + _pickle_int(matrix.size)
+        + b"tQ"
     )
-    shape = _int(0) + _int(rows) + _int(columns) + b"\x86" + _int(columns) + _int(1) + b"\x86"
-    pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + stored + shape
+    offset, shape = _pickle_int(0), _pickle_int(rows) + _pickle_int(columns) + b"\x86"
+    strides = _pickle_int(columns) + _pickle_int(1) + b"\x86"
+    pickle = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + shape + strides
     pickle += b"\x89ccollections\nOrderedDict\n)RtR."
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
@@ -42,9 +50,11 @@ def tensor_file(matrix: Float[np.ndarray, "s e"]) -> bytes:
     return file.getvalue()
 
 
-def _text(text: str) -> bytes:
+def _pickle_text(text: str) -> bytes:
+    """Returns the opcode that pushes a text."""
     return b"X" + struct.pack("<I", len(text)) + text.encode()
 
 
-def _int(number: int) -> bytes:
+def _pickle_int(number: int) -> bytes:
+    """Returns the opcode that pushes an int32."""
     return b"J" + struct.pack("<i", number)

@@ -1,8 +1,8 @@
-"""Compiles all programs that requests up to a size can reach, before the server listens.
+"""Compiles all programs of requests up to a given size before the server listens.
 
-Programs depend on the shapes of a batch alone: on the numbers of requests and images, and on the
-padded sizes of images, words and rows. Requests with made-up images and ids, one of each shape,
-therefore compile the programs of all requests.
+A program depends only on the shapes of a batch: the numbers of requests and images, and the padded
+sizes of images, questions and rows. One synthetic request of each shape, with placeholder images
+and ids, therefore compiles the programs of all requests.
 """
 
 import dataclasses
@@ -30,33 +30,42 @@ from stepprune_jax.parallel.programs import num_evicted
 from stepprune_jax.policy.buckets import text_bucket
 from stepprune_jax.pruning import Budget, Pruner
 from stepprune_jax.selectors import TrainedPruner
-from stepprune_jax.serving.batching import padded
-from stepprune_jax.serving.engine import Engine
-from stepprune_jax.serving.local import Local
+from stepprune_jax.serving.batching import pad_requests
+from stepprune_jax.serving.engine import EngineBackend
+from stepprune_jax.serving.local import LocalBackend
 from stepprune_jax.serving.messages import ChatRequest, RequestParser
 from stepprune_jax.user_input import UserError
 
-_How = tuple[Pruner, Sampling, RunOptions]
+_Settings = tuple[Pruner, Sampling, RunOptions]
 _logger = logging.getLogger(__name__)
-_MOST_IMAGES = 2  # of a request
-_STOP_BIAS = 1e4  # stops a policy at its fewest tokens
-_SLACK = 3  # tokens by which a text alone may differ from the same text in a prompt
+# Images per request. Most chats have one or two images; each further image adds many programs.
+_MAX_IMAGES = 2
+# Exceeds every stop logit: the policy stops at its smallest number of tokens.
+_STOP_BIAS = 1e4
+# Tokens. A text by itself and the same text within a prompt may differ by this many tokens.
+_TOKENIZER_SLACK = 3
 
 
 class Extent(NamedTuple):
-    """The requests whose programs are compiled.
+    """Limits of the requests whose programs are compiled.
 
     Attributes:
-        size: width and height of the largest image; an image may also be turned.
-        text: tokens of the longest text, with the tokens of the template.
+        size: width and height of the largest image. Images may also have the sides swapped.
+        text: number of tokens of the longest text, including the tokens of the template.
     """
 
     size: tuple[int, int]
     text: int
 
 
-class _Kind(NamedTuple):
-    """Batches that differ in the lengths of their texts alone."""
+class _BatchKind(NamedTuple):
+    """Batches that differ only in the lengths of their texts.
+
+    Attributes:
+        rows: number of requests.
+        is_sampled: whether the requests have a temperature.
+        images: images of each request, or None.
+    """
 
     rows: int
     is_sampled: bool
@@ -75,137 +84,160 @@ class _Kind(NamedTuple):
         return text + ", sampled" * self.is_sampled
 
 
-def warm_up(reader: RequestParser, backend: Engine | Local, extent: Extent) -> None:
-    """Compiles all programs of an extent by running them, and logs a line with seconds for each.
+def warm_up(parser: RequestParser, backend: EngineBackend | LocalBackend, extent: Extent) -> None:
+    """Compiles all programs of an extent by running them, and logs the seconds of each.
 
-    These are the programs of requests with up to two images, with the pruner, the budget and the
-    longest answer of the server, in batches of all sizes that the server uses. The rows behind a
-    cut at which a method counts, as GlimpsePrune does without a budget, may compile later.
+    Covers requests with up to two images, in all batch sizes of the server, with the server's
+    default pruner, budget and length limit. A method that counts tokens at a cut inside the
+    language model, such as GlimpsePrune without a budget, may compile the rows after the cut later.
 
     Args:
-        reader: reads requests, with the defaults of the server.
-        backend: answers them.
-        extent: the requests.
+        parser: has the default settings of the server.
+        backend: runs the requests.
+        extent: limits of the requests.
 
     Raises:
         UserError: a batch does not fit into the memory of the device.
     """
-    begin, before, evicted_before = time.perf_counter(), num_compiled(), num_evicted()
-    work = _WarmUp(reader, backend, extent)
+    start_time, start_count, start_evicted = time.perf_counter(), num_compiled(), num_evicted()
+    work = _WarmUp(parser, backend, extent)
     for kind in work.kinds():
         try:
-            work.run(kind)
+            work.run_kind(kind)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            problem = f"--warm_up: {kind} do not fit into the device's memory"
-            raise UserError(f"{problem}: lower --batch_size or the sizes") from error
-    count, seconds = num_compiled() - before, time.perf_counter() - begin
-    _logger.info("warm-up: %d programs in %.0f s", count, seconds)
-    if num_evicted() > evicted_before:
+            raise UserError(
+                f"--warm_up: {kind} do not fit into the device's memory; use a smaller "
+                "--batch_size or smaller images"
+            ) from error
+    num_programs, seconds = num_compiled() - start_count, time.perf_counter() - start_time
+    _logger.info("warm-up: %d programs in %.0f s", num_programs, seconds)
+    if num_evicted() > start_evicted:
         _logger.warning(
-            "warm-up: a process on CPUs keeps fewer programs, so the first ones are compiled again "
-            "when requests need them: lower --batch_size or the sizes"
+            "warm-up: this process cannot keep all programs on CPUs, so requests compile the first "
+            "ones again; use a smaller --batch_size or smaller images"
         )
 
 
 class _WarmUp:
-    """The work of `warm_up`."""
+    """Runs the synthetic requests of `warm_up`."""
 
-    def __init__(self, reader: RequestParser, backend: Engine | Local, extent: Extent):
-        self._reader, self._backend, self._extent = reader, backend, extent
-        self._model, self._shapes = reader.model, set[Hashable]()
-        shortest = read_request(self._model, ["."], system="").ids[0]
-        self._first_text = max(1, len(shortest) - _SLACK)
+    def __init__(
+        self, parser: RequestParser, backend: EngineBackend | LocalBackend, extent: Extent
+    ):
+        self._parser, self._backend, self._extent = parser, backend, extent
+        self._model, self._shapes = parser.model, set[Hashable]()
+        shortest_prompt = read_request(self._model, ["."], system="").ids[0]
+        self._min_text = max(1, len(shortest_prompt) - _TOKENIZER_SLACK)
         self._pixels = self._model.backbone.list_example_pixels(*extent.size)
-        self._sizes = np.concatenate([self._draw(pixels, 1).sizes for pixels in self._pixels])
+        self._sizes = np.concatenate([self._repeat(pixels, 1).sizes for pixels in self._pixels])
 
-    def _draw(self, pixels: Pixels, count: int) -> Images:
+    def _repeat(self, pixels: Pixels, count: int) -> Images:
         """Returns copies of an image."""
         return read_images(self._model.backbone, [pixels] * count)
 
-    def kinds(self) -> Iterator[_Kind]:
+    def kinds(self) -> Iterator[_BatchKind]:
         """Yields batches of all numbers of requests and images, and of all sizes of images."""
-        most = self._backend.batch_size
-        for rows in sorted({len(padded(range(count))) for count in range(1, most + 1)}):
-            for is_sampled in (False, True)[: 1 + (rows == 1 and self._backend.samples)]:
-                yield _Kind(rows, is_sampled)
-                for count in range(1, _MOST_IMAGES + 1):
+        batch_sizes = range(1, self._backend.batch_size + 1)
+        for rows in sorted({len(pad_requests(range(size))) for size in batch_sizes}):
+            # A sampled request runs by itself.
+            for is_sampled in (False, True) if rows == 1 and self._backend.samples else (False,):
+                yield _BatchKind(rows, is_sampled)
+                for count in range(1, _MAX_IMAGES + 1):
                     for pixels in self._pixels:
-                        yield _Kind(rows, is_sampled, self._draw(pixels, count))
+                        yield _BatchKind(rows, is_sampled, self._repeat(pixels, count))
 
-    def run(self, kind: _Kind) -> None:
-        """Compiles the programs of a kind of batch, for texts and words of all lengths."""
+    def run_kind(self, kind: _BatchKind) -> None:
+        """Compiles the programs of one kind, for texts and questions of all lengths."""
         config = self._model.config
-        pruner, sampling, options = self._reader.usual(is_sampled=kind.is_sampled)
-        counted, is_joint = enters_known(config, pruner), has_joint_bucket(config, kind.num_images)
-        pruner = pruner if counted else _stopping(pruner)
-        # No token ends an answer, so that a second token is computed.
+        pruner, sampling, options = self._parser.default_settings(is_sampled=kind.is_sampled)
+        is_counted = enters_known(config, pruner)
+        is_joint = has_joint_bucket(config, kind.num_images)
+        pruner = pruner if is_counted else _stop_at_once(pruner)
+        # No id ends an answer, so every run computes a second token.
         sampling = sampling._replace(stop_ids=(-1,) * len(config.eos_token_ids))
-        how = pruner, sampling, options
-        # Where text and words share a bucket, the lengths of text cover those of words.
-        reads_text = kind.num_images > 0 and pruner.reads_text and not (is_joint and counted)
-        for words in self._list_words(is_joint) if reads_text else [1]:
-            first = self._first_text + max(0, words - 1 - _SLACK)
-            if counted or not kind.num_images:
-                kept = self._count(pruner, kind, kind.num_images)
-                fewest = self._count(pruner, kind, min(1, kind.num_images))
+        settings = pruner, sampling, options
+        # In a joint bucket of text and question, text lengths cover all question lengths.
+        varies_question = (
+            kind.num_images > 0 and pruner.reads_text and not (is_joint and is_counted)
+        )
+        for question in self._list_questions(is_joint) if varies_question else [1]:
+            first_text = self._min_text + max(0, question - 1 - _TOKENIZER_SLACK)
+            if is_counted or not kind.num_images:
+                kept = self._count_kept(pruner, kind, kind.num_images)
+                min_kept = self._count_kept(pruner, kind, min(1, kind.num_images))
             else:
-                kept = fewest = self._run(kind, how, first, words)
-            for text in self._list_texts(kind, pruner, kept, first + fewest - kept):
-                self._run(kind, how, text, words)
+                kept = min_kept = self._run_batch(kind, settings, first_text, question)
+            for text in self._list_texts(kind, pruner, kept, first_text + min_kept - kept):
+                self._run_batch(kind, settings, text, question)
 
-    def _run(self, kind: _Kind, how: _How, text: int, words: int) -> int:
-        """Runs a batch; returns the visual tokens that its requests keep."""
-        begin, before, count = time.perf_counter(), num_compiled(), kind.num_images
+    def _run_batch(self, kind: _BatchKind, settings: _Settings, text: int, question: int) -> int:
+        """Runs a batch, and returns how many visual tokens each of its requests keeps.
+
+        Args:
+            kind: the kind of batch.
+            settings: pruner, sampling and options.
+            text: number of text tokens of each prompt.
+            question: number of tokens of each question, which the policy reads.
+        """
+        start_time, start_count, count = time.perf_counter(), num_compiled(), kind.num_images
         ids = (IMAGE_TOKEN,) * count + (1,) * text
-        request = Request((ids,), ((1,) * words,), kind.images, (tuple(range(count)),))
-        kept = self._backend.warm([ChatRequest(request, *how)] * kind.rows, self._shapes)
-        if num_compiled() > before:
-            seconds = time.perf_counter() - begin
+        request = Request((ids,), ((1,) * question,), kind.images, (tuple(range(count)),))
+        chats = [ChatRequest(request, *settings)] * kind.rows
+        kept = self._backend.warm(chats, self._shapes)
+        if num_compiled() > start_count:
+            seconds = time.perf_counter() - start_time
             _logger.info("compiled in %.1f s: %s, rows of %d tokens", seconds, kind, text + kept)
         return kept
 
-    def _list_words(self, is_joint: bool) -> list[int]:
-        """Lists numbers of words that together have every padded number."""
-        numbers, words = [], 1
-        while words <= max(1, self._extent.text - self._first_text + _SLACK):
-            numbers.append(words)
-            request = Request(((1,),), ((1,) * words,), None, ((),))
-            padded_words = request.prompts().words.shape[1]
-            words = 1 + (text_bucket(padded_words) if is_joint else padded_words)
-        return numbers
+    def _list_questions(self, is_joint: bool) -> list[int]:
+        """Lists one question length for each padded length."""
+        lengths, length = [], 1
+        while length <= max(1, self._extent.text - self._min_text + _TOKENIZER_SLACK):
+            lengths.append(length)
+            request = Request(((1,),), ((1,) * length,), None, ((),))
+            padded_length = request.prompts().words.shape[1]
+            length = 1 + (text_bucket(padded_length) if is_joint else padded_length)
+        return lengths
 
-    def _list_texts(self, kind: _Kind, pruner: Pruner, kept: int, first: int) -> list[int]:
-        """Lists lengths of text, from the first one, with every shape of the rows of requests.
+    def _list_texts(
+        self, kind: _BatchKind, pruner: Pruner, kept: int, first_text: int
+    ) -> list[int]:
+        """Lists text lengths from `first_text` on that have every row shape of real requests.
 
-        Requests keep other numbers of visual tokens than these `kept`, and so have rows of other
-        lengths. A text that is longer or shorter than theirs makes rows of the same lengths.
+        Real requests may keep other numbers of visual tokens than the synthetic ones, which keep
+        `kept`. The list covers their row lengths by shorter or longer texts.
         """
-        config, count, most = self._model.config, kind.num_images, 0
+        config, count, max_visual = self._model.config, kind.num_images, 0
         if count and not (has_joint_bucket(config, count) and enters_known(config, pruner)):
-            n = self._model.backbone.num_padded_tokens(kind.images.pixels)
-            most = count * pruner.schedule(config, n).bound
+            n = self._model.backbone.padded_tokens(kind.images.pixels)
+            max_visual = count * pruner.schedule(config, n).bound
         limit = self._model.backbone.CONTEXT_LIMIT
-        last = min(self._extent.text + most, limit) - (kept if most else 0)
-        each = [kept // max(1, count)] * count
-        return list_texts(config, pruner, each, range(max(1, first), last + 1), limit)
+        last_text = min(self._extent.text + max_visual, limit) - (kept if max_visual else 0)
+        kept_per_image = [kept // max(1, count)] * count
+        texts = range(max(1, first_text), last_text + 1)
+        return list_texts(config, pruner, kept_per_image, texts, limit)
 
-    def _count(self, pruner: Pruner, kind: _Kind, large: int) -> int:
-        """Counts the tokens of a request that enter the language model, if they are known.
+    def _count_kept(self, pruner: Pruner, kind: _BatchKind, num_large: int) -> int:
+        """Counts the visual tokens of a request that enter the language model.
 
-        The first `large` images are of the kind, and its other images are the smallest.
+        The first `num_large` images have the size of `kind`, and the remaining images have the
+        smallest size. Sizes must determine the counts (`enters_known`).
         """
         if not kind.num_images:
             return 0
         config = self._model.config
-        smallest = exact_counts(config, pruner, self._sizes).min()
+        smallest_count = exact_counts(config, pruner, self._sizes).min()
         counts = exact_counts(config, pruner, kind.images.sizes)
-        return int(counts[:large].sum() + (kind.num_images - large) * smallest)
+        return int(counts[:num_large].sum() + (kind.num_images - num_large) * smallest_count)
 
 
-def _stopping(pruner: Pruner) -> Pruner:
-    """Returns a pruner with the same programs that stops at once, if its stop is learned."""
+def _stop_at_once(pruner: Pruner) -> Pruner:
+    """Returns a pruner with the same programs whose learned stop ends selection at once.
+
+    A pruner without a learned stop is returned unchanged.
+    """
     if not isinstance(pruner, TrainedPruner) or not pruner.has_stop:
         return pruner
     return dataclasses.replace(pruner, budget=Budget("own"), stop_bias=pruner.bias + _STOP_BIAS)

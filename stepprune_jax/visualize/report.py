@@ -1,4 +1,4 @@
-"""The page of an evaluation: its tables, its figures and a few examples in one HTML file."""
+"""Writes the report of an evaluation: tables, figures and a few examples in one HTML file."""
 
 import base64
 import contextlib
@@ -26,13 +26,13 @@ from stepprune_jax.evaluation.scores import about_images
 from stepprune_jax.evaluation.split import spread_over
 from stepprune_jax.evaluation.table import BenchmarkTable, Section, notes, sections
 from stepprune_jax.visualize import style
-from stepprune_jax.visualize.overlays import Overlay, draw_rows, shortened
+from stepprune_jax.visualize.overlays import Overlay, draw_rows, shorten
 from stepprune_jax.visualize.patches import square_patches
 
 NAME = "index.html"
-_COLUMNS = 4  # examples in a row
-_BUCKETS = 6  # as many as in the paper's Figure 3
-# What retention is drawn against, as far as it is known.
+_COLUMNS = 4  # Examples in a row, which fit the width of the page.
+_BUCKETS = 6  # The paper's Figure 3 has six buckets.
+# Quantities of the retention plots, with their labels.
 _AXES = {
     "mean_k": "visual tokens kept",
     "ms": "milliseconds per question",
@@ -51,8 +51,15 @@ pre { background: #f5f7fa; padding: 12px; white-space: pre-wrap; overflow-wrap: 
 """.strip()
 
 
-class Answered(NamedTuple):
-    """The complete answer files of one benchmark; `questions` are empty if unknown."""
+class AnsweredBenchmark(NamedTuple):
+    """The answers of one benchmark. Made by `cli.evaluate` and read by `write_page`.
+
+    Attributes:
+        benchmark: the benchmark.
+        root: folder of its data.
+        files: answer files that answer all questions.
+        questions: the questions; empty if they are not available.
+    """
 
     benchmark: Benchmark
     root: Path
@@ -63,74 +70,92 @@ class Answered(NamedTuple):
 def write_page(
     path: Path,
     table: BenchmarkTable,
-    answered: Sequence[Answered],
+    benchmarks: Sequence[AnsweredBenchmark],
     *,
     samples: int,
     command: str | None = None,
 ) -> Path:
-    """Writes the page of an evaluation, with at most `samples` examples of each benchmark.
+    """Writes the page of an evaluation.
 
-    It begins with what the policy retains, in one sentence, and its examples.
+    The page begins with a sentence about the policy's retention, and with examples.
+
+    Args:
+        path: the HTML file.
+        table: scores of all methods.
+        benchmarks: answers of the benchmarks.
+        samples: largest number of examples of each benchmark.
+        command: command line of the evaluation, for display.
+
+    Returns:
+        The path of the file.
     """
-    parts, counts = [f"<p>{escape(_summary(table))}</p>"], []
-    for shown in answered:
-        file = default_file(shown.files)
+    blocks, distributions = [f"<p>{escape(_summary(table))}</p>"], []
+    for entry in benchmarks:
+        file = default_file(entry.files)
         if file is not None:
-            heading, (examples, count) = shown.benchmark.title, _examples(shown, file, samples)
-            parts.append(examples)
-            counts += [f"<h2>{escape(heading)}</h2>", count] if count else []
-    parts.append(_figure(draw_retention(table), "Retention: score in % of that with all tokens."))
-    parts += [*map(_html_table, sections(table)), _list(notes(table)), *counts]
+            examples, distribution = _examples(entry, file, samples)
+            blocks.append(examples)
+            if distribution:
+                distributions += [f"<h2>{escape(entry.benchmark.title)}</h2>", distribution]
+    caption = "Retention: score in % of the score with all tokens."
+    blocks.append(_figure(draw_retention(table), caption))
+    blocks += [*map(_html_table, sections(table)), _list(notes(table)), *distributions]
     if command:
-        parts.append(f"<h2>Command</h2>\n<pre>{escape(command)}</pre>")
-    body = "\n".join(parts)
+        blocks.append(f"<h2>Command</h2>\n<pre>{escape(command)}</pre>")
+    body = "\n".join(blocks)
     path.write_text(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<title>StepPrune: evaluation</title>\n<style>\n{_CSS}\n</style>\n</head>\n<body>\n"
         f"<h1>StepPrune: evaluation</h1>\n{body}\n</body>\n</html>\n",
         encoding="utf-8",
-        errors="backslashreplace",  # a name in the command need not be UTF-8
+        errors="backslashreplace",  # A file name in the command may have bytes that are not UTF-8.
     )
     return path
 
 
 def _summary(table: BenchmarkTable) -> str:
-    """Says what the policy retains by its own stop, or at its smallest budget without one."""
-    ours = [row for row in table.rows if row.method in (DEFAULT, OWN_STOP)]
-    ours.sort(key=lambda row: row.method != OWN_STOP)
-    for row in (*ours[:1], *ours[-1:]):
+    """Returns a sentence about the retention of the policy.
+
+    The sentence is about the learned stop, or about the smallest budget of a policy without a stop.
+    """
+    policy_rows = [row for row in table.rows if row.method in (DEFAULT, OWN_STOP)]
+    policy_rows.sort(key=lambda row: row.method != OWN_STOP)
+    for row in (*policy_rows[:1], *policy_rows[-1:]):
         kept, retention = row.mean("mean_k"), table.average(row)
         if kept is not None and retention is not None:
             return (
                 f"With {kept:.1f} of {table.num_tokens:,} visual tokens on average, {row.method} "
                 f"has {retention:.1f} % of the score with all tokens."
             )
-    return "The policy's score in percent of that with all tokens is not known."
+    return "The policy's retention is not known: scores of the policy or of all tokens are missing."
 
 
 def _html_table(section: Section) -> str:
-    """Formats a table; the rows of the default policy are tinted."""
+    """Formats a table in HTML. Rows of the policy have a tinted background."""
 
-    def line(cells: Sequence[Cell], tag: str) -> str:
+    def format_row(cells: Sequence[Cell], tag: str) -> str:
         texts = ["&ndash;" if cell is None else escape(str(cell)) for cell in cells]
-        kinds = [" class=text" if at < section.texts else "" for at in range(len(cells))]
-        return "".join(f"<{tag}{k}>{t}</{tag}>" for k, t in zip(kinds, texts, strict=True))
+        kinds = [" class=text" if column < section.texts else "" for column in range(len(cells))]
+        return "".join(
+            f"<{tag}{kind}>{text}</{tag}>" for kind, text in zip(kinds, texts, strict=True)
+        )
 
-    lines = [f"<tr>{line(section.header, 'th')}</tr>"]
+    lines = [f"<tr>{format_row(section.header, 'th')}</tr>"]
     for row in section.rows:
-        ours = " class=ours" if {DEFAULT, OWN_STOP} & {*row[: section.texts]} else ""
-        lines.append(f"<tr{ours}>{line(row, 'td')}</tr>")
+        row_class = " class=ours" if {DEFAULT, OWN_STOP} & {*row[: section.texts]} else ""
+        lines.append(f"<tr{row_class}>{format_row(row, 'td')}</tr>")
     title = f"<h2>{escape(section.title)}</h2>\n" if section.title else ""
     return f"{title}<div class=table><table>\n" + "\n".join(lines) + "\n</table></div>"
 
 
 def _list(lines: Sequence[str]) -> str:
+    """Formats a list in HTML; an empty list is an empty text."""
     items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
     return f"<ul>\n{items}</ul>" if lines else ""
 
 
 def _figure(png: bytes | None, caption: str) -> str:
-    """Formats a figure; empty without one."""
+    """Formats a figure in HTML; without a figure, the text is empty."""
     if png is None:
         return ""
     url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
@@ -141,38 +166,51 @@ def _figure(png: bytes | None, caption: str) -> str:
 
 
 def default_file(files: Sequence[AnswerFile]) -> AnswerFile | None:
-    """Finds the run's policy at the middle budget; exact if it does not stop by itself."""
-    trained = [f.provenance.method for f in files if "policy" in f.provenance.made]
-    for method in (DEFAULT, *map(without_own_stop, trained[-1:])):
+    """Returns the answers of the run's policy at its middle budget, or None without a policy.
+
+    Adaptive budgets are preferred to exact budgets. Without any budget, the answers of the learned
+    stop are returned.
+    """
+    trained_methods = [file.provenance.method for file in files if "policy" in file.provenance.made]
+    for method in (DEFAULT, *map(without_own_stop, trained_methods[-1:])):
         for mode in ("adaptive", "exact"):
-            mine = [f for f in files if (f.provenance.method, f.provenance.mode) == (method, mode)]
-            mine.sort(key=lambda file: -file.provenance.budget)
-            if mine:
-                return mine[len(mine) // 2]
-        alone = [f for f in files if f.provenance.method == learned_stop(method)]
-        if alone:
-            return alone[0]
+            candidates = [
+                file
+                for file in files
+                if (file.provenance.method, file.provenance.mode) == (method, mode)
+            ]
+            candidates.sort(key=lambda file: -file.provenance.budget)
+            if candidates:
+                return candidates[len(candidates) // 2]
+        stop_files = [file for file in files if file.provenance.method == learned_stop(method)]
+        if stop_files:
+            return stop_files[0]
     return None
 
 
 def _png(figure: Figure) -> bytes:
+    """Returns a figure as the bytes of a PNG file."""
     out = io.BytesIO()
     style.save(figure, out)
     return out.getvalue()
 
 
 def draw_retention(table: BenchmarkTable) -> bytes | None:
-    """Draws average retention against tokens, time and operations, as far as known; returns a PNG.
+    """Draws average retention against kept tokens, time and operations.
 
-    Exact counts are solid lines, adaptive ones dashed with hollow markers.
+    Solid lines are exact budgets. Dashed lines with hollow markers are adaptive budgets. A quantity
+    that no row has is omitted.
+
+    Returns:
+        The bytes of a PNG file, or None without any retention.
     """
     points: dict[tuple[str, str], list[dict[str, float | None]]] = {}
     for row in table.rows:
         values = {field: row.mean(field) for field in _AXES} | {"retention": table.average(row)}
         if values["retention"] is not None:
             points.setdefault((row.method, row.mode), []).append(values)
-    every = [value for values in points.values() for value in values]
-    fields = [field for field in _AXES if any(value[field] for value in every)]
+    all_points = [value for values in points.values() for value in values]
+    fields = [field for field in _AXES if any(value[field] for value in all_points)]
     if not fields:
         return None
     looks = style.looks([method for method, _ in points])
@@ -212,16 +250,16 @@ def _draw_line(
     mode: str,
     look: tuple[str, str],
 ) -> None:
-    """Draws the rows of a method in a mode against a field, as far as they have it."""
-    known = [(value[field], value["retention"]) for value in values if value[field]]
-    form = {"linestyle": "--", "markerfacecolor": "white"} if mode == "adaptive" else {}
-    if known:
-        colour, marker = look
-        axes.plot(*zip(*known, strict=True), color=colour, marker=marker, markersize=5, **form)
+    """Draws a line through the rows of a method and mode that have a value of a field."""
+    points = [(value[field], value["retention"]) for value in values if value[field]]
+    options = {"linestyle": "--", "markerfacecolor": "white"} if mode == "adaptive" else {}
+    if points:
+        color, marker = look
+        axes.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=5, **options)
 
 
 def _mark_budgets(axes: Axes, table: BenchmarkTable) -> None:
-    """Makes the axis of tokens logarithmic, with the budgets as ticks."""
+    """Makes the axis of kept tokens logarithmic, with ticks at the budgets."""
     counts = sorted({row.budget for row in table.rows if row.budget and row.mode == "exact"})
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
@@ -230,32 +268,41 @@ def _mark_budgets(axes: Axes, table: BenchmarkTable) -> None:
 
 
 def count_buckets(
-    count: Int[np.ndarray, "q"], worth: Float[np.ndarray, "q"]
+    count: Int[np.ndarray, "q"], grade: Float[np.ndarray, "q"]
 ) -> tuple[Float[np.ndarray, "e"], Int[np.ndarray, "k"], Float[np.ndarray, "k"]]:
-    """Sorts questions by the tokens kept, into log-spaced buckets, as in the paper's Figure 3.
+    """Sorts questions into log-spaced buckets by their kept tokens, as in the paper's Figure 3.
 
     Args:
-        count: tokens kept for each question.
-        worth: grade of each answer, from 0 to 1; NaN if unknown.
+        count: [q] kept tokens of each question.
+        grade: [q] grade of each answer, from 0 to 1; NaN for an answer without a grade.
 
     Returns:
-        Edges of the buckets, each of which ends before the next, the number of questions in each,
-        and the mean grade in percent, NaN where none is known.
+        [buckets + 1] edges, where a bucket excludes its upper edge. [buckets] number of questions.
+        [buckets] mean grade in percent, which is NaN without a graded answer.
     """
     edges = np.geomspace(max(1, count.min()), count.max() + 1, _BUCKETS + 1).round(9)
-    at = np.clip(np.searchsorted(edges, count, side="right") - 1, 0, _BUCKETS - 1)
-    known = ~np.isnan(worth)
-    graded = np.bincount(at[known], minlength=_BUCKETS)
-    total = np.bincount(at[known], worth[known], minlength=_BUCKETS)
-    grade = np.where(graded > 0, 100 * total / np.maximum(graded, 1), np.nan)
-    return edges, np.bincount(at, minlength=_BUCKETS), grade
+    bucket = np.clip(np.searchsorted(edges, count, side="right") - 1, 0, _BUCKETS - 1)
+    is_graded = ~np.isnan(grade)
+    num_graded = np.bincount(bucket[is_graded], minlength=_BUCKETS)
+    total = np.bincount(bucket[is_graded], grade[is_graded], minlength=_BUCKETS)
+    mean_grade = np.where(num_graded > 0, 100 * total / np.maximum(num_graded, 1), np.nan)
+    return edges, np.bincount(bucket, minlength=_BUCKETS), mean_grade
 
 
 def draw_counts(
-    count: Int[np.ndarray, "q"], worth: Float[np.ndarray, "q"], num_tokens: int
+    count: Int[np.ndarray, "q"], grade: Float[np.ndarray, "q"], num_tokens: int
 ) -> bytes:
-    """Draws how many questions keep how many tokens, and how many are right; returns a PNG."""
-    edges, questions, grade = count_buckets(count, worth)
+    """Draws the distribution of kept tokens, and the percentage of correct answers.
+
+    Args:
+        count: [q] kept tokens of each question.
+        grade: [q] grade of each answer, from 0 to 1; NaN for an answer without a grade.
+        num_tokens: number of tokens of an image.
+
+    Returns:
+        The bytes of a PNG file.
+    """
+    edges, questions, mean_grade = count_buckets(count, grade)
     with style.canvas(7, 2.6) as figure:
         figure.set_layout_engine("constrained")
         axes = figure.add_subplot()
@@ -274,54 +321,66 @@ def draw_counts(
         axes.xaxis.set_major_formatter(FixedFormatter([f"{edge:.3g}" for edge in edges]))
         axes.set_xlabel(f"K, tokens kept of {num_tokens:,}")
         axes.set_ylabel("questions")
-        if not np.isnan(grade).all():
-            right = axes.twinx()
-            right.plot(np.sqrt(edges[:-1] * edges[1:]), grade, color="#b5473c", marker="o")
-            right.set_ylabel("right, %")
-            right.set_ylim(0, 105)
+        if not np.isnan(mean_grade).all():
+            grade_axes = axes.twinx()
+            grade_axes.plot(
+                np.sqrt(edges[:-1] * edges[1:]), mean_grade, color="#b5473c", marker="o"
+            )
+            grade_axes.set_ylabel("correct, %")
+            grade_axes.set_ylim(0, 105)
         return _png(figure)
 
 
-def _examples(shown: Answered, file: AnswerFile, samples: int) -> tuple[str, str]:
-    """Formats examples of kept tokens, and the distribution of K; each empty without any."""
-    made, answers = file.provenance, read_answers(file.path)
+def _examples(entry: AnsweredBenchmark, file: AnswerFile, samples: int) -> tuple[str, str]:
+    """Formats the examples and the distribution of kept tokens of a file, in HTML.
+
+    Returns:
+        Two texts. The first is empty without examples, and the second is empty without answers
+        about images.
+    """
+    provenance, answers = file.provenance, read_answers(file.path)
     count = np.array([answer.fields.get("kept", 0) for answer in answers])
-    worth = np.full(len(count), np.nan)
+    grade = np.full(len(count), np.nan)
     with contextlib.suppress(OSError, ValueError):
-        worth = np.array(shown.benchmark.judge(shown.root, file.path), np.float64)  # None is NaN
-    overlays = _overlays(shown, answers, worth, samples)
-    having = about_images(answers)
-    count, worth = count[having], worth[having]
-    name, examples, distribution = f"{made.method}, {made.mode}", "", ""
-    if made.budget is not None:
-        name += f", {made.budget} of {made.num_tokens:,} tokens"
+        grade = np.array(
+            entry.benchmark.judge(entry.root, file.path), np.float64
+        )  # None becomes NaN.
+    overlays = _overlays(entry, answers, grade, samples)
+    has_images = about_images(answers)
+    count, grade = count[has_images], grade[has_images]
+    name, examples, distribution = f"{provenance.method}, {provenance.mode}", "", ""
+    if provenance.budget is not None:
+        name += f", {provenance.budget} of {provenance.num_tokens:,} tokens"
     if len(count):
         caption = f"K of {name}: {count.mean():.1f} ± {count.std():.1f} on average (dashed). "
-        caption += "Bars: questions. Line: percent of them that are right."
-        distribution = _figure(draw_counts(count, worth, made.num_tokens), caption)
+        caption += "Bars: questions. Line: percent of correct answers."
+        distribution = _figure(draw_counts(count, grade, provenance.num_tokens), caption)
     if overlays:
         out = io.BytesIO()
         rows = [overlays[n : n + _COLUMNS] for n in range(0, len(overlays), _COLUMNS)]
         draw_rows(out, rows)
         examples = _figure(
             out.getvalue(),
-            f"Kept tokens of {name}, in the order of choice: {shown.benchmark.title}.",
+            f"Kept tokens of {name}, in the order of selection: {entry.benchmark.title}.",
         )
     return examples, distribution
 
 
 def _overlays(
-    shown: Answered, answers: Sequence[GivenAnswer], worth: Float[np.ndarray, "q"], samples: int
+    entry: AnsweredBenchmark,
+    answers: Sequence[GivenAnswer],
+    grades: Float[np.ndarray, "q"],
+    samples: int,
 ) -> list[Overlay]:
-    """Chooses examples evenly from those whose kept tokens are recorded, by ascending K."""
-    questions = {question.key: question for question in shown.questions}
-    graded = zip(answers, worth, strict=True)
-    drawn = [(answer, grade) for answer, grade in graded if "grid" in answer.fields]
+    """Returns up to `samples` examples, evenly spaced in the file, by ascending kept tokens."""
+    questions = {question.key: question for question in entry.questions}
+    graded_answers = zip(answers, grades, strict=True)
+    drawable = [(answer, grade) for answer, grade in graded_answers if "grid" in answer.fields]
     if not samples or not questions:
         return []
-    chosen = [drawn[at] for at in spread_over(len(drawn), samples)]
+    selected = [drawable[index] for index in spread_over(len(drawable), samples)]
     overlays = []
-    for answer, grade in sorted(chosen, key=lambda row: row[0].fields["kept"]):
+    for answer, grade in sorted(selected, key=lambda row: row[0].fields["kept"]):
         question = questions[answer.id, answer.prompt]
         grid = tuple(answer.fields["grid"])
         overlays.append(
@@ -331,7 +390,7 @@ def _overlays(
                 title=f"K = {answer.fields['kept']}",
                 category=f"of {answer.fields['visual_tokens']:,}",
                 text=question.prompt.removeprefix(f"{IMAGE_MARK}\n"),
-                answer=shortened(answer.text, 28),
+                answer=shorten(answer.text, 28),
                 is_correct=None if np.isnan(grade) else bool(grade >= 0.5),
                 grid=max(grid),
             )

@@ -1,4 +1,4 @@
-"""The style of every figure."""
+"""The common style of all figures."""
 
 import contextlib
 import io
@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 
 from stepprune_jax.evaluation.names import ALL, DEFAULT, without_own_stop
 
-DPI = 200  # a figure 7 inches wide is shown 700 points wide: two pixels a point
+DPI = 200  # A figure of 7 inches is displayed at 700 points, so each point has two pixels.
 INK, SOFT, FAINT = "#1f2430", "#667085", "#e4e7ec"
-# Okabe and Ito's colours and more, distinguishable with any kind of colour vision.
+# Colors of Okabe and Ito, and further colors. Color-blind readers can distinguish them.
 _PALETTE = (
     *("#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#882255"),
     *("#999933", "#6a51a3", "#7f5539", "#44aa99", "#8c8c8c"),
@@ -24,7 +24,7 @@ _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
     "text.color": INK,
-    "text.parse_math": False,  # a dollar in a question is a dollar
+    "text.parse_math": False,  # A question may contain dollar signs.
     "axes.edgecolor": SOFT,
     "axes.labelcolor": INK,
     "axes.spines.top": False,
@@ -39,20 +39,27 @@ _STYLE = {
 
 
 def looks(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Assigns colour and marker to each method; a method's own stop is a star in its colour."""
+    """Returns the color and the marker of each method.
+
+    The learned stop of a method has the color of the method, and a star as its marker.
+    """
     other_methods = [name for name in dict.fromkeys(map(without_own_stop, methods))]
     other_methods = [name for name in other_methods if name not in (ALL, DEFAULT)]
-    look_of = {ALL: (INK, "o"), DEFAULT: ("#0072b2", "o")}
-    for number, name in enumerate(other_methods):
-        turn, place = divmod(number, len(_PALETTE))
-        look_of[name] = _PALETTE[place], _MARKERS[turn % len(_MARKERS)]
-    stars = {n: (look_of[without_own_stop(n)][0], "*") for n in methods if n not in look_of}
-    return look_of | stars
+    looks_by_method = {ALL: (INK, "o"), DEFAULT: ("#0072b2", "o")}
+    for index, name in enumerate(other_methods):
+        marker_index, color_index = divmod(index, len(_PALETTE))
+        looks_by_method[name] = _PALETTE[color_index], _MARKERS[marker_index % len(_MARKERS)]
+    stars = {
+        name: (looks_by_method[without_own_stop(name)][0], "*")
+        for name in methods
+        if name not in looks_by_method
+    }
+    return looks_by_method | stars
 
 
 @contextlib.contextmanager
 def canvas(width: float | int, height: float | int) -> Iterator[Figure]:
-    """Creates an empty figure in this style, in inches, without changing matplotlib's settings."""
+    """Creates an empty figure of a size in inches, without changing matplotlib's global style."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), dpi=DPI)
         FigureCanvasAgg(figure)
@@ -60,7 +67,7 @@ def canvas(width: float | int, height: float | int) -> Iterator[Figure]:
 
 
 def save(figure: Figure, out: str | Path | io.BytesIO) -> None:
-    """Writes a figure as a PNG; characters that the font lacks become boxes."""
+    """Writes a figure as a PNG. Characters that the font lacks become boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph")
         figure.savefig(out, format="png", pil_kwargs={"optimize": True})

@@ -1,1 +1,1 @@
-"""A run's working folder: description, checkpoints, lock and metrics."""
+"""The folder of a run: description, checkpoints, lock and metrics."""

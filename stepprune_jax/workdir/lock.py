@@ -1,4 +1,4 @@
-"""One program at a time in a run's folder."""
+"""Locks the folder of a run, so that one program at a time writes there."""
 
 import contextlib
 import errno
@@ -10,12 +10,12 @@ from pathlib import Path
 
 try:
     import fcntl
-except ModuleNotFoundError:  # on Windows
+except ModuleNotFoundError:  # Windows has no fcntl.
     fcntl = None
 
 from stepprune_jax.data.json_files import file_named
 from stepprune_jax.parallel import distributed
-from stepprune_jax.user_input import UserError, require
+from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,24 +24,25 @@ LOCK_FILE = "run.lock"
 
 @contextlib.contextmanager
 def locked(workdir: Path) -> Iterator[None]:
-    """Locks a folder, so that a second program that writes there is rejected.
+    """Locks a folder inside a `with` block, so that a second program cannot write there.
 
-    The lock is the operating system's and ends with the process; its file remains and names the
-    latest holder. A folder created for it is removed if an error leaves nothing else in it. With
-    several processes of one run the main one holds the lock, and all of them must call this.
+    The operating system releases the lock when the process ends. The lock file remains and names
+    the latest holder. If the block fails and the folder has no other file, a folder that was
+    created for the lock is removed. In a run of several processes, the main process holds the lock,
+    and every process must call this function.
 
     Raises:
         UserError: another process has the lock, or the operating system is Windows.
     """
-    systems = "training and evaluation run on Linux and macOS; on Windows, use WSL"
-    require(fcntl is not None, systems)
+    if fcntl is None:
+        raise UserError("training and evaluation run on Linux and macOS; on Windows, use WSL")
     with contextlib.ExitStack() as stack:
-        distributed.main_first(lambda: distributed.is_main() and _take(workdir, stack))
+        distributed.main_first(lambda: distributed.is_main() and _acquire(workdir, stack))
         yield
 
 
-def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
-    """Takes the lock, until the stack is closed."""
+def _acquire(workdir: Path, stack: contextlib.ExitStack) -> None:
+    """Acquires the lock, which `stack` releases when it closes."""
     path = workdir / LOCK_FILE
     if not workdir.exists():
         workdir.mkdir(parents=True, exist_ok=True)
@@ -58,6 +59,7 @@ def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
+        # The file system has no locks.
         problem = f"{path} cannot be locked ({error.strerror})"
         _LOG.warning("%s: run one program at a time in this folder", problem)
     with file_named(path):
@@ -66,7 +68,7 @@ def _take(workdir: Path, stack: contextlib.ExitStack) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a lock's file and its folder, if that holds nothing else."""
+    """Removes a lock file and its folder, if the folder has no other file."""
     if [*path.parent.iterdir()] == [path]:
         path.unlink()
         path.parent.rmdir()

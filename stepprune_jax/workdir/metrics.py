@@ -1,4 +1,4 @@
-"""Scalars of a run: JSON lines, standard output, TensorBoard and Weights & Biases."""
+"""Writes the scalars of a run: JSON lines, the log, TensorBoard and Weights & Biases."""
 
 import contextlib
 import importlib
@@ -22,8 +22,9 @@ _LOG = logging.getLogger(__name__)
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 _WANDB_ID = "wandb.id"
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-# Parts of a line on standard output: a text, and its scalars with their digits.
-_SHOWN = (
+# Parts of a log line: a template, and its scalars with their decimal places. A part is printed if
+# the row has all its scalars.
+_LINE_PARTS = (
     ("loss {}", {"loss": 3}),
     ("lm {}", {"lm_loss": 3}),
     (
@@ -45,26 +46,31 @@ _SHOWN = (
 
 
 class Board(NamedTuple):
-    """A further destination of scalars: `add(scalars, step)` and `close()`."""
+    """Another destination of scalars.
+
+    Attributes:
+        add: takes scalars by name, and the step.
+        close: flushes and closes the destination.
+    """
 
     add: Callable[[dict[str, float | int], int], None]
     close: Callable[[], None]
 
 
 class MetricsLog:
-    """Writes a line for each logged step; a resumed run continues after its checkpoint."""
+    """Writes one row per logged step. A resumed run continues after its checkpoint."""
 
     def __init__(
         self, workdir: Path, step: int, steps: int, batch_size: int, boards: Sequence[Board] = ()
     ):
-        """Drops lines after `step`, which will be written again, and opens the files.
+        """Removes rows after `step`, because the resumed run writes them again.
 
         Args:
             workdir: folder of the run.
-            step: updates done.
-            steps: updates of the whole run.
+            step: number of updates so far.
+            steps: number of updates of the complete run.
             batch_size: rows of a batch.
-            boards: other destinations; closed with the log.
+            boards: other destinations, which are closed with the log.
         """
         self._paths = {name: workdir / name for name in (METRICS, VALIDATION)}
         if step and not self._paths[METRICS].exists():
@@ -76,51 +82,67 @@ class MetricsLog:
         self.start_clock(step)
 
     def start_clock(self, step: int):
-        """Starts measuring speed, once programs are compiled."""
-        self._begin, self._first = time.perf_counter(), step
+        """Restarts the measurement of speed at a step; called once the programs are compiled."""
+        self._start_time, self._start_step = time.perf_counter(), step
 
     def write(self, step: int, scalars: Mapping[str, jax.Array | float], phase: str = ""):
         """Fetches the scalars of an update from the device and writes them.
 
-        The line on standard output names the `phase` of the run, where there are any.
+        Args:
+            step: number of updates.
+            scalars: the scalars by name.
+            phase: name of the training phase for the log line; "" without phases.
         """
-        row = {"step": step} | {k: float(v) for k, v in jax.device_get(scalars).items()}
-        seconds, done = time.perf_counter() - self._begin, step - self._first
-        rate = done * self._batch_size / seconds if done else 0.0
+        row = {"step": step} | {
+            name: float(value) for name, value in jax.device_get(scalars).items()
+        }
+        seconds, num_updates = time.perf_counter() - self._start_time, step - self._start_step
+        rate = num_updates * self._batch_size / seconds if num_updates else 0.0
         row["images_per_s"] = round(rate, 2)
         row |= {name: int(row[name]) for name in ("skipped", "skipped_in_row") if name in row}
         line = self._append(METRICS, row, phase=phase)
-        if done:
-            left = int(seconds / done * (self._steps - step))
-            line += f"  {left // 60}:{left % 60:02d} left"
+        if num_updates:
+            seconds_left = int(seconds / num_updates * (self._steps - step))
+            line += f"  {seconds_left // 60}:{seconds_left % 60:02d} left"
         _LOG.info(line)
 
     def write_validation(self, row: dict[str, float | int]):
-        """Writes the results of a validation, whose time is excluded from training."""
-        self._begin += row["seconds"]
+        """Writes the results of a validation. The speed of training excludes its time."""
+        self._start_time += row["seconds"]
         line = self._append(VALIDATION, row, "validation/")
         _LOG.info("%s  (%d questions)", line, row["questions"])
 
     def _append(
         self, name: str, row: dict[str, float | int], prefix: str = "", phase: str = ""
     ) -> str:
-        """Appends a row to a file and the boards; returns it as a line for display."""
-        # JSON has no NaN; None marks a number that was not finite.
-        row = {k: v if math.isfinite(v) else None for k, v in row.items()}
+        """Appends a row to a file and to the boards.
+
+        Args:
+            name: name of the file.
+            row: the row.
+            prefix: prefix of the scalars' names on the boards.
+            phase: name of the training phase for the log line.
+
+        Returns:
+            The row as a line for the log.
+        """
+        # JSON has no NaN. None replaces numbers that are not finite.
+        row = {key: value if math.isfinite(value) else None for key, value in row.items()}
         path = self._paths[name]
         with file_named(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        shown = {prefix + k: v for k, v in row.items() if k != "step" and v is not None}
+        finite_values = {
+            prefix + key: value for key, value in row.items() if key != "step" and value is not None
+        }
         for board in self._boards:
-            board.add(shown, row["step"])
+            board.add(finite_values, row["step"])
         parts = [f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"]
         parts += [phase] if phase else []
-        for text, digits in _SHOWN:
+        for template, digits in _LINE_PARTS:
             if digits.keys() <= row.keys():
-                values = ((row[name], count) for name, count in digits.items())
-                parts.append(
-                    text.format(*("nan" if v is None else f"{v:.{n}f}" for v, n in values))
-                )
+                values = ((row[name], precision) for name, precision in digits.items())
+                texts = ("nan" if value is None else f"{value:.{n}f}" for value, n in values)
+                parts.append(template.format(*texts))
         parts += [f"{row['skipped']} skipped"] if row.get("skipped") else []
         return "  ".join(parts)
 
@@ -131,7 +153,10 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[JsonObject]:
-    """Reads the complete lines of a log that have a step; none if there is no file."""
+    """Reads the rows of a log file. Lines that are incomplete or lack a step are skipped.
+
+    A missing file has no rows.
+    """
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         # A killed run may have left an incomplete last line.
@@ -143,7 +168,7 @@ def read_rows(path: Path) -> list[JsonObject]:
 
 
 def keep_until(path: Path, step: int):
-    """Drops lines of later steps and an incomplete last one; replaces the file atomically."""
+    """Removes rows after `step` and an incomplete last line. Replaces the file atomically."""
     if path.exists():
         write_json_lines(path, [row for row in read_rows(path) if row["step"] <= step])
 
@@ -151,24 +176,22 @@ def keep_until(path: Path, step: int):
 def open_boards(
     tensorboard: bool, wandb: str, workdir: Path, step: int, fields: JsonObject
 ) -> list[Board]:
-    """Opens TensorBoard's events and a run of a Weights & Biases project, if requested.
-
-    A resumed run continues the same events, without those after its step, and the same run.
+    """Opens the requested boards. A resumed run continues its boards after `step`.
 
     Args:
         tensorboard: `config.tensorboard`, whether to write workdir/tensorboard.
-        wandb: `config.wandb`, a project, or empty for none.
+        wandb: `config.wandb`, a project of Weights & Biases; "" opens none.
         workdir: folder of the run.
-        step: updates done.
+        step: number of updates so far.
         fields: the configuration by dotted name, for display.
 
     Raises:
-        ValueError: a package is missing.
+        UserError: a package is missing.
     """
     boards = []
     if tensorboard:
         folder = str(workdir / "tensorboard")
-        writer = _package("tensorboard").SummaryWriter(folder, purge_step=step + 1)
+        writer = _import_board("tensorboard").SummaryWriter(folder, purge_step=step + 1)
 
         def add(scalars, step):
             for name, value in scalars.items():
@@ -179,7 +202,7 @@ def open_boards(
         path = workdir / _WANDB_ID
         if not path.is_file():
             path.write_text(uuid.uuid4().hex)
-        run = _package("wandb").init(
+        run = _import_board("wandb").init(
             project=wandb,
             name=workdir.name,
             id=path.read_text(),
@@ -192,14 +215,14 @@ def open_boards(
 
 
 def check_boards(tensorboard: bool, wandb: str) -> None:
-    """Raises a ValueError if the package of a requested board is missing."""
-    for field, requested in (("tensorboard", tensorboard), ("wandb", wandb)):
-        if requested:
-            _package(field)
+    """Raises a UserError if the package of a requested board is missing."""
+    for field, is_requested in (("tensorboard", tensorboard), ("wandb", wandb)):
+        if is_requested:
+            _import_board(field)
 
 
-def _package(field: str) -> ModuleType:
-    """Imports the package that a field of the configuration needs."""
+def _import_board(field: str) -> ModuleType:
+    """Imports the package of a board, which a field of the configuration requests."""
     name = _PACKAGES[field]
     try:
         return importlib.import_module(name)

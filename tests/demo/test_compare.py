@@ -11,7 +11,7 @@ from stepprune_jax.demo.compare import BY_ITSELF, EXACTLY, ON_AVERAGE, compare, 
 from stepprune_jax.demo.examples import shapes_examples
 from stepprune_jax.selectors import StepPrune
 from stepprune_jax.selectors.calibration import Calibration
-from stepprune_jax.visualize.overlays import seen_patches
+from stepprune_jax.visualize.overlays import square_image
 from stepprune_jax.visualize.patches import read_square
 
 CONFIG = PolicyConfig(feature_width=32, text_width=48, width=16, num_heads=2, mlp_ratio=2)
@@ -48,7 +48,7 @@ def test_both_answers_and_what_was_kept(llava_model, choices):
     (full, _), (pruned, times) = shown.full, shown.pruned
     assert (full.kept, pruned.kept) == (9, 3) and times.first_token > times.compiling
     # Patches of 160 pixels; below their marks, the kept ones are as they are and others darker.
-    seen = seen_patches(llava_model, IMAGE, (3, 3), []).image
+    seen = square_image(llava_model, IMAGE, (3, 3), []).image
     same = (np.asarray(shown.picture) == read_square(seen, 480)).all(-1)
     bright = np.flatnonzero(same.reshape(3, 160, 3, 160).mean((1, 3)) > 0.5).tolist()
     assert bright == sorted(pruned.kept_indices[0])
@@ -62,7 +62,7 @@ def test_an_image_that_is_no_square_lies_in_the_middle_of_one(qwen_model):
     pixels = backbone.preprocess(settings, [wide])
     rows, columns = backbone.grids(pixels)[0].tolist()
     assert rows < columns
-    found = seen_patches(qwen_model, wide, (rows, columns), [0, rows * columns - 1, -1])
+    found = square_image(qwen_model, wide, (rows, columns), [0, rows * columns - 1, -1])
     assert found.grid == columns and len(found.patches) == 2
     pixel = backbone.visible_image(settings, wide)
     side = pixel.width // columns

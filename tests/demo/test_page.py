@@ -60,7 +60,7 @@ def test_the_button_shows_both_answers_and_the_picture(app, ask, monkeypatch):
 
 
 def test_the_page_shows_a_user_error(app, ask, monkeypatch):
-    with pytest.raises(PageError, match="give an image"):
+    with pytest.raises(PageError, match="no image is given"):
         ask(None, "how many?", "grid", EXACTLY, 3)
 
     def refuse(*_):

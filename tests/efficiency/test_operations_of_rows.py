@@ -33,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def batch(model):
-    return measure.draw_batch(model.backbone, 1, TEXT)
+    return measure.random_batch(model.backbone, 1, TEXT)
 
 
 @pytest.mark.parametrize("name", ["all", *ROWS])

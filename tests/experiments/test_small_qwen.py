@@ -11,7 +11,7 @@ from visual import random_bytes
 from experiments.pretrain import small_qwen
 from experiments.pretrain.conversations import Sample
 from experiments.pretrain.data import batch_indices
-from experiments.pretrain.images import Images, of_tokens, real_tokens
+from experiments.pretrain.images import Images, fit_labels, token_mask
 from experiments.pretrain.language import (
     Display,
     Exchanges,
@@ -128,7 +128,7 @@ def test_padding_changes_no_loss(model, images):
     packed = jax.tree.map(jnp.asarray, pack(encoder, [Sample(None, TURNS[0], 0)]))
     padded = jax.tree.map(lambda x: x[:1], images)
     bare = padded._replace(pixels=padded.pixels._replace(values=padded.pixels.values[:, :16]))
-    assert np.asarray(real_tokens(backbone, padded, 16)).sum() == 4
+    assert np.asarray(token_mask(backbone, padded, 16)).sum() == 4
     tokens = jnp.asarray(tokenizer.convert_tokens_to_ids(["red", "blue"]))
     kind, share = np.array([[0, 1, 1, 0]]), np.array([[0.2, np.nan, 0.9, 0.5]], np.float32)
     junk = np.array([[1] * 5])  # behind the labels of a smaller image
@@ -142,7 +142,7 @@ def test_padding_changes_no_loss(model, images):
     labels = {"class_a": kind, "value_b": np.ones((1, 4, 2))}
     heads = jax.tree.map(lambda x: x + 0.1, init_heads(labels, 16))
     trained, learn = params | {"heads": heads}, jax.jit(tower_loss, static_argnums=1)
-    longer = {name: of_tokens(jnp.asarray(label), 9) for name, label in labels.items()}
+    longer = {name: fit_labels(jnp.asarray(label), 9) for name, label in labels.items()}
     one, two = (learn(trained, backbone, *x)[0] for x in ((bare, labels), (padded, longer)))
     np.testing.assert_allclose(one, two, rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""Where the packages of the extra [serve] are not installed, nothing of the server is tested."""
+"""Skips the tests of the server if the packages of the extra [serve] are not installed."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ collect_ignore_glob = ["test_*.py", "engine/*"] if MISSING else []
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_server():
-    """Gives an engine on a busy machine time to accept a connection."""
+    """Waits longer for connections to an engine, because a test machine may be busy."""
     from servers import PATIENCE
 
     from stepprune_jax.serving import engine

@@ -1,20 +1,21 @@
+"""The worker thread: which requests share a batch, and where errors and cancellations go."""
+
 import asyncio
 import threading
 
 import pytest
 
-from stepprune_jax.serving.batching import Batcher, padded
-from stepprune_jax.serving.metrics import Metrics
+from stepprune_jax.serving.batching import Batcher, Metrics, pad_requests
 
 
 class Worker:
-    """Notes what runs together, once it may."""
+    """Records the batches. They wait until `may_run` is set."""
 
     def __init__(self):
         self.batches, self.may_run, self.metrics = [], threading.Event(), Metrics()
         self.may_run.set()
         self.is_running = threading.Event()
-        self.batcher = Batcher(self.run, self.key, 3, 0.0, self.metrics)
+        self.batcher = Batcher(self.run, self.key, max_batch=3, max_wait=0.0, metrics=self.metrics)
 
     def key(self, chat):
         return None if chat == "alone" else chat[0]
@@ -41,7 +42,7 @@ def worker():
 
 
 def ask_while_busy(worker, *chats):
-    """Asks while another request runs, so that all of them wait together."""
+    """Sends requests while another request runs, so they all wait in the queue."""
 
     async def run():
         worker.may_run.clear()
@@ -49,32 +50,32 @@ def ask_while_busy(worker, *chats):
         busy = asyncio.ensure_future(worker.ask("busy"))
         while not worker.is_running.is_set():
             await asyncio.sleep(0.001)
-        asked = [asyncio.ensure_future(worker.ask(chat)) for chat in chats]
-        while worker.batcher.waiting < len(chats):
+        tasks = [asyncio.ensure_future(worker.ask(chat)) for chat in chats]
+        while worker.batcher.queue_length < len(chats):
             await asyncio.sleep(0.001)
         worker.may_run.set()
         await busy
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     return asyncio.run(run())
 
 
-def test_requests_of_one_kind_run_together_up_to_a_size(worker):
+def test_requests_with_one_key_share_batches_up_to_the_limit(worker):
     chats = ["a1", "c1", "a2", "alone", "a3", "a4", "alone"]
     assert ask_while_busy(worker, *chats) == [[chat.upper()] for chat in chats]
     expected = [["busy"], ["a1", "a2", "a3"], ["c1"], ["alone"], ["a4"], ["alone"]]
     assert worker.batches == expected
-    figure = worker.metrics.registry.get_sample_value
-    assert figure("stepprune_batch_rows_sum") == 8 and figure("stepprune_batch_rows_count") == 6
+    metric = worker.metrics.registry.get_sample_value
+    assert metric("stepprune_batch_rows_sum") == 8 and metric("stepprune_batch_rows_count") == 6
 
 
-def test_an_error_reaches_all_that_ran_with_it_and_nobody_else(worker, caplog):
+def test_an_error_reaches_only_the_requests_of_its_batch(worker, caplog):
     first, second, third = ask_while_busy(worker, "b1", "bad", "c1")
     assert isinstance(first, ArithmeticError) and isinstance(second, ArithmeticError)
     assert third == ["C1"]
 
 
-def test_what_nobody_waits_for_is_not_run(worker):
+def test_a_cancelled_request_is_not_run(worker):
     async def run():
         worker.may_run.clear()
         tasks = [asyncio.ensure_future(worker.ask(chat)) for chat in ("x1", "y1", "z1")]
@@ -84,11 +85,11 @@ def test_what_nobody_waits_for_is_not_run(worker):
         worker.may_run.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    found = asyncio.run(run())
-    assert found[0] == ["X1"] and isinstance(found[1], asyncio.CancelledError)
+    results = asyncio.run(run())
+    assert results[0] == ["X1"] and isinstance(results[1], asyncio.CancelledError)
     assert worker.batches == [["x1"], ["z1"]]
 
 
-def test_padding_bounds_the_sizes():
-    assert {len(padded(["a"] * count)) for count in range(1, 9)} == {1, 2, 4, 8}
-    assert padded(["a", "b", "c"]) == ["a", "b", "c", "a"]
+def test_batches_are_padded_to_powers_of_two():
+    assert {len(pad_requests(["a"] * count)) for count in range(1, 9)} == {1, 2, 4, 8}
+    assert pad_requests(["a", "b", "c"]) == ["a", "b", "c", "a"]

@@ -10,7 +10,7 @@ from stepprune_jax.serving.tensors import tensor_file
 @pytest.mark.parametrize(
     ("dtype", "shape"), [("float32", (1, 1)), ("bfloat16", (3, 700)), ("float16", (70_000, 2))]
 )
-def test_torch_reads_what_was_written(dtype, shape):
+def test_torch_reads_a_tensor_file(dtype, shape):
     torch = pytest.importorskip("torch")
     numbers = np.random.default_rng(0).standard_normal(shape)
     matrix = np.asarray(jnp.asarray(numbers, dtype))

@@ -6,15 +6,15 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from servers import serving
+from servers import run_server
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tools.bench import serving as bench
-from tools.bench.serving import WAYS, load
+from tools.bench.serving import MODES, load
 
-VLLM, FRONT = WAYS[:2]
+VLLM, FRONT = MODES[:2]
 ROLE, TOKEN = {"role": "assistant", "content": ""}, {"content": "red"}
 
 
@@ -38,7 +38,7 @@ def measure(way, answers, monkeypatch=None, clock=()):
     if monkeypatch:
         set_clock = SimpleNamespace(perf_counter=iter(clock).__next__)
         monkeypatch.setattr(bench, "time", set_clock)
-    with serving(app) as address:
+    with run_server(app) as address:
         figures = asyncio.run(load(address, "tiny", way, 1, len(answers), 3, 0))
     return figures, bodies
 

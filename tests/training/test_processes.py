@@ -91,14 +91,14 @@ def test_a_folder_that_the_processes_do_not_share_is_named(second, tmp_path, mon
     def claim():
         return checkpoints.claim(tmp_path, Run(), "model", "data")
 
-    monkeypatch.setattr(checkpoints, "_PATIENCE", 1)
+    monkeypatch.setattr(checkpoints, "_FILE_TIMEOUT", 1)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(UserError, match=r"run\.json, which process 0 .*that all processes share"):
         claim()
     about = {"config": Run().flat(), "model": "model", "data": "data"}
     late = functools.partial(write_json, tmp_path / "run.json", about)  # as NFS may show it
     monkeypatch.setattr(time, "sleep", lambda seconds: late())
-    monkeypatch.setattr(checkpoints, "_PATIENCE", 2)
+    monkeypatch.setattr(checkpoints, "_FILE_TIMEOUT", 2)
     assert claim()["model"] == "model"
 
 

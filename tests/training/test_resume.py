@@ -75,7 +75,7 @@ def test_the_running_count_of_a_reading_is_resumed(world, tmp_path, monkeypatch)
     for _ in range(2):
         train(make_run(*world, **printed), tmp_path / "parts")
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
-    state = read_latest(tmp_path / "parts").saved["state"]
+    state = read_latest(tmp_path / "parts").arrays["state"]
     assert 0 < float(state["method"]) < 9
 
 

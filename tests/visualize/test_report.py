@@ -11,7 +11,7 @@ from stepprune_jax.benchmarks import BENCHMARKS, BenchmarkQuestion
 from stepprune_jax.benchmarks.answer_files import AnswerFile, Provenance
 from stepprune_jax.evaluation.table import merge_scores
 from stepprune_jax.visualize.report import (
-    Answered,
+    AnsweredBenchmark,
     count_buckets,
     default_file,
     draw_counts,
@@ -64,7 +64,7 @@ def answered(tmp_path):
     truths = [{"question_id": f"q{n}", "answer": "yes"} for n in range(4)]
     write_lines(tmp_path / "test_answers.jsonl", truths)
     folder = BENCHMARKS["folder"]
-    return Answered(folder, tmp_path, [file], questions)
+    return AnsweredBenchmark(folder, tmp_path, [file], questions)
 
 
 def page(tmp_path, answered, **options):

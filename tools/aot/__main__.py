@@ -5,11 +5,12 @@
     python -m tools.aot --target a6000:2 --config configs/llava7b.py --program update
     python -m tools.aot --target h200 --config shapes --set batch_size=64 --program update
 
-Without flags a selection of targets, configurations and programs is compiled; with flags, all their
-combinations. The exit status is 1 if a program failed to compile. With `--results FILE` every
-result is saved at once: the same command resumes after an interruption, and recompiles only what
-has changed. Kernels "in all" are those of a run in which each loop of unknown length runs once, and
-twice; StepPrune's takes 16 tokens at a time.
+Without flags, the command compiles a selection of targets, configurations and programs. With flags,
+it compiles all their combinations. The exit status is 1 if a program failed to compile. With
+`--results FILE`, the command saves each result at once; after an interruption, the same command
+continues and recompiles only changed programs. The column "kernels" has the kernels of one
+iteration of each loop, and the kernels of a run with one iteration of each loop of unknown length,
+and with two. StepPrune's loop selects 16 tokens per iteration.
 """
 
 import argparse
@@ -51,26 +52,34 @@ COLUMNS = (
 )
 
 SHAPES, LLAVA = "configs/shapes.py", "configs/llava7b.py"
-TILED = "configs/llava_next_7b.py"  # images of up to 2,928 tokens
-SAMPLED = "configs/rloo.py"  # either, without the gate
+TILED = "configs/llava_next_7b.py"  # Images have up to 2,928 tokens.
+SAMPLED = "configs/rloo.py"  # Training by RLOO on sampled subsets.
 TARGETS = ("h200", "a100", "a6000:2", "v5e", "v5e:2x4", "v6e")
-# Programs that an ablation of scores affects, and those that one of the selector affects; all
-# others are as in `configs/shapes.py`.
+# Programs that change with the score aggregation, and programs that change with the selector. All
+# further programs equal the programs of `configs/shapes.py`.
 LEARNING = ("update",)
 CHOOSING = ("update", "rank", *(f"{name} {rows}" for name in ("select", "answer") for rows in ROWS))
 PICKS = ("policy.pick 1", "policy.pick 2", "policy.pick 8")
-# Programs that have failed on some target, or resemble them.
+# Programs that have failed on some target, and similar programs.
 CRITICAL = (*PICKS, "prefill cut")
 
 
 class Group(NamedTuple):
-    """Combinations to compile; without program names, all programs of the configuration."""
+    """Combinations to compile.
+
+    Attributes:
+        targets: names of targets.
+        configs: names or files of configurations.
+        dtypes: keys of `DTYPES`.
+        programs: names of programs; empty compiles all programs of a configuration.
+        changes: changes to each configuration, "field=value".
+    """
 
     targets: Sequence[str]
     configs: Sequence[str]
     dtypes: Sequence[str]
     programs: Sequence[str] = ()
-    changes: Sequence[str] = ()  # to each configuration
+    changes: Sequence[str] = ()
 
 
 SHORT = (
@@ -97,7 +106,7 @@ FULL = (
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the flags, and sets the groups that they request."""
+    """Parses the flags, and adds the groups that they request."""
     parser = Parser(
         prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,46 +120,55 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--results", type=Path, help="file that saves results as JSON lines")
     flags = parser.parse_args(arguments)
-    chosen = flags.target or flags.config or flags.dtype or flags.program or flags.set
-    if flags.full and chosen:
-        parser.error("--full has its own targets, configurations and programs: use it alone")
-    own = Group(
+    has_flags = flags.target or flags.config or flags.dtype or flags.program or flags.set
+    if flags.full and has_flags:
+        parser.error("--full compiles a fixed list of programs, expected no other selection")
+    flag_group = Group(
         flags.target or ("h200", "v5e"),
         flags.config or (SHAPES,),
         flags.dtype or ("float32",),
         flags.program or (),
         flags.set,
     )
-    flags.groups = FULL if flags.full else (own,) if chosen else SHORT
+    flags.groups = FULL if flags.full else (flag_group,) if has_flags else SHORT
     return flags
 
 
-def compile_row(device_memory: float | int, to: Target, lowered: Any) -> tuple[list[str], bool]:
-    """Compiles a program."""
-    begin = time.process_time()  # of all threads: wall time depends on the load
+def compile_row(device_memory: float | int, target: Target, lowered: Any) -> tuple[list[str], bool]:
+    """Compiles a program.
+
+    Args:
+        device_memory: bytes of memory of a device.
+        target: the target.
+        lowered: the lowered program.
+
+    Returns:
+        The cells of the result, and whether the program compiled.
+    """
+    start_time = time.process_time()  # Of all threads. Wall time would depend on the load.
     try:
-        compiled = to.compile(lowered)
+        compiled = target.compile(lowered)
     except jax.errors.JaxRuntimeError as error:
-        seconds, said = f"{time.process_time() - begin:.1f}", " ".join(str(error).split())
-        if said.startswith("RESOURCE_EXHAUSTED"):
+        seconds, message = f"{time.process_time() - start_time:.1f}", " ".join(str(error).split())
+        if message.startswith("RESOURCE_EXHAUSTED"):
             return ["-", "-", seconds, "does not fit"], True
-        return ["-", "-", seconds, "FAILED: " + said[:300].replace("|", "/")], False
-    seconds, size = time.process_time() - begin, usage(compiled).total
+        return ["-", "-", seconds, "FAILED: " + message[:300].replace("|", "/")], False
+    seconds, memory = time.process_time() - start_time, usage(compiled).total
     text = compiled.as_text()
     kernels = " ".join(str(loop.kernels) for loop in loops(text)) or "-"
     kernels += f"; {count_kernels(text)}, {count_kernels(text, 2)}"
-    result = "ok" if size <= device_memory else "does not fit"
-    return [f"{size / 2**30:.3f}", kernels, f"{seconds:.1f}", result], True
+    result = "ok" if memory <= device_memory else "does not fit"
+    return [f"{memory / 2**30:.3f}", kernels, f"{seconds:.1f}", result], True
 
 
 class Results(dict[str, list[str]]):
-    """Table lines by a digest of target, program and compiler.
+    """Rows of the table by a digest of target, program and compiler.
 
-    Configurations share programs, such as the tower, which are compiled once per target.
+    Configurations share programs, such as the tower. Each program is compiled once per target.
     """
 
     def __init__(self, path: Path | None):
-        """Reads the results of earlier runs."""
+        """Reads the results of earlier runs from a file; None keeps results in memory."""
         super().__init__()
         self._path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path and path.is_file() else []
@@ -159,71 +177,73 @@ class Results(dict[str, list[str]]):
                 digest, *cells = json.loads(line)
                 self[digest] = list(map(str, cells))
             except (ValueError, TypeError) as error:
-                raise UserError(f"{path}, line {number}: expected a result, {error}") from error
+                raise UserError(
+                    f"{path}, line {number}: expected a JSON list of texts: {error}"
+                ) from error
 
-    def keep(self, digest: str, cells: list[str]) -> None:
-        """Adds a program that compiled."""
+    def add(self, digest: str, cells: list[str]) -> None:
+        """Adds the row of a program, and appends it to the file."""
         self[digest] = cells
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps([digest, *cells]) + "\n")
 
 
-def rows(group: Group, done: Results) -> Iterator[tuple[list[str], bool]]:
-    """Compiles a group: the lines of the table, and whether each program compiled."""
+def rows(group: Group, results: Results) -> Iterator[tuple[list[str], bool]]:
+    """Compiles a group. Yields the row of each program, and whether the program compiled."""
     for name, config, dtype in itertools.product(group.targets, group.configs, group.dtypes):
-        to = make_target(name)
-        kind = to.devices[0].device_kind
-        # TPUs have less memory each: there the frozen weights are sharded.
+        target = make_target(name)
+        kind = target.devices[0].device_kind
+        # A TPU has less memory than a GPU, so the frozen weights are sharded there.
         preset = "fsdp" if kind.startswith("TPU") else "data"
         run = configurations.load(config, group.changes)
-        programs = Programs(run, build_mesh(preset, to.devices), dtype)
-        known = programs.names()
-        unknown = sorted(set(group.programs) - set(known))
+        programs = Programs(run, build_mesh(preset, target.devices), dtype)
+        names = programs.names()
+        unknown = sorted(set(group.programs) - set(names))
         if unknown:
-            raise UserError(f"{config} has no program {unknown[0]!r}, it has {', '.join(known)}")
-        for program in group.programs or known:
+            raise UserError(f"{config} has no program {unknown[0]!r}, it has {', '.join(names)}")
+        for program in group.programs or names:
             settings = " ".join((config, *group.changes))
-            head = [name, str(len(to.devices)), settings, dtype, program]
+            columns = [name, str(len(target.devices)), settings, dtype, program]
             lowered = programs.trace(program).lower()
             text = f"{name} {jax.__version__} {lowered.as_text()}"
             digest = hashlib.sha256(text.encode()).hexdigest()
-            same = done.get(digest)
-            if same is None:
-                cells, compiled = compile_row(ACCELERATORS[known_as(kind)].memory, to, lowered)
+            saved = results.get(digest)
+            if saved is None:
+                cells, compiled = compile_row(ACCELERATORS[known_as(kind)].memory, target, lowered)
                 if compiled:
-                    done.keep(digest, [*head, *cells])
-                yield [*head, *cells], compiled
-            elif same[:5] == head:
-                yield same, True
+                    results.add(digest, [*columns, *cells])
+                yield [*columns, *cells], compiled
+            elif saved[:5] == columns:
+                yield saved, True
             else:
-                yield [*head, *same[5:7], "0", f"{same[-1]} (as {same[2]}, {same[3]})"], True
+                yield [*columns, *saved[5:7], "0", f"{saved[-1]} (as {saved[2]}, {saved[3]})"], True
         _release_memory()
 
 
 def _release_memory() -> None:
-    """Gives what compilers have freed back to the system; glibc would keep it, many GiB in time."""
+    """Returns freed memory to the system. Otherwise, glibc would keep many GiB of compilers."""
     jax.clear_caches()
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # The system has another C library.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; returns 1 if a program failed to compile, otherwise 0."""
+    """Runs the command; returns 1 if a program failed to compile, and 0 otherwise."""
     flags = parse(arguments)
-    done = Results(flags.results)
+    results = Results(flags.results)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
-    failed = 0
+    num_failed = 0
     for group in flags.groups:
-        for row, compiled in rows(group, done):
+        for row, compiled in rows(group, results):
             print("| " + " | ".join(row) + " |", flush=True)
-            failed += not compiled
-    if failed:
-        print(f"{NAME}: {failed} program(s) failed to compile", file=sys.stderr)
-    return min(failed, 1)
+            num_failed += not compiled
+    if num_failed:
+        print(f"{NAME}: {num_failed} program(s) failed to compile", file=sys.stderr)
+    return min(num_failed, 1)
 
 
 if __name__ == "__main__":
-    # Before jax looks for devices: there is none to use.
+    # Set before jax looks for devices, because the targets are not present.
     jax.config.update("jax_platforms", "cpu")
     exit_with(NAME, main)

@@ -1,4 +1,4 @@
-"""Reading the text of a compiled program."""
+"""Reads loops, launches and copies from the text of a compiled program."""
 
 import collections
 import itertools
@@ -10,16 +10,16 @@ from typing import NamedTuple
 from stepprune_jax.efficiency.kernels import FREE, computations_of, kernels_of, opcode
 from stepprune_jax.user_input import UserError
 
-# Computations called by a fusion or a reduction are part of it; calls are not.
+# Matches instructions whose called computations are part of the instruction's kernel.
 _FUSED = re.compile(
     r"\b(?:fusion|reduce|reduce-window|scatter|sort|map)\(.*(?:calls|to_apply)=%?([^\s,]+)"
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
-# Their results are those of instructions in the computations they run.
+# The computations of these instructions write their results.
 _CONTROL = {"call", "conditional"}
 _THUNK = re.compile(r"^( *)\d+: (k\w+)", re.MULTILINE)
-# Thunks that launch no kernel themselves: they hold others.
-_HOLDERS = {"kCommandBuffer", "kWhile", "kConditional", "kDynamicSliceFusion", "kSequential"}
+# Thunks that launch no kernel themselves, because they contain other thunks.
+_CONTAINERS = {"kCommandBuffer", "kWhile", "kConditional", "kDynamicSliceFusion", "kSequential"}
 _ASYNCHRONOUS = ("-start", "-update", "-done")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _BACKEND = re.compile(r'custom_call_target="([^"]+)"|"kind":"(__[^"]+)"')
@@ -29,7 +29,7 @@ class Loop(NamedTuple):
     """A loop of a compiled program.
 
     Attributes:
-        name: path of the JAX operation it comes from, for example "jit(pick)/while".
+        name: path of the JAX operation, for example "jit(pick)/while".
         kernels: kernels launched per iteration, including the condition, without inner loops.
     """
 
@@ -40,8 +40,12 @@ class Loop(NamedTuple):
 def loops(text: str) -> tuple[Loop, ...]:
     """Counts the kernels that each loop of a program launches in one iteration.
 
-    On a GPU each of them is a kernel or a copy (a product in a library may be two), and a small one
-    takes as long as its launch. On a TPU a program is one kernel, and these are its steps.
+    On a GPU, each count is a kernel or a copy. A matrix product in a library may launch two
+    kernels, and a small kernel takes as long as its launch. On a TPU, a program is one kernel, and
+    the counts are steps of the kernel.
+
+    Raises:
+        UserError: the text is not of a compiled program.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise UserError("expected the text of a compiled program, with is_scheduled=true")
@@ -58,11 +62,12 @@ def loops(text: str) -> tuple[Loop, ...]:
 
 
 class Launches(NamedTuple):
-    """What a program for a GPU starts.
+    """The launches of a program for a GPU.
 
     Attributes:
-        host: kinds of what the host starts one by one: "kCommandBuffer" is a CUDA graph.
-        kernels: kernels and copies, also within graphs, each body of a loop or conditional once.
+        host: types of the thunks that the host starts; "kCommandBuffer" is a CUDA graph.
+        kernels: number of kernels and copies, including graphs. Each body of a loop or conditional
+            counts once.
     """
 
     host: tuple[str, ...]
@@ -70,38 +75,46 @@ class Launches(NamedTuple):
 
 
 def launches(text: str) -> Launches:
-    """Counts launches in XLA's dump "thunk_sequence_after_thunk_passes.txt" of a program."""
-    found = _THUNK.findall(text)
-    if not found:
+    """Counts the launches in XLA's dump "thunk_sequence_after_thunk_passes.txt" of a program.
+
+    Raises:
+        UserError: the text is no sequence of thunks.
+    """
+    thunks = _THUNK.findall(text)
+    if not thunks:
         raise UserError("expected a sequence of thunks, in lines such as '000: kCommandBuffer'")
-    host = tuple(kind for indent, kind in found if not indent)
-    return Launches(host, sum(kind not in _HOLDERS for _, kind in found))
+    host = tuple(kind for indent, kind in thunks if not indent)
+    return Launches(host, sum(kind not in _CONTAINERS for _, kind in thunks))
 
 
 def backends(text: str) -> dict[str, int]:
-    """Counts what XLA does not generate itself by who does: libraries' calls, Triton's fusions."""
+    """Counts the kernels that XLA does not generate, by library call or type of fusion."""
     return dict(collections.Counter(call or fusion for call, fusion in _BACKEND.findall(text)))
 
 
 def copied_weights(text: str, weights: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """Lists arrays in the shape of a weight that a program writes to memory.
+    """Lists arrays with the shape of a weight that a program writes to memory.
 
-    These are copies: slices of a stack, or concatenated, transposed or converted matrices. A
-    program whose products read the weights in place has none. A TPU's fetches into its vector
-    memory are not copies.
+    Such arrays are copies of weights: slices of a stack, or concatenated, transposed or converted
+    matrices. Products that read the weights in place write no copy. Transfers into a TPU's vector
+    memory do not count.
+
+    Args:
+        text: the text of the compiled program.
+        weights: shapes [k, n] of the weights.
     """
     shapes = [sides for k, n in weights for sides in ((k, n), (n, k))]
     computations = computations_of(text)
     fused = {
         part for line in itertools.chain(*computations.values()) for part in _FUSED.findall(line)
     }
-    kept = (lines for name, lines in computations.items() if name not in fused)
-    written = itertools.chain(*map(_written, itertools.chain(*kept)))
+    unfused = (lines for name, lines in computations.items() if name not in fused)
+    written = itertools.chain(*map(_written, itertools.chain(*unfused)))
 
     def holds_weights(sizes: str) -> bool:
         sides = [int(size) for size in sizes.split(",") if size]
-        rest = {side: math.prod(sides) // side for side in sides if side}
-        return any(k in rest and rest[k] % n == 0 for k, n in shapes)
+        quotients = {side: math.prod(sides) // side for side in sides if side}
+        return any(k in quotients and quotients[k] % n == 0 for k, n in shapes)
 
     return tuple(f"{kind}[{sizes}]" for kind, sizes in written if holds_weights(sizes))
 

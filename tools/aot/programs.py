@@ -1,4 +1,4 @@
-"""The programs of a run by name, traced from shapes alone."""
+"""Traces the programs of a run by name, from shapes without arrays."""
 
 import dataclasses
 import functools
@@ -39,16 +39,16 @@ DTYPES = {
     "bfloat16": ("bfloat16", "bfloat16"),
     "mixed": ("bfloat16", "float32"),
 }
-NEW_TOKENS = 32  # longest answer
+NEW_TOKENS = 32  # Length limit of answers.
 
-# Rows of the programs that choose tokens of an image.
+# Batch sizes of the programs that select tokens.
 ROWS = (1, 2, 8)
 
-_WHOLE = ((r".*", P()),)
+_REPLICATED = ((r".*", P()),)
 
 
 def backbone_of(run: Run) -> Backbone:
-    """Returns a run's model; published ones need no folder."""
+    """Returns the model of a run. Published models need no folder."""
     name = run.model.folder.lower().removeprefix("llava-hf/").removesuffix("-hf")
     name = name.removeprefix("qwen/").removesuffix("-instruct").replace("llava-1.5", "llava")
     name = name.replace("llava-v1.6-vicuna", "llava-next")
@@ -61,11 +61,17 @@ class Programs:
     """The programs of a run on a mesh."""
 
     def __init__(self, run: Run, mesh: Mesh, dtype: str):
-        """Builds the static part of the programs."""
-        frozen, own = DTYPES[dtype]
+        """Builds the static arguments of the programs.
+
+        Args:
+            run: configuration of the run.
+            mesh: the mesh.
+            dtype: a key of `DTYPES`.
+        """
+        model_dtype, selector_dtype = DTYPES[dtype]
         group = PRUNERS[run.method].settings
-        run = run.replace({f"{group}.dtype": own})
-        self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(frozen)
+        run = run.replace({f"{group}.dtype": selector_dtype})
+        self._rows, self._mesh, self._dtype = run.batch_size, mesh, jnp.dtype(model_dtype)
         self._backbone = backbone_of(run)
         self._model = self._backbone.config
         self._setup, self._execution = (
@@ -98,13 +104,13 @@ class Programs:
             "decode cut": functools.partial(self._decode, self._cut),
         }
         for rows in ROWS:
-            exact = Budget("count", self._kept)
-            table[f"select {rows}"] = functools.partial(self._select, exact, rows)
+            exact_budget = Budget("count", self._kept)
+            table[f"select {rows}"] = functools.partial(self._select, exact_budget, rows)
             table[f"answer {rows}"] = functools.partial(self._answer, rows)
         if self._setup.method.has_stop:
             for rows in ROWS:
-                own = functools.partial(self._select, Budget("own"), rows)
-                table[f"select own {rows}"] = own
+                select_by_stop = functools.partial(self._select, Budget("own"), rows)
+                table[f"select own {rows}"] = select_by_stop
             table["policy.select_parallel"] = functools.partial(
                 self._choose, select_parallel, self._rows
             )
@@ -114,18 +120,18 @@ class Programs:
 
     # Shapes and their shardings.
 
-    def _place(self, tree: PyTree, rules: Sequence[tuple[str, P]] = _WHOLE) -> PyTree:
-        """Returns shapes with the shardings of the rules."""
+    def _place(self, tree: PyTree, rules: Sequence[tuple[str, P]] = _REPLICATED) -> PyTree:
+        """Returns shapes with shardings by the rules."""
         return jax.tree.map(
-            lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at),
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             tree,
             shardings(tree, rules, self._mesh),
         )
 
     def _by_rows(self, tree: PyTree) -> PyTree:
-        """Returns shapes with a leading row axis, split if the mesh divides it."""
+        """Returns shapes with a leading row axis, sharded if the mesh divides its size."""
         rows = jax.tree.leaves(tree)[0].shape[0]
-        return self._place(tree, _WHOLE if rows % row_count(self._mesh) else BATCH_RULES)
+        return self._place(tree, _REPLICATED if rows % row_count(self._mesh) else BATCH_RULES)
 
     @functools.cached_property
     def _trained_through(self) -> PyTree:
@@ -154,7 +160,7 @@ class Programs:
 
     @property
     def _kept(self) -> int:
-        """Returns the tokens of an image kept at a budget."""
+        """Returns the number of tokens to keep of an image."""
         return -(-self._tokens // 4)
 
     @property
@@ -174,18 +180,18 @@ class Programs:
         return self._by_rows(Kept(index, index, tokens, _shape(index.shape, bool), _shape((rows,))))
 
     def _pairs(self, rows: int) -> Pairs:
-        """Returns pairs with images after the tower."""
+        """Returns pairs whose images have passed the tower."""
         row, seed = _shape((rows,)), _shape((rows,), jnp.uint32)
         words, features = _shape((rows, self._bucket.text)), self._features(rows)
         grid = _shape((rows, 2))
         return self._by_rows(Pairs(features, (), row, grid, None, words, row, row, seed, row))
 
     def _texts(self, rows: int, cuts: int = 0) -> PromptLayout:
-        """Returns questions with an image each."""
-        one = _shape((rows, 1))
+        """Returns prompts with one image each."""
+        column = _shape((rows, 1))
         ids, row = _shape((rows, self._bucket.text)), _shape((rows,))
-        shown, grid = _shape(one.shape, bool), _shape((rows, 1, 2))
-        return self._by_rows(PromptLayout(ids, row, one, shown, grid, (one,) * cuts))
+        is_image, grid = _shape(column.shape, bool), _shape((rows, 1, 2))
+        return self._by_rows(PromptLayout(ids, row, column, is_image, grid, (column,) * cuts))
 
     # Training.
 
@@ -257,7 +263,7 @@ class Programs:
         return programs.run_take.trace(*arrays, capacity=self._kept)
 
     def _begin(self, pruner: Pruner | None) -> tuple[tuple[PyTree, ...], Plan]:
-        """Returns arguments of `programs.begin` after the weights, with all visual tokens."""
+        """Returns the plan and the array arguments of `programs.begin`, for all visual tokens."""
         plan = Plan(
             slots=(self._slots(self._tokens),),
             max_tokens=NEW_TOKENS,
@@ -267,12 +273,12 @@ class Programs:
         if pruner is not None:
             plan = dataclasses.replace(
                 plan,
-                slots=(*dry_run.slots, self._slots(self._kept)),
+                slots=(*plan.slots, self._slots(self._kept)),
                 cuts=pruner.cuts(self._model, self._tokens),
             )
-        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(dry_run.cuts))
-        used = None if pruner is None else pruner.program()
-        return (used, kept, texts, self._sampling), plan
+        kept, texts = self._kept_tokens(1, self._tokens), self._texts(1, len(plan.cuts))
+        program_pruner = None if pruner is None else pruner.program()
+        return (program_pruner, kept, texts, self._sampling), plan
 
     def _slots(self, kept: int) -> int:
         """Returns the length of a question with `kept` visual tokens."""
@@ -315,10 +321,10 @@ class Programs:
             mesh=self._mesh,
         )
 
-    # The policy alone.
+    # Selection without a model.
 
     def _choose(self, function: Callable[..., PyTree], rows: int) -> jax.stages.Traced:
-        """Traces the selection over a memory."""
+        """Traces a selection function over the encoder's memory."""
         config = self._setup.method.config
         shape = (rows, self._tokens + 1, config.policy_width)
         memory = self._by_rows(_shape(shape, compute_dtype(config, self._dtype)))

@@ -1,9 +1,9 @@
-"""Prefill, decoding and loading speed of the language model, against `transformers` with SDPA.
+"""Times prefill, decode and loading of the language model, and of `transformers` with SDPA.
 
     python -m tools.bench.backbone
 
-Both programs get the same weights, batches, lengths and threads, and take turns in one process. A
-ratio above 1 means that ours is faster. The outputs of the same run are compared.
+Both programs have the same weights, batches, lengths and threads, and alternate in one process. A
+ratio above 1 means that our program is faster. The outputs of the timed programs are compared.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from stepprune_jax.user_input import UserError
 from tools.bench import loading, torch_reference
 from tools.bench.timing import machine, time_side_by_side
 
-# Text part of the model; the tower is not timed here.
+# Shapes of the language model. The tower is not timed here.
 PRESETS = {
     "tiny": {},
     "mid": {
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def compiled(function: Callable, *arguments: Any, donate: tuple = ()) -> tuple[Callable, float]:
-    """Returns a function as programs of an answer are compiled, and the seconds that it takes."""
+    """Compiles a function with the options of answers; returns it and the compile seconds."""
     start = time.perf_counter()
     program = jit_for_weights(function, (), donate, answers=True)
     program.trace(*arguments).lower().compile()
@@ -78,19 +78,19 @@ def difference(ours: Float[Array | np.ndarray, "*s"], reference: Float[np.ndarra
 
 
 def make_case(params, config, reference, batch: int, length: int, new_tokens: int) -> Case:
-    """Builds full rows of random text, embedded once for both programs."""
-    random = np.random.default_rng(0)
-    ids = random.integers(3, config.text.vocab_size, (batch, length), np.int32)
+    """Builds rows of random text without padding, embedded for both programs."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, config.text.vocab_size, (batch, length), np.int32)
     embeddings = decoder.embed(params["language"], jnp.asarray(ids))
     sequence = from_embeddings(config, embeddings, jnp.full((batch,), length, jnp.int32))
-    tokens = random.integers(3, config.text.vocab_size, (new_tokens, batch), np.int32)
+    tokens = rng.integers(3, config.text.vocab_size, (new_tokens, batch), np.int32)
     return Case(params, config, reference, sequence, tokens)
 
 
 def prefill_rows(
     case: Case, attentions: list[str], repeats: int, peak: float | None
 ) -> list[list[Any]]:
-    """Times the prefill of ours, with each attention, and of the reference."""
+    """Times the prefill of our program with each attention, and of the reference."""
     params, config, reference, sequence, tokens = case
     batch, length = sequence.hidden.shape[:2]
     calls, compile_seconds = {}, {}
@@ -105,13 +105,15 @@ def prefill_rows(
         calls[attention] = functools.partial(program, params, sequence)
     if reference is not None:
         device = reference.device.type
-        given = torch_reference.to_torch(sequence.hidden, device)
+        embeddings = torch_reference.to_torch(sequence.hidden, device)
         for kind in torch_reference.CACHES:
             calls[f"torch, {kind} cache"] = functools.partial(
-                torch_reference.prefill, reference, given, kind, length + len(tokens)
+                torch_reference.prefill, reference, embeddings, kind, length + len(tokens)
             )
     seconds = time_side_by_side(calls, repeats)
-    best = min((s for name, s in seconds.items() if name.startswith("torch")), default=None)
+    best = min(
+        (duration for name, duration in seconds.items() if name.startswith("torch")), default=None
+    )
     outputs = {name: np.asarray(calls[name]().logits) for name in attentions}
     base = outputs[attentions[0]]
     if reference is not None:
@@ -123,14 +125,14 @@ def prefill_rows(
             batch,
             length,
             name,
-            1e3 * s,
-            best / s if best else "-",
+            1e3 * duration,
+            best / duration if best else "-",
             compile_seconds.get(name, "-"),
             difference(outputs[name], base) if name in outputs else "-",
-            work / s / 1e12,
-            f"{work / s / 1e12 / peak:.1%}" if peak else "N/A",
+            work / duration / 1e12,
+            f"{work / duration / 1e12 / peak:.1%}" if peak else "N/A",
         ]
-        for name, s in seconds.items()
+        for name, duration in seconds.items()
     ]
 
 
@@ -149,7 +151,7 @@ PREFILL_HEADER = [
 
 
 def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
-    """Times reading given tokens one by one after a prefill, ours and the reference."""
+    """Times decode steps with given tokens after a prefill, of our program and the reference."""
     params, config, reference, sequence, tokens = case
     batch, length = sequence.hidden.shape[:2]
     prefilled, _ = compiled(
@@ -158,34 +160,34 @@ def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
         sequence,
     )
     cache = prefilled(params, sequence)
-    ours = [jnp.asarray(row) for row in tokens]
+    our_tokens = [jnp.asarray(row) for row in tokens]
     step, compile_seconds = compiled(
         lambda params, token, cache: vlm.decode_step(params, config, token, cache),
         params,
-        ours[0],
+        our_tokens[0],
         cache,
         donate=("cache",),
     )
 
     def run(cache):
-        for token in ours:
+        for token in our_tokens:
             logits, cache = step(params, token, cache)
         return logits
 
     calls, setups = {"ours": run}, {"ours": lambda: jax.tree.map(jnp.copy, cache)}
     if reference is not None:
         device = reference.device.type
-        given = torch_reference.to_torch(sequence.hidden, device)
-        theirs = torch_reference.tokens_on(tokens, device)
+        embeddings = torch_reference.to_torch(sequence.hidden, device)
+        torch_tokens = torch_reference.tokens_on(tokens, device)
         for kind in torch_reference.CACHES:
             name, capacity = f"torch, {kind} cache", length + len(tokens)
-            _, filled = torch_reference.prefill(reference, given, kind, capacity)
+            _, filled = torch_reference.prefill(reference, embeddings, kind, capacity)
             setups[name] = functools.partial(copy.deepcopy, filled)
-            calls[name] = lambda cache, theirs=theirs: torch_reference.decode(
-                reference, cache, theirs
+            calls[name] = lambda cache, torch_tokens=torch_tokens: torch_reference.decode(
+                reference, cache, torch_tokens
             )
     seconds = time_side_by_side(calls, repeats, setups)
-    best = min((s for name, s in seconds.items() if name != "ours"), default=None)
+    best = min((duration for name, duration in seconds.items() if name != "ours"), default=None)
     error = "-"
     if reference is not None:
         name = "torch, dynamic cache"
@@ -198,12 +200,12 @@ def decode_rows(case: Case, repeats: int) -> list[list[Any]]:
             batch,
             f"{length} + {count}",
             name,
-            1e3 * s / count,
-            batch * count / s,
-            best / s if best else "-",
+            1e3 * duration / count,
+            batch * count / duration,
+            best / duration if best else "-",
             *((compile_seconds, error) if name == "ours" else ("-", "-")),
         ]
-        for name, s in seconds.items()
+        for name, duration in seconds.items()
     ]
 
 
@@ -221,16 +223,20 @@ DECODE_HEADER = [
 
 
 def peak_tflops() -> float | None:
-    """Returns the device's peak in bfloat16, from the data sheet; or None."""
+    """Returns the device's peak TFLOP/s in bfloat16 from its data sheet, or None if unknown."""
     name = known_as(jax.devices()[0].device_kind)
     return ACCELERATORS[name].flops / 1e12 if name else None
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the flags."""
+    """Parses the flags."""
     parser = Parser(prog="tools.bench.backbone", description=__doc__.split("\n")[0])
     parser.add_argument("--preset", choices=PRESETS, default="mid")
-    parser.add_argument("--num_layers", type=integer_from(1), help="replaces the preset's")
+    parser.add_argument(
+        "--num_layers",
+        type=integer_from(1),
+        help="number of layers, instead of the preset's number",
+    )
     parser.add_argument(
         "--length", type=integer_from(1), nargs="+", default=[320, 640], help="prompt tokens"
     )
@@ -250,7 +256,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the comparison and prints Markdown tables."""
-    # Both programs share the card, so neither may preallocate all of it.
+    # Both programs share the GPU, so jax must not preallocate its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     flags = parse(arguments)
     layers = {"num_hidden_layers": flags.num_layers} if flags.num_layers else {}
@@ -269,16 +275,16 @@ def main(arguments: list[str] | None = None) -> None:
             f"torch {torch.__version__} on {device}, transformers {transformers.__version__}, "
             f"SDPA; {threads} threads each"
         )
-    t = config.text
+    text = config.text
     print(
-        f"preset {flags.preset}: {t.num_layers} layers of width {t.hidden_size}, MLP "
-        f"{t.intermediate_size}, {t.num_heads} heads ({t.num_kv_heads} for keys), vocabulary "
-        f"{t.vocab_size}; medians of {flags.repeats}\n",
+        f"preset {flags.preset}: {text.num_layers} layers of width {text.hidden_size}, MLP "
+        f"{text.intermediate_size}, {text.num_heads} heads ({text.num_kv_heads} for keys), "
+        f"vocabulary {text.vocab_size}; medians of {flags.repeats}\n",
         flush=True,
     )
     peak = peak_tflops()
     for dtype in flags.dtype:
-        language = vlm.abstract_params(Llava(config), jnp.dtype(dtype), flags.layers)["language"]
+        language = vlm.abstract_params(Llava(config), jnp.dtype(dtype))["language"]
         params = random_weights({"language": language})
         reference = None
         if not flags.no_torch:
@@ -287,8 +293,8 @@ def main(arguments: list[str] | None = None) -> None:
         for batch in flags.batch:
             for length in flags.length:
                 case = make_case(params, config, reference, batch, length, flags.new_tokens)
-                utilised = peak if dtype == "bfloat16" else None
-                prefills += prefill_rows(case, flags.attention, flags.repeats, utilised)
+                peak_or_none = peak if dtype == "bfloat16" else None
+                prefills += prefill_rows(case, flags.attention, flags.repeats, peak_or_none)
                 decodes += decode_rows(case, flags.repeats)
         print(table(PREFILL_HEADER, prefills), "\n", flush=True)
         print(table(DECODE_HEADER, decodes), "\n", flush=True)

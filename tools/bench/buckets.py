@@ -1,12 +1,12 @@
-"""Programs that a stream of images of all sizes compiles, and what padding to few sizes costs.
+"""Counts the programs of a stream of images of all sizes, and the cost of padding.
 
     python -m tools.bench.buckets
 
-Sides of images are uniform between two bounds and independent; texts have a uniform number of
-tokens. For each ladder of padded sizes this prints the programs up to the first token that a stream
-reaches, how many of the first 20 images compile one, and the operations that padding adds up to the
-first token. The last column adds the decoded tokens: it estimates how much longer an answer takes
-on an H100, where a program takes as long as its operations at 400 TFLOP/s or as reading the
+Sides of images are independent and uniform between two bounds, and texts have a uniform number of
+tokens. The table has a row for each ladder of padded sizes: the number of programs up to the first
+token, how many of the first 20 images compile a program, and the additional operations up to the
+first token. The last column includes decoded tokens. It estimates how much longer an answer takes
+on an H100. A program takes the time of its operations at 400 TFLOP/s, or the time to read the
 weights in bfloat16 once, whichever is longer.
 """
 
@@ -39,7 +39,7 @@ FLOPS_PER_SECOND, BYTES_PER_SECOND = 400e12, 3.35e12
 
 
 def per_doubling(*parts: float) -> tuple[int, ...]:
-    """Returns sizes in these proportions, repeated for each power of two up to 2^16."""
+    """Returns the multiples of `BLOCK_TOKENS` among `parts` times each power of two up to 2^16."""
     exact = (part * 2**power for power in range(17) for part in parts)
     return tuple(sorted({int(size) for size in exact if size % BLOCK_TOKENS == 0}))
 
@@ -54,14 +54,14 @@ LADDERS = {
 
 
 class Query(NamedTuple):
-    """A request: visual tokens of its image, and text tokens."""
+    """A request: number of visual tokens of its image, and number of text tokens."""
 
     tokens: int
     text: int
 
 
 class Padded(NamedTuple):
-    """Shapes of a request: tokens of the image, text tokens, slots of the row, and its programs."""
+    """Padded numbers of visual tokens, text tokens and slots of the row, and program keys."""
 
     tokens: int
     text: int
@@ -70,7 +70,14 @@ class Padded(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Results of a ladder: programs, images that compile, and added shares of work and of time."""
+    """Results of a ladder.
+
+    Attributes:
+        programs: number of programs of each stream.
+        compiling: number of the first images that compile a program, of each stream.
+        work: additional operations up to the first token, as a fraction.
+        time: additional time of an answer, as a fraction.
+    """
 
     programs: list[int]
     compiling: list[int]
@@ -78,23 +85,31 @@ class Cost(NamedTuple):
     time: float
 
 
-def draw_stream(
+def random_stream(
     backbone: QwenBackbone, seed: int, count: int, sides: Sequence[int], texts: Sequence[int]
 ) -> list[Query]:
-    """Draws requests about images with sides between two bounds, in pixels."""
-    random, area = np.random.default_rng(seed), backbone.config.vision.factor**2
+    """Returns random requests.
+
+    Args:
+        backbone: the model.
+        seed: seed of the stream.
+        count: number of requests.
+        sides: smallest and largest side of an image, in pixels.
+        texts: smallest and largest number of text tokens.
+    """
+    rng, area = np.random.default_rng(seed), backbone.config.vision.factor**2
     requests = []
     for _ in range(count):
-        height, width = random.integers(sides[0], sides[1] + 1, 2).tolist()
+        height, width = rng.integers(sides[0], sides[1] + 1, 2).tolist()
         resized = target_size(backbone.config, height, width)
         requests.append(
-            Query(resized[0] * resized[1] // area, int(random.integers(texts[0], texts[1] + 1)))
+            Query(resized[0] * resized[1] // area, int(rng.integers(texts[0], texts[1] + 1)))
         )
     return requests
 
 
 def kept_tokens(backbone: QwenBackbone, pruner: Pruner, tokens: int) -> int:
-    """Returns the tokens of an image that enter the language model; a sixteenth by a stop."""
+    """Returns how many tokens of an image are kept; a learned stop keeps 1/16."""
     count = pruner.schedule(backbone.config, tokens).enter
     return max(1, tokens // 16) if count is None else count
 
@@ -109,13 +124,15 @@ def pad_jointly(
     if exact:
         slots = text + (tokens if kept == tokens else kept_bucket(kept))
         return Padded(tokens, text, slots, ((tokens, slots),))
-    # A learned stop has a program that chooses and one for the language model.
+    # A learned stop has one program for selection and one for the language model.
     slots = length_bucket(kept + query.text, backbone.CONTEXT_LIMIT)
     return Padded(tokens, text, slots, ((tokens, text), (slots,)))
 
 
-def pad_apart(backbone: QwenBackbone, pruner: Pruner, sizes: Sequence[int], query: Query) -> Padded:
-    """Pads image, row, kept tokens and words of a request each to its own ladder."""
+def pad_separately(
+    backbone: QwenBackbone, pruner: Pruner, sizes: Sequence[int], query: Query
+) -> Padded:
+    """Pads image, row, kept tokens and question of a request to separate ladders."""
     tokens = next(size for size in sizes if size >= query.tokens)
     kept = kept_tokens(backbone, pruner, query.tokens)
     slots = length_bucket(kept + query.text, backbone.CONTEXT_LIMIT)
@@ -146,7 +163,15 @@ def measure(
     streams: Sequence[Sequence[Query]],
     decoded: int,
 ) -> Cost:
-    """Counts programs and padding of a ladder over streams of requests."""
+    """Measures a ladder over streams of requests.
+
+    Args:
+        backbone: the model.
+        pruner: the pruner.
+        pad: returns the padded shapes of a request.
+        streams: the streams.
+        decoded: number of decoded tokens of each answer.
+    """
     count = functools.cache(functools.partial(count_flops, backbone, pruner))
     read = 2 * llm_flops(backbone.config.text, 1, 0).layer_macs / BYTES_PER_SECOND
     programs, compiling, work, time = [], [], np.zeros(2), np.zeros(2)
@@ -169,7 +194,7 @@ def measure(
 
 
 def main(arguments: list[str] | None = None):
-    """Prints a table for each model and budget."""
+    """Runs the command: prints a table for each model and budget."""
     parser = Parser(prog="tools.bench.buckets", description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["qwen3-vl-8b", "qwen2.5-vl-7b"])
     parser.add_argument("--rows", nargs="+", default=["all", "stepprune@2/9", "stepprune@own"])
@@ -184,18 +209,18 @@ def main(arguments: list[str] | None = None):
         if not isinstance(backbone, QwenBackbone):
             parser.error(f"--models: {name} has images of few sizes, expected a Qwen")
         streams = [
-            draw_stream(backbone, seed, flags.images, flags.sides, flags.text)
+            random_stream(backbone, seed, flags.images, flags.sides, flags.text)
             for seed in range(flags.seeds)
         ]
         for row in read_rows(flags.rows, backbone.config, 1, "float32"):
-            before = functools.partial(
-                pad_apart, backbone, row.pruner, LADDERS["four per doubling"]
+            separate = functools.partial(
+                pad_separately, backbone, row.pruner, LADDERS["four per doubling"]
             )
-            ways = {"image and row apart": before}
+            ladders = {"image and row apart": separate}
             for ladder, sizes in LADDERS.items():
-                ways[ladder] = functools.partial(pad_jointly, backbone, row.pruner, sizes)
+                ladders[ladder] = functools.partial(pad_jointly, backbone, row.pruner, sizes)
             cells = []
-            for ladder, pad in ways.items():
+            for ladder, pad in ladders.items():
                 cost = measure(backbone, row.pruner, pad, streams, flags.new_tokens)
                 spread = f"{min(cost.programs)} to {max(cost.programs)}"
                 compiling = f"{np.mean(cost.compiling):.1f} ({max(cost.compiling)})"

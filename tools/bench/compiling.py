@@ -1,11 +1,10 @@
-"""Processor time to trace and to compile a policy's first update and its first choice.
+"""Measures the processor time to trace and compile a policy's first update and first selection.
 
     python -m tools.bench.compiling
 
-The policy is in front of a model that takes no time: the loss is the mean square of its tokens. An
-update has AdamW, as in examples/own_model.py. The compiler uses several threads, so the processor
-time tells how long a busy machine takes. With `--before PATH`, another checkout of this package is
-measured in turn with this one.
+The policy precedes a model without cost: the loss is the mean square of the tokens. The optimizer
+is AdamW, as in examples/own_model.py. Processor time is the sum over the compiler's threads. With
+`--before PATH`, the command also measures another checkout of this package, in alternation.
 """
 
 import json
@@ -30,7 +29,7 @@ WORDS = 16
 
 
 def update_of(loss: Callable[..., Any], optimizer: optax.GradientTransformation) -> Callable:
-    """Returns a training step of a policy for a loss of (policy, key, image, text)."""
+    """Returns the training step of a policy for a loss of (policy, key, image, text)."""
 
     def update(policy, moments, key, image, text):
         def of_params(params):
@@ -49,13 +48,13 @@ def gate_loss(policy, key, image, text):
     return policy.train_loss(key, image, text, lambda tokens: (tokens**2).mean())
 
 
-def sets_loss(policy, key, image, text):
-    """Computes the loss of sampled sets."""
+def rloo_loss(policy, key, image, text):
+    """Computes the loss of RLOO on sampled subsets."""
     return policy.rloo_loss(key, image, text, lambda kept: (kept.tokens**2).mean((-1, -2)))
 
 
 def programs(num_tokens: int, width: int, batch: int) -> dict[str, tuple[Callable, tuple]]:
-    """Returns functions of a policy, and the shapes of their arguments."""
+    """Returns the functions of a policy by name, with the shapes of their arguments."""
     config = sp.PolicyConfig(feature_width=width, text_width=width, num_heads=4)
     stats = sp.FeatureStats.start(width)
     policy = jax.eval_shape(lambda key: sp.StepPrune.init(key, config, stats), jax.random.key(0))
@@ -66,20 +65,20 @@ def programs(num_tokens: int, width: int, batch: int) -> dict[str, tuple[Callabl
     image = shape((batch, num_tokens, width), jnp.float32)
     text = shape((batch, WORDS, width), jnp.float32)
 
-    def choose(policy, image, text):
+    def select(policy, image, text):
         return policy.select(image, text, capacity=kept)
 
     state = policy, moments, key, image, text
     return {
         "update through the gate": (update_of(gate_loss, optimizer), state),
-        "update on sampled sets": (update_of(sets_loss, optimizer), state),
-        "choice of an exact number": (choose, (policy.with_budget(kept), image, text)),
-        "choice with the learned stop": (choose, (policy, image, text)),
+        "update by RLOO on sampled subsets": (update_of(rloo_loss, optimizer), state),
+        "selection of an exact number": (select, (policy.with_budget(kept), image, text)),
+        "selection with the learned stop": (select, (policy, image, text)),
     }
 
 
 def measure(num_tokens: int, width: int, batch: int) -> dict[str, tuple[float, float]]:
-    """Returns processor seconds to trace and to compile each program."""
+    """Returns the processor seconds to trace and to compile each program."""
     seconds = {}
     for name, (function, shapes) in programs(num_tokens, width, batch).items():
         start = time.process_time()
@@ -90,21 +89,21 @@ def measure(num_tokens: int, width: int, batch: int) -> dict[str, tuple[float, f
     return seconds
 
 
-def in_process(checkout: Path, arguments: list[str]) -> dict[str, tuple[float, float]]:
-    """Measures a checkout in a fresh process, without a cache of programs."""
+def measure_in_process(checkout: Path, arguments: list[str]) -> dict[str, tuple[float, float]]:
+    """Measures a checkout in a new process without a program cache."""
     environment = {**os.environ, "PYTHONPATH": str(checkout), "JAX_COMPILATION_CACHE_DIR": ""}
     command = [sys.executable, __file__, "--json", *arguments]
     return json.loads(subprocess.check_output(command, env=environment, text=True))
 
 
 def main(arguments: list[str] | None = None):
-    """Prints a table for each number of tokens."""
+    """Runs the command: prints a table for each number of tokens."""
     parser = Parser(prog="tools.bench.compiling", description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=integer_from(2), nargs="+", default=[144, 576, 2928])
     parser.add_argument("--width", type=integer_from(4), default=64)
     parser.add_argument("--batch", type=integer_from(1), default=8)
     parser.add_argument("--repeats", type=integer_from(1), default=3)
-    parser.add_argument("--before", type=Path, help="another checkout, measured in turn")
+    parser.add_argument("--before", type=Path, help="another checkout to measure in alternation")
     parser.add_argument("--json", action="store_true", help="measure once, and print JSON")
     flags = parser.parse_args(arguments)
     if flags.json:
@@ -114,7 +113,7 @@ def main(arguments: list[str] | None = None):
     checkouts = {"this": here} | ({} if flags.before is None else {"before": flags.before})
     print(machine(), flush=True)
     for tokens in flags.tokens:
-        arguments_of_run = [
+        run_arguments = [
             "--tokens",
             str(tokens),
             "--width",
@@ -125,7 +124,7 @@ def main(arguments: list[str] | None = None):
         runs = {name: [] for name in checkouts}
         for _ in range(flags.repeats):
             for name, checkout in checkouts.items():
-                runs[name].append(in_process(checkout, arguments_of_run))
+                runs[name].append(measure_in_process(checkout, run_arguments))
         rows = []
         for program in runs["this"][0]:
             cells = [program]

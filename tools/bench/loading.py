@@ -1,4 +1,4 @@
-"""Loading speed of a synthetic checkpoint whose matrices have the sizes of LLaVA-1.5-7B."""
+"""Times the loading of a random checkpoint whose matrices have the sizes of LLaVA-1.5-7B."""
 
 import os
 import tempfile
@@ -22,8 +22,8 @@ WIDE = {
 LAYER_BYTES = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
 
 
-def forget(files: list[Path]) -> bool:
-    """Drops files from the system's cache if possible; returns whether it did."""
+def drop_from_cache(files: list[Path]) -> bool:
+    """Drops files from the system's cache. Returns False on systems that cannot do this."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for file in files:
@@ -43,7 +43,7 @@ def read_all(files: list[Path]) -> None:
 
 
 def report(gigabytes: float, repeats: int) -> str:
-    """Writes a bfloat16 folder, loads it onto the default device, and tabulates GB/s."""
+    """Writes a bfloat16 checkpoint, times its loading, and returns a table with GB/s."""
     layers = max(1, round(1e9 * gigabytes / LAYER_BYTES))
     with tempfile.TemporaryDirectory() as folder:
         text = {**WIDE, "num_hidden_layers": layers}
@@ -54,16 +54,17 @@ def report(gigabytes: float, repeats: int) -> str:
             "load_vlm": lambda: jax.block_until_ready(load_vlm(folder, progress=False).params),
             "plain reading": lambda: read_all(files),
         }
-        sources = ["disk", "cache"] if forget(files) else ["cache"]
+        sources = ["disk", "cache"] if drop_from_cache(files) else ["cache"]
         seconds = {(name, source): [] for source in sources for name in calls}
         for _ in range(repeats):
             for name, source in seconds:
                 if source == "disk":
-                    forget(files)
+                    drop_from_cache(files)
                 start = time.perf_counter()
                 calls[name]()
                 seconds[name, source].append(time.perf_counter() - start)
     rows = [
-        [name, source, min(taken), size / min(taken)] for (name, source), taken in seconds.items()
+        [name, source, min(durations), size / min(durations)]
+        for (name, source), durations in seconds.items()
     ]
     return table([f"loading {size:.2f} GB", "from", "s", "GB/s"], rows)

@@ -1,8 +1,9 @@
-"""Memory per device of a backbone's programs, from compilation alone.
+"""Reads the memory per device of a model's programs from the compiler.
 
     python -m tools.bench.memory --model llava-7b --mesh single data tensor data_tensor
 
-Nothing is allocated and no weights are needed: the programs are compiled for virtual CPU devices.
+The command compiles the programs for virtual CPU devices. It needs no weights and allocates no
+arrays.
 """
 
 import functools
@@ -35,7 +36,7 @@ def compiled_programs(
     programs: Iterable[str] = ("encode", "prefill", "decode"),
     dtype: Any = jnp.bfloat16,
 ) -> dict[str, Any]:
-    """Compiles the backbone's programs for a mesh from shapes only."""
+    """Compiles the programs of a model for a mesh, from shapes without arrays."""
     config, text = backbone.config, backbone.config.text
     slots = (text.num_layers, batch, text.num_kv_heads, length + max_new_tokens, text.head_dim)
     shape = jax.ShapeDtypeStruct
@@ -56,18 +57,18 @@ def compiled_programs(
         return vlm.decode_step(params, config, token, cache)
 
     params = vlm.abstract_params(backbone, dtype)
-    placed = shardings(params, backbone.SHARDING_RULES, mesh)
-    cache_at = shardings(cache, CACHE_RULES, mesh)
+    param_shardings = shardings(params, backbone.SHARDING_RULES, mesh)
+    cache_shardings = shardings(cache, CACHE_RULES, mesh)
     inputs = {"encode": (pixels,), "prefill": (sequence,), "decode": (cache, row)}
-    inputs_at = {
+    input_shardings = {
         "encode": shardings((pixels,), BATCH_RULES, mesh),
         "prefill": shardings((sequence,), BATCH_RULES, mesh),
-        "decode": (cache_at, shardings(row, BATCH_RULES, mesh)),
+        "decode": (cache_shardings, shardings(row, BATCH_RULES, mesh)),
     }
     functions = {
         "encode": (encode, None),
-        "prefill": (prefill, vlm.Prefill(None, cache_at)),
-        "decode": (decode, (None, cache_at)),
+        "prefill": (prefill, vlm.Prefill(None, cache_shardings)),
+        "decode": (decode, (None, cache_shardings)),
     }
     options = OPTIONS.get(jax.default_backend())
     compiled = {}
@@ -75,7 +76,7 @@ def compiled_programs(
         function, out_shardings = functions[name]
         jitted = jax.jit(
             function,
-            in_shardings=(placed, *inputs_at[name]),
+            in_shardings=(param_shardings, *input_shardings[name]),
             out_shardings=out_shardings,
             donate_argnums=1 if name == "decode" else (),
         )
@@ -85,7 +86,7 @@ def compiled_programs(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table: one line for each model, mesh and program, in GiB per device."""
+    """Runs the command: prints a row for each model, mesh and program, in GiB per device."""
     parser = Parser(prog="tools.bench.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=list(MODELS), help="name or config.json")
     parser.add_argument(
@@ -96,19 +97,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--length", type=integer_from(1), default=640, help="tokens after expansion"
     )
     parser.add_argument("--max_new_tokens", type=integer_from(1), default=64)
-    options = parser.parse_args(arguments)
-    backbones = {name: find_backbone(name) for name in options.model}
+    flags = parser.parse_args(arguments)
+    backbones = {name: find_backbone(name) for name in flags.model}
     print(
-        f"batch {options.batch}, {options.length} + {options.max_new_tokens} tokens, bfloat16, "
+        f"batch {flags.batch}, {flags.length} + {flags.max_new_tokens} tokens, bfloat16, "
         "GiB per device"
     )
     columns = ("model", "mesh", "devices", "program", *Usage._fields)
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for name, backbone in backbones.items():
-        for preset in options.mesh:
+        for preset in flags.mesh:
             devices = {"single": 1}.get(preset, 4 if "_" in preset else 2)
             mesh = build_mesh(preset, jax.devices()[:devices])
-            sizes = options.batch, options.length, options.max_new_tokens
+            sizes = flags.batch, flags.length, flags.max_new_tokens
             compiled = compiled_programs(backbone, mesh, *sizes)
             for program, executable in compiled.items():
                 sizes = " | ".join(f"{size / 2**30:.2f}" for size in usage(executable))
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Before jax is asked for devices.
+    # Set before jax looks for devices.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     exit_with("tools.bench.memory", main)

@@ -1,11 +1,11 @@
-"""Cost of the policy at the paper's size: N = 576, L_txt = 64, T_max = 288, D = 1024.
+"""Measures the cost of the policy at the paper's size: N = 576, L_txt = 64, T_max = 288, D = 1024.
 
     python -m tools.bench.policy
 
-This prints the temporary memory of the gradient through the selection at several
-T_max, for the loop and the parallel estimator, the time of each and how far they differ; the time
-of the pointer loop step by step and with tables over slots, with one and two decoder layers; and
-the policy's operations per image.
+The command prints the temporary memory of the gradient through the selection for several T_max,
+with the loop and with the parallel estimator, the time of both gradients, and their difference. It
+also prints the time of the pointer loop step by step and with slot tables, for one and two decoder
+layers, and the policy's operations per image.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def selection_gradient(params, memory, weights, *, config, steps, name):
 
 
 def temporary_bytes(config: PolicyConfig, num_tokens: int, steps: int, name: str) -> int:
-    """Returns the temporary memory planned for `selection_gradient` at batch 1."""
+    """Returns the temporary memory of `selection_gradient` at batch 1, as the compiler plans it."""
     float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     params = policy.abstract_policy(config)
     memory = float32((1, num_tokens + 1, config.policy_width))
@@ -61,7 +61,7 @@ def temporary_bytes(config: PolicyConfig, num_tokens: int, steps: int, name: str
 
 
 def memory_rows(config: PolicyConfig, num_tokens: int, steps: list[int]) -> list[list[object]]:
-    """Tabulates MiB per estimator and T_max, and their growth."""
+    """Returns a row for each estimator: MiB for each T_max, and their ratio."""
     plan = {
         name: [temporary_bytes(config, num_tokens, t, name) / 2**20 for t in steps]
         for name in ESTIMATORS
@@ -70,11 +70,11 @@ def memory_rows(config: PolicyConfig, num_tokens: int, steps: list[int]) -> list
 
 
 def relative_difference(a, b) -> float:
-    """Returns the largest ||a - b|| / ||b|| over the leaves of two trees; 0 where both are zero."""
+    """Returns the largest ||a - b|| / ||b|| over the leaves of two trees, with 0 / 0 = 0."""
 
     def of_leaf(x: jax.Array, y: jax.Array) -> float:
         difference, size = float(jnp.linalg.norm(x - y)), float(jnp.linalg.norm(y))
-        if difference == 0:  # also of a weight that has no part in the selection
+        if difference == 0:  # Both are zero for a weight that does not affect the selection.
             return 0.0
         return difference / size if size else math.inf
 
@@ -82,7 +82,7 @@ def relative_difference(a, b) -> float:
 
 
 def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: int) -> str:
-    """Reports times and differences of the estimators' gradients."""
+    """Returns a table with the times of the gradients, and the difference of the estimators."""
     weights = jax.random.normal(jax.random.key(2), (memory.shape[0], memory.shape[1] - 1))
     calls = {
         name: functools.partial(
@@ -92,7 +92,9 @@ def gradient_report(config: PolicyConfig, params, memory, steps: int, repeats: i
     }
     seconds = time_side_by_side(calls, repeats)
     grads = {name: call() for name, call in calls.items()}
-    rows = [[name, 1e3 * s, seconds["loop"] / s] for name, s in seconds.items()]
+    rows = [
+        [name, 1e3 * duration, seconds["loop"] / duration] for name, duration in seconds.items()
+    ]
     difference = relative_difference(grads["parallel"], grads["loop, feedback cut"])
     return f"""{table(["gradient", "ms", "loop / this"], rows)}
 
@@ -100,13 +102,13 @@ parallel and loop, feedback cut: relative difference {difference:.3g}"""
 
 
 def step_by_step(*arguments):
-    """Wraps the pointer's step, as tables are built only for the built-in decoder."""
+    """Calls the pointer's step. The wrapper disables slot tables, which need the built-in step."""
     return POINTER.step(*arguments)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "group", "tables"))
 def pick(params, memory, budget, *, config, steps, group=1, tables=True):
-    """Chooses `budget` tokens."""
+    """Selects `budget` tokens."""
     decoder = POINTER if tables else policy.DecoderFns(POINTER.init, step_by_step)
     limits = Limits(budget, max_steps=steps, group=group)
     episode = start_episode(params, config, memory, limits=limits, decoder=decoder)
@@ -114,9 +116,9 @@ def pick(params, memory, budget, *, config, steps, group=1, tables=True):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
-def pick_and_stop(params, memory, most, *, config, steps):
-    """Chooses the same number, but checks the stop, which never wins."""
-    limits = Limits(max_tokens=most, max_steps=steps)
+def pick_and_stop(params, memory, max_tokens, *, config, steps):
+    """Selects `max_tokens` tokens, and evaluates a stop that never ends the selection."""
+    limits = Limits(max_tokens=max_tokens, max_steps=steps)
     episode = start_episode(params, config, memory, limits=limits, stop_bias=-1e6)
     return selection.pick(params, config, episode)
 
@@ -133,46 +135,48 @@ class Size(NamedTuple):
 def loop_report(
     config: PolicyConfig, size: Size, layers: list[int], groups: list[int], repeats: int
 ) -> str:
-    """Reports times of the encoder and of implementations of the pointer loop."""
+    """Returns a table with the times of the encoder and of variants of the pointer loop."""
     batch, num_tokens, steps, kept = size
-    draw = functools.partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
-    memory = draw(jax.random.key(1), (batch, num_tokens + 1, config.policy_width))
-    image = draw(jax.random.key(3), (batch, num_tokens, config.feature_width))
-    text = draw(jax.random.key(4), (batch, 64, config.text_width))
+    normal = functools.partial(jax.random.normal, dtype=jnp.dtype(config.dtype))
+    memory = normal(jax.random.key(1), (batch, num_tokens + 1, config.policy_width))
+    image = normal(jax.random.key(3), (batch, num_tokens, config.feature_width))
+    text = normal(jax.random.key(4), (batch, 64, config.text_width))
     budget = jnp.full(batch, kept)
     encode = jax.jit(policy.encode)
-    calls, of = {}, {}
+    calls, baselines = {}, {}
     for count in layers:
         shape = dataclasses.replace(config, decoder_layers=count)
         params = policy.init_policy(jax.random.key(0), shape)
         params = policy.cast_weights(params, shape.dtype)
         if not calls:
             calls["encoder"] = functools.partial(encode, params, shape, policy.Inputs(image, text))
-        ways = {"step by step": functools.partial(pick, tables=False)}
-        ways["tables, and the stop"] = pick_and_stop
+        functions = {"step by step": functools.partial(pick, tables=False)}
+        functions["tables, and the stop"] = pick_and_stop
         for group in groups:
             name = "tables" if group == 1 else f"tables, {group} tokens a step"
-            ways[name] = functools.partial(pick, group=group)
-        for name, way in ways.items():
+            functions[name] = functools.partial(pick, group=group)
+        for name, function in functions.items():
             name = f"{name}; {count} decoder layer{'s' * (count > 1)}"
-            calls[name] = functools.partial(way, params, memory, budget, config=shape, steps=steps)
-            of[name] = f"step by step{name[name.index(';') :]}"
+            calls[name] = functools.partial(
+                function, params, memory, budget, config=shape, steps=steps
+            )
+            baselines[name] = f"step by step{name[name.index(';') :]}"
     seconds = time_side_by_side(calls, repeats)
     rows = [
         [
             name,
-            1e3 * s,
-            1e6 * s / kept if name in of else "-",
-            seconds[of[name]] / s if name in of else "-",
+            1e3 * duration,
+            1e6 * duration / kept if name in baselines else "-",
+            seconds[baselines[name]] / duration if name in baselines else "-",
         ]
-        for name, s in seconds.items()
+        for name, duration in seconds.items()
     ]
     header = [f"batch {batch}, {kept} tokens", "ms", "us a token", "step by step / this"]
     return table(header, rows)
 
 
 def main(arguments: list[str] | None = None):
-    """Runs the parts of the benchmark that the flags select."""
+    """Runs the command."""
     parser = Parser(prog="tools.bench.policy", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--num_tokens", type=integer_from(1), default=576)
@@ -188,7 +192,7 @@ def main(arguments: list[str] | None = None):
     n, steps = flags.num_tokens, flags.steps
     if not flags.kept <= steps <= n:
         parser.error(f"expected --kept ({flags.kept}) <= --steps ({steps}) <= --num_tokens ({n})")
-    # gradients are measured with the deepest decoder
+    # Gradients are measured with the deepest decoder.
     config = PolicyConfig(
         feature_width=flags.width, dtype=flags.dtype, decoder_layers=max(flags.layers)
     )

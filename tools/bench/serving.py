@@ -1,10 +1,11 @@
-"""Load on a service: vLLM alone, and behind a front that prunes, on this machine's CPU.
+"""Measures the load of a service: vLLM by itself, and our server with vLLM, on the CPU.
 
     python -m tools.bench.serving --clients 1 4 16 32
 
-A LLaVA of about 190 million random weights, 576 visual tokens an image, and an untrained policy
-whose stop bias is set so that it keeps 64 of them on average. Clients ask in a closed loop, each
-about an image of its own, for short answers. `make test-serving` builds vLLM's environment.
+The model is a LLaVA of about 190 million random weights with 576 visual tokens per image. The
+policy is untrained, with a stop bias that keeps 64 tokens on average. Each client sends its next
+request after the last answer, always with a new image, and asks for short answers. `make
+test-serving` builds vLLM's environment.
 """
 
 import argparse
@@ -72,30 +73,36 @@ ENGINE_FLAGS = ("--dtype", "float32", "--max-model-len", "1024", *CHAT)
 QUESTION = "What is in this picture?"
 
 
-class Way(NamedTuple):
-    """A way of serving: its name, whether the front is in between, and fields of its requests."""
+class Mode(NamedTuple):
+    """A mode of serving.
+
+    Attributes:
+        name: name in the table.
+        has_server: whether our server receives the requests, instead of vLLM.
+        fields: fields of the requests.
+    """
 
     name: str
-    front: bool
+    has_server: bool
     fields: Mapping[str, Any]
 
 
-WAYS = (
-    Way("vLLM alone", False, {"temperature": 0, "add_special_tokens": False}),
-    Way("front, all tokens", True, {"pruner": "all"}),
-    Way(f"front, {KEPT} tokens", True, {"budget": KEPT}),
-    Way("front, by its stop", True, {}),
+MODES = (
+    Mode("vLLM by itself", False, {"temperature": 0, "add_special_tokens": False}),
+    Mode("server, all tokens", True, {"pruner": "all"}),
+    Mode(f"server, {KEPT} tokens", True, {"budget": KEPT}),
+    Mode("server, learned stop", True, {}),
 )
 
 
 class Load(NamedTuple):
-    """What a load has shown.
+    """Measurements of a load.
 
     Attributes:
-        rate: requests per second, from the first question to the last answer.
-        median: seconds to the first token.
-        late: their 99th percentile.
-        kept: mean number of visual tokens kept; nan where it is not told.
+        rate: requests per second, from the first request to the last answer.
+        median: median seconds to the first token.
+        late: 99th percentile of the seconds to the first token.
+        kept: mean number of kept visual tokens; NaN for vLLM, which reports no number.
     """
 
     rate: float
@@ -105,7 +112,7 @@ class Load(NamedTuple):
 
 
 def write_model(folder: Path) -> float:
-    """Writes the model and the policy, and returns the millions of weights."""
+    """Writes the model and the policy, and returns the number of weights in millions."""
     testing.tiny_llava(folder / "model", vision=VISION, text=TEXT)
     (folder / "model" / "processor_config.json").write_text(json.dumps(PROCESSOR))
     model = load_vlm(folder / "model", dtype=jnp.float32, progress=False)
@@ -116,42 +123,52 @@ def write_model(folder: Path) -> float:
     encoded = pipeline.encode(model, request.images)
     steps = config.steps(576)
     ranking = pipeline.rank(model, policy, request.prompts(), encoded, steps)
-    low, high = -50.0, 50.0
+    low_bias, high_bias = -50.0, 50.0
     for _ in range(40):
-        bias = (low + high) / 2
+        bias = (low_bias + high_bias) / 2
         mean = float(np.mean(count_at_bias(ranking.margin, bias, config.min_tokens)))
-        low, high = (bias, high) if mean > KEPT else (low, bias)
+        low_bias, high_bias = (bias, high_bias) if mean > KEPT else (low_bias, bias)
     save_policy(policy.replace(stop_bias=bias), folder / "policy.safetensors")
     return sum(leaf.size for leaf in jax.tree.leaves(model.params)) / 1e6
 
 
-def picture(random: np.random.Generator) -> Image.Image:
-    """Draws an image that no other request has, so that no cache answers."""
-    small = random.integers(0, 256, (24, 24, 3), np.uint8)
+def picture(rng: np.random.Generator) -> Image.Image:
+    """Returns a random image, different for each request, so that no cache has its answer."""
+    small = rng.integers(0, 256, (24, 24, 3), np.uint8)
     return Image.fromarray(small).resize((336, 336), Image.Resampling.BICUBIC)
 
 
-def message(random: np.random.Generator) -> dict[str, Any]:
-    """Returns a user's message with a picture."""
+def message(rng: np.random.Generator) -> dict[str, Any]:
+    """Returns a user's message with a random image."""
     file = io.BytesIO()
-    picture(random).save(file, "JPEG")
+    picture(rng).save(file, "JPEG")
     url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
     parts = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": url}}]
     return {"role": "user", "content": parts}
 
 
 async def load(
-    address: str, name: str, way: Way, clients: int, requests: int, tokens: int, seed: int
+    address: str, name: str, mode: Mode, clients: int, requests: int, tokens: int, seed: int
 ) -> Load:
-    """Asks a number of requests in a closed loop."""
-    fields = {"model": name, "max_tokens": tokens, "stream": True, **way.fields}
+    """Sends requests from several clients, each after its last answer, and measures them.
+
+    Args:
+        address: address of the service.
+        name: name of the model.
+        mode: the mode of serving.
+        clients: number of clients.
+        requests: number of requests of all clients.
+        tokens: length limit of answers.
+        seed: seed of the images.
+    """
+    fields = {"model": name, "max_tokens": tokens, "stream": True, **mode.fields}
     fields["stream_options"] = {"include_usage": True}
-    random, first, kept, left = np.random.default_rng(seed), [], [], iter(range(requests))
+    rng, first_tokens, kept, remaining = np.random.default_rng(seed), [], [], iter(range(requests))
 
     async def ask(client: httpx2.AsyncClient) -> None:
-        for _ in left:
-            body = {**fields, "messages": [message(random)]}
-            begin, taken, usage = time.perf_counter(), None, {}
+        for _ in remaining:
+            body = {**fields, "messages": [message(rng)]}
+            start_time, first_token, usage = time.perf_counter(), None, {}
             async with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise RuntimeError((await response.aread()).decode())
@@ -159,76 +176,81 @@ async def load(
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
                         usage = event.get("usage") or usage
-                        if taken is None and event["choices"] and _has_token(event, way):
-                            taken = time.perf_counter() - begin
-            if taken is None or not usage:
+                        if first_token is None and event["choices"] and _has_token(event, mode):
+                            first_token = time.perf_counter() - start_time
+            if first_token is None or not usage:
                 raise RuntimeError("an answer was cut off")
-            first.append(taken)
+            first_tokens.append(first_token)
             kept.append(usage.get("visual_tokens_kept", np.nan))
 
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     async with httpx2.AsyncClient(base_url=address, timeout=600, trust_env=False) as client:
         await asyncio.gather(*(ask(client) for _ in range(clients)))
-    rate = requests / (time.perf_counter() - begin)
-    return Load(rate, *np.percentile(first, [50, 99]).tolist(), float(np.mean(kept)))
+    rate = requests / (time.perf_counter() - start_time)
+    return Load(rate, *np.percentile(first_tokens, [50, 99]).tolist(), float(np.mean(kept)))
 
 
-def _has_token(event: dict[str, Any], way: Way) -> bool:
-    """Returns whether an event is of a token: vLLM sends the role before it has one."""
-    return way.front or "role" not in event["choices"][0]["delta"]
+def _has_token(event: dict[str, Any], mode: Mode) -> bool:
+    """Returns whether an event has a token. The first event of vLLM has only the role."""
+    return mode.has_server or "role" not in event["choices"][0]["delta"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a line for each way and number of clients."""
+    """Runs the command: prints a row for each mode and number of clients."""
     parser = Parser(prog="tools.bench.serving", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--clients", type=integer_from(1), nargs="+", default=[1, 4, 16, 32])
-    add("--requests", type=integer_from(1), default=16, help="of a load, or 1.5 for each client")
-    add("--tokens", type=integer_from(1), default=16, help="of an answer")
-    given = parser.parse_args(argv)
+    add(
+        "--requests",
+        type=integer_from(1),
+        default=16,
+        help="number of requests, at least 1.5 per client",
+    )
+    add("--tokens", type=integer_from(1), default=16, help="length limit of answers")
+    flags = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="serving-"))
     try:
         millions = write_model(folder)
         print(f"{machine()}; {millions:.0f} million weights, float32\n", flush=True)
         with Vllm(folder / "model", folder / "vllm.log", *ENGINE_FLAGS) as engine:
             port = free_port()
-            command = [sys.executable, "-m", "stepprune_jax.serving", "--dtype", "float32"]
+            command = [sys.executable, "-m", "stepprune_jax.cli.serve", "--dtype", "float32"]
             command += ["--model", folder / "model", "--policy", folder / "policy.safetensors"]
             command += ["--engine", engine.address, "--engine_timeout", 600, "--port", port]
-            front = subprocess.Popen([*map(str, command)])
+            server = subprocess.Popen([*map(str, command)])
             try:
-                _measure(engine, f"http://127.0.0.1:{port}", given)
+                _measure(engine, f"http://127.0.0.1:{port}", flags)
             finally:
-                front.terminate()
-                front.wait()
+                server.terminate()
+                server.wait()
     finally:
         shutil.rmtree(folder)
 
 
-def _measure(engine: Vllm, front: str, given: argparse.Namespace) -> None:
-    """Prints the table, once the programs of each size of a batch are there."""
+def _measure(engine: Vllm, server_address: str, flags: argparse.Namespace) -> None:
+    """Waits for the server, compiles its programs for all batch sizes, and prints the table."""
     while True:
         try:
-            httpx2.get(f"{front}/health")
+            httpx2.get(f"{server_address}/health")
             break
         except httpx2.TransportError:
             time.sleep(0.5)
 
-    def run(way: Way, clients: int, requests: int, seed: int) -> Load:
-        place = (front, "model") if way.front else (engine.address, engine.name)
-        return asyncio.run(load(*place, way, clients, requests, given.tokens, seed))
+    def run(mode: Mode, clients: int, requests: int, seed: int) -> Load:
+        target = (server_address, "model") if mode.has_server else (engine.address, engine.name)
+        return asyncio.run(load(*target, mode, clients, requests, flags.tokens, seed))
 
-    for way in WAYS:
-        for size in (1, 2, 4, 8) if way.front else (1,):
-            run(way, size, size, size)
+    for mode in MODES:
+        for size in (1, 2, 4, 8) if mode.has_server else (1,):
+            run(mode, size, size, size)
     print("| | clients | requests | requests/s | first token p50 s | p99 s | tokens kept |")
     print(f"|{' --- |' * 7}", flush=True)
-    for number in given.clients:
-        total = max(given.requests, 3 * number // 2)
-        for way in WAYS:
-            rate, median, late, kept = run(way, number, total, 1000 + number)
+    for number in flags.clients:
+        total = max(flags.requests, 3 * number // 2)
+        for mode in MODES:
+            rate, median, late, kept = run(mode, number, total, 1000 + number)
             cells = f"{rate:.2f} | {median:.2f} | {late:.2f} | {kept:.1f}"
-            print(f"| {way.name} | {number} | {total} | {cells} |", flush=True)
+            print(f"| {mode.name} | {number} | {total} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Memory and compiled programs of a long-running process that answers varied requests.
+"""Measures memory and compiled programs of a long-running process that answers varied requests.
 
     python -m tools.bench.soak --generations 3000
 
-Each generation has another batch size, number and sizes of images, lengths of prompts, pruner and
-budget. Both figures must level off: shapes are padded to buckets, and no state of earlier requests
-is kept.
+Each generation has a different batch size, number and size of images, length of prompts, pruner
+and budget. Memory and programs must level off, because shapes are padded to buckets and requests
+leave no state.
 """
 
 import itertools
@@ -27,80 +27,83 @@ from stepprune_jax.registry import build_pruner
 from stepprune_jax.selectors import Policy
 from tools.bench.timing import machine
 
-# Most prompts of a batch, images of a prompt, words of a prompt, and pixels of an image's side.
-MOST_PROMPTS, MOST_IMAGES, MOST_WORDS, MOST_PIXELS = 2, 1, 40, 1000
-LONGEST_ANSWER = 8
-LOOKS = 10  # measurements after the first
-# What keeps tokens, and whether it is given a budget.
+# Limits: prompts of a batch, images of a prompt, words of a prompt, pixels of an image's side.
+MAX_PROMPTS, MAX_IMAGES, MAX_WORDS, MAX_PIXELS = 2, 1, 40, 1000
+MAX_NEW_TOKENS = 8
+NUM_MEASUREMENTS = 10  # After the first measurement.
+# Pruners, and whether they have a budget.
 PRUNERS = (("all", False), ("cls", True), ("stepprune", True), ("stepprune", False))
 
 
-# Maps are mapped regions of memory, of which Linux allows a process 65,530 by default; a program on
-# a CPU takes some for each of its kernels.
+# Maps are mapped regions of memory. Linux limits a process to 65,530 maps by default, and a program
+# on a CPU needs some maps for each of its kernels.
 HEADER = "| generations | programs | resident MiB | maps | s |"
 
 
 def requests(
-    words: Sequence[str], policy: Policy, most: int
+    words: Sequence[str], policy: Policy, max_budget: int
 ) -> Iterator[tuple[list[str], list[list[Image.Image]], Pruner]]:
-    """Yields random prompts, their images, and a pruner, endlessly."""
-    random = np.random.default_rng(0)
+    """Yields an endless stream of requests: prompts, images of each prompt, and a pruner."""
+    rng = np.random.default_rng(0)
     while True:
-        name, given = PRUNERS[random.integers(len(PRUNERS))]
-        budget = int(random.integers(1, most + 1)) if given else None
+        name, has_budget = PRUNERS[rng.integers(len(PRUNERS))]
+        budget = int(rng.integers(1, max_budget + 1)) if has_budget else None
         trained = policy if name == "stepprune" else None
         pruner = build_pruner(name, budget, policy=trained)
         prompts, images = [], []
-        for _ in range(random.integers(1, MOST_PROMPTS + 1)):
-            count = int(MOST_WORDS ** random.random())
-            prompts.append(" ".join(random.choice(words, count)))
-            images.append([_image(random) for _ in range(random.integers(MOST_IMAGES + 1))])
+        for _ in range(rng.integers(1, MAX_PROMPTS + 1)):
+            count = int(MAX_WORDS ** rng.random())
+            prompts.append(" ".join(rng.choice(words, count)))
+            images.append([_random_image(rng) for _ in range(rng.integers(MAX_IMAGES + 1))])
         yield prompts, images, pruner
 
 
-def _image(random: np.random.Generator) -> Image.Image:
-    """Draws noise of any size, constant over blocks of pixels."""
-    size = (MOST_PIXELS ** random.random(2)).astype(int)
-    small = random.integers(0, 256, (*np.maximum(size // 16, 1), 3), np.uint8)
+def _random_image(rng: np.random.Generator) -> Image.Image:
+    """Returns noise of a random size, constant over blocks of pixels."""
+    size = (MAX_PIXELS ** rng.random(2)).astype(int)
+    small = rng.integers(0, 256, (*np.maximum(size // 16, 1), 3), np.uint8)
     return Image.fromarray(small).resize(tuple(map(int, size[::-1])), Image.Resampling.NEAREST)
 
 
-def _look(generations: int, begin: float) -> str:
-    """Returns a line on the process's current resources; `begin` is its start on the clock."""
+def _measure(generations: int, start_time: float) -> str:
+    """Returns a row with the current resources of the process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     maps = Path("/proc/self/maps").read_bytes().count(b"\n")
     megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start_time
     cells = f"{generations:,} | {num_compiled()} | {megabytes:,.0f} | {maps:,} | {seconds:.0f}"
     return f"| {cells} |"
 
 
 def soak(generations: int) -> Iterator[str]:
-    """Answers random requests with the shipped model in this process; yields lines of a table."""
+    """Answers random requests with the shipped model, and yields the rows of the table."""
     model = load_vlm("shapes", dtype=jnp.float32, progress=False)
     policy = load_policy("shapes")
     words = sorted(word for word in model.tokenizer.get_vocab() if word.isalpha())
-    most = policy.config.steps(model.config.max_image_tokens)
-    begin = time.perf_counter()
-    yield _look(0, begin)
-    asked = itertools.islice(requests(words, policy, most), generations)
-    options = RunOptions(LONGEST_ANSWER)
-    for number, (prompts, images, method) in enumerate(asked, start=1):
-        generate(model, prompts, images, method, options=options)
-        if number * LOOKS // generations > (number - 1) * LOOKS // generations:
-            yield _look(number, begin)
+    max_budget = policy.config.steps(model.config.max_image_tokens)
+    start_time = time.perf_counter()
+    yield _measure(0, start_time)
+    stream = itertools.islice(requests(words, policy, max_budget), generations)
+    options = RunOptions(MAX_NEW_TOKENS)
+    for number, (prompts, images, pruner) in enumerate(stream, start=1):
+        generate(model, prompts, images, pruner, options=options)
+        if (
+            number * NUM_MEASUREMENTS // generations
+            > (number - 1) * NUM_MEASUREMENTS // generations
+        ):
+            yield _measure(number, start_time)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a line for each measurement."""
+    """Runs the command: prints a row for each measurement."""
     parser = Parser(prog="tools.bench.soak", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--generations", type=integer_from(1), default=3000, help="number of generations"
     )
-    arguments = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     print(f"{machine()}\n", flush=True)
     print(f"{HEADER}\n{'| ---: ' * 5}|", flush=True)
-    for line in soak(arguments.generations):
+    for line in soak(flags.generations):
         print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Timing of compiled functions side by side."""
+"""Times functions in alternation."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import jax
 
 
 def machine() -> str:
-    """Describes the machine of the measurements in one line."""
+    """Returns a line that describes the machine."""
     device, processor = jax.devices()[0], platform.processor() or platform.machine()
     return (
         f"{jax.device_count()} x {device.device_kind} ({device.platform}), {processor}, "
@@ -23,7 +23,15 @@ def time_side_by_side(
     repeats: int,
     setups: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """Returns median seconds of each call, in turns, so that drift affects all equally."""
+    """Returns the median seconds of each call.
+
+    The calls alternate, so that drift of the machine affects all of them equally.
+
+    Args:
+        calls: functions by name.
+        repeats: number of timed calls of each function, after one call that is not timed.
+        setups: functions by name that return the argument of a call; not timed.
+    """
     setups = setups or {}
 
     def run(name, call):
@@ -38,4 +46,4 @@ def time_side_by_side(
     for _ in range(repeats):
         for name, call in calls.items():
             seconds[name].append(run(name, call))
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+    return {name: statistics.median(durations) for name, durations in seconds.items()}

@@ -1,7 +1,6 @@
-"""A Llama of `transformers` with our weights, as the reference of the benchmarks.
+"""Builds a Llama of `transformers` with our weights, the reference of the benchmarks.
 
-torch and the models of `transformers` are imported inside the functions: nothing else of the
-package needs them.
+The functions import torch and `transformers`, because the package needs neither of them.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ def to_torch(array: Array | np.ndarray, device: str = "cpu") -> Any:
     import torch
 
     host = np.array(array)
-    if host.dtype == np.dtype("bfloat16"):  # torch does not know numpy's bfloat16, so by its bits
+    if host.dtype == np.dtype("bfloat16"):  # torch cannot read numpy's bfloat16, only its bits.
         return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16).to(device)
     return torch.from_numpy(host).to(device)
 
@@ -45,7 +44,7 @@ def build(language: dict[str, Any], config: LlavaConfig, device: str = "cpu") ->
 
 
 def _tensors(params: dict[str, Any], config: LlavaConfig, device: str) -> Iterator[tuple[str, Any]]:
-    """Yields tensors of weights under their canonical names."""
+    """Yields the weights as tensors, with their names in Hugging Face checkpoints."""
     flat, backbone = weights.flatten(params), Llava(config)
     for target in backbone.weight_targets(vlm.abstract_params(backbone)):
         if target.path in flat:
@@ -76,14 +75,14 @@ def prefill(model: Any, embeddings: Any, kind: str, capacity: int) -> tuple[Any,
 
     cache = new_cache(model, kind, capacity)
     with torch.inference_mode():
-        # By position: transformers 5.24 renamed the cache's argument.
+        # Positional, because transformers 5.24 renamed the argument of the cache.
         output = model(None, None, None, cache, embeddings, use_cache=True, logits_to_keep=1)
     wait(embeddings.device.type)
     return output.logits[:, -1], cache
 
 
 def decode(model: Any, cache: Any, tokens: Any) -> Any:
-    """Reads tokens [t, b] one by one and returns the last logits [b, v]; extends the cache."""
+    """Decodes with given tokens [t, b], extends the cache, and returns the last logits [b, v]."""
     import torch
 
     with torch.inference_mode():

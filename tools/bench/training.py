@@ -1,11 +1,11 @@
-r"""Updates of a training run, timed at full size without real weights or data.
+r"""Times the updates of a training run at full size, without real weights or data.
 
     python -m tools.bench.training --config configs/llava7b.py --model llava-7b
 
-The run is the configuration's, on all devices that jax sees, with random weights of the model's
-shape, drawn on the devices, and with synthetic images and conversations in LLaVA's format, which go
-through the usual pipeline. Prints the time of an update, model FLOP utilisation, peak memory, how
-long an update waits for its batch, and the policy's share.
+The run is the run of the configuration, on all devices of jax. Weights are random and made on the
+devices. Images and conversations are random files in LLaVA's format, which pass the usual input
+pipeline. The command prints the time of an update, model FLOP utilization, peak memory, how long an
+update waits for its batch, and the policy's part.
 """
 
 import collections
@@ -42,11 +42,11 @@ from stepprune_jax.user_input import expect
 from tools.bench.drawn_data import write_conversations, write_model
 from tools.bench.timing import machine
 
-# Updates in flight before the host waits for one, as in a run.
+# Updates in flight before the host waits for an update, as in train.py.
 _IN_FLIGHT = 2
-# Updates before timing starts, while the pipeline fills.
+# Updates before the timing, which fill the pipeline.
 _WARM_UP = 3
-# Number of images; none is cached, so each is read and decoded every time.
+# Number of images. They are not cached, so each batch reads and decodes its images.
 _IMAGES = 256
 # Timed updates of the same batch.
 _REPEATS = 10
@@ -54,19 +54,19 @@ _NAME = "tools.bench.training"
 
 
 class Measured(NamedTuple):
-    """Measurements of a run; seconds are of one update, operations on all devices.
+    """Measurements of a run. Seconds are of one update, and operations of all devices.
 
     Attributes:
-        update: mean time between updates, fed by the pipeline.
-        wait: mean time in which the host has no batch; updates in flight hide some of it.
+        update: mean time between updates with the input pipeline.
+        wait: mean time that the host waits for a batch. Updates in flight hide some of it.
         fed: mean time of an update whose batch is ready.
-        policy: mean time of the policy's part alone, with inputs ready: forward, backward and
-            optimiser, in front of a language model that costs nothing.
+        policy: mean time of the policy's forward, backward and optimizer, with a language model
+            without cost.
         model_flops: operations of an update without recomputation by `remat`.
         flops: operations of the program.
         policy_flops: operations of the policy's part.
-        planned: memory on each device, as the compiler plans it.
-        peak: largest memory in use on a device, in bytes; None if jax does not report it.
+        planned: memory of a device, as the compiler plans it.
+        peak: largest memory in use on a device in bytes; None if jax does not report it.
     """
 
     update: float
@@ -92,7 +92,15 @@ class _Bench(NamedTuple):
 
 
 def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path) -> Measured:
-    """Times updates of a run."""
+    """Times the updates of a run.
+
+    Args:
+        run: configuration of the run.
+        fields: config.json of the model.
+        steps: number of timed updates.
+        ids: tokens of a conversation, with its image as one token.
+        folder: folder for the random data.
+    """
     run = replace_data(run, fields, ids, folder, _IMAGES)
     mesh = make_mesh(run)
     source, batches = _open(run, folder)
@@ -107,12 +115,14 @@ def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path
     state = jax.jit(step.init_state, static_argnums=1)(init_key, setup)
     stats = FeatureStats.start(setup.backbone.config.vision.hidden_size)
     bench = _Bench(params, *replicate_like(params, (state, stats, key)), setup, batches)
-    seconds, wait, bench = _through_the_pipeline(bench, update, steps)
+    seconds, wait, bench = _time_with_pipeline(bench, update, steps)
     peak = peak_memory()
     batch = place_rows(mesh, batches[0])
-    fed, bench = _repeated(bench, lambda b, n: update(b.params, b.state, b.stats, batch, b.key, n))
-    compiled, policy_flops = _policy_alone(bench, batch)
-    policy, _ = _repeated(bench, lambda b, n: compiled(b.state, b.stats, b.key, n))
+    fed, bench = _time_repeatedly(
+        bench, lambda b, n: update(b.params, b.state, b.stats, batch, b.key, n)
+    )
+    compiled, policy_flops = _compile_policy_part(bench, batch)
+    policy, _ = _time_repeatedly(bench, lambda b, n: compiled(b.state, b.stats, b.key, n))
     return Measured(
         seconds,
         wait,
@@ -127,7 +137,7 @@ def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path
 
 
 def replace_data(run: Run, fields: dict[str, Any], ids: int, folder: Path, images: int) -> Run:
-    """Writes model and data; returns the settings of a run on them."""
+    """Writes a random model and random data, and returns the run with these folders."""
     return run.replace(
         {
             "model.folder": str(write_model(folder / "model", fields)),
@@ -143,41 +153,43 @@ def replace_data(run: Run, fields: dict[str, Any], ids: int, folder: Path, image
 
 
 def _open(run: Run, folder: Path) -> tuple[ModelFolder, Batches]:
-    """Opens the pipeline."""
+    """Opens the model folder and the input pipeline."""
     source, data = inspect_folder(run.model.folder), training_source(run.data, folder)
     batches = open_batches(run, data, file_identity(data.file), source, say=lambda line: None)
     return source, batches
 
 
-def _through_the_pipeline(
+def _time_with_pipeline(
     bench: _Bench, update: Callable[..., Any], steps: int
 ) -> tuple[float, float, _Bench]:
-    """Returns mean seconds of an update and of waiting for a batch, as in a run."""
-    state, flying, wait, begin = bench.state, collections.deque(), 0.0, 0.0
+    """Returns the mean seconds of an update and of waiting for a batch, and the final state."""
+    state, in_flight, wait, start_time = bench.state, collections.deque(), 0.0, 0.0
     stream = bench.batches.stream(_WARM_UP + steps)
     try:
         for number in range(_WARM_UP + steps):
             if number == _WARM_UP:
                 jax.block_until_ready(state)
-                begin, wait = time.perf_counter(), 0.0
-            asked = time.perf_counter()
+                start_time, wait = time.perf_counter(), 0.0
+            wait_start = time.perf_counter()
             batch = next(stream)
-            wait += time.perf_counter() - asked
+            wait += time.perf_counter() - wait_start
             batch = place_rows(bench.setup.forward.mesh, batch)
             state, scalars = update(
                 bench.params, state, bench.stats, batch, bench.key, np.int32(number)
             )
-            flying.append(scalars["loss"])
-            if len(flying) > _IN_FLIGHT:
-                jax.block_until_ready(flying.popleft())
+            in_flight.append(scalars["loss"])
+            if len(in_flight) > _IN_FLIGHT:
+                jax.block_until_ready(in_flight.popleft())
         jax.block_until_ready(state)
     finally:
         stream.close()
-    return (time.perf_counter() - begin) / steps, wait / steps, bench._replace(state=state)
+    return (time.perf_counter() - start_time) / steps, wait / steps, bench._replace(state=state)
 
 
-def _repeated(bench: _Bench, update: Callable[[_Bench, np.int32], Any]) -> tuple[float, _Bench]:
-    """Returns mean seconds of consecutive updates, after one that is not timed."""
+def _time_repeatedly(
+    bench: _Bench, update: Callable[[_Bench, np.int32], Any]
+) -> tuple[float, _Bench]:
+    """Returns the mean seconds of updates, after one update without timing, and the state."""
     for number in range(_REPEATS + 1):
         if number == 1:
             jax.block_until_ready(bench.state)
@@ -187,16 +199,18 @@ def _repeated(bench: _Bench, update: Callable[[_Bench, np.int32], Any]) -> tuple
     return (time.perf_counter() - begin) / _REPEATS, bench
 
 
-def _policy_alone(bench: _Bench, batch: step.TrainingBatch) -> tuple[Callable[..., Any], float]:
-    """Returns the compiled policy's part of an update for one batch, and its operations."""
+def _compile_policy_part(
+    bench: _Bench, batch: step.TrainingBatch
+) -> tuple[Callable[..., Any], float]:
+    """Returns the compiled policy's part of an update, and its number of operations."""
     setup = bench.setup
     inputs = jax.jit(step.selector_inputs, static_argnames=("setup",))(
         bench.params, setup=setup, batch=batch
     )
 
     def learn(state, stats, inputs, key, number):
-        def loss(given):  # of all tokens, or of those of each set, as a language model's
-            tokens = given.tokens if setup.policy_gradient.samples else given
+        def loss(kept_tokens):
+            tokens = kept_tokens.tokens if setup.policy_gradient.samples else kept_tokens
             axes = (-2, -1) if setup.policy_gradient.samples else None
             return jnp.mean(tokens.astype(jnp.float32), axis=axes)
 
@@ -214,17 +228,17 @@ def _policy_alone(bench: _Bench, batch: step.TrainingBatch) -> tuple[Callable[..
 
 
 def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
-    """Formats the measurements line by line."""
+    """Yields the lines of the report."""
     yield f"update        {measured.update:.4g} s, fed by the pipeline"
     yield f"              {measured.fed:.4g} s with the batch at hand"
     rate = measured.model_flops / measured.update
-    done = f"{measured.model_flops / 1e12:.4g} TFLOPs an update, {rate / 1e12:.4g} TFLOP/s"
+    rate_text = f"{measured.model_flops / 1e12:.4g} TFLOPs an update, {rate / 1e12:.4g} TFLOP/s"
     if name:
         peak = devices * ACCELERATORS[name].flops
-        again = f"{measured.flops / measured.update / peak:.1%} with recomputation by remat"
-        yield f"MFU           {rate / peak:.1%} of {devices} {name} ({again}); {done}"
+        recomputed = f"{measured.flops / measured.update / peak:.1%} with recomputation by remat"
+        yield f"MFU           {rate / peak:.1%} of {devices} {name} ({recomputed}); {rate_text}"
     else:
-        yield f"MFU           none: no peak is known of this device; {done}"
+        yield f"MFU           none: no peak is known of this device; {rate_text}"
     planned = f"the compiler planned {measured.planned.total / 2**30:.2f} GiB"
     if measured.peak is None:
         yield f"peak memory   not reported by this device; {planned}"
@@ -239,26 +253,31 @@ def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and prints."""
+    """Runs the command."""
     parser = Parser(prog=_NAME, description=__doc__.splitlines()[0])
     add_config(parser)
-    known = ", ".join(MODELS)
-    parser.add_argument("--model", default="llava-7b", help=f"shape: a folder, or one of {known}")
+    model_names = ", ".join(MODELS)
+    parser.add_argument(
+        "--model", default="llava-7b", help=f"shape: a folder, or one of {model_names}"
+    )
     parser.add_argument("--steps", type=integer_from(1), default=50, help="timed updates")
     parser.add_argument(
-        "--ids", type=integer_from(1), default=640, help="ids of a conversation, its image as one"
+        "--ids",
+        type=integer_from(1),
+        default=640,
+        help="tokens of a conversation, with its image as one token",
     )
-    given, run = read_config(parser, arguments, Run)
-    model, ids = given.model, given.ids
-    most = 1 + run.data.context_limit - find_backbone(model).config.max_image_tokens
-    expect("--ids", ids, ids <= most, f"at most {most}, as config.data.context_limit allows")
+    flags, run = read_config(parser, arguments, Run)
+    model, ids = flags.model, flags.ids
+    max_ids = 1 + run.data.context_limit - find_backbone(model).config.max_image_tokens
+    expect("--ids", ids, ids <= max_ids, f"at most {max_ids}, as config.data.context_limit allows")
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     fields = MODELS[model] if model in MODELS else json.loads(path.read_text())
     with tempfile.TemporaryDirectory() as folder, memory_advice(run):
-        measured = measure(run, fields, given.steps, ids, Path(folder))
+        measured = measure(run, fields, flags.steps, ids, Path(folder))
     mesh = make_mesh(run)
     print(machine())
-    print(f"{model}, mesh {run.mesh}, {run.batch_size} rows of {ids} ids; {given.steps} updates")
+    print(f"{model}, mesh {run.mesh}, {run.batch_size} rows of {ids} ids; {flags.steps} updates")
     name = known_as(jax.devices()[0].device_kind)
     for line in report(measured, mesh.size if mesh else 1, name):
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""vLLM as it is, on this machine's CPU, in the environment that `make test-serving` builds."""
+"""Starts an unmodified vLLM on the CPU, in the environment that `make test-serving` builds."""
 
 import contextlib
 import os
@@ -20,30 +20,37 @@ _SETTINGS = {
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens on."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
+    """Returns a free port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 class Vllm:
-    """A server of one model.
+    """A vLLM server of one model.
 
     Attributes:
-        address: its address.
-        name: the model's name there.
-        port: its port.
+        address: address of the server.
+        name: name of the model in requests.
+        port: port of the server.
     """
 
     def __init__(self, model: Path, log: Path, *flags: str, port: int | None = None):
-        """Starts it, with its output in a file; further flags are passed on."""
+        """Starts the server.
+
+        Args:
+            model: folder of the model.
+            log: file for the output.
+            *flags: further flags of vLLM.
+            port: the port; None takes a free port.
+        """
         self.port = port = port or free_port()
         self.address, self.name, self._log = f"http://127.0.0.1:{port}", str(model), Path(log)
         command = [PYTHON, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server"]
-        given = ["--model", model, "--host", "127.0.0.1", "--port", port, *flags]
+        arguments = ["--model", model, "--host", "127.0.0.1", "--port", port, *flags]
         with self._log.open("wb") as file:
             self._process = subprocess.Popen(
-                [*map(str, (*command, *given, "--enable-prompt-embeds"))],
+                [*map(str, (*command, *arguments, "--enable-prompt-embeds"))],
                 env=os.environ | _SETTINGS,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -51,7 +58,7 @@ class Vllm:
             )
 
     def wait(self, seconds: float = 300) -> "Vllm":
-        """Waits until it answers."""
+        """Waits until the server is healthy."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.is_alive:
             with contextlib.suppress(httpx2.TransportError):
@@ -63,11 +70,11 @@ class Vllm:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process of the server is there."""
+        """Whether the process of the server is running."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kills it with all of its processes."""
+        """Kills all processes of the server."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,1 +1,1 @@
-"""All that a GPU is wanted for, in one command of a few minutes: `python -m tools.card`."""
+"""Measures a GPU in one command of a few minutes: `python -m tools.card`."""

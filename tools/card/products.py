@@ -1,6 +1,7 @@
-"""Products of a language model: XLA's choice, cuBLASLt's and Triton's, in two layouts.
+"""Times the matrix products of a language model with XLA's choice, cuBLASLt and Triton.
 
-A program has 50: of 10 inputs with each of 5 matrices in turn, which are more than a cache holds.
+A program has 50 products, of 10 inputs with 5 matrices, which together exceed the cache. Matrices
+have two layouts.
 """
 
 import functools
@@ -30,19 +31,26 @@ def products(inputs: list[jax.Array], matrices: list[jax.Array], axis: int) -> l
     return [jax.lax.dot_general(x, matrix, dimensions) for x, matrix in pairs]
 
 
-def draw(count: int, *shape: int) -> list[jax.Array]:
-    """Draws arrays."""
+def random_arrays(count: int, *shape: int) -> list[jax.Array]:
+    """Returns random bfloat16 arrays of one shape."""
     keys = jax.random.split(jax.random.key(count), count)
     return [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
 
 
 def measure(rows: int, k: int, n: int, axis: int) -> dict[str, float | str]:
-    """Returns microseconds of a product, and TB of the matrix a second, or why there are none."""
-    inputs, matrices = draw(_INPUTS, rows, k), draw(_MATRICES, *((n, k) if axis else (k, n)))
-    given, measured = functools.partial(products, axis=axis), {}
+    """Measures a product [rows, k] x [k, n] with each backend.
+
+    Returns:
+        Microseconds of a product and TB/s of the matrix, or the error of a backend.
+    """
+    inputs, matrices = (
+        random_arrays(_INPUTS, rows, k),
+        random_arrays(_MATRICES, *((n, k) if axis else (k, n))),
+    )
+    multiply, measured = functools.partial(products, axis=axis), {}
     for name, options in _BACKENDS.items():
         options = (OPTIONS.get(jax.default_backend()) or {}) | options
-        call = functools.partial(jax.jit(given, compiler_options=options), inputs, matrices)
+        call = functools.partial(jax.jit(multiply, compiler_options=options), inputs, matrices)
         try:
             seconds = time_side_by_side({name: call}, _REPEATS)[name] / (_INPUTS * _MATRICES)
         except jax.errors.JaxRuntimeError as error:
@@ -56,14 +64,14 @@ def measure(rows: int, k: int, n: int, axis: int) -> dict[str, float | str]:
 
 
 def main() -> None:
-    """Measures shape by shape, those of 128 rows first."""
-    given = figures.parser(__doc__).parse_args()
-    text = find_backbone(given.model).config.text
+    """Runs the command."""
+    flags = figures.parser(__doc__).parse_args()
+    text = find_backbone(flags.model).config.text
     e, f = text.hidden_size, text.intermediate_size
     for rows, (k, n) in itertools.product(_ROWS, ((e, e), (e, 3 * e), (e, 2 * f), (f, e))):
         for axis, layout in enumerate(("[in, out]", "[out, in]")):
-            what = f"{rows} x {k} x {n}, {layout}"
-            figures.add(given.out, what, **measure(rows, k, n, axis))
+            description = f"{rows} x {k} x {n}, {layout}"
+            figures.add(flags.out, description, **measure(rows, k, n, axis))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Updates of `train.py`: time, share of the card's peak, and memory, beside what a dry run plans.
+"""Measures time, utilization and memory of the updates of `train.py`, and of its dry run.
 
-All is as in the command but the weights, which are drawn, as images and conversations are. Where
-the batch does not fit the device, it is halved.
+Weights, images and conversations are random. If the batch does not fit into the device's memory, it
+is halved.
 """
 
 import json
@@ -27,40 +27,46 @@ from tools.card import figures
 
 
 def measure(out: Path, run: Run, workdir: Path) -> None:
-    """Plans a run and makes its updates, until it has ended or is asked to."""
-    name, size = known_as(jax.devices()[0].device_kind), f"batch {run.batch_size}"
+    """Measures the dry run and the updates of a run.
+
+    Args:
+        out: file for the measurements.
+        run: configuration of the run.
+        workdir: folder of the run.
+    """
+    name, label = known_as(jax.devices()[0].device_kind), f"batch {run.batch_size}"
     plan = dry_run(run, workdir)
-    planned = {"planned_gib": plan.memory.total / 2**30, "tflops": plan.flops / 1e12}
-    figures.add(out, f"{size}, dry run", **planned, assumed_share=run.accelerator.utilisation)
+    plan_numbers = {"planned_gib": plan.memory.total / 2**30, "tflops": plan.flops / 1e12}
+    figures.add(out, f"{label}, dry run", **plan_numbers, assumed_share=run.accelerator.utilisation)
     setup = make_step_config(run, run.model.inspect().backbone, make_mesh(run))
     weights = abstract_weights(setup, jnp.dtype(run.model.dtype))
     load.load_params = lambda *_, **__: random_weights(weights)
     train(run, workdir)
-    last, peak = read_rows(workdir / METRICS)[-1], peak_memory()
-    seconds = run.batch_size / last["images_per_s"]
-    measured = {"updates": last["step"], "update_s": seconds}
-    measured |= {} if peak is None else {"peak_gib": peak / 2**30}
+    last_row, peak_bytes = read_rows(workdir / METRICS)[-1], peak_memory()
+    seconds = run.batch_size / last_row["images_per_s"]
+    measured = {"updates": last_row["step"], "update_s": seconds}
+    measured |= {} if peak_bytes is None else {"peak_gib": peak_bytes / 2**30}
     if name is not None:
         measured["share_of_peak"] = plan.flops / seconds / plan.devices / ACCELERATORS[name].flops
-    figures.add(out, size, **measured)
+    figures.add(out, label, **measured)
 
 
 def main() -> None:
-    """Measures, at the batch of the configuration or the largest half of it that fits."""
+    """Runs the command."""
     parser = figures.parser(__doc__)
     add_config(parser)
-    given, run = read_config(parser, None, Run)
-    fields, ids = MODELS.get(given.model), run.accelerator.ids
-    fields = fields or json.loads(Path(given.model).read_text(encoding="utf-8"))
+    flags, run = read_config(parser, None, Run)
+    fields, ids = MODELS.get(flags.model), run.accelerator.ids
+    fields = fields or json.loads(Path(flags.model).read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as folder:
         run = replace_data(run, fields, ids, Path(folder), run.steps * run.batch_size)
         while True:
             try:
-                return measure(given.out, run, Path(folder) / f"batch{run.batch_size}")
-            except UserError as error:  # raised by `memory_advice`
+                return measure(flags.out, run, Path(folder) / f"batch{run.batch_size}")
+            except UserError as error:  # Raised by `memory_advice`.
                 if "out of device memory" not in str(error) or run.batch_size == 1:
                     raise
-                figures.add(given.out, f"batch {run.batch_size}", none=str(error)[:200])
+                figures.add(flags.out, f"batch {run.batch_size}", none=str(error)[:200])
                 run = run.replace({"batch_size": run.batch_size // 2})
 
 

@@ -13,11 +13,19 @@ import httpx2
 import jax.numpy as jnp
 import openai
 import pytest
-from servers import PATIENCE, ask, begin_chat, front_before, opened, until, user
+from servers import (
+    PATIENCE,
+    ask,
+    openai_client,
+    send_chat,
+    serve_with_engine,
+    user_message,
+    wait_until,
+)
 from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
-from tools.bench.serving import WAYS, load
+from tools.bench.serving import MODES, load
 
 MOST, LONG, CROWD = 64, 1500, 2_000
 # Requests pass tower and policy one by one, so that one program of each is compiled.
@@ -53,12 +61,12 @@ def test_an_engine_that_is_killed_and_started_again(model, wide_llava, start):
         except openai.APIError as error:
             outcomes[type(error).__name__] += 1
 
-    front = front_before(engine.address, model, batching=ONE_BY_ONE)
-    with front as address, opened(address) as client:
+    front = serve_with_engine(engine.address, model, batching=ONE_BY_ONE)
+    with front as address, openai_client(address) as client:
         ask(client, "two", [noise(0)], 2)
         threads = [threading.Thread(target=stream, args=(number,)) for number in range(24)]
         [thread.start() for thread in threads]
-        until(lambda: running(engine) > 0)
+        wait_until(lambda: running(engine) > 0)
         engine.kill()
         [thread.join(PATIENCE) for thread in threads]
         assert not any(thread.is_alive() for thread in threads)
@@ -74,30 +82,30 @@ def test_an_engine_that_is_killed_and_started_again(model, wide_llava, start):
 @pytest.mark.parametrize("stream", [True, False])
 def test_vllm_stops_what_nobody_waits_for(model, wide_llava, start, stream):
     engine, clients = start(wide_llava), 16
-    body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": LONG}
+    body = {"model": "tiny", "messages": [user_message("two", noise(1))], "max_tokens": LONG}
     body |= {"stream": stream, "logit_bias": ENDLESS}
 
     def generated():
         return figure(engine, "generation_tokens_total")
 
-    front = front_before(engine.address, model, batching=ONE_BY_ONE)
-    with front as address, opened(address) as client:
+    front = serve_with_engine(engine.address, model, batching=ONE_BY_ONE)
+    with front as address, openai_client(address) as client:
         ask(client, "two", [noise(1)], 2)
         before = generated()
-        connections = [begin_chat(address, body) for _ in range(clients)]
-        until(lambda: running(engine) == clients)
+        connections = [send_chat(address, body) for _ in range(clients)]
+        wait_until(lambda: running(engine) == clients)
         if stream:
             [connection.getresponse().readline() for connection in connections]
         [connection.close() for connection in connections]
         left = clients * LONG - (generated() - before)
-        until(lambda: running(engine) == 0)
+        wait_until(lambda: running(engine) == 0)
         assert clients * LONG - (generated() - before) > left / 2
 
 
 def test_thousands_of_requests_at_once(model, wide_llava, start):
     """All are answered, most of them with 429, in bounded memory; afterwards all is as before."""
     engine = start(wide_llava)
-    body = {"model": "tiny", "messages": [user("two", noise(1))], "max_tokens": 8}
+    body = {"model": "tiny", "messages": [user_message("two", noise(1))], "max_tokens": 8}
 
     async def crowd(address):
         limits = httpx2.Limits(max_connections=500)
@@ -112,8 +120,8 @@ def test_thousands_of_requests_at_once(model, wide_llava, start):
             await asyncio.gather(*(post() for _ in range(CROWD)))
         return statuses, max(memory)
 
-    front = front_before(engine.address, model, MOST, batching=ONE_BY_ONE)
-    with front as address, opened(address) as client:
+    front = serve_with_engine(engine.address, model, max_in_flight=MOST, batching=ONE_BY_ONE)
+    with front as address, openai_client(address) as client:
         ask(client, "two", [noise(1)], 2)
         before = resident()
         statuses, most = asyncio.run(crowd(address))
@@ -121,16 +129,16 @@ def test_thousands_of_requests_at_once(model, wide_llava, start):
         assert statuses[200] >= MOST
         assert most - before < 1 << 30, (before, most)  # the clients' share included
         metrics = f"{address}/metrics"
-        until(lambda: "stepprune_in_flight 0\n" in httpx2.get(metrics, timeout=PATIENCE).text)
+        wait_until(lambda: "stepprune_in_flight 0\n" in httpx2.get(metrics, timeout=PATIENCE).text)
         assert len(ask(client, "two", [noise(1)], 2).choices[0].token_ids) == 2
 
 
 def test_a_load_reads_the_answers_of_vllm_and_of_the_front(model, wide_llava, start):
     """The figures of a load are those of `tests/tools/test_serving_benchmark.py`."""
     engine = start(wide_llava)
-    with front_before(engine.address, model, batching=ONE_BY_ONE) as address:
-        alone = asyncio.run(load(engine.address, engine.name, WAYS[0], 4, 8, 3, 0))
-        behind = asyncio.run(load(address, "tiny", WAYS[1], 4, 8, 3, 0))
+    with serve_with_engine(engine.address, model, batching=ONE_BY_ONE) as address:
+        alone = asyncio.run(load(engine.address, engine.name, MODES[0], 4, 8, 3, 0))
+        behind = asyncio.run(load(address, "tiny", MODES[1], 4, 8, 3, 0))
     assert math.isnan(alone.kept) and behind.kept == 9
 
 

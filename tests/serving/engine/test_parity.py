@@ -4,7 +4,7 @@ import concurrent.futures
 
 import jax.numpy as jnp
 import numpy as np
-from servers import ask, front_before, opened, user
+from servers import ask, openai_client, serve_with_engine, user_message
 from small_world import TEXTS, stepprune
 from visual import noise
 
@@ -40,7 +40,10 @@ def compare(model, address, policy, asked):
         fields = {"pruner": pruner} | ({} if budget is None else {"budget": budget})
         return ask(client, text, images, MOST, **fields)
 
-    with opened(address) as client, concurrent.futures.ThreadPoolExecutor(CLIENTS) as threads:
+    with (
+        openai_client(address) as client,
+        concurrent.futures.ThreadPoolExecutor(CLIENTS) as threads,
+    ):
         found = list(threads.map(through, asked))
     counts, differ = set(), []
     for one, answer in zip(asked, found, strict=True):
@@ -68,7 +71,7 @@ def test_requests_to_a_llava(wide_llava, start):
     pruners += [("visionzip", 6), ("divprune", 9)]
     # The front has no layers of the language model.
     front_model = loaded(wide_llava, "embeddings")
-    with front_before(engine.address, front_model, batching=FOUR, policy=policy) as address:
+    with serve_with_engine(engine.address, front_model, batching=FOUR, policy=policy) as address:
         compare(model, address, policy, list(requests(64, pruners)))
 
 
@@ -78,7 +81,7 @@ def test_requests_to_a_qwen_with_compact_positions(wide_qwen, start):
     policy = stepprune(feature_width=64, text_width=64).replace(stats=None)
     engine = start(wide_qwen)
     pruners = [("stepprune", None), ("grid", 4), ("all", None)]
-    with front_before(engine.address, model, batching=FOUR, policy=policy) as address:
+    with serve_with_engine(engine.address, model, batching=FOUR, policy=policy) as address:
         compare(model, address, policy, list(requests(24, pruners, (16, 60))))
 
 
@@ -87,15 +90,15 @@ def test_with_all_tokens_the_answers_are_vllms_own(wide_llava, start):
     model = loaded(wide_llava)
     engine = start(wide_llava)
     with (
-        front_before(engine.address, model) as address,
-        opened(address) as front,
-        opened(engine.address) as vllm,
+        serve_with_engine(engine.address, model) as address,
+        openai_client(address) as front,
+        openai_client(engine.address) as vllm,
     ):
         for number, text in enumerate(TEXTS * 3):
             found = ask(front, text, [noise(number)], MOST)
             own = vllm.chat.completions.create(
                 model=engine.name,
-                messages=[user(text, noise(number))],
+                messages=[user_message(text, noise(number))],
                 max_tokens=MOST,
                 temperature=0,
                 extra_body={"return_token_ids": True},

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from stepprune_jax.data.json_files import write_json_lines
 
 
-class Asked(NamedTuple):
+class AnsweredQuestion(NamedTuple):
     """A question about an image, with its answer.
 
     Attributes:
         question: the question.
         answer: one word.
-        category: kind of question, for tables.
+        category: kind of question, a column of tables.
         image: path of the image in the folder `images/`.
     """
 
@@ -24,26 +24,26 @@ class Asked(NamedTuple):
     image: str
 
 
-def write_conversations(out: Path, questions: Sequence[Asked]) -> None:
-    """Writes `train.json`: all questions about an image as one conversation."""
-    turns: dict[str, list[dict[str, str]]] = {}
+def write_conversations(out: Path, questions: Sequence[AnsweredQuestion]) -> None:
+    """Writes `train.json`, with one conversation for all questions about an image."""
+    conversations: dict[str, list[dict[str, str]]] = {}
     for question, answer, _, image in questions:
-        turns_of_image = turns.setdefault(image, [])
-        turns_of_image.append(
-            {"from": "human", "value": question if turns_of_image else f"<image>\n{question}"}
+        conversation = conversations.setdefault(image, [])
+        conversation.append(
+            {"from": "human", "value": question if conversation else f"<image>\n{question}"}
         )
-        turns_of_image.append({"from": "gpt", "value": answer})
+        conversation.append({"from": "gpt", "value": answer})
     samples = [
-        {"id": Path(image).stem, "image": image, "conversations": turns_of_image}
-        for image, turns_of_image in turns.items()
+        {"id": Path(image).stem, "image": image, "conversations": conversation}
+        for image, conversation in conversations.items()
     ]
     (out / "train.json").write_text(json.dumps(samples, indent=0) + "\n", encoding="utf-8")
 
 
-def write_questions(out: Path, split: str, asked_questions: Sequence[Asked]) -> None:
+def write_questions(out: Path, split: str, answered_questions: Sequence[AnsweredQuestion]) -> None:
     """Writes `SPLIT.jsonl` and `SPLIT_answers.jsonl`."""
     questions, answers = [], []
-    for number, (question, answer, category, image) in enumerate(asked_questions):
+    for number, (question, answer, category, image) in enumerate(answered_questions):
         name = f"{split}_{number:06d}"
         questions.append(
             {"question_id": name, "image": image, "text": question, "category": category}

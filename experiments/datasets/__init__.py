@@ -1,1 +1,0 @@
-"""Public toy data sets as folders in LLaVA's format."""

@@ -1,1 +1,0 @@
-"""Answers question by question, and what studies say about them."""
