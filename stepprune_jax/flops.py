@@ -15,7 +15,7 @@ from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.policy.buckets import bucket_ladder, choose_bucket
 from stepprune_jax.policy.pointer_cache import table_bytes, tabulates_pairs
-from stepprune_jax.policy.selection import BLOCK, MOST_TABLE_BYTES
+from stepprune_jax.policy.selection import BLOCK, MAX_TABLE_BYTES
 from stepprune_jax.user_input import expect
 
 
@@ -87,7 +87,7 @@ def policy_flops(
     history_rows = config.steps(n)
     if exact:  # the loop runs the number of steps of the budget's bucket
         history_rows = choose_bucket(min(kept, history_rows), bucket_ladder(history_rows))
-    has_tables = table_bytes(config, num_slots) <= MOST_TABLE_BYTES
+    has_tables = table_bytes(config, num_slots) <= MAX_TABLE_BYTES
     if has_tables:
         table_flops, step_flops = _table_loop_flops(config, n, history_rows, group)
         num_steps = -(-num_selected // group)

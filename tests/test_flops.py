@@ -147,7 +147,7 @@ def test_tables_over_pairs_count_only_where_they_are_computed(layers, monkeypatc
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_loop_without_tables_counts_the_decoders_own_steps(layers, monkeypatch):
     for module in ("flops", "policy.selection"):
-        monkeypatch.setattr(f"stepprune_jax.{module}.MOST_TABLE_BYTES", 1)
+        monkeypatch.setattr(f"stepprune_jax.{module}.MAX_TABLE_BYTES", 1)
     config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers)
     assert traced_choice(config, policy.Limits(1)) == policy_flops(config, 40, 5, 1)["total"]
 

@@ -42,7 +42,10 @@ def read_generation_config(folder: Path, config: Json) -> tuple[Json, float]:
         file, text_config = folder / "config.json", config.get("text_config")
         raw = dict(text_config) if isinstance(text_config, dict) else {}
         raw |= {name: value for name, value in config.items() if value is not None}
-    rules = {"eos_token_id": token_ids_rule("eos_token_id"), "penalty": number_rule("repetition_penalty", 1.0)}
+    rules = {
+        "eos_token_id": token_ids_rule("eos_token_id"),
+        "penalty": number_rule("repetition_penalty", 1.0),
+    }
     fields = read_fields(raw, str(file), rules)
     penalty = fields.pop("penalty")
     ignored = [

@@ -222,7 +222,7 @@ def policy_file(path: str | Path) -> Path:
 def _expected_tensors(config: SelectorConfig, has_stats: bool) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shape and dtype of every tensor in a policy's file, by name."""
     method = selector_of(config)
-    expected = weights.flatten(jax.eval_shape(lambda: method.draw_params(jax.random.key(0))))
+    expected = weights.flatten(jax.eval_shape(lambda: method.init_params(jax.random.key(0))))
     if has_stats:
         stats = jax.eval_shape(lambda: FeatureStats.start(config.feature_width))
         expected |= {f"stats/{name}": leaf for name, leaf in stats._asdict().items()}

@@ -100,7 +100,7 @@ def _read_row(name: str, config: ModelConfig, decoder_layers: int, dtype: str) -
             config_type(**{field: value for field, value in settings.items() if field in fields})
         )
         # Shapes only: `random_policy` makes the arrays.
-        params = jax.eval_shape(selector.draw_params, jax.random.key(0))
+        params = jax.eval_shape(selector.init_params, jax.random.key(0))
         policy = selector.replace(params=params)
     # `measure.with_stop_bias` replaces the bias of a mean budget once there are weights and images.
     bias = 0.0 if policy and budget.startswith("mean") else None
@@ -122,5 +122,5 @@ def random_policy(row: BenchRow) -> BenchRow:
 @functools.cache  # All budgets of a method share one policy.
 def _random_params(config: Any) -> tuple[Any, FeatureStats]:
     """Returns random weights of a policy, and statistics that leave features unchanged."""
-    params = jax.jit(selector_of(config).draw_params)(jax.random.key(1))
+    params = jax.jit(selector_of(config).init_params)(jax.random.key(1))
     return params, FeatureStats.start(config.feature_width)

@@ -1,20 +1,25 @@
-"""The StepPrune policy: pure functions over dicts of arrays, after arXiv:2606.16067.
+"""The StepPrune policy (arXiv:2606.16067) as pure functions over dicts of arrays.
 
-Nothing here knows where features come from or what consumes the kept tokens: no Flax, no files, no
-globals. It imports nothing from the rest of the package and can be used on its own.
+The functions map image tokens and word embeddings to kept tokens. They do not depend on a vision
+tower or language model, and use no Flax, files or global state. This package imports nothing from
+other packages of the project, so it can be used separately.
 """
 
 from stepprune_jax.policy.base import (
     DecoderFns,
     FeatureStats,
+    FeedbackFn,
     Gated,
+    InitFn,
     Inputs,
     Limits,
-    OwnStop,
     Picks,
     Progress,
     Pruned,
     SampledSubsets,
+    SequenceFn,
+    StepFn,
+    StopPrice,
     Trajectory,
 )
 from stepprune_jax.policy.budget import calibrate_stop_bias
@@ -39,15 +44,19 @@ __all__ = [
     "POINTER",
     "DecoderFns",
     "FeatureStats",
+    "FeedbackFn",
     "Gated",
+    "InitFn",
     "Inputs",
     "Limits",
-    "OwnStop",
     "Picks",
     "PolicyConfig",
     "Progress",
     "Pruned",
     "SampledSubsets",
+    "SequenceFn",
+    "StepFn",
+    "StopPrice",
     "Trajectory",
     "abstract_policy",
     "calibrate_stop_bias",

@@ -1,13 +1,12 @@
-"""The types of the policy.
+"""Types of the policy: inputs, limits, decoder callbacks and results.
 
-In shapes, b counts rows, n image tokens, m = n + 1 slots to point at (the last one is the stop), l
-words of the question, t steps and k kept tokens; d and e are widths.
+Axis sizes in shapes: b rows, n image tokens, m = n + 1 memory slots (the last slot is the stop), l
+words of the question, t steps, k kept tokens, d and e feature widths.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,21 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 Params = dict[str, Any]
-StepFn = Callable[..., tuple[Array, Any]]
 # A jax or numpy array: ArrayLike without scalars.
 AnyArray = jax.Array | np.ndarray
 
 
 class FeatureStats(NamedTuple):
-    """Per-channel mean and variance of the frozen tower's features.
+    """Per-channel mean and variance of the frozen vision tower's features.
 
-    Features of real towers are far from unit variance (CLIP has channels tens of times wider than
-    others), so "variance-preserving" holds only after standardisation. The statistics are gathered
-    once before training, then fixed, and saved with the policy.
+    Features of real towers are far from unit variance: some channels of CLIP are tens of times
+    wider than other channels. The noise gate preserves variance only for standardised features. The
+    statistics are gathered once before training, then fixed, and saved with the policy.
 
     Attributes:
-        mean: mean of each channel.
-        var: variance of each channel.
-        count: tokens seen.
+        mean: [d] mean of each channel.
+        var: [d] variance of each channel.
+        count: number of tokens that the statistics were computed from.
     """
 
     mean: Float[Array, "d"]
@@ -45,31 +43,32 @@ class FeatureStats(NamedTuple):
         return cls(jnp.zeros(width, dtype), jnp.ones(width, dtype), jnp.zeros((), dtype))
 
     def split(self, width: int) -> tuple["FeatureStats", "FeatureStats"]:
-        """Returns the statistics of the first channels, so many, and those of the others."""
+        """Splits the statistics into the first `width` channels and the remaining channels."""
         first = FeatureStats(self.mean[:width], self.var[:width], self.count)
         return first, FeatureStats(self.mean[width:], self.var[width:], self.count)
 
     def continued(self, wider: "FeatureStats") -> "FeatureStats":
-        """Returns the statistics, followed by those of the other channels of `wider`."""
-        _, rest = wider.split(len(self.mean))
-        mean = jnp.concatenate([self.mean, rest.mean])
-        return FeatureStats(mean, jnp.concatenate([self.var, rest.var]), self.count)
+        """Appends the channels of `wider` that lie beyond the width of these statistics."""
+        _, remaining = wider.split(len(self.mean))
+        mean = jnp.concatenate([self.mean, remaining.mean])
+        return FeatureStats(mean, jnp.concatenate([self.var, remaining.var]), self.count)
 
 
 class Inputs(NamedTuple):
-    """What a selector sees, which is never an answer.
+    """Inputs of a selector. Must not contain the answer.
 
     Attributes:
-        image: image tokens X of any floating dtype, as returned by the frozen tower.
-        text: word embeddings E of the question; None, or a policy with `text_width=0`, sees the
-            image alone.
-        image_mask: True at real image tokens, by default all; padding may hold anything and affects
-            no result.
-        text_mask: True at real words, by default all.
-        stats: statistics by which features are standardised; None if they are not.
-        deep: deep features of the tokens, which no selector reads; the noise gate opens them as
-            wide as their tokens, so that nothing of a token evades it. None if there are none.
-        deep_stats: their statistics.
+        image: [b, n, d] image tokens X of any floating dtype, as returned by the frozen tower.
+        text: [b, l, e] word embeddings E of the question. None, or a policy with `text_width=0`,
+            selects by the image only.
+        image_mask: [b, n] True at real image tokens; None marks all tokens as real. Padding may
+            hold any values and affects no result.
+        text_mask: [b, l] True at real words; None marks all words as real.
+        stats: statistics that standardise the image tokens; None leaves them unscaled.
+        deep: [b, n, D] DeepStack features of the tokens, for the language model. Selectors do not
+            read them. The noise gate applies the gate of each token to its deep features as well,
+            so they cannot bypass the gate. None for a model without such features.
+        deep_stats: statistics that standardise the deep features.
     """
 
     image: Float[AnyArray, "b n d"]
@@ -81,8 +80,8 @@ class Inputs(NamedTuple):
     deep_stats: FeatureStats | None = None
 
     @property
-    def whole(self) -> Float[AnyArray, "b n w"]:
-        """The tokens with their deep features behind them: what the language model reads."""
+    def with_deepstack(self) -> Float[AnyArray, "b n w"]:
+        """The image tokens, concatenated with their deep features if there are any."""
         return self.image if self.deep is None else jnp.concatenate([self.image, self.deep], axis=2)
 
     @property
@@ -92,26 +91,31 @@ class Inputs(NamedTuple):
         return jnp.ones(shape, bool) if self.image_mask is None else jnp.asarray(self.image_mask)
 
     def check(self, feature_width: int, text_width: int) -> None:
-        """Checks types and shapes, which traced arrays have as well.
+        """Checks types and shapes; works on traced arrays.
 
         Args:
-            feature_width: width of the image tokens.
-            text_width: width of the word embeddings.
+            feature_width: expected width of the image tokens.
+            text_width: expected width of the word embeddings.
 
         Raises:
-            ValueError: names the field, its shape or type, and the expected one.
+            ValueError: a field has another type or shape; the message names the field.
         """
-        tokens = f"(b, n, {feature_width}), n tokens of each image"
-        rows = _require_array("image", self.image, (None, None, feature_width), tokens)
-        if rows[1] == 0:
+        expected_image = f"(b, n, {feature_width}), n tokens of each image"
+        image_shape = _require_array(
+            "image", self.image, (None, None, feature_width), expected_image
+        )
+        if image_shape[1] == 0:
             raise ValueError("image has 0 tokens, expected at least 1 of each image")
-        _require_mask("image_mask", self.image_mask, rows[:2])
+        _require_mask("image_mask", self.image_mask, image_shape[:2])
+        rows = image_shape[0]
         if self.text is not None:
-            width = f"({rows[0]}, l, {text_width}), the embeddings of the l words of each question"
-            if np.shape(self.text) == (rows[0], text_width):
-                width += "; of one vector for each question, text[:, None]"
-            words = _require_array("text", self.text, (rows[0], None, text_width), width)
-            _require_mask("text_mask", self.text_mask, words[:2])
+            expected_text = (
+                f"({rows}, l, {text_width}), the embeddings of the l words of each question"
+            )
+            if np.shape(self.text) == (rows, text_width):
+                expected_text += "; of one vector for each question, text[:, None]"
+            text_shape = _require_array("text", self.text, (rows, None, text_width), expected_text)
+            _require_mask("text_mask", self.text_mask, text_shape[:2])
         elif self.text_mask is not None:
             raise ValueError("text_mask is given without text, expected both")
         if self.stats is not None:
@@ -126,12 +130,12 @@ class Inputs(NamedTuple):
 def _require_array(
     name: str, value: Any, shape: tuple[int | None, ...], expected: str
 ) -> tuple[int, ...]:
-    """Returns the shape of an array of floating dtype; None in `shape` stands for any size."""
+    """Returns the shape of a floating-point array; None in `shape` allows any size."""
     if not isinstance(value, AnyArray):
         kind = type(value).__name__
         raise ValueError(f"{name} is a {kind}, expected an array of shape {expected}")
     sizes = zip(value.shape, shape, strict=False)
-    if value.ndim != len(shape) or any(want not in (None, size) for size, want in sizes):
+    if value.ndim != len(shape) or any(required not in (None, size) for size, required in sizes):
         raise ValueError(f"{name} is of shape {value.shape}, expected {expected}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"{name} is of dtype {value.dtype}, expected floating point: {expected}")
@@ -139,7 +143,7 @@ def _require_array(
 
 
 def _require_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError unless a mask is absent, or boolean and of the shape of its rows."""
+    """Raises a ValueError unless a mask is None, or boolean and of shape `shape`."""
     if value is None:
         return
     if np.shape(value) != shape:
@@ -156,24 +160,25 @@ def _require_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:
 )
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How many tokens are kept, and how; a field that is None takes the configuration's value.
+    """Limits on the number of kept tokens, and options of their selection.
 
-    Counts are integers or one per row, and may be traced. A row never keeps more tokens than it
-    has.
+    A field that is None takes the value of the `PolicyConfig`. Counts are integers or one integer
+    per row, and may be traced. A row never keeps more tokens than it has real tokens.
 
     Attributes:
-        budget: exact count, at most T_max; replaces the two bounds.
-        min_tokens: tokens chosen before the stop is available.
-        max_tokens: tokens after which a row is stopped.
+        budget: exact count, at most T_max; excludes `min_tokens` and `max_tokens`.
+        min_tokens: number of tokens that are chosen before the stop is available.
+        max_tokens: number of tokens after which a row is stopped.
         max_steps: T_max, at most N; static. Default `config.steps(n)`.
-        group: g, tokens taken from one pointer distribution; static. Token t (counted from 0) is
-            the best remaining one by the logits of step g floor(t / g). All g slots enter the
-            history in order of choice and the last of them is the next query, as if they had been
-            taken one by one, so that no retraining is needed. Everything else is computed token by
-            token: p_t(i) over the remaining tokens, the stop (a hazard before each token, the
-            other two by the group's logits), A_t and beta^t; the credit of each of the g tokens is
-            a gradient to the group's logits. The last group is cut where the episode ends.
-        draw: temperature at which tokens are drawn, 0 for the most probable ones; static.
+        group: g, the number of tokens that are taken from one pointer distribution; static. Token t
+            (counted from 0) is the best remaining token by the logits of step g floor(t / g). All g
+            slots enter the history in order of choice and the last of them is the next query, as if
+            they had been taken one by one, so a policy needs no retraining for another g. All other
+            quantities are computed per token: p_t(i) over the remaining tokens, the stop (a hazard
+            is evaluated before each token, the other stops use the group's logits), A_t and beta^t.
+            The gradient of each of the g tokens flows to the group's logits. The last group ends
+            with the episode.
+        draw: temperature at which tokens are sampled; 0 takes the most probable tokens; static.
     """
 
     budget: ArrayLike | None = None
@@ -184,40 +189,124 @@ class Limits:
     draw: float | int | None = None
 
 
+@runtime_checkable
+class InitFn(Protocol):
+    """Type of `DecoderFns.init`."""
+
+    def __call__(
+        self, params: Params, config: Any, memory: Array, memory_mask: Array, steps: int, /
+    ) -> tuple[Array, Any, Any]:
+        """Prepares a decoder for one episode.
+
+        Args:
+            params: policy weights.
+            config: the `PolicyConfig`.
+            memory: [b, m, d] encoded image tokens, followed by the stop slot.
+            memory_mask: [b, m] True at slots of real tokens and at the stop slot.
+            steps: T_max, the number of steps of the episode.
+
+        Returns:
+            A tuple (query, context, cache). query: [b, d] the first query; a projection of the
+            question may be added to it, see `PolicyConfig.first_query`. context: arrays that are
+            computed once from the memory. cache: the empty decoder cache. Context and cache are
+            pytrees of any structure.
+        """
+        ...
+
+
+@runtime_checkable
+class StepFn(Protocol):
+    """Type of `DecoderFns.step`."""
+
+    def __call__(
+        self, params: Params, config: Any, context: Any, query: Array, cache: Any, step: Array, /
+    ) -> tuple[Array, Any]:
+        """Computes the logits of one step.
+
+        Args:
+            params: policy weights.
+            config: the `PolicyConfig`.
+            context: context that `InitFn` returned.
+            query: [b, d] query of this step.
+            cache: cache that `InitFn` or the previous step returned.
+            step: [] number of the step, from 0.
+
+        Returns:
+            A tuple (logits, cache). logits: [b, m] unmasked logits, with the stop logit last.
+        """
+        ...
+
+
+@runtime_checkable
+class SequenceFn(Protocol):
+    """Type of `DecoderFns.sequence`."""
+
+    def __call__(
+        self, params: Params, config: Any, context: Any, queries: Array, cache: Any, /
+    ) -> Array:
+        """Computes the logits of all steps at once.
+
+        Args:
+            params: policy weights.
+            config: the `PolicyConfig`.
+            context: context that `InitFn` returned.
+            queries: [b, t, d] queries of all steps.
+            cache: cache that `InitFn` returned.
+
+        Returns:
+            [b, t, m] logits that equal the logits of `StepFn` at every step.
+        """
+        ...
+
+
+@runtime_checkable
+class FeedbackFn(Protocol):
+    """Type of `DecoderFns.feedback`."""
+
+    def __call__(self, memory: Array, prob: Any, choice: Array, /) -> Array:
+        """Maps the slot that a step points at to the next query.
+
+        Args:
+            memory: [b, m, d] encoded image tokens, followed by the stop slot.
+            prob: [b, m] probabilities of the step.
+            choice: [b] index of the slot that the step points at.
+
+        Returns:
+            [b, d] the next query.
+        """
+        ...
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DecoderFns:
-    """The functions of a decoder; a program is compiled for each set of them.
+    """Functions of a decoder. Each distinct `DecoderFns` compiles its own programs.
 
     Attributes:
-        init: `(params, config, memory [b, m, d], memory_mask [b, m], steps) -> (query, context,
-            cache)`: the first query [b, d], to which the question may be added
-            (`PolicyConfig.first_query`), what is computed once from the memory, and an empty cache.
-        step: `(params, config, context, query, cache, step) -> (logits [b, m], cache)`: unmasked
-            logits of one step, the stop's last.
-        sequence: `(params, config, context, queries [b, t, d], cache) -> logits [b, t, m]`: the
-            same for all steps, given every query. Without one, the estimator `"parallel"`
-            differentiates the loop, with the same gradient.
-        feedback: `(memory, prob [b, m], choice [b]) -> query [b, d]`: the chosen slot, with a
-            gradient of one's own; the loop is then differentiated whatever the estimator. Only
-            training calls it: inference feeds back the chosen slot. The default has the gradient of
-            its probability for `"straight_through"`, and otherwise none.
+        init: prepares an episode; see `InitFn`.
+        step: computes the logits of one step; see `StepFn`.
+        sequence: computes the logits of all steps; see `SequenceFn`. If None, the estimator
+            `"parallel"` differentiates the loop instead, with the same gradient.
+        feedback: maps the chosen slot to the next query, with a custom gradient; see `FeedbackFn`.
+            If given, the loop is differentiated, whatever the estimator. Only training calls it:
+            inference feeds back the chosen slot. If None, the estimator `"straight_through"` uses
+            the gradient of the slot's probability, and `"parallel"` uses no gradient.
     """
 
-    init: Callable[..., tuple[Array, Any, Any]]
+    init: InitFn
     step: StepFn
-    sequence: Callable[..., Array] | None = None
-    feedback: Callable[..., Array] | None = None
+    sequence: SequenceFn | None = None
+    feedback: FeedbackFn | None = None
 
 
 class Progress(NamedTuple):
     """Progress of training, as numbers that may be traced.
 
     Attributes:
-        share: share of training done, in [0, 1]; sets the temperature of SoftTopK.
-        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
-        state: what the objective returned as its state for the batch before, if it has any; () for
-            the first batch.
+        share: completed fraction of training, in [0, 1]; sets the temperature of SoftTopK.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for its effect.
+        state: state that the objective returned for the previous batch; () for the first batch and
+            for objectives without a state.
     """
 
     share: ArrayLike = 1.0
@@ -226,17 +315,17 @@ class Progress(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """A selection episode of T_max steps; slot n is the stop.
+    """A selection episode of T_max steps, as `select` returns it; slot n is the stop.
 
     Attributes:
         action: a_t; n from the step at which the row stopped.
-        choice: the token pointed at in every step, also after the stop.
+        choice: index of the token that each step points at, also after the stop.
         log_prob: log p_t(i), finite; -1e9 for tokens that cannot be chosen.
-        prob: p_t(i), exactly zero for those.
-        stop_prob: p_t(stop): 0 before `min_tokens`, 1 once `max_tokens` are chosen.
+        prob: p_t(i); exactly zero for tokens that cannot be chosen.
+        stop_prob: p_t(stop); 0 before `min_tokens` and 1 once `max_tokens` are chosen.
         log_continue: log(1 - p_t(stop)), finite and computed without cancellation.
-        margin: l_stop - max_i l_i, or l_stop alone for a hazard; stop bias included. The hard stop
-            is `margin > 0`; see `count_at_bias`.
+        margin: l_stop - max_i l_i, or l_stop for a hazard, with the stop bias. The hard stop is
+            `margin > 0`; see `count_at_bias`.
         alive: whether the episode had not ended before step t (the hard A_t).
         count: K, the number of tokens kept.
         selected: whether token i is kept.
@@ -255,7 +344,7 @@ class Trajectory(NamedTuple):
 
 
 class Picks(NamedTuple):
-    """The decisions of a `Trajectory`, without its probabilities.
+    """The decisions of a `Trajectory` without its probabilities, as `choose` returns them.
 
     Attributes:
         action: a_t; n from the step at which the row stopped.
@@ -269,11 +358,11 @@ class Picks(NamedTuple):
 
 
 class Ranked(NamedTuple):
-    """Order and margins of a `Trajectory`, without its probabilities.
+    """Order and margins of a `Trajectory` without its probabilities, as `rank` returns them.
 
     Attributes:
-        choice: the token pointed at in every step.
-        margin: as in `Trajectory`.
+        choice: index of the token that each step points at.
+        margin: margin of the stop before each step, as in `Trajectory`.
     """
 
     choice: Int[Array, "b t"]
@@ -281,11 +370,11 @@ class Ranked(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """The kept tokens of a batch in a bucket of static size; real entries come first.
+    """The kept tokens of a batch, padded to a static size; real entries come first.
 
     Attributes:
         index: position of each kept token among the N image tokens; -1 in the padding.
-        tokens: the kept tokens themselves, untouched; zero in the padding.
+        tokens: the kept tokens, unchanged; zero in the padding.
         valid: True at real entries.
         count: K, the number of real entries.
     """
@@ -297,13 +386,13 @@ class Pruned(NamedTuple):
 
 
 class SampledSubsets(NamedTuple):
-    """A set drawn for each row, of g draws where there is an axis g.
+    """One sampled subset of tokens per row, or `g` subsets with a leading axis.
 
     Attributes:
-        picks: the set.
-        log_prob: logarithm of the probability of its order and count, differentiable.
-        entropy: mean entropy of the distributions that its tokens were drawn from, in nats; one
-            number where that is the same for all draws.
+        picks: the kept tokens of each subset.
+        log_prob: log-probability of the subset's order and count; differentiable.
+        entropy: mean entropy in nats of the distributions that the tokens were sampled from. A
+            method whose entropy is equal for all subsets returns a scalar.
     """
 
     picks: Picks
@@ -311,13 +400,14 @@ class SampledSubsets(NamedTuple):
     entropy: Float[Array, "*g"]
 
 
-class OwnStop(NamedTuple):
-    """What the learned stop keeps of images, and what its tokens cost.
+class StopPrice(NamedTuple):
+    """Counts at which the learned stop ends each row, and the price of the kept tokens.
 
     Attributes:
-        price: expected price of the tokens where the stop is drawn, differentiable in the weights.
-        count: tokens of the hard stop at a price factor of 1.
-        shortest: count of each row before the stop is available.
+        price: expected price of the kept tokens if the stop is sampled; differentiable in the
+            weights.
+        count: number of tokens before the hard stop, at a price factor of 1.
+        shortest: number of tokens of each row before the stop is available.
         longest: T_max of each row.
     """
 
@@ -328,18 +418,18 @@ class OwnStop(NamedTuple):
 
 
 class Gated(NamedTuple):
-    """Result of the training pathway: all N tokens, each as noisy as the policy decides.
+    """Result of the training pathway: all N tokens, each with as much noise as its gate says.
 
     Attributes:
-        tokens: X^, full length, in the space and dtype of the given features; zero in the padding.
-        alpha: gate of each token.
+        tokens: X^, all N tokens, in the space and dtype of the input features; zero in the padding.
+        alpha: gate of each token, in [0, 1].
         budget: k of SoftTopK.
-        trajectory: the selection behind it.
-        price: factor on lambda for each row at its count, see `PolicyConfig.price_range` and
+        trajectory: the episode that the gates were computed from.
+        price: factor on lambda for each row at its count; see `PolicyConfig.price_range` and
             `price_growth`.
-        stopped: count at which a row stops by itself; under a probe, the one at a price factor of
-            1.
-        shortest: count of each row before the stop is available.
+        stopped: number of tokens before the hard stop; with `batch_budget="probe"`, at a price
+            factor of 1.
+        shortest: number of tokens of each row before the stop is available.
         longest: T_max of each row.
         state: the running mean of K, for `Progress.state` of the next batch, if `soft_budget` is
             "batch_mean"; () otherwise.
@@ -359,11 +449,11 @@ class Gated(NamedTuple):
 
 
 class TrainAux(NamedTuple):
-    """What `train_loss` computes on the way.
+    """Auxiliary output of `train_loss`.
 
     Attributes:
         gated: result of the training pathway.
-        lm_loss: the language-modelling loss, without the penalty.
+        lm_loss: the language-modelling loss, without the length penalty.
     """
 
     gated: Gated

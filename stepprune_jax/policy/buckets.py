@@ -7,10 +7,10 @@ from jax.typing import ArrayLike
 
 
 def bucket_ladder(max_tokens: int) -> tuple[int, ...]:
-    """Returns bucket sizes up to `max_tokens`, each at most 1.5 times the one before.
+    """Returns bucket sizes up to `max_tokens`, each at most 1.5 times its predecessor.
 
-    16, 24, 32, 48, 64, 96, 128, 192, ...: programs compiled once per bucket serve every count, and
-    padding adds at most half as many entries again.
+    16, 24, 32, 48, 64, 96, 128, 192, ...: one program is compiled per bucket, and padding adds at
+    most half of the entries.
     """
     sizes, power = [], 16
     while power < max_tokens:
@@ -19,19 +19,25 @@ def bucket_ladder(max_tokens: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_tokens), max_tokens)
 
 
-def choose_bucket(count: ArrayLike, ladder: Sequence[int]) -> int:
-    """Returns the smallest bucket of `ladder` that holds every row; runs on the host."""
-    largest = int(np.max(count, initial=0))
-    fitting = [size for size in ladder if size >= largest]
-    if not fitting:
-        raise ValueError(f"count is {largest}, expected at most the largest bucket of {ladder}")
-    return min(fitting)
+def choose_bucket(count: ArrayLike, buckets: Sequence[int]) -> int:
+    """Returns the smallest of `buckets` that holds every row; runs on the host.
+
+    Raises:
+        ValueError: a row has more tokens than the largest bucket holds.
+    """
+    largest_count = int(np.max(count, initial=0))
+    sufficient_buckets = [size for size in buckets if size >= largest_count]
+    if not sufficient_buckets:
+        raise ValueError(
+            f"count is {largest_count}, expected at most the largest bucket of {buckets}"
+        )
+    return min(sufficient_buckets)
 
 
 def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
     """Returns sizes up to `largest`, four per doubling: 64, 80, 96, 112, 128, 160, ...
 
-    Padding to the next one adds at most a quarter, and 640 tokens (576 of an image and a question)
+    Padding to the next size adds at most a quarter. 640 tokens (576 of an image and a question)
     need no padding.
     """
     sizes, base = [], smallest
@@ -47,7 +53,7 @@ def text_bucket(length: int) -> int:
 
 
 def words_bucket(count: int) -> int:
-    """Rounds a number of the user's words up to 16, 32, 64, 128, ..."""
+    """Rounds a number of question words up to 16, 32, 64, 128, ..."""
     return max(16, 1 << (count - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""Every choice the paper leaves open, as one frozen, hashable configuration."""
+"""Configuration of a policy: all choices that the paper leaves open."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-# Normal numbers of float32, apart from 0; an integer of Python's may be too large for any float.
-_LEAST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+# Range of the normal numbers of float32. A Python integer may exceed every float.
+_MIN_FLOAT32, _MAX_FLOAT32 = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 Number = float | int
 
 
@@ -18,15 +18,18 @@ def is_integer(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether `value` is a Python or numpy number that float32 holds; booleans are not."""
-    real = isinstance(value, int | float | np.integer | np.floating)
-    if not real or isinstance(value, bool):
+    """Returns whether `value` is a number in the range of float32; booleans are not.
+
+    Accepts Python and numpy numbers.
+    """
+    is_real = isinstance(value, int | float | np.integer | np.floating)
+    if not is_real or isinstance(value, bool):
         return False
     value = value.item() if isinstance(value, np.generic) else value
-    return value == 0 or _LEAST <= abs(value) <= _LARGEST
+    return value == 0 or _MIN_FLOAT32 <= abs(value) <= _MAX_FLOAT32
 
 
-# Allowed values of each field that names a reading; the field's documentation explains them.
+# Allowed values of each categorical field; `PolicyConfig` documents them.
 _CHOICES = {
     "encoder_attention": ("bidirectional", "causal"),
     "text_gate": ("attention", "printed"),
@@ -40,11 +43,12 @@ _CHOICES = {
     "dtype": (None, "bfloat16", "float32", "float64"),
 }
 
-# Fields, what their values have to be, and how a message says so.
 _SIZES = ("feature_width", "num_heads", "mlp_ratio", "group")
-_LAYERS = ("encoder_layers", "decoder_layers")  # held in a list
+# Bounded, because each layer is compiled separately.
+_LAYERS = ("encoder_layers", "decoder_layers")
 _TEMPERATURES = ("temperature", "stop_temperature", "polarisation_temperature")
 _AMOUNTS = ("draw", "length_weight", "price_range", "price_growth")
+# Names of fields, the predicate that their values satisfy, and its description for messages.
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_SIZES, lambda x: is_integer(x) and x >= 1, "an integer from 1"),
     (_LAYERS, lambda x: is_integer(x) and 1 <= x <= 1024, "an integer from 1 to 1024"),
@@ -59,7 +63,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         ("polarisation_share", "budget_anneal"),
         lambda x: is_number(x) and 0 <= x <= 1,
-        "a share from 0 to 1",
+        "a fraction from 0 to 1",
     ),
     (("decay",), lambda x: is_number(x) and 0 < x <= 1, "a number in (0, 1]"),
     (("stop_bias",), is_number, "a finite number"),
@@ -69,75 +73,81 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """Shapes and readings of a StepPrune policy; static under `jax.jit`, also inside arguments.
+    """Configuration of a StepPrune policy; a static pytree node under `jax.jit`.
 
-    The defaults are the readings that learn to order *and* to stop, at the shapes of
-    LLaVA-v1.5-7B. `PolicyConfig.literal` gives the paper to the letter. `docs/paper.md` explains
-    for each field what the paper prints, what it leaves open, and the reason for the default.
+    Where the paper is ambiguous, a field selects one reading. The defaults are readings that learn
+    both the order and the stop, at the shapes of LLaVA-v1.5-7B. `PolicyConfig.literal` returns the
+    settings printed in the paper. `docs/paper.md` explains for each field what the paper prints,
+    what it leaves open, and the reason for the default.
 
     Attributes:
-        feature_width: width of the image tokens (1024 for CLIP-L, the LLM's for Qwen2.5-VL).
-        text_width: width of the text embeddings; 0 builds a policy that sees no text.
-        width: width of the policy; `None` means `feature_width`. An input projection is added
-            where the two differ.
-        num_heads: attention heads of encoder and decoder; the pointer itself has one head.
-        mlp_ratio: hidden width of each MLP over `width`.
-        encoder_layers: pre-norm blocks of the encoder (paper: 2).
-        decoder_layers: decoder layers. The last one ends at its pointer logits, so it owns neither
-            cross-attention values nor an MLP: they would receive no gradient.
+        feature_width: width of the image tokens (1024 for CLIP-L; the language model's width for
+            Qwen2.5-VL).
+        text_width: width of the text embeddings; 0 builds a policy that reads no text.
+        width: width of the policy; `None` means `feature_width`. An input projection is added if
+            the two differ.
+        num_heads: number of attention heads of encoder and decoder; the pointer has one head.
+        mlp_ratio: hidden width of each MLP, as a multiple of `width`.
+        encoder_layers: number of pre-norm blocks of the encoder (paper: 2).
+        decoder_layers: number of decoder layers. The last layer ends at its pointer logits. It has
+            no cross-attention values and no MLP, because they would receive no gradient.
         encoder_attention: `"bidirectional"`, or `"causal"` for the ablation of Table 4 (a).
-        text_gate: where g_txt acts. `"attention"` adds log g to the attention logits of text keys,
-            `"printed"` scales the embeddings as in Eq. (3), where the next pre-norm divides the
-            gate out again.
-        first_query: what the first step asks: `"learned"` is the start token alone, as printed;
-            `"question"` adds a projection of the question's pooled words to it, so that a token is
-            compared with the question by one product.
+        text_gate: effect of g_txt. `"attention"` adds log g to the attention logits of text keys.
+            `"printed"` scales the embeddings as in Eq. (3); the next pre-norm divides the scale out
+            again.
+        first_query: query of the first step. `"learned"` is the start token, as printed.
+            `"question"` adds a projection of the question's pooled words to the start token, which
+            compares tokens with the question in a single product.
         max_steps: T_max; `None` means `max(1, N // 2)` (paper: floor(N/2)), N without padding. An
-            image of fewer tokens has as many steps as tokens.
-        min_tokens: tokens chosen before the stop becomes available; 1 rules out an empty prefix.
+            image of fewer tokens has one step per token.
+        min_tokens: number of tokens that are chosen before the stop is available; 1 rules out an
+            empty prefix.
         temperature: tau of the pointer softmax, Eq. (6).
-        draw: temperature, as a factor on tau, at which a token is drawn from the pointer's
-            distribution when tokens are selected; 0 takes the most probable one. Training opens the
-            tokens with the largest marginals, of which the most probable sequence is a poor sample.
-            The gate of training follows the most probable tokens whatever the temperature.
-        group: tokens taken from one pointer distribution, best first; see `Limits`. 1 attends to
-            the history before every token.
-        stop: stop probability. `"softmax"` is the stop slot's share of Eq. (6); `"aligned"` is
-            sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard decision.
-            `"hazard"` is sigmoid(l_stop / stop_temperature) with l_stop from a decoder layer of its
-            own that reads the pointer's inputs without a gradient to them, so that order and stop
-            do not interfere.
+        draw: sampling temperature of the selection, as a factor on tau; 0 takes the most probable
+            token. Training opens the tokens with the largest marginal probabilities. Greedy
+            selection represents this distribution poorly. The training gate follows the most
+            probable tokens at any sampling temperature.
+        group: number of tokens that are taken from one pointer distribution, best first; see
+            `Limits`. With 1, the decoder attends to the history before every token.
+        stop: stop probability. `"softmax"` is the stop slot's probability in Eq. (6). `"aligned"`
+            is sigmoid((l_stop - max_i l_i) / stop_temperature), which agrees with the hard
+            decision. `"hazard"` is sigmoid(l_stop / stop_temperature), with l_stop from a separate
+            decoder layer. The hazard layer reads the pointer's inputs but sends no gradient to
+            them, so order and stop do not interfere.
         stop_temperature: temperature of the aligned stop and of the hazard.
-        stop_bias: constant added to every stop logit. At 0, and a price that grows, episodes end at
-            a tenth of the tokens at first; below 0, later.
-        estimator: how the selection is differentiated. `"straight_through"` carries gradients
-            through the loop as printed; `"parallel"` rolls out without gradient and re-scores all
-            steps in one causal pass.
+        stop_bias: constant added to every stop logit. With bias 0 and a growing price, episodes of
+            an untrained policy end at a tenth of the tokens; a negative bias ends them later.
+        estimator: gradient of the selection. `"straight_through"` differentiates the loop, as
+            printed. `"parallel"` runs the loop without gradient and scores all steps again in one
+            causal pass.
         decay: beta of Eq. (11).
-        aggregation: how pointer rows become one score per token; the four rows of Table 4 (b).
-        score_space: `"log"` polarises log s, `"linear"` polarises s as printed.
+        aggregation: reduction of the pointer rows to one score per token: the four rows of Table 4
+            (b).
+        score_space: `"log"` polarises log s; `"linear"` polarises s, as printed.
         polarisation_temperature: tau of Eq. (12), at the end of its annealing.
-        polarisation_share: share of training over which tau is annealed from 2, by a cosine; 0 for
-            none. A gate that is sharp from the start shows the language model only the first
-            guesses, so that no other token is ever tried.
-        soft_budget: k of Eq. (12): `"batch_mean"` as printed, or `"straight_through"` the hard
-            count K_b with the gradient of its expectation.
-        batch_budget: `"own"` trains rows at their own count. With `"probe"` every row has a random
-            budget, and the stop learns from its last decisions whether continuing was worth the
-            price (`differentiable_count`).
-        budget_anneal: share of training over which the smallest random budget, of a `"probe"`,
-            falls from 30 to 2 % of the tokens; 0 for none. With few tokens at first, nothing is
-            learned where several are needed together.
+        polarisation_share: fraction of training over which tau is annealed from 2, by a cosine; 0
+            disables annealing. A gate that is sharp from the start opens only the first guesses, so
+            the policy never tries other tokens.
+        soft_budget: k of Eq. (12). `"batch_mean"` is the running mean of the counts, as printed.
+            `"straight_through"` is the hard count K_b with the gradient of its expectation.
+        batch_budget: counts of the training rows. `"own"` ends each row by its learned stop. With
+            `"probe"` every row has a random budget, and its last decisions teach the stop whether
+            continuing was worth the price (`differentiable_count`).
+        budget_anneal: fraction of training over which the smallest random budget of a `"probe"`
+            falls from 30 to 2 % of the tokens; 0 disables annealing. Tasks that need several tokens
+            together are not learned from budgets that start small.
         length_weight: lambda of Eq. (15).
-        price_range: rows that stop by themselves are trained at a price of their own, lambda e^u
-            with u uniform in +-price_range, and with u added to their stop logits. The stop logit
-            then learns the logarithm of what the next token is worth, and one policy stops well at
-            every stop bias; 0 trains at lambda alone.
-        price_growth: power of the count with which a token's price grows; the price is lambda at a
-            tenth of the tokens, and 1 makes the length penalty quadratic in K. Where further tokens
-            are worth little, a constant price is met anywhere or nowhere, and counts are arbitrary.
-        dtype: compute dtype of encoder, decoder and denoiser; `None` takes that of the features,
-            but at least float32. Scores, probabilities and losses are at least float32 in any case.
+        price_range: rows that end by the learned stop are trained at random prices lambda e^u, with
+            u uniform in +-price_range and added to the stop logits. The stop logit then learns the
+            logarithm of the next token's gain, and one policy stops well at every stop bias. 0
+            trains at the single price lambda.
+        price_growth: exponent with which a token's price grows with the count. The price is lambda
+            at a tenth of the tokens; an exponent of 1 makes the length penalty quadratic in K. With
+            a constant price and a flat gain per token, the count at which the two meet is
+            arbitrary.
+        dtype: compute dtype of encoder, decoder and denoiser. `None` takes the dtype of the
+            features, but at least float32. Scores, probabilities and losses are always at least
+            float32.
     """
 
     feature_width: int = 1024
@@ -175,33 +185,34 @@ class PolicyConfig:
     def __post_init__(self):
         for name, choices in _CHOICES.items():
             self._require(name, getattr(self, name) in choices, f"one of {choices}")
-        for names, holds, expected in _RULES:
+        for names, is_valid, expected in _RULES:
             for name in names:
-                self._require(name, holds(getattr(self, name)), expected)
-        divides = self.policy_width % self.num_heads == 0
-        self._require("num_heads", divides, f"a divisor of the policy width {self.policy_width}")
-        # A probe trains the margin of the stop, which a softmax has not.
-        probed = self.batch_budget != "probe" or self.stop != "softmax"
-        self._require("stop", probed, "'aligned' or 'hazard' where batch_budget is 'probe'")
+                self._require(name, is_valid(getattr(self, name)), expected)
+        is_divisor = self.policy_width % self.num_heads == 0
+        self._require("num_heads", is_divisor, f"a divisor of the policy width {self.policy_width}")
+        # A probe trains the margin of the stop. A softmax stop has no margin.
+        has_margin = self.batch_budget != "probe" or self.stop != "softmax"
+        self._require("stop", has_margin, "'aligned' or 'hazard' where batch_budget is 'probe'")
 
-    def _require(self, name: str, holds: bool, expected: str):
-        if not holds:
+    def _require(self, name: str, is_valid: bool, expected: str):
+        """Raises a ValueError that names a field, unless `is_valid`."""
+        if not is_valid:
             raise ValueError(f"PolicyConfig.{name} is {getattr(self, name)!r}, expected {expected}")
 
     @property
     def policy_width(self) -> int:
-        """Width d of encoder and decoder."""
+        """The width d of encoder and decoder."""
         return self.feature_width if self.width is None else self.width
 
     def steps(self, num_tokens: int) -> int:
         """Returns T_max for N = `num_tokens`, at most N (Sec. 4.1 of the paper: floor(N/2))."""
-        wanted = num_tokens // 2 if self.max_steps is None else min(self.max_steps, num_tokens)
-        return max(1, wanted)
+        steps = num_tokens // 2 if self.max_steps is None else min(self.max_steps, num_tokens)
+        return max(1, steps)
 
     @classmethod
     def literal(cls, **overrides: Any) -> "PolicyConfig":
-        """Returns the paper's explicit choices to the letter; `overrides` replace single fields."""
-        printed: dict[str, Any] = dict(
+        """Returns the configuration printed in the paper; `overrides` replace single fields."""
+        paper_settings: dict[str, Any] = dict(
             decoder_layers=2,
             text_gate="printed",
             first_query="learned",
@@ -220,4 +231,4 @@ class PolicyConfig:
             price_range=0.0,
             price_growth=0.0,
         )
-        return cls(**(printed | overrides))
+        return cls(**(paper_settings | overrides))

@@ -1,4 +1,4 @@
-"""Cross-modal encoder (Eq. 3) and the decoder memory with its stop slot (Eq. 4)."""
+"""Cross-modal encoder, Eq. (3), and the decoder memory with its stop slot, Eq. (4)."""
 
 from collections.abc import Mapping
 
@@ -20,45 +20,81 @@ def _block(
     mask: Bool[Array, "b 1 #s s"],
     *,
     num_heads: int,
-    rows: int,
+    num_queries: int,
     bias: Float[Array, "1 1 1 s"] | None,
-) -> Float[Array, "b r d"]:
-    """Applies a pre-norm transformer block and returns its first `rows` positions."""
+) -> Float[Array, "b q d"]:
+    """Applies a pre-norm transformer block.
+
+    Args:
+        params: weights of the block.
+        x: [b, s, d] activations.
+        mask: True at keys that a query attends to.
+        num_heads: number of attention heads.
+        num_queries: q, the number of leading positions to compute; all s positions are keys.
+        bias: additive bias of the attention logits per key, or None.
+
+    Returns:
+        [b, q, d] activations of the first `num_queries` positions.
+    """
     y = layers.layer_norm(params["norm1"], x)
     weights = params["attention"]
-    query = layers.split_heads(layers.dense(weights["query"], y[:, :rows]), num_heads)
+    query = layers.split_heads(layers.dense(weights["query"], y[:, :num_queries]), num_heads)
     key = layers.split_heads(layers.dense(weights["key"], y), num_heads)
     value = layers.split_heads(layers.dense(weights["value"], y), num_heads)
-    mixed = layers.merge_heads(layers.attention(query, key, value, mask[:, :, :rows], bias))
-    x = x[:, :rows] + layers.dense(weights["out"], mixed)
+    mixed = layers.merge_heads(layers.attention(query, key, value, mask[:, :, :num_queries], bias))
+    x = x[:, :num_queries] + layers.dense(weights["out"], mixed)
     return x + layers.mlp(params["mlp"], layers.layer_norm(params["norm2"], x))
 
 
-def _first_query(params: Params, text, words, gate) -> Float[Array, "b d"]:
-    """Pools the words of LN(W_p E) by a softmax of one learned score each, and projects them."""
-    weights, wide = params["encoder"]["question"], layers.score_dtype(text.dtype)
-    score = jnp.einsum("bld,d->bl", text.astype(wide), weights["pool"].astype(wide))
-    share = jax.nn.softmax(jnp.where(words, score, layers.MASKED), axis=1) * words
-    pooled = jnp.einsum("bl,bld->bd", share.astype(text.dtype), text)
+def _pool_question(
+    params: Params,
+    text: Float[Array, "b l d"],
+    text_mask: Bool[Array, "b l"],
+    gate: Float[Array, ""],
+) -> Float[Array, "b d"]:
+    """Returns the question's addition to the first query, scaled by `gate`.
+
+    The words of LN(W_p E) are averaged with attention weights (a softmax of one learned score per
+    word) and projected.
+    """
+    weights, dtype = params["encoder"]["question"], layers.score_dtype(text.dtype)
+    score = jnp.einsum("bld,d->bl", text.astype(dtype), weights["pool"].astype(dtype))
+    # The product with the mask makes a question without words contribute zero.
+    word_weights = jax.nn.softmax(jnp.where(text_mask, score, layers.MASKED), axis=1) * text_mask
+    pooled = jnp.einsum("bl,bld->bd", word_weights.astype(text.dtype), text)
     return layers.dense(weights, pooled) * gate.astype(text.dtype)
 
 
-def _attention_mask(config: PolicyConfig, image_mask, text_mask) -> Bool[Array, "b 1 #s s"]:
-    """Builds the attention mask: no padding; the causal ablation orders image tokens."""
+def _attention_mask(
+    config: PolicyConfig, image_mask: Bool[Array, "b n"], text_mask: Bool[Array, "b l"]
+) -> Bool[Array, "b 1 #s s"]:
+    """Builds the attention mask of the sequence [image; text], s = n + l; True attends.
+
+    Padding is masked. With `encoder_attention="causal"`, image tokens attend only to image tokens
+    up to their own position.
+    """
     n, l = image_mask.shape[1], text_mask.shape[1]
-    keys = jnp.concatenate([image_mask, text_mask], axis=1)[:, None, None]
+    key_mask = jnp.concatenate([image_mask, text_mask], axis=1)[:, None, None]
     if config.encoder_attention != "causal":
-        return keys
-    # Text must not carry later image tokens back to earlier ones: it sees text only.
+        return key_mask
+    # Text attends to text only. Otherwise it would carry later image tokens back to earlier tokens.
     allowed = jnp.ones((n + l, n + l), bool)
-    return allowed.at[:n, :n].set(jnp.tri(n, dtype=bool)).at[n:, :n].set(False) & keys
+    return allowed.at[:n, :n].set(jnp.tri(n, dtype=bool)).at[n:, :n].set(False) & key_mask
 
 
 def read_inputs(params: Params, config: PolicyConfig, inputs: Inputs) -> Inputs:
-    """Returns inputs that fit a policy, without text that the policy does not read.
+    """Checks the inputs of a policy and drops text that the policy does not read.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        inputs: image and question.
+
+    Returns:
+        The inputs, without text if `config.text_width` is 0.
 
     Raises:
-        ValueError: an argument of another type, or an array of another shape or dtype.
+        ValueError: an argument has another type, or an array has another shape or dtype.
     """
     for name, value, kind, example in (
         ("params", params, Mapping, "the weights of a policy, such as policy.params"),
@@ -82,14 +118,14 @@ def encode(
     Args:
         params: policy weights.
         config: policy configuration; with `text_width=0` text is not read.
-        inputs: image and question, standardised by their statistics.
-        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for where it acts.
+        inputs: image and question. The image is standardised by `inputs.stats`.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for its effect.
 
     Returns:
-        H in the compute dtype, zero at padded positions.
+        [b, n, d] H in the compute dtype; zero in the padding.
 
     Raises:
-        ValueError: features or embeddings of another width, or masks of another shape.
+        ValueError: features or embeddings have another width, or masks another shape.
     """
     return encode_with_query(params, config, inputs, text_gate)[0]
 
@@ -97,9 +133,12 @@ def encode(
 def encode_with_query(
     params: Params, config: PolicyConfig, inputs: Inputs, text_gate: ArrayLike = 1.0
 ) -> tuple[Float[Array, "b n d"], Float[Array, "b d"] | None]:
-    """Returns H of `encode`, and what the question adds to the start token, if anything.
+    """Computes H of `encode`, and the question's addition to the first query.
 
-    The latter is scaled by g_txt; see `PolicyConfig.first_query`.
+    Returns:
+        A tuple (encoded, question). encoded: [b, n, d] H. question: [b, d] vector that is added to
+        the start token, scaled by g_txt; None unless `PolicyConfig.first_query` is "question" and
+        there are words.
     """
     inputs = read_inputs(params, config, inputs)
     image, real = standardise(jnp.asarray(inputs.image), inputs.stats), inputs.real
@@ -107,41 +146,42 @@ def encode_with_query(
     x = jnp.where(real[..., None], image, 0).astype(dtype)
     if config.policy_width != config.feature_width:
         x = layers.dense(params["encoder"]["image_projection"], x)
-    text, words, bias = inputs.text, jnp.zeros((image.shape[0], 0), bool), None
-    asked = None
+    text, text_mask, bias = inputs.text, jnp.zeros((image.shape[0], 0), bool), None
+    question = None
     if text is not None and text.shape[1]:
-        words = inputs.text_mask
-        words = jnp.ones(text.shape[:2], bool) if words is None else jnp.asarray(words)
+        text_mask = inputs.text_mask
+        text_mask = jnp.ones(text.shape[:2], bool) if text_mask is None else jnp.asarray(text_mask)
         gate = jnp.asarray(text_gate, layers.score_dtype(x.dtype))
-        text = jnp.where(words[..., None], text, 0).astype(dtype)
+        text = jnp.where(text_mask[..., None], text, 0).astype(dtype)
         projection = params["encoder"]["text_projection"]
         text = layers.layer_norm(projection["norm"], layers.dense(projection, text))
         if config.first_query == "question":
-            asked = _first_query(params, text, words, gate)
+            question = _pool_question(params, text, text_mask, gate)
         if config.text_gate == "printed":
             text = text * gate.astype(dtype)
-        # Not a concatenation, for the same reason as in the decoder.
+        # `pad` and `at[].set`, not a concatenation, for the same reason as in `decoder._decode`.
         x = jnp.pad(x, ((0, 0), (0, text.shape[1]), (0, 0))).at[:, n:].set(text)
         if config.text_gate == "attention":
-            # log of the smallest normal float32 is -87: g = 0 switches text off, finitely.
+            # The log of the smallest normal float32 is -87: g = 0 hides the text, and the logits
+            # stay finite.
             log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(jnp.float32).tiny))
             bias = jnp.where(jnp.arange(x.shape[1]) >= n, log_gate, 0)[None, None, None]
-    mask = _attention_mask(config, real, words)
+    mask = _attention_mask(config, real, text_mask)
     for i in range(config.encoder_layers):
-        last = i == config.encoder_layers - 1
+        is_last = i == config.encoder_layers - 1
         x = _block(
             params["encoder"][f"block_{i}"],
             x,
             mask,
             num_heads=config.num_heads,
-            rows=n if last else x.shape[1],
+            num_queries=n if is_last else x.shape[1],
             bias=bias,
         )
-    return jnp.where(real[..., None], x, 0), asked
+    return jnp.where(real[..., None], x, 0), question
 
 
 def memory(params: Params, encoded: Float[Array, "b n d"]) -> Float[Array, "b m d"]:
-    """Appends the learned stop slot, Eq. (4): M = [H; s_stop], so that slot n is the stop."""
+    """Appends the learned stop slot to the encoded tokens, Eq. (4): M = [H; s_stop]."""
     stop = params["stop"].astype(encoded.dtype)
     stop = jnp.broadcast_to(stop, (encoded.shape[0], 1, stop.shape[0]))
     return jnp.concatenate([encoded, stop], axis=1)

@@ -1,4 +1,4 @@
-"""From a selection to a short prefix: kept tokens, padded to a bucket."""
+"""Gathers the selected tokens into a short prefix that is padded to a static size."""
 
 import dataclasses
 
@@ -36,23 +36,23 @@ def gather(
     *,
     order: str = "raster",
 ) -> Pruned:
-    """Gathers the kept tokens X_S into a bucket.
+    """Gathers the kept tokens X_S and pads them to a static size.
 
     Args:
         selection: result of `select` or `choose`.
-        features: tokens to gather from, N per row (before or after the projector: it is
-            token-wise).
-        capacity: bucket size. If a row keeps more (an error where the count can be read), its first
-            `capacity` picks remain.
-        order: `"raster"` keeps the spatial order the language model was trained on; `"pick"` is the
-            order of selection.
+        features: [b, n, d] tokens to gather from, before or after the projector (which acts on each
+            token separately).
+        capacity: k, the padded size. If a traced row keeps more tokens, its first `capacity` picks
+            remain.
+        order: `"raster"` keeps the spatial order that the language model was trained on; `"pick"`
+            is the order of selection.
 
     Returns:
-        The pruned prefix, differentiable in `features`.
+        The kept tokens, differentiable in `features`.
 
     Raises:
-        ValueError: features of other tokens, a capacity outside [1, N] or below a count that can be
-            read, or an unknown order.
+        ValueError: the number of features differs from the selection's; `capacity` is outside
+            [1, n], or below a concrete count; or an unknown order.
     """
     features = jnp.asarray(features)
     n, steps = features.shape[1], selection.action.shape[1]
@@ -62,9 +62,9 @@ def gather(
         shape = selection.selected.shape
         raise ValueError(f"features is of shape {features.shape}, expected {(*shape, 'd')}")
     count = selection.count
-    least = 1 if isinstance(count, Tracer) else max(1, int(np.max(count, initial=0)))
-    if not least <= capacity <= n:
-        raise ValueError(f"capacity is {capacity}, expected within [{least}, {n}]")
+    min_capacity = 1 if isinstance(count, Tracer) else max(1, int(np.max(count, initial=0)))
+    if not min_capacity <= capacity <= n:
+        raise ValueError(f"capacity is {capacity}, expected within [{min_capacity}, {n}]")
     picks = selection.action[:, :capacity]
     picks = jnp.pad(picks, ((0, 0), (0, max(0, capacity - steps))), constant_values=n)
     index = jnp.sort(picks, axis=1) if order == "raster" else picks
@@ -83,19 +83,26 @@ run_gather = jax.jit(gather, static_argnames=("capacity", "order"))
 
 
 def as_arrays(limits: Limits, config: PolicyConfig, batch: int, num_tokens: int) -> Limits:
-    """Returns limits whose counts are arrays, so that all of them share a program.
+    """Converts the counts of limits to arrays, so that all counts share one program.
+
+    Args:
+        limits: bounds on the counts.
+        config: policy configuration, which fills in missing limits.
+        batch: number of rows.
+        num_tokens: number of image tokens per row.
 
     Raises:
-        ValueError: limits out of range.
+        ValueError: limits are out of range.
     """
-    _, group, rows = read_limits(limits, config, batch, num_tokens)
+    _, group, row_limits = read_limits(limits, config, batch, num_tokens)
+    min_tokens, max_tokens = row_limits
     if limits.budget is not None:
-        return dataclasses.replace(limits, budget=rows.max_tokens, group=group)
-    least, most = rows
-    return dataclasses.replace(limits, min_tokens=least, max_tokens=most, group=group)
+        return dataclasses.replace(limits, budget=max_tokens, group=group)
+    return dataclasses.replace(limits, min_tokens=min_tokens, max_tokens=max_tokens, group=group)
 
 
-@jax.transfer_guard("allow")  # a function of the host, whatever a program forbids elsewhere
+# Reading the counts on the host is the purpose of `prune`, so it overrides the transfer guard.
+@jax.transfer_guard("allow")
 @implicit_promotion()
 def prune(
     params: Params,
@@ -108,28 +115,28 @@ def prune(
     decoder: DecoderFns = POINTER,
     key: Array | None = None,
 ) -> Pruned:
-    """Prunes a batch of image tokens for its questions: the inference pathway.
+    """Prunes a batch of image tokens, given the questions: the inference pathway.
 
-    Runs two compiled programs: one selects; the host reads the largest count and chooses a bucket;
-    the other gathers. The first is compiled once per shape, the second once per bucket. There is no
-    noise and no denoiser. Inside a jitted function, where no count can be read, call `choose` and
-    `gather`.
+    Runs two compiled programs. The first selects and is compiled once per shape. The host then
+    reads the largest count and chooses a bucket. The second program gathers and is compiled once
+    per bucket. Inference uses neither noise nor the denoiser. Inside a jitted function counts
+    cannot be read: call `choose` and `gather` there.
 
     Args:
         params: policy weights.
         config: policy configuration.
-        inputs: image and question, and the statistics the policy was trained with.
+        inputs: image and question, and the statistics that the policy was trained with.
         limits: bounds on the counts.
         stop_bias: added to the stop logits; see `calibrate_stop_bias`.
         order: order of the kept tokens, as in `gather`.
         decoder: functions of the decoder.
-        key: PRNG key of the draws, as in `select`.
+        key: PRNG key of the sampled tokens, as in `select`.
 
     Returns:
         The kept tokens in the smallest bucket of `bucket_ladder` that holds every row.
 
     Raises:
-        ValueError: features of another width, or limits out of range.
+        ValueError: features have another width, or limits are out of range.
         TypeError: called inside a jitted function.
     """
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, inputs))):

@@ -1,4 +1,8 @@
-"""Settings of jax that a program which composes this one may have made, and what ignores them."""
+"""Context managers that shield the package from global jax settings, and PRNG key checks.
+
+A program that uses this package may have changed jax's global settings, such as the default PRNG
+implementation. Results must not depend on them.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, UInt32
 
-# The implementation whose draws under `vmap` are those of each key, on any device.
+# With this PRNG, `vmap` over keys gives the same samples as a loop over keys, on any device.
 THREEFRY = "threefry2x32"
 
 AnyKeys = TypeVar("AnyKeys")
@@ -18,25 +22,25 @@ AnyKey = Key[Array, "*n"] | UInt32[Array, "*n words"]
 
 @contextlib.contextmanager
 def implicit_promotion() -> Iterator[None]:
-    """Lets ranks and dtypes be promoted, even if ``jax_numpy_*_promotion`` forbids it elsewhere."""
+    """Allows implicit rank and dtype promotion, even if ``jax_numpy_*_promotion`` forbids it."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @contextlib.contextmanager
 def jax_defaults() -> Iterator[None]:
-    """Also keeps indices at 32 bits, and draws keys of threefry, as models expect."""
+    """Allows implicit promotion, and sets 32-bit indices and threefry keys, as models expect."""
     with implicit_promotion(), jax.enable_x64(False), jax.default_prng_impl(THREEFRY):
         yield
 
 
 def is_typed_key(key: object) -> bool:
-    """Returns whether `key` is an array of `jax.random.key`, not a raw key."""
+    """Returns whether `key` is a typed key array of `jax.random.key`, not a raw key."""
     return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
 def check_key(key: AnyKeys) -> AnyKeys:
-    """Returns `key`, one key or an array of keys.
+    """Returns `key` unchanged if it is a PRNG key or an array of keys.
 
     Raises:
         ValueError: `key` is neither a `jax.random.key` nor a raw key of `jax.random.PRNGKey`.
@@ -50,12 +54,12 @@ def check_key(key: AnyKeys) -> AnyKeys:
 
 
 def threefry(key: Array | np.ndarray) -> Key[Array, "*n"]:
-    """Returns keys of threefry for keys of any implementation; keys of threefry stay unchanged.
+    """Converts keys of any PRNG implementation to threefry keys; threefry keys stay unchanged.
 
-    Keys of ``rbg`` draw the same for all rows under `vmap`.
+    With ``rbg`` keys, all rows would get the same samples under `vmap`.
 
     Raises:
-        ValueError: as `check_key`.
+        ValueError: `key` is not a PRNG key.
     """
     data = check_key(key)
     if isinstance(key, jax.Array) and is_typed_key(key):

@@ -1,4 +1,4 @@
-"""Layers shared by encoder, decoder and denoiser, as functions of a dict of weights."""
+"""Layers of encoder, decoder and denoiser, as functions of a dict of weights."""
 
 import functools
 import math
@@ -11,14 +11,16 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from stepprune_jax.policy.base import Params
 from stepprune_jax.policy.config import PolicyConfig
 
-# Replaces minus infinity in logits and log-probabilities. Finite, so that no gradient is NaN
-# where everything is masked, and small enough that sums over hundreds of steps stay finite.
+# Replaces minus infinity in logits and log-probabilities. A finite value keeps gradients finite
+# where all entries are masked. Sums of it over hundreds of steps stay finite in float32.
 MASKED = -1e9
 
+# Epsilon of `torch.nn.LayerNorm`.
 NORM_EPSILON = 1e-5
 
-# More queries attend some at a time: all at once would take 16 GiB of logits for 16 heads of 16,384
-# tokens. A CPU takes half the time if its caches hold the logits, and a GPU wants few kernels.
+# Attention over more than MANY_QUERIES queries runs in chunks: the logits of 16 heads and 16,384
+# tokens would take 16 GiB. On CPUs, chunks whose logits fit into the caches are twice as fast. GPUs
+# are faster with fewer, larger kernels.
 MANY_QUERIES, QUERIES = 2048, {"cpu": 128, "default": 1024}
 
 
@@ -28,17 +30,17 @@ def score_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def compute_dtype(config: PolicyConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype of activations for features of `dtype`."""
+    """Returns the dtype of activations: `config.dtype`, or else at least float32."""
     return jnp.dtype(config.dtype) if config.dtype else score_dtype(dtype)
 
 
 def layer_norm(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-    """Normalises over the last axis, in at least float32; `bias` is optional."""
-    wide = x.astype(score_dtype(x.dtype))
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + NORM_EPSILON)
-    wide = wide * params["scale"]
-    return (wide + params["bias"] if "bias" in params else wide).astype(x.dtype)
+    """Applies layer normalisation over the last axis, in at least float32; `bias` is optional."""
+    y = x.astype(score_dtype(x.dtype))
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y**2, axis=-1, keepdims=True) + NORM_EPSILON)
+    y = y * params["scale"]
+    return (y + params["bias"] if "bias" in params else y).astype(x.dtype)
 
 
 def dense(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
@@ -53,13 +55,13 @@ def mlp(params: Params, x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
 
 
 def split_heads(x: Float[Array, "b t d"], num_heads: int) -> Float[Array, "b h t c"]:
-    """Splits the last axis into heads, heads first, so that products are batched matmuls."""
+    """Splits the last axis into heads and moves the heads in front of the positions."""
     b, t, d = x.shape
     return x.reshape(b, t, num_heads, d // num_heads).swapaxes(1, 2)
 
 
 def merge_heads(x: Float[Array, "b h t c"]) -> Float[Array, "b t d"]:
-    """Inverse of `split_heads`."""
+    """Merges heads into the last axis; the inverse of `split_heads`."""
     b, h, t, c = x.shape
     return x.swapaxes(1, 2).reshape(b, t, h * c)
 
@@ -73,15 +75,26 @@ def attention(
 ) -> Float[Array, "b h t c"]:
     """Computes scaled dot-product attention with a softmax in at least float32.
 
-    A fully masked query gets the mean of all values, never NaN. Many are processed in parts.
+    A fully masked query returns the mean of all values, never NaN. More than `MANY_QUERIES` queries
+    are processed in chunks.
+
+    Args:
+        query: [b, h, t, c] queries.
+        key: [b, h, s, c] keys.
+        value: [b, h, s, c] values.
+        mask: True at keys that a query attends to.
+        bias: additive bias of the logits per key, or None.
+
+    Returns:
+        [b, h, t, c] weighted means of the values, in their dtype.
     """
-    by_query = (mask[:, 0],) if mask.shape[2] > 1 else ()
+    query_masks = (mask[:, 0],) if mask.shape[2] > 1 else ()
 
-    def part(query: Float[Array, "b h q c"], *masks: Bool[Array, "_ q s"]) -> Array:
-        own = masks[0][:, None] if masks else mask
-        return _attention(query, key, value, own, bias)
+    def attend(query: Float[Array, "b h q c"], *masks: Bool[Array, "_ q s"]) -> Array:
+        chunk_mask = masks[0][:, None] if masks else mask
+        return _attention(query, key, value, chunk_mask, bias)
 
-    return map_queries(part, query, *by_query)
+    return map_queries(attend, query, *query_masks)
 
 
 def map_queries(
@@ -90,55 +103,64 @@ def map_queries(
     *by_query: Shaped[Array, "_ q *x"],
     axis: int = 2,
 ) -> Array:
-    """Applies a function to all queries, or to `QUERIES` at a time if they are many.
+    """Applies a function to all queries, or to chunks of them if there are many.
 
-    A gradient computes a part again, rather than storing the scores of all.
+    Chunks have `QUERIES` queries. The backward pass recomputes each chunk instead of storing its
+    scores.
 
     Args:
-        function: maps queries, and their part of each of `by_query`, to results.
-        query: [b, h, q, c] the queries.
-        *by_query: [b or 1, q, ...] arrays.
-        axis: the axis of the results along which there is one for each query, or one sum over all
-            queries that the function is given.
+        function: maps a chunk of queries, and the matching chunk of each of `by_query`, to results.
+        query: [b, h, q, c] queries.
+        *by_query: [b or 1, q, ...] further arrays with a query axis.
+        axis: axis of the results along which chunks are concatenated: an axis with one entry per
+            query, or with one sum per chunk.
 
     Returns:
-        The results of all queries.
+        The results of all chunks, concatenated along `axis`.
     """
     if query.shape[2] <= MANY_QUERIES:
         return function(query, *by_query)
 
-    def by(size: int) -> Array:
-        return _map_parts(function, (query, *by_query), size, axis)
+    def map_with(chunk_size: int) -> Array:
+        return _map_chunks(function, (query, *by_query), chunk_size, axis)
 
-    sizes = {platform: functools.partial(by, size) for platform, size in QUERIES.items()}
-    return jax.lax.platform_dependent(**sizes)
+    branches = {
+        platform: functools.partial(map_with, chunk_size)
+        for platform, chunk_size in QUERIES.items()
+    }
+    return jax.lax.platform_dependent(**branches)
 
 
-def _map_parts(function: Callable[..., Array], arrays: tuple, size: int, axis: int) -> Array:
-    """Applies a function to `size` queries at a time; the last part is padded with 0."""
-    length, axes = arrays[0].shape[2], (2, *(1 for _ in arrays[1:]))
-    missing = -length % size
-    padded = [
-        jnp.pad(x, [(0, missing if at == queries else 0) for at in range(x.ndim)])
-        for x, queries in zip(arrays, axes, strict=True)
+def _map_chunks(
+    function: Callable[..., Array], arrays: tuple[Array, ...], chunk_size: int, axis: int
+) -> Array:
+    """Applies a function to `chunk_size` queries at a time; the last chunk is padded with 0."""
+    length, query_axes = arrays[0].shape[2], (2, *(1 for _ in arrays[1:]))
+    padding = -length % chunk_size
+    padded_arrays = [
+        jnp.pad(x, [(0, padding if dim == query_axis else 0) for dim in range(x.ndim)])
+        for x, query_axis in zip(arrays, query_axes, strict=True)
     ]
 
-    def part(first: Int[Array, ""]) -> Array:
-        rows = zip(padded, axes, strict=True)
-        return function(*(jax.lax.dynamic_slice_in_dim(x, first, size, at) for x, at in rows))
+    def apply_chunk(first: Int[Array, ""]) -> Array:
+        chunks = (
+            jax.lax.dynamic_slice_in_dim(x, first, chunk_size, query_axis)
+            for x, query_axis in zip(padded_arrays, query_axes, strict=True)
+        )
+        return function(*chunks)
 
-    part = jax.checkpoint(part, prevent_cse=False)
-    parts = jax.lax.map(part, jnp.arange(0, length + missing, size))
-    shape = list(parts.shape[1:])
-    shape[axis] *= len(parts)
-    whole = jnp.moveaxis(parts, 0, axis).reshape(shape)
-    return whole[(slice(None),) * axis + (slice(length),)]
+    apply_chunk = jax.checkpoint(apply_chunk, prevent_cse=False)
+    results = jax.lax.map(apply_chunk, jnp.arange(0, length + padding, chunk_size))
+    shape = list(results.shape[1:])
+    shape[axis] *= len(results)
+    merged = jnp.moveaxis(results, 0, axis).reshape(shape)
+    return merged[(slice(None),) * axis + (slice(length),)]
 
 
 def _attention(query, key, value, mask, bias):
-    """Attends from all queries at once."""
-    wide = score_dtype(query.dtype)
-    logits = jnp.matmul(query, key.swapaxes(-1, -2), preferred_element_type=wide)
+    """Computes attention for all queries at once."""
+    dtype = score_dtype(query.dtype)
+    logits = jnp.matmul(query, key.swapaxes(-1, -2), preferred_element_type=dtype)
     logits = logits / math.sqrt(query.shape[-1])
     logits = logits if bias is None else logits + bias
     weights = jax.nn.softmax(jnp.where(mask, logits, MASKED), axis=-1)

@@ -1,4 +1,4 @@
-"""Noise gate, Eq. (13), denoiser, Eq. (14), and the statistics that standardise features."""
+"""Noise gate, Eq. (13), denoiser, Eq. (14), and standardisation of features."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ from stepprune_jax.policy.jax_settings import implicit_promotion
 
 @jax.custom_jvp
 def _bounded_sqrt(x: Array) -> Array:
-    """sqrt on [0, 1] whose derivative is that of sqrt(max(x, 1e-6)): at most 500.
+    """Computes sqrt(x) on [0, 1] with a derivative of at most 500, reached at x <= 1e-6.
 
-    It has a custom rule because `sqrt(1 - alpha + eps)` does not survive compilation: XLA
-    folds 1 + eps to 1 in float32, and alpha = 1 then gives inf * 0.
+    The rule is custom because XLA folds the 1 + eps of `sqrt(1 - alpha + eps)` to 1 in float32, and
+    alpha = 1 then gives inf * 0.
     """
     return jnp.sqrt(jnp.clip(x, 0, 1))
 
@@ -34,39 +34,40 @@ def noise_gate(
     *,
     noise: Float[AnyArray, "b n d"] | None = None,
 ) -> Float[Array, "b n d"]:
-    """x~ = sqrt(alpha) x + sqrt(1 - alpha) eps, Eq. (13).
+    """Mixes tokens with noise, Eq. (13): x~ = sqrt(alpha) x + sqrt(1 - alpha) eps.
 
-    alpha = 1 returns the token itself, alpha = 0 pure noise. The second moment is kept if x has
-    unit variance per channel: see `standardise`. Gradients are finite at alpha 0 and 1.
+    alpha = 1 returns the token itself, alpha = 0 pure noise. If x has unit variance per channel,
+    the result has unit second moment: see `standardise`. Gradients are finite at alpha 0 and 1.
 
     Args:
-        key: PRNG key; consumed. Unused (and may be `None`) if `noise` is given.
-        x: tokens, standardised.
-        alpha: gate of each token, in [0, 1].
-        noise: eps ~ N(0, I); drawn from `key` by default.
+        key: PRNG key; consumed. Unused if `noise` is given, and may then be None.
+        x: [b, n, d] standardised tokens.
+        alpha: [b, n] gate of each token, in [0, 1].
+        noise: [b, n, d] eps ~ N(0, I); sampled with `key` if None.
 
     Returns:
-        Gated tokens in the dtype of `x`, mixed in at least float32.
+        [b, n, d] gated tokens in the dtype of `x`, mixed in at least float32.
     """
     x, alpha = jnp.asarray(x), jnp.asarray(alpha)
-    wide = layers.score_dtype(x.dtype)
+    dtype = layers.score_dtype(x.dtype)
     if noise is None:
         if key is None:
             raise ValueError("key is None, expected a key, or the noise itself as `noise`")
-        noise = jax.random.normal(key, x.shape, wide)
-    alpha = alpha.astype(wide)[..., None]
-    kept, replaced = _bounded_sqrt(alpha), _bounded_sqrt(1 - alpha)
-    return (kept * x.astype(wide) + replaced * jnp.asarray(noise).astype(wide)).astype(x.dtype)
+        noise = jax.random.normal(key, x.shape, dtype)
+    alpha = alpha.astype(dtype)[..., None]
+    signal_scale, noise_scale = _bounded_sqrt(alpha), _bounded_sqrt(1 - alpha)
+    mixed = signal_scale * x.astype(dtype) + noise_scale * jnp.asarray(noise).astype(dtype)
+    return mixed.astype(x.dtype)
 
 
 def denoise(
     params: Params, config: PolicyConfig, x: Float[AnyArray, "b n d"]
 ) -> Float[Array, "b n d"]:
-    """X^ = Denoise(X~; mask = diag): each token is updated from itself alone.
+    """Denoises each token separately, Eq. (14): X^ = Denoise(X~; mask = diag).
 
-    Under the diagonal mask the softmax has one entry, so attention is the linear map W_o W_v LN(x)
-    and queries and keys do not exist. The block starts as the identity and is used in training
-    only; at inference the LLM reads the selected tokens as they are.
+    Under the diagonal mask the softmax has a single entry. Attention is then the linear map
+    W_o W_v LN(x), which needs no queries and keys. The block is initialised as the identity. Only
+    training uses it; at inference the language model reads the selected tokens unchanged.
     """
     weights, dtype = params["denoiser"], jnp.asarray(x).dtype
     x = jnp.asarray(x, layers.compute_dtype(config, dtype))
@@ -83,37 +84,53 @@ def gate_tokens(
     inputs: Inputs,
     alpha: Float[Array, "b n"],
 ) -> Float[Array, "b n w"]:
-    """Gates, denoises and restores the image tokens, Eqs. (13) and (14); zero in the padding.
+    """Gates and denoises the image tokens, Eqs. (13) and (14).
 
-    Deep features behind them, if there are any, are gated by the same gate and not denoised.
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        key: PRNG key; consumed.
+        inputs: image tokens, their statistics, and deep features if the model has any.
+        alpha: [b, n] gate of each token, in [0, 1].
+
+    Returns:
+        [b, n, w] tokens in the original feature space, zero in the padding. Deep features are
+        gated like their token but not denoised; they are concatenated to the tokens.
     """
     image, real = jnp.asarray(inputs.image), inputs.real[..., None]
     x = jnp.where(real, standardise(image, inputs.stats), 0)
-    clean = restore(denoise(params, config, noise_gate(key, x, alpha)), inputs.stats)
-    tokens = jnp.where(real, clean, 0).astype(image.dtype)
+    denoised = restore(denoise(params, config, noise_gate(key, x, alpha)), inputs.stats)
+    tokens = jnp.where(real, denoised, 0).astype(image.dtype)
     if inputs.deep is None:
         return tokens
 
-    # They are several times as wide as the tokens: a backward pass draws their noise again.
+    # Deep features are several times wider than the tokens. The backward pass samples their noise
+    # again instead of storing it.
     @jax.checkpoint
-    def gated(deep: Float[Array, "b n D"], alpha: Float[Array, "b n"]) -> Float[Array, "b n D"]:
+    def gate_deep(deep: Float[Array, "b n D"], alpha: Float[Array, "b n"]) -> Float[Array, "b n D"]:
         x = jnp.where(real, standardise(deep, inputs.deep_stats), 0)
         noisy = restore(noise_gate(jax.random.fold_in(key, 1), x, alpha), inputs.deep_stats)
         return jnp.where(real, noisy, 0).astype(image.dtype)
 
-    return jnp.concatenate([tokens, gated(jnp.asarray(inputs.deep), alpha)], axis=2)
+    return jnp.concatenate([tokens, gate_deep(jnp.asarray(inputs.deep), alpha)], axis=2)
 
 
 @implicit_promotion()
 def update_stats(
     stats: FeatureStats, x: Float[Array, "b n d"], mask: Bool[Array, "b n"] | None = None
 ) -> FeatureStats:
-    """Merges a batch into running statistics (Chan et al., 1979), exact over any batching.
+    """Merges a batch into running statistics (Chan et al., 1979), exact for any batching.
 
     Args:
-        stats: statistics so far.
-        x: features.
-        mask: True at real tokens.
+        stats: statistics of the previous batches.
+        x: [b, n, d] features.
+        mask: [b, n] True at real tokens; None marks all tokens as real.
+
+    Returns:
+        The statistics of all batches.
+
+    Raises:
+        ValueError: the features have another width than the statistics.
     """
     if x.ndim != 3 or x.shape[2] != len(stats.mean):
         raise ValueError(f"x is of shape {x.shape}, expected (b, n, {len(stats.mean)})")
@@ -121,29 +138,29 @@ def update_stats(
     weight = weight.astype(jnp.float32)
     x = jnp.where(weight[..., None] > 0, x, 0).astype(jnp.float32)
     count = jnp.sum(weight)
-    safe = jnp.maximum(count, 1)
-    mean = jnp.einsum("bnd,bn->d", x, weight) / safe
-    var = jnp.einsum("bnd,bn->d", (x - mean) ** 2, weight) / safe
+    divisor = jnp.maximum(count, 1)
+    mean = jnp.einsum("bnd,bn->d", x, weight) / divisor
+    var = jnp.einsum("bnd,bn->d", (x - mean) ** 2, weight) / divisor
     total = jnp.maximum(stats.count + count, 1)
-    share, delta = count / total, mean - stats.mean
-    spread = (1 - share) * stats.var + share * var + share * (1 - share) * delta**2
-    changed = count > 0
+    fraction, delta = count / total, mean - stats.mean
+    merged_var = (1 - fraction) * stats.var + fraction * var + fraction * (1 - fraction) * delta**2
+    is_changed = count > 0
     return FeatureStats(
-        jnp.where(changed, stats.mean + share * delta, stats.mean),
-        jnp.where(changed, spread, stats.var),
+        jnp.where(is_changed, stats.mean + fraction * delta, stats.mean),
+        jnp.where(is_changed, merged_var, stats.var),
         stats.count + count,
     )
 
 
 def standardise(x: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array, "b n d"]:
-    """(x - mean) / std per channel, in float32; unchanged without statistics."""
+    """Returns (x - mean) / std per channel in float32; x itself if there are no statistics."""
     if stats is None:
         return x
     return (x.astype(jnp.float32) - stats.mean) * jax.lax.rsqrt(stats.var + 1e-6)
 
 
 def restore(z: Float[Array, "b n d"], stats: FeatureStats | None) -> Float[Array, "b n d"]:
-    """Inverse of `standardise`."""
+    """Returns z * std + mean per channel; the inverse of `standardise`."""
     if stats is None:
         return z
     return z * jnp.sqrt(stats.var + 1e-6) + stats.mean

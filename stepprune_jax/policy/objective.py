@@ -1,4 +1,4 @@
-"""The training pathway: `gate` makes every token as noisy as the policy decides; Eq. (15)."""
+"""The training pathway: gating of all tokens with noise, and the objective, Eq. (15)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,13 +37,13 @@ from stepprune_jax.policy.encoder import read_inputs
 from stepprune_jax.policy.jax_settings import check_key, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 from stepprune_jax.policy.noise import gate_tokens
-from stepprune_jax.policy.rollout import longest
+from stepprune_jax.policy.rollout import max_steps_per_row
 from stepprune_jax.policy.scores import expected_count, polarisation_temperature, trajectory_scores
-from stepprune_jax.policy.selection import begin, roll_out
+from stepprune_jax.policy.selection import encode_episode, roll_out
 from stepprune_jax.policy.soft_topk import soft_topk
 from stepprune_jax.policy.trajectory import log_price_growth
 
-# Shape of the language-modelling loss, in words.
+# Expected shape of the language-modelling loss, for error messages.
 ONE_LOSS = "a scalar, the mean over the batch"
 
 
@@ -60,57 +60,66 @@ def gate(
 ) -> Gated:
     """Selects softly and gates every token with noise, Eqs. (3)-(14).
 
-    encode -> select -> scores -> SoftTopK -> noise gate -> denoise, with features standardised on
-    the way in and restored on the way out.
+    The steps are encode -> select -> scores -> SoftTopK -> noise gate -> denoise. Features are
+    standardised first and restored last.
 
     Args:
         params: policy weights; a custom decoder defines `params["decoder"]`.
-        config: policy configuration. Without `max_steps`, T_max follows from each row's own tokens.
+        config: policy configuration. If `max_steps` is None, T_max is computed from the number of
+            real tokens of each row.
         key: PRNG key; consumed (budgets, prices and noise).
         inputs: image and question, never the answer.
-        progress: schedules of the training so far.
+        progress: progress of training.
         stop_bias: added to the stop logits.
         decoder: functions of the decoder.
 
     Returns:
-        The gated tokens and what led to them.
+        The gated tokens, and the episode, budget and gates that they were computed from.
 
     Raises:
-        ValueError: features or embeddings of another width, or masks of another shape.
+        ValueError: features or embeddings have another width, or masks another shape.
     """
     inputs = read_inputs(params, config, inputs)
     budget_key, noise_key = jax.random.split(check_key(key))
-    # The history is that of the best tokens, as printed.
-    count, limits = jnp.sum(inputs.real, axis=1), Limits(draw=0.0)
-    most = longest(config, count)
+    num_tokens = jnp.sum(inputs.real, axis=1)
+    max_steps = max_steps_per_row(config, num_tokens)
+    # Temperature 0: as printed, the history consists of the most probable tokens.
+    limits = Limits(draw=0.0)
     if config.batch_budget == "probe":
         shares = budget_range(RANDOM_BUDGET, config.budget_anneal, progress.share)
-        budget = draw_budgets(budget_key, count, most, shares)
+        budget = draw_budgets(budget_key, num_tokens, max_steps, shares)
         limits = Limits(min_tokens=budget, max_tokens=budget, draw=0.0)
-    log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, len(count))
-    bias = stop_bias + log_price
-    episode = begin(params, config, inputs, limits, progress.text_gate, bias, decoder)
+    log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, len(num_tokens))
+    episode = encode_episode(
+        params,
+        config,
+        inputs,
+        limits,
+        text_gate=progress.text_gate,
+        stop_bias=stop_bias + log_price,
+        decoder=decoder,
+    )
     trajectory = late_stop(config, roll_out(params, config, episode, decoder), progress.share)
-    running, state = 0.0, ()
+    running_count, state = 0.0, ()
     if config.soft_budget == "batch_mean":
-        (before,) = jax.tree.leaves(progress.state) or (0.0,)
-        running = state = update_running_count(before, trajectory.count)
-    k = soft_budget(config, trajectory, running, count)
+        (previous_count,) = jax.tree.leaves(progress.state) or (0.0,)
+        running_count = state = update_running_count(previous_count, trajectory.count)
+    k = soft_budget(config, trajectory, running_count, num_tokens)
     scores = trajectory_scores(config, trajectory)
     temperature = polarisation_temperature(config, progress.share)
     alpha = soft_topk(scores, k, temperature, where=inputs.image_mask)
     stopped = trajectory.count
     if config.batch_budget == "probe":
-        stopped = count_at_price(config, trajectory, log_price, most)
+        stopped = count_at_price(config, trajectory, log_price, max_steps)
     return Gated(
         tokens=gate_tokens(params, config, noise_key, inputs, alpha),
         alpha=alpha,
         budget=k,
         trajectory=trajectory,
-        price=jnp.exp(log_price + log_price_growth(config, trajectory.count, count)),
+        price=jnp.exp(log_price + log_price_growth(config, trajectory.count, num_tokens)),
         stopped=stopped,
-        shortest=jnp.minimum(config.min_tokens, most),
-        longest=most,
+        shortest=jnp.minimum(config.min_tokens, max_steps),
+        longest=max_steps,
         state=jax.lax.stop_gradient(state),
         real=inputs.real,
     )
@@ -122,30 +131,34 @@ def length_penalty(
     num_tokens: ArrayLike,
     price: Float[AnyArray, "b"],
 ) -> Float[Array, ""]:
-    """Returns the mean of K/N times the price, with the gradient of E[K]/N.
+    """Returns the mean of K/N times the price, with the gradient of E[K]/N times the price.
 
-    The hard count has no gradient; the expected one carries it through every stop probability.
+    Args:
+        count: [b] the hard count K, which has no gradient.
+        expected: [b] differentiable surrogate of the count, such as E[K].
+        num_tokens: N, a number or one per row.
+        price: [b] factor on each row's penalty.
     """
     expected = jnp.asarray(expected)
-    soft = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
-    ratio = soft / jnp.maximum(jnp.asarray(num_tokens, soft.dtype), 1)
+    straight_through = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
+    ratio = straight_through / jnp.maximum(jnp.asarray(num_tokens, straight_through.dtype), 1)
     return jnp.mean(ratio * price)
 
 
 def require_losses(name: str, losses: Any, shape: tuple[int, ...], expected: str) -> None:
-    """Raises a ValueError unless a user's function returned losses of a shape.
+    """Raises a ValueError unless a user's function returned losses of shape `shape`.
 
-    A wrong shape would broadcast: losses [b] in place of [b, g] give plausible metrics.
+    Losses of another shape could broadcast: losses [b] in place of [b, g] give plausible metrics.
 
     Args:
         name: name of the function, for the message.
         losses: result of the function.
-        shape: shape that the losses must have.
-        expected: description of that shape, for the message.
+        shape: required shape of the losses.
+        expected: description of the shape, for the message.
     """
-    given = jax.tree.map(lambda leaf: tuple(np.shape(leaf)), losses)
-    if given != shape:
-        raise ValueError(f"{name} returned losses of shape {given}, expected {expected}")
+    actual_shape = jax.tree.map(lambda leaf: tuple(np.shape(leaf)), losses)
+    if actual_shape != shape:
+        raise ValueError(f"{name} returned losses of shape {actual_shape}, expected {expected}")
 
 
 @implicit_promotion()
@@ -160,26 +173,25 @@ def train_loss(
     length_weight: ArrayLike | None = None,
     decoder: DecoderFns = POINTER,
 ) -> tuple[Float[Array, ""], TrainAux]:
-    """Computes the training objective for any differentiable consumer of tokens, Eq. (15).
-
-    L = L_LM + lambda K/N, in at least float32.
+    """Computes the training objective L = L_LM + lambda K/N, Eq. (15), in at least float32.
 
     Args:
-        params: policy weights; differentiate with respect to these alone.
+        params: policy weights; differentiate with respect to `params` only.
         config: policy configuration.
         key: PRNG key; consumed.
         inputs: image and question, never the answer.
-        lm_loss_fn: maps the gated tokens to the mean language-modelling loss. Frozen weights it
-            needs should be arguments of the surrounding step, not constants.
-        progress: schedules of the training so far.
+        lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss []. Any
+            differentiable function of the tokens can be used. Pass its frozen weights as arguments
+            of the jitted training step: captured weights would be compiled in as constants.
+        progress: progress of training.
         length_weight: lambda; default `config.length_weight`.
         decoder: functions of the decoder.
 
     Returns:
-        The loss, and what led to it.
+        The loss, and auxiliary output for `policy_metrics`.
 
     Raises:
-        ValueError: as `gate`, or a language-modelling loss that is no scalar.
+        ValueError: inputs that `gate` rejects, or `lm_loss_fn` returned no scalar.
     """
     gated = gate(params, config, key, inputs, progress, decoder=decoder)
     lm_loss = lm_loss_fn(gated.tokens)
@@ -192,44 +204,50 @@ def train_loss(
 def total_loss(
     config: PolicyConfig, gated: Gated, lm_loss: Float[Array, ""], length_weight: ArrayLike
 ) -> Float[Array, ""]:
-    """L = L_LM + lambda K/N, Eq. (15), in at least float32."""
-    trajectory, tokens = gated.trajectory, jnp.sum(gated.real, axis=1)
+    """Adds the length penalty to the language-modelling loss, Eq. (15), in at least float32."""
+    trajectory, num_tokens = gated.trajectory, jnp.sum(gated.real, axis=1)
     expected = differentiable_count(config, trajectory)
-    penalty = length_penalty(trajectory.count, expected, tokens, gated.price)
-    wide = score_dtype(lm_loss.dtype)
-    return lm_loss.astype(wide) + length_weight * penalty.astype(wide)
+    penalty = length_penalty(trajectory.count, expected, num_tokens, gated.price)
+    dtype = score_dtype(lm_loss.dtype)
+    return lm_loss.astype(dtype) + length_weight * penalty.astype(dtype)
 
 
 @implicit_promotion()
 def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
-    """Returns scalars that show whether a policy learns.
+    """Returns scalars for monitoring the training of a policy.
 
-    `lm_loss`: the loss without its penalty. `k_mean`, `k_std`, `k_floor`, `k_cap`: what the learned
-    stop keeps, see `stop_metrics`. `k_soft`: expected count. `alpha_in`, `alpha_out`: mean gate
-    inside and outside the hard set. `iou`: agreement of {alpha > 1/2} with it. `entropy`: mean
-    entropy in nats of the pointer over alive steps.
+    `lm_loss`: the loss without its penalty. `k_mean`, `k_std`, `k_floor`, `k_cap`: counts of the
+    learned stop, see `stop_metrics`. `k_soft`: expected count. `alpha_in`, `alpha_out`, `iou`:
+    gates of kept and dropped tokens, see `gate_metrics`. `entropy`: mean entropy of the pointer in
+    nats, over the steps before the end of an episode.
     """
-    gated, t = aux.gated, aux.gated.trajectory
+    gated, trajectory = aux.gated, aux.gated.trajectory
     return {
         "lm_loss": aux.lm_loss,
         **stop_metrics(gated.stopped, gated.shortest, gated.longest),
-        "k_soft": jnp.mean(expected_count(t.stop_prob)),
-        "entropy": pointer_entropy(t),
-        **gate_metrics(gated.alpha, t.selected, gated.real),
+        "k_soft": jnp.mean(expected_count(trajectory.stop_prob)),
+        "entropy": pointer_entropy(trajectory),
+        **gate_metrics(gated.alpha, trajectory.selected, gated.real),
     }
 
 
 def stop_metrics(
     count: Int[Array, "b"], shortest: Int[Array, "b"], longest: Int[Array, "b"]
 ) -> dict[str, Float[Array, ""]]:
-    """Returns mean and deviation of the counts at which rows stop, and the shares at a bound.
+    """Returns metrics of the counts at which rows stop.
 
-    `k_floor` is the share of rows that stop at the minimum, `k_cap` the share that T_max ends.
+    `k_mean` and `k_std`: mean and standard deviation. `k_floor`: fraction of rows that stop at the
+    minimum. `k_cap`: fraction of rows that T_max ends.
+
+    Args:
+        count: [b] number of tokens before the stop.
+        shortest: [b] number of tokens before the stop is available.
+        longest: [b] T_max of each row.
     """
-    wide = count.astype(jnp.float32)
+    count_f32 = count.astype(jnp.float32)
     return {
-        "k_mean": jnp.mean(wide),
-        "k_std": jnp.std(wide),
+        "k_mean": jnp.mean(count_f32),
+        "k_std": jnp.std(count_f32),
         "k_floor": jnp.mean((count <= shortest).astype(jnp.float32)),
         "k_cap": jnp.mean((count >= longest).astype(jnp.float32)),
     }
@@ -238,23 +256,35 @@ def stop_metrics(
 def gate_metrics(
     alpha: Float[Array, "b n"], selected: Bool[Array, "b n"], real: Bool[Array, "b n"]
 ) -> dict[str, Float[Array, ""]]:
-    """Returns the mean gate inside and outside the hard set, and {alpha > 1/2}'s agreement."""
-    open_gate = (alpha > 0.5) & real
+    """Returns metrics that compare the gates with the kept tokens.
 
-    def mean(where):
+    `alpha_in`, `alpha_out`: mean gate of kept and of dropped tokens. `iou`: intersection over union
+    of the tokens with alpha > 1/2 and the kept tokens.
+
+    Args:
+        alpha: [b, n] gate of each token.
+        selected: [b, n] True at kept tokens.
+        real: [b, n] True at real tokens.
+    """
+    is_open = (alpha > 0.5) & real
+
+    def mean_gate(where):
         return jnp.sum(alpha * where) / jnp.maximum(jnp.sum(where), 1)
 
-    union = jnp.maximum(jnp.sum(open_gate | selected, axis=1), 1)
+    union = jnp.maximum(jnp.sum(is_open | selected, axis=1), 1)
     return {
-        "alpha_in": mean(selected),
-        "alpha_out": mean(real & ~selected),
-        "iou": jnp.mean(jnp.sum(open_gate & selected, axis=1) / union),
+        "alpha_in": mean_gate(selected),
+        "alpha_out": mean_gate(real & ~selected),
+        "iou": jnp.mean(jnp.sum(is_open & selected, axis=1) / union),
     }
 
 
-def pointer_entropy(t: Trajectory) -> Float[Array, ""]:
-    """Returns the mean entropy of the pointer in nats, over steps that point at a token."""
-    share = jnp.exp(t.log_prob - t.log_continue[..., None])
-    entropy = -jnp.sum(jnp.where(t.prob > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0), -1)
-    asked = (t.alive & (jnp.sum(t.prob, -1) > 0)).astype(jnp.float32)
-    return jnp.sum(entropy * asked) / jnp.maximum(jnp.sum(asked), 1)
+def pointer_entropy(trajectory: Trajectory) -> Float[Array, ""]:
+    """Returns the mean entropy of the pointer in nats, over the steps that choose a token."""
+    prob = jnp.exp(trajectory.log_prob - trajectory.log_continue[..., None])
+    # 1e-30 avoids log(0); a product with a probability of 0 is 0.
+    terms = jnp.where(trajectory.prob > 0, prob * jnp.log(jnp.maximum(prob, 1e-30)), 0)
+    entropy = -jnp.sum(terms, -1)
+    is_choice = trajectory.alive & (jnp.sum(trajectory.prob, -1) > 0)
+    weight = is_choice.astype(jnp.float32)
+    return jnp.sum(entropy * weight) / jnp.maximum(jnp.sum(weight), 1)

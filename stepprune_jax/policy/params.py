@@ -1,4 +1,4 @@
-"""A single table of parameter specifications: initial values, shapes and sharding axes."""
+"""Parameter specifications: shape, initialiser and sharding axes of every weight."""
 
 import functools
 import math
@@ -15,7 +15,8 @@ from stepprune_jax.policy.config import PolicyConfig
 from stepprune_jax.policy.jax_settings import check_key, implicit_promotion
 from stepprune_jax.policy.layers import score_dtype
 
-# Normal with variance 1 / fan-in, or with a standard deviation of .02.
+# "fan_in" is normal with variance 1 / fan-in; "token" is normal with standard deviation 0.02, the
+# initialisation of token embeddings in GPT-2.
 Init = Literal["fan_in", "token", "ones", "zeros"]
 
 
@@ -41,8 +42,8 @@ def _norm(width: int, bias: bool = True):
 
 
 def _attention(d: int):
-    # A key bias shifts all logits of a query alike and would never receive a gradient; the
-    # query's is covered by the bias of the norm before it.
+    # A key bias would add one constant to all logits of a query and receive no gradient. The bias
+    # of the preceding norm makes a query bias redundant.
     heads = {name: _kernel(d, d, ("embed", "heads")) for name in ("query", "key", "value")}
     return heads | {"out": _dense(d, d, ("heads", "embed"))}
 
@@ -70,7 +71,7 @@ def _encoder_specs(config: PolicyConfig, d: int, hidden: int):
         projection = _kernel(config.text_width, d, (None, "embed"))
         blocks["text_projection"] = projection | {"norm": _norm(d)}
         if config.first_query == "question":
-            pool = ParamSpec((d,), (None,), "zeros")  # a mean at first
+            pool = ParamSpec((d,), (None,), "zeros")  # pooling starts as a mean over the words
             blocks["question"] = _kernel(d, d, (None, "embed")) | {"pool": pool}
     return blocks
 
@@ -96,7 +97,7 @@ def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
     pointer = {
         "history": history(),
         "norm": _norm(d),
-        # No bias: it would shift all pointer logits of a step alike.
+        # No bias: it would add one constant to all pointer logits of a step.
         "memory_norm": _norm(d, bias=False),
         "query": _kernel(d, d, ("embed", "heads")),
         "key": _kernel(d, d, ("embed", "heads")),
@@ -105,20 +106,20 @@ def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
 
 
 def _denoiser_specs(config: PolicyConfig, d: int, hidden: int):
-    # Under a diagonal mask every softmax has one entry: queries and keys would be dead weights.
+    # Under a diagonal mask every softmax has one entry, so queries and keys would have no effect.
     # Zero output projections make the block start as the identity.
-    wide = config.feature_width
+    width = config.feature_width
     return {
-        "norm1": _norm(wide),
-        "value": _kernel(wide, d, ("embed", "heads")),
-        "out": _dense(d, wide, ("heads", "embed"), "zeros"),
-        "norm2": _norm(wide),
-        "mlp": _mlp(wide, hidden, "zeros"),
+        "norm1": _norm(width),
+        "value": _kernel(width, d, ("embed", "heads")),
+        "out": _dense(d, width, ("heads", "embed"), "zeros"),
+        "norm2": _norm(width),
+        "mlp": _mlp(width, hidden, "zeros"),
     }
 
 
 def param_specs(config: PolicyConfig) -> dict[str, Any]:
-    """Returns the table, a nested dict of `ParamSpec`: the single source of what follows."""
+    """Returns a nested dict of `ParamSpec` with the structure of the policy weights."""
     d = config.policy_width
     hidden = config.mlp_ratio * d
     return {
@@ -134,53 +135,60 @@ def _is_spec(leaf: Any) -> bool:
 
 
 def init_policy(key: jax.Array, config: PolicyConfig) -> Params:
-    """Draws the trainable weights of a policy.
+    """Initialises the trainable weights of a policy randomly.
 
     Args:
         key: PRNG key; consumed.
-        config: shapes and readings.
+        config: policy configuration.
 
     Returns:
-        A nested dict of float32 arrays (float64 if `config.dtype` says so). Weights stay in full
-        precision; they are cast where they are used.
+        A nested dict of float32 arrays; float64 if `config.dtype` is "float64". Layers cast their
+        weights to the compute dtype when they use them.
     """
     dtype = score_dtype(jnp.dtype(config.dtype or jnp.float32))
-    return draw_params(key, param_specs(config), dtype)
+    return init_params(key, param_specs(config), dtype)
 
 
 @implicit_promotion()
-def draw_params(key: jax.Array, specs: Any, dtype: DTypeLike = jnp.float32) -> Any:
-    """Draws the weights that a table of `ParamSpec`, or a part of one, describes.
+def init_params(key: jax.Array, specs: Any, dtype: DTypeLike = jnp.float32) -> Any:
+    """Initialises the weights that a tree of `ParamSpec` describes, in one compiled program.
 
-    All weights are drawn by one compiled program.
+    Args:
+        key: PRNG key; consumed.
+        specs: any pytree with `ParamSpec` leaves.
+        dtype: dtype of the weights.
+
+    Returns:
+        A tree of the same structure whose leaves are arrays.
     """
     leaves, treedef = jax.tree.flatten(specs, is_leaf=_is_spec)
-    return treedef.unflatten(_draw(check_key(key), tuple(leaves), jnp.dtype(dtype)))
+    return treedef.unflatten(_init_leaves(check_key(key), tuple(leaves), jnp.dtype(dtype)))
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "dtype"))
-def _draw(key: jax.Array, specs: tuple[ParamSpec, ...], dtype: jnp.dtype) -> list[jax.Array]:
-    """Draws weight i from the i-th part of `key`.
+def _init_leaves(key: jax.Array, specs: tuple[ParamSpec, ...], dtype: jnp.dtype) -> list[jax.Array]:
+    """Initialises weight i with the i-th key of a split of `key`.
 
-    Weights of one size share a loop, as XLA takes a quarter of a second to compile each draw. The
-    barrier keeps the scaling out of the draw, so that no weight depends on how XLA fuses the two.
+    Weights of equal size share a loop, because XLA takes a quarter of a second to compile each
+    random array. The barrier separates sampling from scaling, so that the values do not depend on
+    how XLA fuses the two.
     """
     keys = jax.random.split(key, len(specs))
-    places: dict[int, list[int]] = {}
-    for place, spec in enumerate(specs):
+    indices_by_size: dict[int, list[int]] = {}
+    for i, spec in enumerate(specs):
         if spec.init in ("fan_in", "token"):
-            places.setdefault(math.prod(spec.shape), []).append(place)
+            indices_by_size.setdefault(math.prod(spec.shape), []).append(i)
     weights = [jnp.full(spec.shape, float(spec.init == "ones"), dtype) for spec in specs]
-    for size, members in places.items():
+    for size, indices in indices_by_size.items():
 
         def normal(key: jax.Array, size: int = size) -> jax.Array:
             return jax.random.normal(key, (size,), dtype)
 
-        drawn = jax.lax.optimization_barrier(jax.lax.map(normal, keys[jnp.array(members)]))
-        for place, weight in zip(members, drawn, strict=True):
-            spec = specs[place]
+        samples = jax.lax.optimization_barrier(jax.lax.map(normal, keys[jnp.array(indices)]))
+        for i, sample in zip(indices, samples, strict=True):
+            spec = specs[i]
             std = 0.02 if spec.init == "token" else 1 / math.sqrt(spec.shape[0])
-            weights[place] = std * weight.reshape(spec.shape)
+            weights[i] = std * sample.reshape(spec.shape)
     return weights
 
 
@@ -190,51 +198,52 @@ def abstract_policy(config: PolicyConfig) -> Params:
 
 
 def count_weights(params: Any) -> int:
-    """Counts the numbers in a tree of arrays, or of anything with shapes."""
+    """Returns the total number of elements of a tree of arrays or `jax.ShapeDtypeStruct`s."""
     return sum(math.prod(getattr(leaf, "shape", ())) for leaf in jax.tree.leaves(params))
 
 
 def cast_weights(params: Params, dtype: DTypeLike | None) -> Params:
-    """Casts a policy's dense layers once, for inference, so that no program does so in each step.
+    """Casts the kernels and biases of dense layers to the compute dtype, for inference.
 
-    StepPrune's results are bitwise the same: `layers.dense` casts kernel and bias to the dtype of
-    its input anyway. Norms, the clock and single tokens are read in full precision and not cast.
+    Casting once saves a cast in every step. The results are bitwise equal, because `layers.dense`
+    casts kernel and bias to the dtype of its input anyway. Norms, the hazard's clock and single
+    tokens are used in full precision and are not cast.
 
     Args:
-        params: weights, or a subtree of them.
-        dtype: the compute dtype, `config.dtype`; `None` changes nothing.
+        params: policy weights, or a subtree of them.
+        dtype: the compute dtype, `config.dtype`; None returns `params` unchanged.
 
     Returns:
-        The weights, with copies of those that were cast.
+        A tree with cast copies of the dense weights; other weights are shared with `params`.
     """
     if dtype is None:
         return params
-    dense = {name for name in ("kernel", "bias") if "kernel" in params}
-    cast = {name: params[name].astype(dtype) for name in dense & params.keys()}
-    inner = {k: cast_weights(v, dtype) for k, v in params.items() if isinstance(v, dict)}
-    return params | inner | cast
+    dense_names = {name for name in ("kernel", "bias") if "kernel" in params}
+    cast = {name: params[name].astype(dtype) for name in dense_names & params.keys()}
+    subtrees = {k: cast_weights(v, dtype) for k, v in params.items() if isinstance(v, dict)}
+    return params | subtrees | cast
 
 
 def flat_params(tree: Params) -> dict[str, Any]:
-    """Returns every leaf by its `/`-joined path, in the order of `jax.tree.leaves`."""
+    """Maps the `/`-joined path of every leaf to the leaf, in the order of `jax.tree.leaves`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
     return {"/".join(str(getattr(entry, "key", entry)) for entry in path): x for path, x in flat}
 
 
 def param_paths(tree: Params) -> list[str]:
-    """Returns the paths of `flat_params`."""
+    """Returns the `/`-joined path of every leaf, in the order of `jax.tree.leaves`."""
     return list(flat_params(tree))
 
 
 def partition_rules(
     config: PolicyConfig, mesh_axes: dict[str, str | None]
 ) -> list[tuple[str, PartitionSpec]]:
-    """Returns sharding rules by path: one `(regular expression, PartitionSpec)` per weight.
+    """Returns sharding rules: one `(regular expression, PartitionSpec)` per weight.
 
     Args:
-        config: shapes and readings.
-        mesh_axes: mesh axis for each logical axis `"embed"`, `"heads"`, `"hidden"`; a logical axis
-            that is absent or `None` is replicated. For example `{"embed": "fsdp", "hidden":
+        config: policy configuration.
+        mesh_axes: mesh axis of each logical axis `"embed"`, `"heads"`, `"hidden"`; a missing
+            logical axis, or None, is replicated. For example `{"embed": "fsdp", "hidden":
             "tensor"}`.
 
     Returns:

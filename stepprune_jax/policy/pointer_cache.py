@@ -1,23 +1,24 @@
-"""Tables over slots: pointer logits without the products that depend on the slots alone.
+"""Pointer decoder with precomputed tables over pairs of slots, for inference.
 
-With the chosen slot itself fed back, each query is an image slot or the start, so the m = n + 1
-queries that an episode can have are known in advance. Attention over a history has no positions:
-the first layer's output for a query depends on the *set* of slots chosen so far. So the attention
-of each slot to each other one is computed once per episode, and a step reads one row of that table,
-masked by the set.
+The decoder feeds the chosen slot back as the next query. So the queries of an episode are image
+slots and the start token: m = n + 1 candidates that are known in advance. Attention over a history
+has no positional encoding, so the first layer's output for a query depends only on the *set* of
+slots chosen before. The attention logits between all pairs of slots are therefore computed once per
+episode, and a step reads one row of that table, masked by the set.
 
-With one decoder layer the pointer comes next, whose logits are LN(z) W_q k_j / sqrt(d) with
-z = x_i + W_o mixed + b_o. Its projection and the norm's scale are folded into the keys,
-P_j = scale (W_q k_j) / sqrt(d), and the norm's bias into an offset c_j. The norm's mean drops out
-if x, W_o and b_o are centred over the width: l = (z P) / sigma(z) + c. So x_i P is a table over
-pairs, too, and W_o P one matrix, and a step is a masked softmax, three products with a vector, and
-an argmax. With more layers only the first history is a table, and the pointer has the folded keys.
+With one decoder layer, the pointer logits LN(z) W_q k_j / sqrt(d) follow directly, where
+z = x_i + W_o mixed + b_o. The projection and the norm's scale are folded into the keys,
+P_j = scale (W_q k_j) / sqrt(d), and the norm's bias into an offset c_j. If x, W_o and b_o are
+centred over the width, the norm's mean vanishes and l = (z P) / sigma(z) + c. Then x_i P is a table
+over pairs of slots and W_o P a matrix. A step is a masked softmax, three products with a vector,
+and an argmax. With more layers, only the first history is a table, and the pointer uses the folded
+keys.
 
-Where an episode has far fewer steps than slots, which are many, the two tables over pairs of slots
-would cost more than they save: a step then computes the row that it reads.
+If an episode has far fewer steps than slots, tables over pairs of slots would cost more than they
+save. A step then computes the row that it reads.
 
-The logits equal those of `pointer_step` up to rounding. In both, equal slots have equal logits as
-far as the device's matrix products give equal columns for equal inputs.
+The logits equal the logits of `pointer_step` up to rounding. In both, equal slots have equal logits
+if the device's matrix products give equal columns for equal inputs.
 """
 
 import functools
@@ -26,7 +27,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.policy import layers
@@ -42,19 +43,29 @@ from stepprune_jax.policy.decoder import (
 )
 
 # Full float32 even where the hardware would round products: near-ties decide the selection.
-_exactly = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Tables(NamedTuple):
-    """Tables computed once per episode; `None` where only one decoder layer has them.
+    """Tables that are computed once per episode, by `build_tables`.
 
-    q and s run over the slots, with the start in place of the stop. `query` embeds each slot as a
-    query, `residual` adds the output bias of the first history and `out` is its projection; `score`
-    and `value` are its attention logits and contributions; `key` and `offset` fold the pointer's
-    norm and projection; `row_logit` and `mixed_logit` are key times residual and key times out.
-    Instead of `score` and `row_logit` there may be `ask` and `answer`, the first history's queries
-    and keys. Tables read row by row are at least float32; those that each step reads as a whole,
-    and these two, have the compute dtype.
+    Axes q and s run over the m slots, with the start token in place of the stop; e is the width of
+    the concatenated heads. Tables whose rows are read one by one are at least float32. Tables that
+    each step reads completely, `history_query` and `history_key` have the compute dtype.
+
+    Attributes:
+        query: slots as queries.
+        score: attention logits of the first history; None if they are computed in each step.
+        value: attention values of the first history.
+        residual: `query` plus the output bias of the first history.
+        out: output projection of the first history.
+        key: pointer keys, with the pointer's projection and the scale of its norm folded in.
+        offset: pointer logits of the norm's bias.
+        row_logit: product of `residual` and `key`, for one decoder layer; None otherwise, and if it
+            is computed in each step.
+        mixed_logit: product of `key` and `out`, for one decoder layer; None otherwise.
+        history_query: queries of the first history, if there is no `score`; None otherwise.
+        history_key: keys of the first history, if there is no `score`; None otherwise.
     """
 
     query: Float[Array, "b q d"]
@@ -66,76 +77,99 @@ class Tables(NamedTuple):
     offset: Float[Array, "b m"]
     row_logit: Float[Array, "b q m"] | None
     mixed_logit: Float[Array, "b m e"] | None
-    ask: Float[Array, "b q h c"] | None = None
-    answer: Float[Array, "b h c s"] | None = None
+    history_query: Float[Array, "b q h c"] | None = None
+    history_key: Float[Array, "b h c s"] | None = None
 
 
-class Walk(NamedTuple):
-    """State of an episode: slots of the next queries, in order of choice, and those that were one.
+class TableState(NamedTuple):
+    """State of an episode that reads tables.
 
-    The cache holds the histories of the layers after the first.
+    Attributes:
+        slots: slots of the current group of queries, in order of choice.
+        visited: True at slots that are or were queries.
+        cache: histories of the layers after the first.
     """
 
-    at: Int[Array, "b g"]
-    seen: Bool[Array, "b q"]
+    slots: Int[Array, "b g"]
+    visited: Bool[Array, "b q"]
     cache: Cache
 
 
-def _centred(x: Array) -> Array:
+def _centre(x: Array) -> Array:
+    """Subtracts the mean over the last axis."""
     return x - jnp.mean(x, axis=-1, keepdims=True)
 
 
-def table_bytes(config: PolicyConfig, slots: int, dtype: DTypeLike = jnp.float32) -> int:
-    """Returns the bytes of a row's tables over pairs of slots, for activations of `dtype`."""
-    return layers.score_dtype(jnp.dtype(dtype)).itemsize * slots**2 * (config.num_heads + 1)
+def table_bytes(config: PolicyConfig, num_slots: int, dtype: DTypeLike = jnp.float32) -> int:
+    """Returns the size in bytes of one row's tables over pairs of slots.
+
+    Args:
+        config: policy configuration.
+        num_slots: m, the number of slots.
+        dtype: dtype of the activations.
+    """
+    return layers.score_dtype(jnp.dtype(dtype)).itemsize * num_slots**2 * (config.num_heads + 1)
 
 
-def tabulates_pairs(slots: int, steps: int) -> bool:
+def tabulates_pairs(num_slots: int, steps: int) -> bool:
     """Returns whether an episode of `steps` steps computes its tables over pairs of slots."""
-    return slots <= layers.MANY_QUERIES or 4 * steps > slots
+    # Computing the row in each step is cheaper if the episode visits under a quarter of the slots.
+    return num_slots <= layers.MANY_QUERIES or 4 * steps > num_slots
 
 
-def tabulate(
+def build_tables(
     params: Params,
     config: PolicyConfig,
     context: PointerContext,
     memory: Float[Array, "b m d"],
     start: Float[Array, "b d"],
+    *,
     steps: int,
 ) -> Tables:
-    """Computes the tables of an episode of `steps` steps from its slots and its first query.
+    """Computes the tables of an episode.
 
-    m^2 (h + 1) + m (5 d + 1) + d^2 numbers per row with one decoder layer; without the square where
-    steps are few.
+    With one decoder layer they have m^2 (h + 1) + m (5 d + 1) + d^2 elements per row; without the
+    quadratic term if `tabulates_pairs` is False.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        context: result of `pointer_init`.
+        memory: [b, m, d] slots of the episode.
+        start: [b, d] first query.
+        steps: number of steps of the episode.
     """
-    weights, dtype, wide = params["decoder"], memory.dtype, layers.score_dtype(memory.dtype)
-    pointer, direct = weights["pointer"], config.decoder_layers == 1
-    history = (pointer if direct else weights["layer_0"])["history"]
+    weights, dtype = params["decoder"], memory.dtype
+    wide_dtype = layers.score_dtype(dtype)
+    pointer, has_one_layer = weights["pointer"], config.decoder_layers == 1
+    history = (pointer if has_one_layer else weights["layer_0"])["history"]
     x = memory.at[:, -1].set(start)
     y = layers.layer_norm(history["norm"], x)
     q, k, v = (
         layers.split_heads(layers.dense(history["attention"][name], y), config.num_heads)
         for name in ("query", "key", "value")
     )
-    pairs = tabulates_pairs(memory.shape[1], steps)
+    has_pairs = tabulates_pairs(memory.shape[1], steps)
     score = None
-    if pairs:
-        score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide)
+    if has_pairs:
+        score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide_dtype)
         score = score / math.sqrt(q.shape[-1])
     projection = history["attention"]["out"]
-    out = projection["kernel"].astype(dtype).astype(wide)
-    residual = x.astype(wide) + projection["bias"].astype(dtype).astype(wide)
-    if direct:
-        residual, out = _centred(residual), _centred(out)
-    keys = context.pointer_key / math.sqrt(memory.shape[-1])
-    folded = pointer["query"]["kernel"].astype(dtype)
-    unscaled = jnp.einsum("bme,de->bmd", keys, folded, preferred_element_type=wide)
+    out = projection["kernel"].astype(dtype).astype(wide_dtype)
+    residual = x.astype(wide_dtype) + projection["bias"].astype(dtype).astype(wide_dtype)
+    if has_one_layer:
+        residual, out = _centre(residual), _centre(out)
+    scaled_key = context.pointer_key / math.sqrt(memory.shape[-1])
+    query_kernel = pointer["query"]["kernel"].astype(dtype)
+    unscaled = jnp.einsum(
+        "bme,de->bmd", scaled_key, query_kernel, preferred_element_type=wide_dtype
+    )
     key = unscaled * pointer["norm"]["scale"]
-    offset = _exactly("bmd,d->bm", unscaled, pointer["norm"]["bias"].astype(wide))
+    offset = _exact_einsum("bmd,d->bm", unscaled, pointer["norm"]["bias"].astype(wide_dtype))
     row_logit = mixed_logit = None
-    if direct:
-        row_logit = _exactly("bqd,bmd->bqm", residual, key) if pairs else None
-        mixed_logit = _exactly("bmd,ed->bme", key, out).astype(dtype)
+    if has_one_layer:
+        row_logit = _exact_einsum("bqd,bmd->bqm", residual, key) if has_pairs else None
+        mixed_logit = _exact_einsum("bmd,ed->bme", key, out).astype(dtype)
     return Tables(
         query=x,
         score=score,
@@ -146,80 +180,119 @@ def tabulate(
         offset=offset,
         row_logit=row_logit,
         mixed_logit=mixed_logit,
-        ask=None if pairs else q.swapaxes(1, 2),
-        answer=None if pairs else k.swapaxes(-1, -2),
+        history_query=None if has_pairs else q.swapaxes(1, 2),
+        history_key=None if has_pairs else k.swapaxes(-1, -2),
     )
 
 
-def start_walk(config: PolicyConfig, tables: Tables, steps: int, group: int) -> Walk:
-    """Returns the state at the start of an episode of `steps` steps, taken `group` at a time."""
+def init_state(config: PolicyConfig, tables: Tables, steps: int, group: int) -> TableState:
+    """Returns the state at the start of an episode of `steps` steps, in groups of `group`."""
     b, m, _ = tables.query.shape
-    # The first step has one query. Those before it are dummies, in rows that are never seen.
-    past = empty_history(config, tables.query, steps + group - 1)
-    return Walk(
-        at=jnp.full((b, group), m - 1, jnp.int32),
-        seen=jnp.zeros((b, m), bool).at[:, -1].set(True),
-        cache=(past,) * (config.decoder_layers - 1),
+    # The first step has one query. The other queries of its group are dummies, whose cache entries
+    # are masked.
+    empty = empty_history(config, tables.query, steps + group - 1)
+    return TableState(
+        slots=jnp.full((b, group), m - 1, jnp.int32),
+        visited=jnp.zeros((b, m), bool).at[:, -1].set(True),
+        cache=(empty,) * (config.decoder_layers - 1),
     )
 
 
-def take_rows(table: Float[Array, "b q *x"], at: Int[Array, "b g"]) -> Float[Array, "b g *x"]:
-    """Gathers the rows of some slots."""
-    at = at.reshape(at.shape + (1,) * (table.ndim - 2))
-    return jnp.take_along_axis(table, at, axis=1, mode="promise_in_bounds")
+def take_rows(table: Float[Array, "b q *x"], slots: Int[Array, "b g"]) -> Float[Array, "b g *x"]:
+    """Gathers the rows of `slots` from a table."""
+    index = slots.reshape(slots.shape + (1,) * (table.ndim - 2))
+    return jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
 
 
-def _mix(tables: Tables, at: Int[Array, "b g"], seen: Bool[Array, "b g q"]):
-    """Computes the first layer's history before its output projection, [b, g, e]."""
+def _mix_history(
+    tables: Tables, slots: Int[Array, "b g"], visible: Bool[Array, "b g q"]
+) -> Float[Array, "b g e"]:
+    """Computes the first layer's history attention, before its output projection.
+
+    Args:
+        tables: result of `build_tables`.
+        slots: slots of the queries.
+        visible: True at slots that a query attends to.
+    """
     if tables.score is None:
-        assert tables.ask is not None and tables.answer is not None  # either is there
-        ask, wide = take_rows(tables.ask, at), layers.score_dtype(tables.ask.dtype)
-        score = jnp.einsum("bghc,bhcs->bghs", ask, tables.answer, preferred_element_type=wide)
-        score = score / math.sqrt(ask.shape[-1])
+        assert tables.history_query is not None and tables.history_key is not None
+        query, dtype = take_rows(tables.history_query, slots), tables.history_query.dtype
+        score = jnp.einsum(
+            "bghc,bhcs->bghs",
+            query,
+            tables.history_key,
+            preferred_element_type=layers.score_dtype(dtype),
+        )
+        score = score / math.sqrt(query.shape[-1])
     else:
-        score = take_rows(tables.score, at)
-    score = jnp.where(seen[:, :, None], score, layers.MASKED)
+        score = take_rows(tables.score, slots)
+    score = jnp.where(visible[:, :, None], score, layers.MASKED)
     weights = jax.nn.softmax(score, axis=-1).astype(tables.value.dtype)
     mixed = jnp.einsum("bghs,bhcs->bghc", weights, tables.value)
-    return mixed.reshape(*at.shape, mixed.shape[-2] * mixed.shape[-1])
+    return mixed.reshape(*slots.shape, mixed.shape[-2] * mixed.shape[-1])
 
 
-def walk_logits(
-    params: Params, config: PolicyConfig, context: PointerContext, tables: Tables, walk: Walk, step
+def table_logits(
+    params: Params,
+    config: PolicyConfig,
+    context: PointerContext,
+    tables: Tables,
+    state: TableState,
+    *,
+    group_index: ArrayLike,
 ) -> tuple[Float[Array, "b m"], Cache]:
-    """Returns pointer logits of a walk's last query, and the cache with its queries written.
+    """Computes the pointer logits of the last query of the current group.
 
-    `step` counts the steps before, each of as many tokens as `walk.at` has.
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        context: result of `pointer_init`.
+        tables: result of `build_tables`.
+        state: state of the episode.
+        group_index: number of the groups that were chosen before.
+
+    Returns:
+        The logits, and the cache with the keys and values of the current group.
     """
-    wide = layers.score_dtype(tables.query.dtype)
     if config.decoder_layers == 1:
-        at, cache = walk.at[:, -1:], ()
-        mixed = _mix(tables, at, walk.seen[:, None])[:, 0]
-        own = take_rows(tables.residual, at)[:, 0]
-        z = own + jnp.einsum("be,de->bd", mixed, tables.out, preferred_element_type=wide)
-        if tables.row_logit is None:
-            pointed = _exactly("bd,bmd->bm", own, tables.key, preferred_element_type=wide)
-        else:
-            pointed = take_rows(tables.row_logit, at)[:, 0]
-        pointed += _exactly("be,bme->bm", mixed, tables.mixed_logit, preferred_element_type=wide)
-        scale = jax.lax.rsqrt(jnp.mean(z**2, axis=-1, keepdims=True) + layers.NORM_EPSILON)
-        return pointed * scale + tables.offset, cache
-    weights, at, dtype = params["decoder"], walk.at, tables.query.dtype
-    # A query does not see those of its group that were chosen after it.
-    group = jnp.arange(at.shape[1])
-    chosen = at[..., None] == jnp.arange(walk.seen.shape[1])
-    later = jnp.any((group > group[:, None])[..., None] & chosen[:, None], axis=2)
-    mixed = _mix(tables, at, walk.seen[:, None] & ~later)
-    x = jnp.einsum("bge,de->bgd", mixed, tables.out, preferred_element_type=wide)
-    x = (take_rows(tables.residual, at) + x).astype(dtype)
+        return _one_layer_logits(tables, state), ()
+    wide_dtype = layers.score_dtype(tables.query.dtype)
+    weights, slots, dtype = params["decoder"], state.slots, tables.query.dtype
+    # A query does not attend to slots of its group that were chosen after it.
+    position = jnp.arange(slots.shape[1])
+    one_hot = slots[..., None] == jnp.arange(state.visited.shape[1])
+    is_later = jnp.any((position > position[:, None])[..., None] & one_hot[:, None], axis=2)
+    mixed = _mix_history(tables, slots, state.visited[:, None] & ~is_later)
+    x = jnp.einsum("bge,de->bgd", mixed, tables.out, preferred_element_type=wide_dtype)
+    x = (take_rows(tables.residual, slots) + x).astype(dtype)
     x = finish_layer(weights["layer_0"], config, context, 0, x)
-    place = (step * at.shape[1], at.shape[1] - 1)  # first row of the cache, and rows to skip
+    first = group_index * slots.shape[1]
+    skip = slots.shape[1] - 1  # the dummy queries of the first group
     cache = []
     for i in range(1, config.decoder_layers - 1):
-        layer = weights[f"layer_{i}"]
-        x, past = decoder_layer(layer, config, context, i, x, walk.cache[i - 1], *place)
-        cache.append(past)
-    x, past = history_attention(weights["pointer"]["history"], config, x, walk.cache[-1], *place)
+        layer, history = weights[f"layer_{i}"], state.cache[i - 1]
+        x, history = decoder_layer(
+            layer, config, context, i, x, history=history, first=first, skip=skip
+        )
+        cache.append(history)
+    pointer_weights = weights["pointer"]["history"]
+    x, history = history_attention(pointer_weights, config, x, state.cache[-1], first, skip)
     unit = layers.layer_norm({"scale": 1.0}, x[:, -1])
-    pointed = _exactly("bd,bmd->bm", unit, tables.key, preferred_element_type=wide)
-    return pointed + tables.offset, (*cache, past)
+    logits = _exact_einsum("bd,bmd->bm", unit, tables.key, preferred_element_type=wide_dtype)
+    return logits + tables.offset, (*cache, history)
+
+
+def _one_layer_logits(tables: Tables, state: TableState) -> Float[Array, "b m"]:
+    """Computes the pointer logits of a decoder with one layer: l = (z P) / sigma(z) + c."""
+    dtype = layers.score_dtype(tables.query.dtype)
+    slots = state.slots[:, -1:]
+    mixed = _mix_history(tables, slots, state.visited[:, None])[:, 0]
+    residual = take_rows(tables.residual, slots)[:, 0]
+    z = residual + jnp.einsum("be,de->bd", mixed, tables.out, preferred_element_type=dtype)
+    if tables.row_logit is None:
+        logits = _exact_einsum("bd,bmd->bm", residual, tables.key, preferred_element_type=dtype)
+    else:
+        logits = take_rows(tables.row_logit, slots)[:, 0]
+    logits += _exact_einsum("be,bme->bm", mixed, tables.mixed_logit, preferred_element_type=dtype)
+    inverse_std = jax.lax.rsqrt(jnp.mean(z**2, axis=-1, keepdims=True) + layers.NORM_EPSILON)
+    return logits * inverse_std + tables.offset

@@ -1,4 +1,8 @@
-"""Sets drawn from a policy, with their probabilities: what a policy gradient needs."""
+"""Sampled subsets with their log-probabilities, for training with RLOO.
+
+RLOO (REINFORCE leave-one-out) samples several subsets of tokens per question. The advantage of a
+subset is its reward minus the mean reward of the question's other subsets.
+"""
 
 import dataclasses
 
@@ -11,9 +15,9 @@ from stepprune_jax.policy.base import (
     DecoderFns,
     Inputs,
     Limits,
-    OwnStop,
     Params,
     SampledSubsets,
+    StopPrice,
     Trajectory,
 )
 from stepprune_jax.policy.budget import count_at_price, draw_log_prices, expected_price
@@ -22,11 +26,12 @@ from stepprune_jax.policy.decoder import POINTER
 from stepprune_jax.policy.encoder import read_inputs
 from stepprune_jax.policy.jax_settings import AnyKey, implicit_promotion, threefry
 from stepprune_jax.policy.objective import pointer_entropy
-from stepprune_jax.policy.rollout import longest
-from stepprune_jax.policy.selection import begin, first_picks, roll_out
+from stepprune_jax.policy.rollout import max_steps_per_row
+from stepprune_jax.policy.selection import encode_episode, first_picks, roll_out
 from stepprune_jax.policy.trajectory import first_true
 
-_LEAST = 1e-30  # least probability whose logarithm is taken
+# Lower bound on probabilities before their logarithm, within the range of float32.
+_MIN_PROB = 1e-30
 
 
 @implicit_promotion()
@@ -41,45 +46,55 @@ def sample(
     stop_bias: ArrayLike = 0.0,
     decoder: DecoderFns = POINTER,
 ) -> SampledSubsets:
-    """Draws g sets for each row, tokens and stop alike, at a temperature of 1.
+    """Samples g subsets per row, at sampling temperature 1.
 
-    The stop is one more action: before each token from `min_tokens` on, the episode ends with its
-    probability. The inputs are encoded once for all draws. The gradient is that of `"parallel"`
-    whatever the estimator: what was drawn is given, and straight-through would add to it, as a
-    decoder's own feedback still does. With a hazard, the gradient of the stop reaches the hazard's
-    own weights alone, as it always does.
+    Both tokens and stop are sampled: before each token from `min_tokens` on, the episode ends with
+    probability p_t(stop). The inputs are encoded once for all subsets. The gradient is that of the
+    estimator `"parallel"`, because `log_prob` conditions on the sampled tokens; a straight-through
+    gradient would be added to it. A decoder with custom feedback does add its gradient. With a
+    hazard, the gradient of the stop reaches only the weights of the hazard layer.
 
     Args:
         params: policy weights.
-        config: policy configuration; `draw` and `estimator` are not read, nor is `limits.draw`.
+        config: policy configuration; `draw` and `estimator` are ignored.
         inputs: image and question.
-        limits: bounds on the counts. An exact budget leaves the stop no choice.
-        keys: g PRNG keys, one for each draw; consumed.
-        text_gate: g_txt.
+        limits: bounds on the counts; `draw` is ignored. With an exact budget the stop is not
+            sampled.
+        keys: [g] PRNG keys, one per subset; consumed.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate`.
         stop_bias: added to the stop logits, a number or one per row.
         decoder: functions of the decoder.
 
     Returns:
-        The draws; the probability of a set of given order is differentiable in `params`.
+        The subsets, with a leading axis g. `log_prob` is differentiable in `params`.
 
     Raises:
-        ValueError: as `select`.
+        ValueError: inputs or limits do not fit the policy, or `keys` has another shape.
     """
     inputs, keys = read_inputs(params, config, inputs), threefry(keys)
     if keys.ndim != 1:
         raise ValueError(
-            f"keys is of shape {keys.shape}, expected (g,), a key for each draw: "
+            f"keys is of shape {keys.shape}, expected (g,), a key for each subset: "
             "jax.random.split(key, g)"
         )
     b, limits = inputs.image.shape[0], dataclasses.replace(limits, draw=1.0)
-    started = begin(params, config, inputs, limits, text_gate, stop_bias, decoder)
+    episode = encode_episode(
+        params,
+        config,
+        inputs,
+        limits,
+        text_gate=text_gate,
+        stop_bias=stop_bias,
+        decoder=decoder,
+    )
 
-    def one(key):
+    def sample_subset(key):
         order_key, stop_key = jax.random.split(key)
-        episode = started._replace(key=jax.random.split(order_key, b))
-        return read_draw(roll_out(params, config, episode, decoder, "parallel"), stop_key)
+        keyed_episode = episode._replace(key=jax.random.split(order_key, b))
+        trajectory = roll_out(params, config, keyed_episode, decoder, "parallel")
+        return sample_stop(trajectory, stop_key)
 
-    return jax.vmap(one)(keys)
+    return jax.vmap(sample_subset)(keys)
 
 
 @implicit_promotion()
@@ -91,63 +106,93 @@ def price_stop(
     *,
     text_gate: ArrayLike = 1.0,
     decoder: DecoderFns = POINTER,
-) -> OwnStop:
-    """Computes the expected price of the tokens that a policy keeps by its own stop.
+) -> StopPrice:
+    """Computes the expected price of the tokens that a policy keeps by its learned stop.
 
-    One episode of drawn tokens is rolled out to T_max without an end, so that the stop is priced
-    before every token, also where no drawn set is so large. Each row has a price of its own, see
-    `PolicyConfig.price_range`. With a hazard, only the hazard's weights receive a gradient.
+    One episode per row is sampled to T_max without a stop. So the stop is priced before every
+    token, also beyond the size of the largest sampled subset. Each row has its own random price;
+    see `PolicyConfig.price_range`. With a hazard, only the weights of the hazard layer receive a
+    gradient.
 
     Args:
-        params: policy weights; differentiate with respect to these alone.
-        config: policy configuration; `draw` and `estimator` are not read.
+        params: policy weights; differentiate with respect to `params` only.
+        config: policy configuration; `draw` and `estimator` are ignored.
         inputs: image and question.
         key: PRNG key; consumed (prices and tokens).
-        text_gate: g_txt.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate`.
         decoder: functions of the decoder.
 
     Returns:
         Price, count and bounds of each row.
 
     Raises:
-        ValueError: as `select`.
+        ValueError: inputs do not fit the policy.
     """
-    price_key, draw_key = jax.random.split(threefry(key))
-    tokens, limits = jnp.sum(inputs.real, axis=1), Limits(draw=1.0)
-    log_price = draw_log_prices(price_key, config, len(tokens))
-    keys = jax.random.split(draw_key, len(tokens))
-    episode = begin(params, config, inputs, limits, text_gate, log_price, decoder, keys)
+    price_key, token_key = jax.random.split(threefry(key))
+    num_tokens, limits = jnp.sum(inputs.real, axis=1), Limits(draw=1.0)
+    log_price = draw_log_prices(price_key, config, len(num_tokens))
+    episode = encode_episode(
+        params,
+        config,
+        inputs,
+        limits,
+        text_gate=text_gate,
+        stop_bias=log_price,
+        decoder=decoder,
+        key=jax.random.split(token_key, len(num_tokens)),
+    )
     trajectory = roll_out(params, config, episode, decoder, "parallel")
-    most = longest(config, tokens)
-    return OwnStop(
-        price=expected_price(config, trajectory.stop_prob, tokens, log_price),
-        count=count_at_price(config, trajectory, log_price, most),
-        shortest=jnp.minimum(config.min_tokens, most),
-        longest=most,
+    max_steps = max_steps_per_row(config, num_tokens)
+    return StopPrice(
+        price=expected_price(config, trajectory.stop_prob, num_tokens, log_price),
+        count=count_at_price(config, trajectory, log_price, max_steps),
+        shortest=jnp.minimum(config.min_tokens, max_steps),
+        longest=max_steps,
     )
 
 
-def read_draw(t: Trajectory, key: Array) -> SampledSubsets:
-    """Draws where an episode of drawn tokens ends; `key` is consumed."""
-    count = first_true(jax.random.uniform(key, t.stop_prob.shape, jnp.float32) < t.stop_prob)
-    step = jnp.arange(t.stop_prob.shape[1])
-    kept = step < count[:, None]
-    tokens = jnp.take_along_axis(t.log_prob, t.choice[..., None], axis=-1)[..., 0]
-    stop = jnp.log(jnp.maximum(t.stop_prob, _LEAST))
-    ends = step == count[:, None]  # nowhere in an episode that is as long as the loop
-    log_prob = jnp.sum(jnp.where(kept, tokens, 0) + jnp.where(ends, stop, 0), axis=1)
-    entropy = pointer_entropy(t._replace(alive=kept))
-    return SampledSubsets(first_picks(t.choice, count, t.prob.shape[-1]), log_prob, entropy)
+def sample_stop(trajectory: Trajectory, key: Array) -> SampledSubsets:
+    """Samples the end of an episode whose tokens were sampled.
+
+    Args:
+        trajectory: the episode, to T_max.
+        key: PRNG key; consumed.
+
+    Returns:
+        One subset per row.
+    """
+    stop_prob, choice = trajectory.stop_prob, trajectory.choice
+    count = first_true(jax.random.uniform(key, stop_prob.shape, jnp.float32) < stop_prob)
+    step = jnp.arange(stop_prob.shape[1])
+    is_kept = step < count[:, None]
+    is_end = step == count[:, None]  # False at all steps if the episode ends at T_max
+    log_token = jnp.take_along_axis(trajectory.log_prob, choice[..., None], axis=-1)[..., 0]
+    log_stop = jnp.log(jnp.maximum(stop_prob, _MIN_PROB))
+    log_prob = jnp.sum(jnp.where(is_kept, log_token, 0) + jnp.where(is_end, log_stop, 0), axis=1)
+    return SampledSubsets(
+        picks=first_picks(choice, count, trajectory.prob.shape[-1]),
+        log_prob=log_prob,
+        entropy=pointer_entropy(trajectory._replace(alive=is_kept)),
+    )
 
 
 @implicit_promotion()
 def leave_one_out(reward: Float[Array, "g b"]) -> Float[Array, "g b"]:
-    """Returns each draw's reward less the mean reward of the row's other draws.
+    """Returns each subset's reward minus the mean reward of the row's other subsets.
 
-    With these as advantages, mean(advantage x log_prob) has the gradient of the mean reward
+    With these advantages, mean(advantage x log_prob) has the gradient of the mean reward
     (Kool et al., 2019, https://openreview.net/forum?id=r1lgTGL5DE).
+
+    Args:
+        reward: [g, b] rewards of g subsets per row.
+
+    Returns:
+        [g, b] advantages, with mean 0 over g.
+
+    Raises:
+        ValueError: g is below 2.
     """
     g = len(reward)
     if g < 2:
-        raise ValueError(f"reward has {g} draw of each row, expected at least 2")
+        raise ValueError(f"reward has {g} subset of each row, expected at least 2")
     return (reward - jnp.mean(reward, axis=0)) * (g / (g - 1))

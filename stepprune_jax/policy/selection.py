@@ -1,17 +1,21 @@
-"""Selection: `select` with gradients, `choose` and `rank` without, the latter for all counts."""
+"""Selection of tokens: `select` with gradients, `choose` and `rank` for inference.
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+`choose` decides which tokens to keep within limits. `rank` orders tokens and records the margins of
+the stop, which determine the kept tokens for every budget and stop bias.
+"""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from stepprune_jax.policy import layers
 from stepprune_jax.policy.base import (
     AnyArray,
     DecoderFns,
+    FeedbackFn,
     Inputs,
     Limits,
     Params,
@@ -31,27 +35,27 @@ from stepprune_jax.policy.decoder import (
 from stepprune_jax.policy.encoder import encode_with_query, memory
 from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.pointer_cache import (
-    Walk,
-    start_walk,
+    TableState,
+    build_tables,
+    init_state,
     table_bytes,
-    tabulate,
+    table_logits,
     take_rows,
-    walk_logits,
 )
 from stepprune_jax.policy.rollout import (
     Episode,
     best_token,
     best_tokens,
-    grouped,
+    first_step_of_tokens,
     gumbel,
     hard_feedback,
-    hold,
-    perturbed,
-    pick_step,
+    hold_group_logits,
+    hold_group_steps,
+    perturbed_logits,
+    remaining_max_logit,
     rollout,
     start_episode,
     straight_through,
-    strongest,
 )
 from stepprune_jax.policy.trajectory import (
     biased_stop,
@@ -60,31 +64,42 @@ from stepprune_jax.policy.trajectory import (
     stop_margin,
 )
 
-# Tokens between two checks of the stop. Those after the last row has stopped are wasted; each check
-# reads the hazard's weights.
+# Number of tokens between two checks of the stop. Tokens that are computed after the last row has
+# stopped are wasted, but each check reads the hazard's weights.
 BLOCK = 16
-# Steps compiled as one body with one decoder layer: on a GPU a step is six kernels then, and the
-# loop itself three or four. With more layers a step is thirty.
+# Number of steps that are compiled as one loop body with one decoder layer. On a GPU such a step is
+# six kernels, and one iteration of the loop costs three or four more. With more layers a step is
+# thirty kernels, so unrolling saves little.
 UNROLL = 8
-# Tables grow with the square of the tokens. Episodes with larger ones are walked step by step.
-MOST_TABLE_BYTES = 4 << 30
+# Bound on the memory of the tables, which grows with the square of the number of tokens. Episodes
+# with larger tables run step by step.
+MAX_TABLE_BYTES = 4 << 30
 
 
-def begin(
+def encode_episode(
     params: Params,
     config: PolicyConfig,
     inputs: Inputs,
     limits: Limits,
-    text_gate: ArrayLike,
-    stop_bias: ArrayLike,
-    decoder: DecoderFns,
+    *,
+    text_gate: ArrayLike = 1.0,
+    stop_bias: ArrayLike = 0.0,
+    decoder: DecoderFns = POINTER,
     key: Array | None = None,
 ) -> Episode:
-    """Encodes the inputs and prepares an episode over them."""
-    encoded, asked = encode_with_query(params, config, inputs, text_gate)
-    slots, mask = memory(params, encoded), inputs.image_mask
-    episode = start_episode(params, config, slots, mask, limits, stop_bias, decoder, key)
-    return episode if asked is None else episode._replace(query=episode.query + asked)
+    """Encodes the inputs and prepares an episode; the arguments are those of `select`."""
+    encoded, question = encode_with_query(params, config, inputs, text_gate)
+    episode = start_episode(
+        params,
+        config,
+        memory(params, encoded),
+        inputs.image_mask,
+        limits,
+        stop_bias=stop_bias,
+        decoder=decoder,
+        key=key,
+    )
+    return episode if question is None else episode._replace(query=episode.query + question)
 
 
 @implicit_promotion()
@@ -101,28 +116,38 @@ def select(
 ) -> Trajectory:
     """Runs the sequential policy for T_max steps, Eqs. (3)-(9), with gradients.
 
-    Each step points at the best token not yet chosen, feeds its memory slot back as the next query
-    and continues to T_max; the episode ends where the stop first wins. Rows do not influence each
-    other, and padding influences nothing. `config.estimator` says how it is differentiated.
+    Each step points at the best remaining token and feeds its memory slot back as the next query.
+    The loop always continues to T_max; the episode ends at the first step whose stop wins. Rows do
+    not influence each other, and padding does not influence the result. `config.estimator` selects
+    the gradient.
 
     Args:
         params: policy weights.
         config: policy configuration.
         inputs: image and question.
         limits: bounds on the counts.
-        text_gate: g_txt.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate`.
         stop_bias: added to the stop logits, a number or one per row.
         decoder: functions of the decoder.
-        key: PRNG key of the draws if their temperature is not 0, one for all rows or one for each;
-            consumed. By default a fixed one, so that a question's tokens are always the same.
+        key: PRNG key of the sampled tokens, one for all rows or one per row; consumed. Not used at
+            sampling temperature 0. None uses a fixed key, so the result is deterministic.
 
     Returns:
-        The trajectory, its probabilities in at least float32.
+        The trajectory, with probabilities in at least float32.
 
     Raises:
-        ValueError: inputs or limits that do not fit, where this can be read before tracing.
+        ValueError: inputs or limits do not fit the policy. Traced counts are not checked.
     """
-    episode = begin(params, config, inputs, limits, text_gate, stop_bias, decoder, key)
+    episode = encode_episode(
+        params,
+        config,
+        inputs,
+        limits,
+        text_gate=text_gate,
+        stop_bias=stop_bias,
+        decoder=decoder,
+        key=key,
+    )
     return roll_out(params, config, episode, decoder)
 
 
@@ -133,12 +158,20 @@ def roll_out(
     decoder: DecoderFns = POINTER,
     estimator: str | None = None,
 ) -> Trajectory:
-    """Runs an episode with an estimator, the configuration's by default, and the feedback of it."""
-    straight = (estimator or config.estimator) == "straight_through"
-    if not straight and decoder.sequence is not None and decoder.feedback is None:
+    """Runs an episode with the gradient of an estimator.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        episode: prepared episode.
+        decoder: functions of the decoder.
+        estimator: `"straight_through"` or `"parallel"`; None for `config.estimator`.
+    """
+    is_straight_through = (estimator or config.estimator) == "straight_through"
+    if not is_straight_through and decoder.sequence is not None and decoder.feedback is None:
         return select_parallel(params, config, episode, decoder)
-    feedback = decoder.feedback or (straight_through if straight else hard_feedback)
-    return select_loop(params, config, episode, decoder, feedback)
+    default_feedback = straight_through if is_straight_through else hard_feedback
+    return select_loop(params, config, episode, decoder, decoder.feedback or default_feedback)
 
 
 def select_loop(
@@ -146,210 +179,273 @@ def select_loop(
     config: PolicyConfig,
     episode: Episode,
     decoder: DecoderFns = POINTER,
-    feedback: Callable[..., Array] = straight_through,
+    feedback: FeedbackFn = straight_through,
 ) -> Trajectory:
-    """Runs an episode whose loop is differentiated step by step."""
+    """Runs an episode and differentiates its loop step by step."""
     logits, choice = rollout(params, config, episode, decoder.step, feedback)
-    return _read(config, episode, logits.swapaxes(0, 1), choice)
+    return _read_episode(config, episode, logits.swapaxes(0, 1), choice)
 
 
-def _read(config: PolicyConfig, episode: Episode, logits, choice) -> Trajectory:
-    picked = pick_step(choice, episode.image_mask.shape[1])
+def _read_episode(
+    config: PolicyConfig,
+    episode: Episode,
+    logits: Float[Array, "b t m"],
+    choice: Int[Array, "t b"],
+) -> Trajectory:
+    """Computes probabilities and decisions of an episode from its logits and choices."""
     return read_trajectory(
-        config, logits, choice.T, picked, episode.image_mask, episode.limits, episode.stop_bias
+        config,
+        logits,
+        choice.T,
+        first_step=first_step_of_tokens(choice, episode.image_mask.shape[1]),
+        image_mask=episode.image_mask,
+        limits=episode.limits,
+        stop_bias=episode.stop_bias,
     )
 
 
 def select_parallel(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Trajectory:
-    """Runs an episode with `hard_feedback`, its gradient taken in one causal pass, not the loop.
+    """Runs an episode whose gradient is computed in one causal pass.
 
-    The loop runs without gradient; then `decoder.sequence` scores all steps at once, with the
-    chosen slots as their queries. Value and gradient equal those of the loop up to rounding, in a
-    fraction of the time and memory, as nothing is differentiated step by step.
+    The loop runs without gradient. Then `decoder.sequence` scores all steps at once, with the
+    chosen slots as queries. Value and gradient equal those of the loop with `hard_feedback` up to
+    rounding, in a fraction of its time and memory.
     """
-    assert decoder.sequence is not None  # it scores all steps at once
-    choice = _order(params, config, episode, decoder)
-    later = jnp.take_along_axis(episode.slots, choice[:-1].T[..., None], axis=1)
-    queries = jnp.concatenate([episode.query[:, None], later], axis=1)
+    if decoder.sequence is None:
+        raise ValueError("decoder.sequence is None, expected a function: see DecoderFns")
+    choice = _choices_without_gradient(params, config, episode, decoder)
+    chosen_slots = jnp.take_along_axis(episode.slots, choice[:-1].T[..., None], axis=1)
+    queries = jnp.concatenate([episode.query[:, None], chosen_slots], axis=1)
     logits = decoder.sequence(params, config, episode.context, queries, episode.cache)
-    logits = hold(config, logits, episode.group)
-    return _read(config, episode, logits, choice)
+    logits = hold_group_logits(config, logits, episode.group)
+    return _read_episode(config, episode, logits, choice)
 
 
-def _order(
+def _choices_without_gradient(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns
 ) -> Int[Array, "t b"]:
-    """Returns the token pointed at in every step, with hard feedback and without gradient."""
-    given = (params, episode.query, episode.context, episode.cache, episode.slots)
-    params, query, context, cache, slots = jax.lax.stop_gradient(given)
+    """Returns the token that each step points at, computed without gradient."""
+    params, query, context, cache, slots = jax.lax.stop_gradient(
+        (params, episode.query, episode.context, episode.cache, episode.slots)
+    )
     episode = episode._replace(query=query, context=context, cache=cache, slots=slots)
-    if tables_fit(config, episode, decoder):
-        walker = table_rollout(params, config, episode, episode.steps, margins=False)
-        return walker.advance(walker.start, jnp.int32(0))[1][: episode.steps]
+    if can_use_tables(config, episode, decoder):
+        walk = table_walk(params, config, episode, episode.steps, has_margins=False)
+        return walk.advance(walk.start, jnp.int32(0))[1][: episode.steps]
     return rollout(params, config, episode, decoder.step, hard_feedback)[1]
 
 
-class Walker(NamedTuple):
-    """A walk through an episode, `block` tokens at a time.
+@runtime_checkable
+class AdvanceFn(Protocol):
+    """Type of `Walk.advance`."""
 
-    `advance(state, first)` returns the next state, the tokens from number `first` on, and the
-    stop's margins before each of them, if asked for.
+    def __call__(self, state: Any, first: Array, /) -> tuple[Any, Array, Array | None]:
+        """Chooses the next block of tokens.
+
+        Args:
+            state: `Walk.start`, or the state that the previous call returned.
+            first: number of tokens that were chosen before.
+
+        Returns:
+            A tuple (state, choice, margin). choice: [block, b] tokens. margin: [block, b] margins
+            of the stop before each token, or None if the walk has no margins.
+        """
+        ...
+
+
+class Walk(NamedTuple):
+    """An episode without gradient that advances `block` tokens at a time.
+
+    Attributes:
+        start: state before the first token.
+        advance: chooses the next `block` tokens.
+        block: number of tokens per call of `advance`.
     """
 
     start: Any
-    advance: Callable[[Any, Int[Array, ""]], tuple[Any, Array, Array | None]]
+    advance: AdvanceFn
     block: int
 
 
-def step_by_step(params: Params, config: PolicyConfig, episode: Episode, step: StepFn) -> Walker:
-    """Walks one token per block: the reference, and for custom decoders."""
-    episode, step = grouped(episode, step)
-    n = episode.image_mask.shape[1]
+def step_walk(params: Params, config: PolicyConfig, episode: Episode, step: StepFn) -> Walk:
+    """Returns a walk that calls the decoder for each token; used for custom decoders."""
+    episode, step = hold_group_steps(episode, step)
+    token_index = jnp.arange(episode.image_mask.shape[1])
 
     def advance(state, t):
         query, cache, available = state
         logits, cache = step(params, config, episode.context, query, cache, t)
         margin = stop_margin(config, logits, available, t, episode.stop_bias)[2]
-        first = t - t % episode.group
-        choice = best_token(perturbed(config, episode, logits, first), available)
-        available = available & (jnp.arange(n) != choice[:, None])
+        group_start = t - t % episode.group
+        choice = best_token(perturbed_logits(config, episode, logits, group_start), available)
+        available = available & (token_index != choice[:, None])
         state = (hard_feedback(episode.slots, None, choice), cache, available)
         return state, choice[None], margin[None]
 
-    return Walker((episode.query, episode.cache, episode.image_mask), advance, 1)
+    return Walk((episode.query, episode.cache, episode.image_mask), advance, 1)
 
 
-def tables_fit(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
-    """Returns whether its slots can be tabulated, as the built-in decoder's, within a bound."""
+def can_use_tables(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
+    """Returns whether an episode can use `Tables`: the built-in decoder, within a memory bound."""
     b, m, _ = episode.slots.shape
-    rows = b if isinstance(b, int) else 1  # `jax.export` may leave the batch open
+    rows = b if isinstance(b, int) else 1  # `jax.export` may leave the batch size symbolic
     size = rows * table_bytes(config, m, episode.slots.dtype)
-    own = decoder.init is pointer_init and decoder.step is pointer_step
-    return own and size <= MOST_TABLE_BYTES
+    is_built_in = decoder.init is pointer_init and decoder.step is pointer_step
+    return is_built_in and size <= MAX_TABLE_BYTES
 
 
-def table_rollout(
-    params: Params, config: PolicyConfig, episode: Episode, block: int, margins: bool
-) -> Walker:
-    """Walks with tables over slots, `block` tokens at a time, rounded up to whole groups.
+def table_walk(
+    params: Params, config: PolicyConfig, episode: Episode, block: int, *, has_margins: bool
+) -> Walk:
+    """Returns a walk that reads tables over pairs of slots.
 
-    Margins of the stop are computed if asked for.
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        episode: prepared episode of the built-in decoder.
+        block: number of tokens per call of `advance`, rounded up to complete groups.
+        has_margins: whether to compute the margins of the stop.
     """
-    group, key, n = episode.group, episode.key, episode.image_mask.shape[1]
-    pointer_steps = -(-block // group)
-    block = pointer_steps * group
-    rows = -(-episode.steps // block) * block
+    group, n = episode.group, episode.image_mask.shape[1]
+    groups_per_block = -(-block // group)
+    block = groups_per_block * group
+    padded_steps = -(-episode.steps // block) * block
     context = episode.context
-    tables = tabulate(params, config, context, episode.slots, episode.query, episode.steps)
-    hazard = margins and config.stop == "hazard"
-    competes = margins and not hazard  # the stop, with the best token that is left
-    past = empty_history(config, episode.slots, rows) if hazard else ()
-    tokens = jnp.sum(episode.image_mask, axis=1, dtype=jnp.int32)
+    tables = build_tables(
+        params, config, context, episode.slots, episode.query, steps=episode.steps
+    )
+    has_hazard = has_margins and config.stop == "hazard"
+    needs_max_logit = has_margins and not has_hazard
+    num_tokens = jnp.sum(episode.image_mask, axis=1, dtype=jnp.int32)
 
-    def step(walk, at):
-        number, noise = at
-        logits, cache = walk_logits(params, config, context, tables, walk, number)
-        available = episode.image_mask & ~walk.seen[:, :n]
-        image = logits[:, :-1]
-        choice = best_tokens(image if noise is None else image + noise, available, group)
-        chosen = jnp.any(choice[..., None] == jnp.arange(n + 1), axis=1)
-        best = strongest(image, available, choice) if competes else None
-        return Walk(choice, walk.seen | chosen, cache), (choice, logits[:, -1:], best)
+    def choose_group(state, group_inputs):
+        group_index, noise = group_inputs
+        logits, cache = table_logits(
+            params, config, context, tables, state, group_index=group_index
+        )
+        available = episode.image_mask & ~state.visited[:, :n]
+        image_logits = logits[:, :-1]
+        noisy_logits = image_logits if noise is None else image_logits + noise
+        choice = best_tokens(noisy_logits, available, group)
+        is_chosen = jnp.any(choice[..., None] == jnp.arange(n + 1), axis=1)
+        state = TableState(choice, state.visited | is_chosen, cache)
+        max_logit = (
+            remaining_max_logit(image_logits, available, choice) if needs_max_logit else None
+        )
+        return state, (choice, logits[:, -1:], max_logit)
 
-    unroll = min(UNROLL, pointer_steps) if config.decoder_layers == 1 else 1
+    unroll = min(UNROLL, groups_per_block) if config.decoder_layers == 1 else 1
 
     def advance(state, first):
-        walk, past = state
-        before = walk.at[:, -1:]
-        numbers = first // group + jnp.arange(pointer_steps)
-        noise = None
-        if key is not None:  # one draw for the whole block
-            wide, scale = layers.score_dtype(episode.slots.dtype), episode.draw * config.temperature
-            noise = jax.vmap(gumbel, (None, None, 0, None, None))(
-                scale, key, numbers * group, n, wide
-            )
-        walk, read = jax.lax.scan(step, walk, (numbers, noise), unroll=unroll)
-        choice, stop, best = jax.tree.map(lambda x: x.swapaxes(0, 1), read)
+        table_state, hazard_history = state
+        previous_slot = table_state.slots[:, -1:]
+        group_index = first // group + jnp.arange(groups_per_block)
+        noise = _block_noise(config, episode, group_index * group)
+        table_state, outputs = jax.lax.scan(
+            choose_group, table_state, (group_index, noise), unroll=unroll
+        )
+        choice, stop, max_logit = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
         choice = choice.reshape(-1, block)
-        if not margins:
-            return (walk, past), choice.T, None
-        if hazard:
-            at = jnp.concatenate([before, choice[:, :-1]], axis=1)
-            queries = take_rows(tables.query, at)
-            stop, past = hazard_logits(params, config, context, queries, past, first)
-            best = 0.0
+        if not has_margins:
+            return (table_state, hazard_history), choice.T, None
+        if has_hazard:
+            query_slots = jnp.concatenate([previous_slot, choice[:, :-1]], axis=1)
+            queries = take_rows(tables.query, query_slots)
+            stop, hazard_history = hazard_logits(
+                params, config, context, queries, hazard_history, first
+            )
+            max_logit = 0.0
         else:
-            best = best.reshape(-1, block)
+            max_logit = max_logit.reshape(-1, block)
             stop = jnp.broadcast_to(stop, (*stop.shape[:2], group)).reshape(-1, block)
-        at_step = first + jnp.arange(block)
-        columns = (tokens[:, None], episode.stop_bias[:, None])
-        margin = biased_stop(config, stop, at_step, *columns) - best
-        return (walk, past), choice.T, margin.T
+        step, bias = first + jnp.arange(block), episode.stop_bias[:, None]
+        margin = biased_stop(config, stop, step, num_tokens[:, None], bias) - max_logit
+        return (table_state, hazard_history), choice.T, margin.T
 
-    return Walker((start_walk(config, tables, rows, group), past), advance, block)
+    hazard_history = empty_history(config, episode.slots, padded_steps) if has_hazard else ()
+    start = (init_state(config, tables, padded_steps, group), hazard_history)
+    return Walk(start, advance, block)
 
 
-def pick(
+def _block_noise(
+    config: PolicyConfig, episode: Episode, steps: Int[Array, "s"]
+) -> Float[Array, "s b n"] | None:
+    """Samples the Gumbel noise of several steps at once; None if tokens are not sampled."""
+    if episode.key is None:
+        return None
+    dtype = layers.score_dtype(episode.slots.dtype)
+    scale, num_tokens = episode.draw * config.temperature, episode.image_mask.shape[1]
+    return jax.vmap(gumbel, (None, None, 0, None, None))(
+        scale, episode.key, steps, num_tokens, dtype
+    )
+
+
+def choose_tokens(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Picks:
-    """Makes the decisions of an episode with `hard_feedback`.
+    """Decides which tokens of an episode are kept; not differentiable.
 
-    Runs a `lax.while_loop` that ends with the last row instead of at T_max, without a host round
-    trip; not differentiable. With the built-in decoder it reads tables over slots (`tables.py`) and
-    checks the stop every `BLOCK` tokens, or, given a budget, never. Any other decoder is run step
-    by step, for at most max_b K_b + 1 steps, and so is the built-in one if its tables would be
-    large (more than 7,900 tokens of an image, with 16 heads).
+    Runs a `lax.while_loop` on the device that ends when all rows have stopped, not at T_max. The
+    built-in decoder reads tables over pairs of slots (`pointer_cache.py`). It checks the stop every
+    `BLOCK` tokens, or never if the budget is exact. Custom decoders run step by step, for at most
+    max_b K_b + 1 steps. So does the built-in decoder if its tables exceed `MAX_TABLE_BYTES`: with
+    16 heads, for an image of more than 7,900 tokens.
     """
     (b, n), steps = episode.image_mask.shape, episode.steps
-    if tables_fit(config, episode, decoder):
-        margins = not episode.exact
-        walker = table_rollout(params, config, episode, min(BLOCK, steps), margins=margins)
+    if can_use_tables(config, episode, decoder):
+        has_margins = not episode.exact
+        walk = table_walk(params, config, episode, min(BLOCK, steps), has_margins=has_margins)
     else:
-        walker = step_by_step(params, config, episode, decoder.step)
-    least, most = episode.limits
-    most = jnp.minimum(most, steps)
+        walk = step_walk(params, config, episode, decoder.step)
+    min_tokens, max_tokens = episode.limits
+    max_tokens = jnp.minimum(max_tokens, steps)
 
-    def running(carry):
+    def is_running(carry):
         first, alive, *_ = carry
         return (first < steps) & jnp.any(alive)
 
-    def body(carry):
+    def run_block(carry):
         first, alive, state, choice, stop = carry
-        state, chosen, margin = walker.advance(state, first)
-        step = first + jnp.arange(walker.block)[:, None]
-        now = step >= most
+        state, block_choice, margin = walk.advance(state, first)
+        step = first + jnp.arange(walk.block)[:, None]
+        block_stop = step >= max_tokens
         if not episode.exact:
-            assert margin is not None  # requested above
-            now = now | ((step >= least) & (margin > 0))
-        choice, stop = (
-            jax.lax.dynamic_update_slice_in_dim(whole, part, first, axis=0)
-            for whole, part in ((choice, chosen), (stop, now))
-        )
-        # Rows that are full need no further step to stop.
-        alive = alive & ~jnp.any(now, axis=0) & (first + walker.block < most)
-        return first + walker.block, alive, state, choice, stop
+            assert margin is not None  # the walk has margins
+            block_stop = block_stop | ((step >= min_tokens) & (margin > 0))
+        choice = jax.lax.dynamic_update_slice_in_dim(choice, block_choice, first, axis=0)
+        stop = jax.lax.dynamic_update_slice_in_dim(stop, block_stop, first, axis=0)
+        # A row that reaches `max_tokens` within this block needs no further block to stop.
+        is_full = first + walk.block >= max_tokens
+        alive = alive & ~jnp.any(block_stop, axis=0) & ~is_full
+        return first + walk.block, alive, state, choice, stop
 
-    rows = -(-steps // walker.block) * walker.block
+    padded_steps = -(-steps // walk.block) * walk.block
     carry = (
         jnp.int32(0),
         jnp.ones(b, bool),
-        walker.start,
-        jnp.full((rows, b), n, jnp.int32),
-        jnp.ones((rows, b), bool),
+        walk.start,
+        jnp.full((padded_steps, b), n, jnp.int32),
+        jnp.ones((padded_steps, b), bool),
     )
-    *_, choice, stop = jax.lax.while_loop(running, body, carry)
+    *_, choice, stop = jax.lax.while_loop(is_running, run_block, carry)
     return first_picks(choice[:steps].T, first_true(stop.T), n)
 
 
 def first_picks(order: Int[AnyArray, "b t"], count: Int[AnyArray, "b"], num_tokens: int) -> Picks:
-    """Picks the first `count` tokens of each row's order."""
+    """Returns the picks that keep the first `count` tokens of each row's order.
+
+    Args:
+        order: [b, t] indices of tokens in order of choice.
+        count: [b] number of tokens to keep.
+        num_tokens: n, the number of image tokens.
+    """
     b, steps = order.shape
     action = jnp.where(jnp.arange(steps) < count[:, None], order, num_tokens)
-    kept = jnp.zeros((b, num_tokens), bool)
-    kept = kept.at[jnp.arange(b)[:, None], action].set(True, mode="drop")
-    return Picks(action, jnp.asarray(count), kept)
+    is_kept = jnp.zeros((b, num_tokens), bool)
+    is_kept = is_kept.at[jnp.arange(b)[:, None], action].set(True, mode="drop")
+    return Picks(action, jnp.asarray(count), is_kept)
 
 
 @implicit_promotion()
@@ -363,15 +459,30 @@ def choose(
     decoder: DecoderFns = POINTER,
     key: Array | None = None,
 ) -> Picks:
-    """Chooses the tokens of a batch, entirely on the device: `prune` before it gathers.
+    """Chooses the tokens that are kept, with static shapes; not differentiable.
 
-    Every shape is static, so that it can be called inside a jitted function, followed by
-    `gather(picks, image, capacity)`. The decisions are those of `select`; not differentiable.
+    The decisions equal those of `select`. Within a jitted function, gather the tokens with
+    `gather(picks, image, capacity)`; `prune` does both outside of one.
 
-    Args, returns and raises as `prune`.
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        inputs: image and question, and the statistics that the policy was trained with.
+        limits: bounds on the counts.
+        stop_bias: added to the stop logits; see `calibrate_stop_bias`.
+        decoder: functions of the decoder.
+        key: PRNG key of the sampled tokens, as in `select`.
+
+    Returns:
+        The kept tokens of each row, in order of choice.
+
+    Raises:
+        ValueError: inputs or limits do not fit the policy. Traced counts are not checked.
     """
-    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder, key)
-    return pick(params, config, episode, decoder)
+    episode = encode_episode(
+        params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder, key=key
+    )
+    return choose_tokens(params, config, episode, decoder)
 
 
 @implicit_promotion()
@@ -385,36 +496,48 @@ def rank(
     decoder: DecoderFns = POINTER,
     key: Array | None = None,
 ) -> Ranked:
-    """Computes order and margins of `select`, for all counts and stop biases.
+    """Orders tokens as `select` does, and records the margins of the stop; not differentiable.
 
-    No episode is cut, and probabilities are not computed; not differentiable. A prefix of the order
-    is what `choose` keeps at that budget, and `calibrate_stop_bias` finds the stop bias of a mean
-    count.
+    The order does not depend on the stop, and probabilities are not computed. `choose` with a
+    budget keeps the first tokens of the order. `calibrate_stop_bias` computes the stop bias of a
+    mean count from the margins.
 
-    Args, raises as `select`; of the limits, `max_steps` and `group` are read.
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        inputs: image and question.
+        limits: only `max_steps`, `group` and `draw` are used.
+        stop_bias: added to the stop logits, a number or one per row.
+        decoder: functions of the decoder.
+        key: PRNG key of the sampled tokens, as in `select`.
 
     Returns:
-        The order and its margins; undefined where a row has no token left.
+        Order and margins; undefined at steps beyond the number of a row's tokens.
+
+    Raises:
+        ValueError: inputs or limits do not fit the policy. Traced counts are not checked.
     """
-    episode = begin(params, config, inputs, limits, 1.0, stop_bias, decoder, key)
-    return order(params, config, episode, decoder)
+    episode = encode_episode(
+        params, config, inputs, limits, stop_bias=stop_bias, decoder=decoder, key=key
+    )
+    return rank_tokens(params, config, episode, decoder)
 
 
-def order(
+def rank_tokens(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Ranked:
-    """Computes order and margins of an episode."""
-    if tables_fit(config, episode, decoder):
-        walker = table_rollout(params, config, episode, episode.steps, margins=True)
-        _, choice, margin = walker.advance(walker.start, jnp.int32(0))
-        assert margin is not None  # requested above
+    """Computes the order of the tokens of an episode and the margins of its stop."""
+    if can_use_tables(config, episode, decoder):
+        walk = table_walk(params, config, episode, episode.steps, has_margins=True)
+        _, choice, margin = walk.advance(walk.start, jnp.int32(0))
+        assert margin is not None  # the walk has margins
     else:
-        walker = step_by_step(params, config, episode, decoder.step)
+        walk = step_walk(params, config, episode, decoder.step)
 
-        def step(state, number):
-            state, choice, margin = walker.advance(state, number)
-            assert margin is not None  # a margin for every step
+        def run_step(state, t):
+            state, choice, margin = walk.advance(state, t)
+            assert margin is not None  # `step_walk` always computes margins
             return state, (choice[0], margin[0])
 
-        _, (choice, margin) = jax.lax.scan(step, walker.start, jnp.arange(episode.steps))
+        _, (choice, margin) = jax.lax.scan(run_step, walk.start, jnp.arange(episode.steps))
     return Ranked(choice[: episode.steps].T, margin[: episode.steps].T)

@@ -1,4 +1,4 @@
-"""From pointer logits to probabilities, stop decisions and the selected set (Eqs. 6-8)."""
+"""Probabilities, stop decisions and the kept tokens, from pointer logits; Eqs. (6)-(8)."""
 
 from typing import NamedTuple
 
@@ -14,14 +14,28 @@ from stepprune_jax.policy.layers import MASKED
 
 
 class RowLimits(NamedTuple):
-    """Bounds on the count of each row; equal bounds are an exact budget."""
+    """Bounds on the count of each row; equal bounds are an exact budget.
+
+    Attributes:
+        min_tokens: number of tokens that are chosen before the stop is available.
+        max_tokens: number of tokens after which a row is stopped.
+    """
 
     min_tokens: Int[Array, "*#b"]
     max_tokens: Int[Array, "*#b"]
 
 
 class StepDistribution(NamedTuple):
-    """Fields of a `Trajectory` at one step, and whether the episode, if still alive, ends here."""
+    """Fields of a `Trajectory` at one step, and the hard decision of the stop.
+
+    Attributes:
+        log_prob: log p_t(i); -1e9 for tokens that cannot be chosen.
+        prob: p_t(i); 0 for tokens that cannot be chosen.
+        stop_prob: p_t(stop).
+        log_continue: log(1 - p_t(stop)).
+        margin: margin of the stop, as in `Trajectory`.
+        stop: whether an episode that has not ended before ends at this step.
+    """
 
     log_prob: Float[Array, "*b n"]
     prob: Float[Array, "*b n"]
@@ -34,9 +48,15 @@ class StepDistribution(NamedTuple):
 def log_price_growth(
     config: PolicyConfig, count: Int[Array, "*#b"], num_tokens: Int[Array, "*#b"]
 ) -> Float[Array, "*b"]:
-    """Returns the logarithm of the `count`-th token's price over the price at a tenth of N."""
-    share = jnp.maximum(count, 1) / (0.1 * jnp.maximum(num_tokens, 1))
-    return config.price_growth * jnp.log(share)
+    """Returns the log of the `count`-th token's price, relative to the price at a tenth of N.
+
+    Args:
+        config: policy configuration; `price_growth` is used.
+        count: number of the token, from 1; 0 is treated as 1.
+        num_tokens: N, the number of real tokens of each row.
+    """
+    relative_count = jnp.maximum(count, 1) / (0.1 * jnp.maximum(num_tokens, 1))
+    return config.price_growth * jnp.log(relative_count)
 
 
 def biased_stop(
@@ -46,7 +66,15 @@ def biased_stop(
     num_tokens: Int[Array, "*#b"],
     stop_bias: Float[Array, "*#b"],
 ) -> Float[Array, "*b"]:
-    """Returns the stop logit at `step` with all biases; `num_tokens` are each row's real tokens."""
+    """Adds all biases to a stop logit.
+
+    Args:
+        config: policy configuration; `stop_bias` and `price_growth` are used.
+        logit: stop logit of the decoder.
+        step: number of the step, from 0.
+        num_tokens: number of real tokens of each row.
+        stop_bias: further bias of each row.
+    """
     stop = logit + config.stop_bias + stop_bias
     if config.price_growth:
         stop = stop + log_price_growth(config, step + 1, num_tokens).astype(stop.dtype)
@@ -60,12 +88,25 @@ def stop_margin(
     step: Int[Array, "*#b"],
     stop_bias: Float[Array, "*#b"],
 ) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
-    """Returns masked image logits, the stop logit, and its margin over the best token or 0."""
-    image = jnp.where(available, logits[..., :-1], MASKED)
-    real = step + jnp.sum(available, axis=-1)  # each step takes one; padding does not count
-    stop = biased_stop(config, logits[..., -1], step, real, stop_bias)
-    strongest = 0.0 if config.stop == "hazard" else jnp.max(image, axis=-1)
-    return image, stop, stop - strongest
+    """Computes the margin of the stop.
+
+    Args:
+        config: policy configuration.
+        logits: [..., m] unmasked logits of a step, the stop's last.
+        available: [..., n] True at real tokens that are not chosen yet.
+        step: number of the step, from 0.
+        stop_bias: bias of each row.
+
+    Returns:
+        A tuple (image_logits, stop, margin). image_logits: [..., n] logits of the available tokens,
+        -1e9 elsewhere. stop: [...] the stop logit with all biases. margin: [...] `stop` minus the
+        largest image logit, or `stop` for a hazard.
+    """
+    image_logits = jnp.where(available, logits[..., :-1], MASKED)
+    num_tokens = step + jnp.sum(available, axis=-1)  # each earlier step has chosen one real token
+    stop = biased_stop(config, logits[..., -1], step, num_tokens, stop_bias)
+    max_logit = 0.0 if config.stop == "hazard" else jnp.max(image_logits, axis=-1)
+    return image_logits, stop, stop - max_logit
 
 
 def step_distribution(
@@ -73,52 +114,75 @@ def step_distribution(
     logits: Float[Array, "*b m"],
     available: Bool[Array, "*b n"],
     step: Int[Array, "*#b"],
+    *,
     limits: RowLimits,
     stop_bias: Float[Array, "*#b"],
 ) -> StepDistribution:
     """Computes pointer and stop probabilities of a step, Eqs. (6)-(7), in the dtype of `logits`.
 
-    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the remaining tokens; `PolicyConfig.stop`
-    says what p_t(stop) is.
+    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the available tokens. `PolicyConfig.stop`
+    defines p_t(stop).
+
+    Args:
+        config: policy configuration.
+        logits: [..., m] unmasked logits, the stop's last.
+        available: [..., n] True at real tokens that are not chosen yet.
+        step: number of the step, from 0.
+        limits: bounds on the count of each row.
+        stop_bias: bias of each row.
     """
-    image, stop, margin = stop_margin(config, logits, available, step, stop_bias)
-    scaled = image / config.temperature
+    image_logits, stop, margin = stop_margin(config, logits, available, step, stop_bias)
+    scaled = image_logits / config.temperature
     if config.stop == "softmax":
-        score = stop / config.temperature - jax.nn.logsumexp(scaled, axis=-1)
+        stop_logit = stop / config.temperature - jax.nn.logsumexp(scaled, axis=-1)
     else:
-        score = margin / config.stop_temperature
-    must = (step >= limits.max_tokens) | ~jnp.any(available, axis=-1)
-    may_not = (step < limits.min_tokens) & ~must
-    # A tie between stop and token keeps the token: the stop has the highest slot.
-    decided = must | (~may_not & (margin > 0))
-    stop_prob = jnp.where(may_not, 0.0, jnp.where(must, 1.0, jax.nn.sigmoid(score)))
-    log_continue = jnp.where(may_not, 0.0, jnp.where(must, MASKED, jax.nn.log_sigmoid(-score)))
-    open_slots = available & ~must[..., None]
+        stop_logit = margin / config.stop_temperature
+    must_stop = (step >= limits.max_tokens) | ~jnp.any(available, axis=-1)
+    must_continue = (step < limits.min_tokens) & ~must_stop
+    # In a tie the token wins, because argmax returns the lowest slot and the stop is the last slot.
+    stops = must_stop | (~must_continue & (margin > 0))
+    stop_prob = jnp.where(must_stop, 1.0, jax.nn.sigmoid(stop_logit))
+    stop_prob = jnp.where(must_continue, 0.0, stop_prob)
+    log_continue = jnp.where(must_stop, MASKED, jax.nn.log_sigmoid(-stop_logit))
+    log_continue = jnp.where(must_continue, 0.0, log_continue)
+    is_possible = available & ~must_stop[..., None]
     log_prob = jax.nn.log_softmax(scaled, axis=-1) + log_continue[..., None]
-    log_prob = jnp.where(open_slots, log_prob, MASKED)
-    prob = jnp.where(open_slots, jnp.exp(log_prob), 0.0)
-    return StepDistribution(log_prob, prob, stop_prob, log_continue, margin, decided)
+    log_prob = jnp.where(is_possible, log_prob, MASKED)
+    prob = jnp.where(is_possible, jnp.exp(log_prob), 0.0)
+    return StepDistribution(log_prob, prob, stop_prob, log_continue, margin, stops)
 
 
 def read_trajectory(
     config: PolicyConfig,
     logits: Float[Array, "b t m"],
     choice: Int[Array, "b t"],
-    picked: Int[Array, "b n"],
+    *,
+    first_step: Int[Array, "b n"],
     image_mask: Bool[Array, "b n"],
     limits: RowLimits,
     stop_bias: Float[Array, "b"],
 ) -> Trajectory:
-    """Reads a whole rollout at once; `picked` is the first step at which a token is pointed at."""
+    """Computes the trajectory of a rollout from its logits, for all steps at once.
+
+    Args:
+        config: policy configuration.
+        logits: [b, t, m] unmasked logits of all steps.
+        choice: [b, t] token that each step points at.
+        first_step: [b, n] first step that points at each token; t or more for other tokens.
+        image_mask: [b, n] True at real tokens.
+        limits: bounds on the count of each row.
+        stop_bias: [b] bias of the stop logits.
+    """
     steps, n = logits.shape[1], image_mask.shape[1]
     step = jnp.arange(steps)[None]
-    available = image_mask[:, None] & (picked[:, None] >= step[..., None])
-    columns = RowLimits(limits.min_tokens[:, None], limits.max_tokens[:, None])
-    p = step_distribution(config, logits, available, step, columns, stop_bias[:, None])
+    available = image_mask[:, None] & (first_step[:, None] >= step[..., None])
+    column_limits = RowLimits(limits.min_tokens[:, None], limits.max_tokens[:, None])
+    p = step_distribution(
+        config, logits, available, step, limits=column_limits, stop_bias=stop_bias[:, None]
+    )
     count = first_true(p.stop)
-    kept = step < count[:, None]
     return Trajectory(
-        action=jnp.where(kept, choice, n).astype(jnp.int32),
+        action=jnp.where(step < count[:, None], choice, n).astype(jnp.int32),
         choice=choice,
         log_prob=p.log_prob,
         prob=p.prob,
@@ -127,12 +191,12 @@ def read_trajectory(
         margin=p.margin,
         alive=step <= count[:, None],
         count=count,
-        selected=image_mask & (picked < count[:, None]),
+        selected=image_mask & (first_step < count[:, None]),
     )
 
 
 def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
-    """Returns the index of the first true flag of each row; t if there is none."""
+    """Returns the index of the first True in each row, or t for a row without True."""
     index = jnp.argmax(flags, axis=1)
     return jnp.where(jnp.any(flags, axis=1), index, flags.shape[1]).astype(jnp.int32)
 
@@ -141,10 +205,19 @@ def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
 def count_at_bias(
     margin: Float[Array, "b t"], bias: ArrayLike, min_tokens: int = 1
 ) -> Int[Array, "b"]:
-    """Returns K of each row as if `bias` had been added to its stop logits.
+    """Returns the count of each row if `bias` is added to its stop logits.
 
     The order of tokens does not depend on the stop, so the margins of one rollout determine the
-    count for every bias, without a second rollout. A row ends at an infinite margin in any case.
+    count for every bias.
+
+    Args:
+        margin: [b, t] margins of the stop, `Trajectory.margin`. A row ends at an infinite margin,
+            whatever the bias.
+        bias: added to the margins; a number, or an array that broadcasts to them.
+        min_tokens: number of tokens that are chosen before the stop is available.
+
+    Returns:
+        [b] counts.
     """
     step = jnp.arange(margin.shape[1])
     stops = (margin + bias > 0) & (step >= min_tokens)

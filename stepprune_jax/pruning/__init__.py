@@ -1,4 +1,4 @@
-"""Methods of pruning visual tokens behind one interface; those with weights are in `trained`."""
+"""Methods of pruning visual tokens behind one interface; see `selectors` for trained methods."""
 
 from stepprune_jax.pruning.all_tokens import AllTokens
 from stepprune_jax.pruning.base import (

@@ -1,4 +1,4 @@
-"""No pruning: every visual token is kept."""
+"""No pruning: keeps every visual token."""
 
 from typing import ClassVar
 

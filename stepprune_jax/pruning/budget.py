@@ -1,7 +1,7 @@
-"""Budgets of tokens per image: a count, a share, or a mean met by a learned stop.
+"""Budgets of tokens per image: a count, a fraction, or a mean that a learned stop meets.
 
-A `Budget` is a pytree whose leaf is its number, so that a jitted function of a policy serves all
-numbers of a kind. Its kind is static.
+A `Budget` is a pytree whose leaf is its number, so one compiled program serves all budgets of a
+kind. The kind is static.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from stepprune_jax.user_input import UserError
 
 EXACT = ("count", "rate")
-# The value of each kind.
+# Expected value of each kind, for error messages.
 _VALUES = {
     "all": "no number",
     "unset": "no number",
@@ -27,14 +27,14 @@ _VALUES = {
     "mean": "a positive number",
     "own": "no number",
 }
-# Texts that `Budget.parse` reads.
+# Forms that `Budget.parse` reads, for error messages.
 _READABLE = "a count such as 64, a share such as 1/3 or 22.2%, mean:32, own, or all"
-# Largest denominator of a share that is a leaf. The products of `Budget.counts` fit in int32 then.
+# Largest denominator of a fraction that is a leaf: products in `Budget.counts` fit in int32.
 _LARGEST_LEAF = 10_000
 
 
 class _Share(NamedTuple):
-    """A share in a jitted function, where `Fraction` cannot hold its two integers."""
+    """A fraction whose integers may be traced, which `Fraction` does not allow."""
 
     numerator: Any
     denominator: Any
@@ -46,15 +46,15 @@ class Budget:
     """Number of tokens to keep per image.
 
     Attributes:
-        kind: "all"; "count", the same number for every image; "rate", a share of each image's
-            tokens, for images of different sizes; "mean", a learned stop whose bias was calibrated
-            to a mean number; "own", a number that the method decides image by image, such as an
-            uncalibrated learned stop; "unset", a budget that was not given to a method that needs
-            one, see `Pruner.default_budget`.
-        value: the number or the share; None for "all", "own" and "unset".
+        kind: "all" keeps all tokens. "count" is the same number for every image. "rate" is a
+            fraction of each image's tokens. "mean" is the mean number of a learned stop with a
+            calibrated bias. "own" leaves the number to the method, such as an uncalibrated learned
+            stop. "unset" is a missing budget of a method that needs one; see
+            `Pruner.default_budget`.
+        value: the number or fraction; None for "all", "own" and "unset".
 
     Raises:
-        ValueError: an unknown kind, or a value that does not belong to it.
+        ValueError: an unknown kind, or a value that the kind does not allow.
     """
 
     kind: str = "all"
@@ -65,14 +65,14 @@ class Budget:
         if self.kind not in _VALUES:
             raise UserError(f"budget of kind {self.kind!r}, expected one of {', '.join(_VALUES)}")
         if self.kind in ("all", "own", "unset"):
-            good = value is None
+            is_valid = value is None
         elif not isinstance(value, int | float | Fraction) or isinstance(value, bool):
-            good = False
+            is_valid = False
         elif self.kind == "count":
-            good = isinstance(value, int) and value >= 1
+            is_valid = isinstance(value, int) and value >= 1
         else:
-            good = 0 < value <= 1 if self.kind == "rate" else 0 < value < 1 << 31
-        if not good:
+            is_valid = 0 < value <= 1 if self.kind == "rate" else 0 < value < 1 << 31
+        if not is_valid:
             raise UserError(f"budget is {value!r}, expected {_VALUES[self.kind]}")
 
     @classmethod
@@ -80,13 +80,13 @@ class Budget:
         """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
 
         Args:
-            text: the text, a count, or a budget, which is returned.
+            text: the text or a count. A budget is returned unchanged.
 
         Returns:
-            The budget. Shares are exact: a third of 576 tokens is 192.
+            The budget. Fractions are exact: a third of 576 tokens is 192.
 
         Raises:
-            ValueError: another form, or a number out of range.
+            ValueError: the text has another form, or the number is out of range.
         """
         if isinstance(text, Budget):
             return text
@@ -96,13 +96,14 @@ class Budget:
         text = str(text)
         if text in ("all", "own"):
             return cls(text)
-        decimal = "e" not in text.lower()  # 1e999999999 as a fraction takes forever
+        # Fraction("1e999999999") would not finish, so exponents are not read.
+        has_no_exponent = "e" not in text.lower()
         try:
             if text.startswith("mean:"):
                 return cls("mean", float(text.removeprefix("mean:")))
-            if decimal and text.endswith("%"):
+            if has_no_exponent and text.endswith("%"):
                 return cls("rate", Fraction(text[:-1]) / 100)
-            if decimal and "/" in text:
+            if has_no_exponent and "/" in text:
                 return cls("rate", Fraction(text))
             return cls("count", int(text))
         except (ValueError, ZeroDivisionError) as error:
@@ -110,28 +111,28 @@ class Budget:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the size of an image determines the number of tokens that are kept."""
+        """Whether the number of kept tokens follows from the size of the image."""
         return self.kind in (*EXACT, "all", "unset")
 
     @property
     def number(self) -> int | float | Fraction:
-        """The value, for kinds that have one."""
+        """The value of a kind that has one."""
         assert self.value is not None
         return self.value
 
     @property
     def _share(self) -> Fraction:
-        """The value of a share, on the host."""
+        """The value of a "rate", on the host."""
         if isinstance(self.value, _Share):
             return Fraction(*map(int, self.value))
         return Fraction(self.number)
 
     def count(self, num_tokens: int) -> int | None:
-        """Returns the tokens kept of `num_tokens`; None if the method decides."""
+        """Returns the number of kept tokens of `num_tokens`; None if the method decides."""
         return self.exact_count(num_tokens) if self.is_exact else None
 
     def exact_count(self, num_tokens: int) -> int:
-        """Returns the tokens kept of `num_tokens`, where `is_exact`."""
+        """Returns the number of kept tokens of `num_tokens`; requires `is_exact`."""
         if self.kind in ("all", "unset"):
             return num_tokens
         if self.kind == "count":
@@ -142,10 +143,10 @@ class Budget:
         return max(1, half_up // (2 * share.denominator))
 
     def counts(self, sizes: Int[Array, "b"], num_tokens: int) -> Int[Array, "b"]:
-        """Returns the tokens kept of images, for a budget that may be traced.
+        """Returns the number of kept tokens of each image, for a budget that may be traced.
 
         Args:
-            sizes: tokens of each image; an image without tokens keeps none.
+            sizes: [b] number of tokens of each image; 0 keeps 0.
             num_tokens: static bound on the sizes.
         """
         if self.kind == "count":
@@ -158,7 +159,7 @@ class Budget:
         return jnp.array([0, *counts], jnp.int32)[sizes]
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Returns the number as leaves, and the kind; a share of many digits is static."""
+        """Returns the number as leaves; the kind, and a fraction of many digits, are static."""
         if isinstance(self.value, _Share):
             return tuple(self.value), (self.kind,)
         if self.kind == "rate":
@@ -170,13 +171,13 @@ class Budget:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Sequence[Any]) -> "Budget":
-        """Builds a budget without checks: its leaves may be tracers, or anything else."""
+        """Creates a budget without checks, because leaves may be tracers or placeholders."""
         kind, value = static[0], None
         if len(static) == 2:
             value = static[1]
         elif kind == "rate":
-            numbers = all(isinstance(leaf, int) for leaf in leaves)
-            value = Fraction(*leaves) if numbers else _Share(*leaves)
+            is_concrete = all(isinstance(leaf, int) for leaf in leaves)
+            value = Fraction(*leaves) if is_concrete else _Share(*leaves)
         elif leaves:
             (value,) = leaves
         budget = object.__new__(cls)

@@ -1,14 +1,14 @@
-"""CDPruner: diverse tokens among those that are relevant to the question.
+"""CDPruner: keeps tokens that are relevant to the question and different from one another.
 
 Zhang et al. (https://arxiv.org/abs/2506.10967). A determinantal point process prefers sets of
-tokens whose kernel has a large determinant. The kernel is the cosine between projected tokens,
-times the relevance of both; the set is grown greedily, by the token that increases the determinant
-most.
+tokens whose kernel has a large determinant. The kernel of two tokens is the cosine between the
+projected tokens, times the relevance of both. Tokens are added greedily: each maximizes the
+determinant.
 
-Relevance is not the authors' own for LLaVA: minus the cosine between CLIP's projection of a patch
-and the question behind CLIP's text tower. No LLaVA checkpoint has either. Here it is the cosine
-between a projected token and the mean word embedding of the question; OpenVINO GenAI takes that of
-the whole prompt for Qwen2.5-VL.
+The authors' relevance for LLaVA is minus the cosine between CLIP's projection of a patch and CLIP's
+embedding of the question, but LLaVA checkpoints contain neither. Here the relevance is the cosine
+between a projected token and the mean word embedding of the question. OpenVINO GenAI uses the mean
+over the prompt for Qwen2.5-VL.
 """
 
 import dataclasses
@@ -24,27 +24,26 @@ from stepprune_jax.pruning.base import PrunerInputs, Ranker, Ranking
 from stepprune_jax.pruning.ordering import tile_taps, unit_vectors
 
 _EXACT = jax.lax.Precision.HIGHEST
-_LEAST = jnp.finfo(jnp.float32).min
-# Keeps the least relevant token's kernel above 0, as in the authors' program.
-_SMALL = 1e-6
+_LOWEST = jnp.finfo(jnp.float32).min
+# Keeps the kernel of the least relevant token above 0, as in the authors' program.
+_EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class CDPruner(Ranker):
-    """Keeps tokens that are relevant to the question and unlike one another, chosen greedily.
+    """Keeps tokens that are relevant to the question and different from one another.
 
     Relevance is scaled to [0, 1] in each image; without a question all tokens are equally relevant.
-    Where images are seen in tiles, each is chosen from separately, one token in turn.
-    Ties go to the earlier token. `split_threshold=1` with `relevance_weight=0.5` is the kernel
-    that OpenVINO GenAI deploys.
+    If a model splits images into tiles, tokens are chosen from the tiles in turn. Ties go to the
+    earlier token. `split_threshold=1` with `relevance_weight=0.5` is the kernel of OpenVINO GenAI.
 
     Attributes:
-        theta: balance of relevance in [0, 1): relevance r becomes exp(r theta / (2 - 2 theta)).
-            None for r itself, which is what the authors' program runs.
-        relevance_weight: share in [0, 1] of the kernel with relevance; the rest is that without.
-        split_threshold: images of more tokens are split in two halves, by raster order, which are
-            scaled and chosen from separately, alternately one token each, the second half first. 0
-            for never.
+        theta: weight of relevance in [0, 1): relevance r becomes exp(r theta / (2 - 2 theta)). None
+            uses r itself, like the authors' program.
+        relevance_weight: weight in [0, 1] of the kernel with relevance, against the kernel without.
+        split_threshold: images with more tokens are split into two halves in raster order. The
+            halves are scaled separately, and tokens are chosen from them in turn, starting with the
+            second half. 0 disables splitting.
     """
 
     theta: float | None = None
@@ -65,95 +64,109 @@ class CDPruner(Ranker):
         self.expect("split_threshold", self.split_threshold >= 0, "an integer from 0")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns the tiles of the tokens, where images are seen in tiles."""
+        """Returns the tap of the tokens' tiles, if images are split into tiles."""
         return tile_taps(config)
 
     def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row by greedy maximization of the determinant."""
         real = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
         unit, size = unit_vectors(view.tokens, view.valid), real.sum(1, keepdims=True)
-        split = (size > self.split_threshold) & (self.split_threshold > 0)
-        second = split & (jnp.arange(real.shape[1]) >= size // 2)
-        part = jnp.where(split & ~second, 1, 0)
-        among = real
+        is_split = (size > self.split_threshold) & (self.split_threshold > 0)
+        in_second_half = is_split & (jnp.arange(real.shape[1]) >= size // 2)
+        part = jnp.where(is_split & ~in_second_half, 1, 0)
+        candidates = real
         if view.taps:
             (part,) = view.taps
-            among = real & (part >= 0)
+            candidates = real & (part >= 0)
         words = jnp.where(view.text_valid[..., None], view.text.astype(jnp.float32), 0)
         question = unit_vectors(words.sum(1, keepdims=True), None)[:, 0]
-        likeness = jnp.einsum("rne,re->rn", unit, question, precision=_EXACT)
+        cosine = jnp.einsum("rne,re->rn", unit, question, precision=_EXACT)
         quality = jnp.where(
-            second, _scaled(likeness, among & second), _scaled(likeness, among & ~second)
+            in_second_half,
+            _scale(cosine, candidates & in_second_half),
+            _scale(cosine, candidates & ~in_second_half),
         )
         if self.theta is not None:
             quality = jnp.exp(quality * (self.theta / (2 - 2 * self.theta)))
-        order = grow_determinant(unit, quality, self.relevance_weight, real, part, steps)
+        order = grow_determinant(
+            unit, quality, real, part, weight=self.relevance_weight, steps=steps
+        )
         return Ranking(order)
 
 
-def _scaled(values: Float[Array, "r n"], among: Bool[Array, "r n"]) -> Float[Array, "r n"]:
-    """Scales values to [0, 1] by the extremes of some; 1 where these are equal."""
-    low = jnp.min(jnp.where(among, values, -_LEAST), axis=1, keepdims=True)
-    high = jnp.max(jnp.where(among, values, _LEAST), axis=1, keepdims=True)
-    differ = high > low
-    return jnp.where(differ, (values - low + _SMALL) / jnp.where(differ, high - low, 1), 1)
+def _scale(values: Float[Array, "r n"], candidates: Bool[Array, "r n"]) -> Float[Array, "r n"]:
+    """Scales values linearly so that the candidates cover [0, 1]; 1 if the candidates are equal."""
+    low = jnp.min(jnp.where(candidates, values, -_LOWEST), axis=1, keepdims=True)
+    high = jnp.max(jnp.where(candidates, values, _LOWEST), axis=1, keepdims=True)
+    is_varied = high > low
+    return jnp.where(is_varied, (values - low + _EPSILON) / jnp.where(is_varied, high - low, 1), 1)
 
 
 def grow_determinant(
     unit: Float[Array, "r n e"],
     quality: Float[Array, "r n"],
-    weight: float,
     real: Bool[Array, "r n"],
     part: Int[Array, "r n"],
+    *,
+    weight: float,
     steps: int,
 ) -> Int[Array, "r t"]:
-    """Selects tokens one by one, each the one that increases the kernel's determinant most.
+    """Chooses tokens one by one, so that each maximizes the determinant of the kernel.
 
-    The kernel of tokens i and j is their cosine times (1 - w + w q_i q_j), or 0 between parts. Its
-    Cholesky factor grows by a row with each token (Chen et al., https://arxiv.org/abs/1709.05135),
-    and the kernel itself is never stored.
+    The kernel of tokens i and j is their cosine times (1 - w + w q_i q_j), or 0 for tokens of
+    different parts. Each choice adds a row to the Cholesky factor of the kernel (Chen et al.,
+    https://arxiv.org/abs/1709.05135), and the kernel itself is never stored.
 
     Args:
-        unit: tokens of length 1.
-        quality: q of each token.
-        weight: w.
-        real: True = token.
-        part: number of each token's part. The parts take turns, in their order; those of part -1
-            follow when no others are left.
-        steps: static number of tokens to select.
+        unit: [r, n, e] tokens, normalised to length 1.
+        quality: [r, n] q of each token.
+        real: [r, n] True at real tokens.
+        part: [r, n] number of each token's part. The parts take turns in ascending order; tokens of
+            part -1 are chosen last.
+        weight: w, the weight of relevance in the kernel.
+        steps: number of tokens to choose; static.
 
     Returns:
-        [r, t] int32 indices in order of choice, undefined where no token is left.
+        [r, t] int32 indices in order of choice; undefined after a row's last token.
     """
-    (r, n), place = real.shape, jnp.arange(real.shape[1])
+    (r, n), token_index = real.shape, jnp.arange(real.shape[1])
 
     def step(carry, t):
         gain, factor, turn = carry
-        first = jnp.min(turn, axis=1, keepdims=True)
-        pick = jnp.argmax(jnp.where(turn == first, gain, _LEAST), axis=1)[:, None].astype(jnp.int32)
+        next_turn = jnp.min(turn, axis=1, keepdims=True)
+        choice = jnp.argmax(jnp.where(turn == next_turn, gain, _LOWEST), axis=1)[:, None].astype(
+            jnp.int32
+        )
 
-        def of_pick(x):
-            return jnp.take_along_axis(x, pick, axis=1)
+        def at_choice(x):
+            return jnp.take_along_axis(x, choice, axis=1)
 
-        chosen = jnp.take_along_axis(unit, pick[..., None], axis=1)[:, 0]
-        likeness = jnp.einsum("rne,re->rn", unit, chosen, precision=_EXACT)
-        kernel = likeness * (1 - weight + weight * quality * of_pick(quality))
-        same = part == of_pick(part)
-        kernel = jnp.where(same, kernel, 0)
-        own = jnp.take_along_axis(factor, pick[:, None], axis=2)[..., 0]
-        rest = kernel - jnp.einsum("rt,rtn->rn", own, factor, precision=_EXACT)
-        # Rounding leaves nothing, or less, of a token that depends on those before it.
-        best = of_pick(gain)
-        row = jnp.where(best > 0, rest / jnp.sqrt(jnp.where(best > 0, best, 1)), 0)
-        gain = jnp.where(place == pick, _LEAST, gain - jnp.square(row))
-        # A part's next turn is after those of all others; a chosen token has none.
-        turn = jnp.where(place == pick, 2 * last, turn + jnp.where(same & (turn < last), n, 0))
-        return (gain, factor.at[:, t].set(row), turn), pick[:, 0]
+        chosen = jnp.take_along_axis(unit, choice[..., None], axis=1)[:, 0]
+        cosine = jnp.einsum("rne,re->rn", unit, chosen, precision=_EXACT)
+        kernel = cosine * (1 - weight + weight * quality * at_choice(quality))
+        same_part = part == at_choice(part)
+        kernel = jnp.where(same_part, kernel, 0)
+        choice_column = jnp.take_along_axis(factor, choice[:, None], axis=2)[..., 0]
+        residual = kernel - jnp.einsum("rt,rtn->rn", choice_column, factor, precision=_EXACT)
+        # The gain of a token that depends linearly on earlier choices may round to 0 or below.
+        choice_gain = at_choice(gain)
+        row = jnp.where(
+            choice_gain > 0, residual / jnp.sqrt(jnp.where(choice_gain > 0, choice_gain, 1)), 0
+        )
+        gain = jnp.where(token_index == choice, _LOWEST, gain - jnp.square(row))
+        # The next turn of a part comes after the turns of all other parts. A chosen token gets the
+        # largest number, so it has no further turn.
+        turn = jnp.where(
+            token_index == choice,
+            2 * last_turn,
+            turn + jnp.where(same_part & (turn < last_turn), n, 0),
+        )
+        return (gain, factor.at[:, t].set(row), turn), choice[:, 0]
 
     is_zero = jnp.all(unit == 0, axis=2)
     gain = jnp.where(is_zero, 0, 1 - weight + weight * jnp.square(quality))
-    last = n * n
-    turn = jnp.where(real, jnp.where(part < 0, last, part), 2 * last)
-    start = jnp.where(real, gain, _LEAST), jnp.zeros((r, steps, n), jnp.float32), turn
+    last_turn = n * n
+    turn = jnp.where(real, jnp.where(part < 0, last_turn, part), 2 * last_turn)
+    start = jnp.where(real, gain, _LOWEST), jnp.zeros((r, steps, n), jnp.float32), turn
     _, order = jax.lax.scan(step, start, jnp.arange(steps))
     return order.T

@@ -1,4 +1,4 @@
-"""[CLS] attention: the patches that the tower's class token attends to most."""
+"""[CLS] attention: keeps the patches with the largest attention of the tower's class token."""
 
 import dataclasses
 
@@ -12,10 +12,10 @@ from stepprune_jax.pruning.ordering import by_score, class_token_block, in_turns
 
 @dataclasses.dataclass(frozen=True)
 class Cls(Ranker):
-    """Keeps the patches that the class token attends to most, averaged over heads.
+    """Keeps the patches with the largest attention of the class token, averaged over heads.
 
-    The attention is that of the block whose output the model projects. Where images are seen in
-    tiles, each is ranked by its own class token, and all have equal shares.
+    The attention is taken from the block whose output the model projects. If images are split into
+    tiles, each tile is ranked by its class token, and all tiles keep equally many tokens.
     """
 
     name = "cls"
@@ -27,7 +27,7 @@ class Cls(Ranker):
         class_token_block(config, self.name)
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns the class token's row of attention."""
+        """Returns the tap of the class token's attention, and of the tiles if there are any."""
         return Tap("attention", class_token_block(config, self.name)), *tile_taps(config)
 
     def rank(self, view: PrunerInputs, steps: int) -> Ranking:

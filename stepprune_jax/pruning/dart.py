@@ -1,11 +1,12 @@
-"""DART: visual tokens that duplicate a few pivots are dropped after a few layers.
+"""DART: drops visual tokens that duplicate a few pivots, after a few layers.
 
-Wen et al. (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens, and the words after
-the image, whose keys in layer K - 1 are largest. The pivots take turns, those of the image first,
-each kind by descending size of its keys: each takes the visual tokens least similar to it, by the
-cosine between states before layer K, normalised by the model's final norm. The taken tokens and the
-visual pivots remain from layer K on, at their position ids. The authors' program takes turns in the
-order of a Python set of the pivots' places instead, which changes which tokens remain.
+Wen et al. (https://arxiv.org/abs/2502.11494). The pivots are the visual tokens and the words after
+the image with the largest keys in layer K - 1. The pivots take turns: first the visual pivots, then
+the words, each by descending size of their keys. In its turn, a pivot takes the visual tokens that
+are least similar to it. Similarity is the cosine between states before layer K, normalised by the
+model's final norm. The taken tokens and the visual pivots remain from layer K on and keep their
+position ids. The turns of the authors' program follow the order of a Python set of the pivots'
+positions, so it may keep other tokens.
 """
 
 import dataclasses
@@ -27,15 +28,15 @@ from stepprune_jax.pruning.ordering import keep_best, unit_vectors
 class Dart(LayerPruner):
     """Keeps the visual tokens that are least similar to a few pivots.
 
-    A budget is the authors' `max_num_trunction`: with P pivots of both kinds, each takes
-    budget // P tokens, and the visual pivots are not counted. So a budget of 64 keeps 68 of 576.
-    With a share as the budget, each takes that share of an image's tokens, divided by P, rounded
-    down.
+    The budget is the authors' `max_num_trunction`: each of the P pivots takes budget // P tokens,
+    and the visual pivots are not counted. For example, a budget of 64 keeps 68 of 576 tokens. If
+    the budget is a fraction, each pivot takes the fraction of an image's tokens, divided by P and
+    rounded down.
 
     Attributes:
-        layer: K, layers that see all tokens; the authors' `pruned_layer`.
-        pivot_image_token: pivots among the tokens of an image.
-        pivot_text_token: pivots among the words after it.
+        layer: K, the number of layers that process all tokens; the authors' `pruned_layer`.
+        pivot_image_token: number of pivots among the tokens of an image.
+        pivot_text_token: number of pivots among the words after the image.
     """
 
     layer: int = 2
@@ -47,13 +48,13 @@ class Dart(LayerPruner):
     version: ClassVar[int] = 3
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects a layer that does not exist and an absence of pivots."""
+        """Rejects a layer that does not exist, and options without any pivot."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
         self.expect("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
-        for pivots in ("pivot_image_token", "pivot_text_token"):
-            known = getattr(self, pivots) >= 0 and self._pivots > 0
-            self.expect(pivots, known, "0 or more, and at least one pivot of both kinds")
+        for option in ("pivot_image_token", "pivot_text_token"):
+            is_valid = getattr(self, option) >= 0 and self._pivots > 0
+            self.expect(option, is_valid, "0 or more, and at least one pivot of both kinds")
 
     @property
     def _pivots(self) -> int:
@@ -65,19 +66,19 @@ class Dart(LayerPruner):
 
     @property
     def budget_counts(self) -> str:
-        """The image's pivots are not among them."""
+        """A description of the budget for messages: it excludes the visual pivots."""
         return "tokens that the pivots select; the image's pivots remain in addition"
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Counts the tokens taken, plus the visual pivots."""
+        """Returns the counts: the taken tokens and the visual pivots remain."""
         if self.budget.exact_count(num_tokens) >= num_tokens:
             return Schedule(num_tokens, num_tokens, (Survivors(num_tokens),))
-        # A share is not rounded before it is divided.
+        # A fraction of the tokens is divided by the number of pivots before it is rounded.
         kind, number = self.budget.kind, Fraction(self.budget.number)
         budget = number * num_tokens if kind == "rate" else number
-        taken = int(budget // self._pivots) * self._pivots
-        left = max(1, min(num_tokens, taken + self.pivot_image_token))
-        return Schedule(num_tokens, num_tokens, (Survivors(left),))
+        num_taken = int(budget // self._pivots) * self._pivots
+        num_left = max(1, min(num_tokens, num_taken + self.pivot_image_token))
+        return Schedule(num_tokens, num_tokens, (Survivors(num_left),))
 
     def drop(
         self,
@@ -86,64 +87,80 @@ class Dart(LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the visual pivots and the taken tokens; if too few, also the first others."""
+        """Keeps the visual pivots and the taken tokens, then the earliest remaining tokens."""
         keys, features = (taps[f"{tap.kind}.{tap.layer}"] for tap in cut.taps)
-        size = jnp.abs(keys.astype(jnp.float32)).sum((1, 3))[:, None]
-        slots = jnp.arange(size.shape[2])
-        of_image = sequence.image[:, None] == jnp.arange(count.shape[1])[:, None]
-        end = jnp.max(jnp.where(of_image, slots, -1), axis=2, keepdims=True)
-        text = (sequence.image < 0) & (slots < sequence.length[:, None])
-        visual, has_visual = _largest(size, of_image, self.pivot_image_token)
-        words, has_words = _largest(size, text[:, None] & (slots > end), self.pivot_text_token)
-        pivots = jnp.concatenate([visual, words], axis=2)
-        present = jnp.concatenate([has_visual, has_words], axis=2)
-        is_pivot = of_image & jnp.any(slots[:, None] == visual[:, :, None], axis=3)
-        share = jnp.maximum(count - self.pivot_image_token, 0) // self._pivots
-        turn = take_in_turn(_cosines(features, pivots), present, of_image & ~is_pivot, share)
-        # The visual pivots first, then tokens by turn; those never taken come last.
+        key_norm = jnp.abs(keys.astype(jnp.float32)).sum((1, 3))[:, None]
+        slots = jnp.arange(key_norm.shape[2])
+        is_in_image = sequence.image[:, None] == jnp.arange(count.shape[1])[:, None]
+        last_slot = jnp.max(jnp.where(is_in_image, slots, -1), axis=2, keepdims=True)
+        is_text = (sequence.image < 0) & (slots < sequence.length[:, None])
+        visual_pivots, has_visual_pivot = _largest(key_norm, is_in_image, self.pivot_image_token)
+        word_pivots, has_word_pivot = _largest(
+            key_norm, is_text[:, None] & (slots > last_slot), self.pivot_text_token
+        )
+        pivots = jnp.concatenate([visual_pivots, word_pivots], axis=2)
+        has_pivot = jnp.concatenate([has_visual_pivot, has_word_pivot], axis=2)
+        is_pivot = is_in_image & jnp.any(slots[:, None] == visual_pivots[:, :, None], axis=3)
+        tokens_per_pivot = jnp.maximum(count - self.pivot_image_token, 0) // self._pivots
+        turn = take_in_turn(
+            _cosines(features, pivots), has_pivot, is_in_image & ~is_pivot, tokens_per_pivot
+        )
+        # Visual pivots come first, then tokens by the turn in which they were taken. Tokens that no
+        # pivot takes come last.
         score = -jnp.where(is_pivot, -1, turn).astype(jnp.float32)
-        score = jnp.sum(jnp.where(of_image, score, 0), axis=1)
+        score = jnp.sum(jnp.where(is_in_image, score, 0), axis=1)
         return sequence, keep_best(score, sequence.image, count)
 
 
 def _largest(
-    size: Float[Array, "b 1 s"], mask: Bool[Array, "b j s"], number: int
+    values: Float[Array, "b 1 s"], mask: Bool[Array, "b j s"], count: int
 ) -> tuple[Int[Array, "b j p"], Bool[Array, "b j p"]]:
-    """Returns the slots of the largest values under a mask, in order, and which are real."""
-    best, slots = jax.lax.top_k(jnp.where(mask, size, -1), min(number, mask.shape[2]))
-    return slots, best >= 0
+    """Returns the slots of the `count` largest values under a mask, and whether each exists."""
+    largest, slots = jax.lax.top_k(jnp.where(mask, values, -1), min(count, mask.shape[2]))
+    return slots, largest >= 0
 
 
 def _cosines(
     features: Float[Array, "b s e"], pivots: Int[Array, "b j p"]
 ) -> Float[Array, "b j p s"]:
-    """Computes the cosines of all features with those of the pivots."""
-    unit = unit_vectors(features, None)
-    at = jax.vmap(jnp.take, in_axes=(0, 0, None))(unit, pivots, 0)
-    return jnp.einsum("bjpe,bse->bjps", at, unit, precision=jax.lax.Precision.HIGHEST)
+    """Computes the cosines between the pivots and all features."""
+    unit_features = unit_vectors(features, None)
+    pivot_vectors = jax.vmap(jnp.take, in_axes=(0, 0, None))(unit_features, pivots, 0)
+    return jnp.einsum(
+        "bjpe,bse->bjps", pivot_vectors, unit_features, precision=jax.lax.Precision.HIGHEST
+    )
 
 
 def take_in_turn(
-    likeness: Float[Array, "b j p s"],
-    present: Bool[Array, "b j p"],
-    pool: Bool[Array, "b j s"],
-    share: Int[Array, "b j"],
+    cosine: Float[Array, "b j p s"],
+    has_pivot: Bool[Array, "b j p"],
+    candidates: Bool[Array, "b j s"],
+    tokens_per_pivot: Int[Array, "b j"],
 ) -> Int[Array, "b j s"]:
-    """Returns the turn, of p, in which each token was taken; p if in none.
+    """Lets pivots take tokens in turn.
 
-    Each `present` pivot in turn takes its `share` of the tokens in the pool that are least similar
-    to it. Ties go to the earlier token.
+    Each pivot takes the remaining candidates that are least similar to it. Ties go to the earlier
+    token.
+
+    Args:
+        cosine: [b, j, p, s] cosines between pivots and tokens.
+        has_pivot: [b, j, p] False at pivots that do not exist.
+        candidates: [b, j, s] True at tokens that may be taken.
+        tokens_per_pivot: [b, j] number of tokens that each pivot takes.
+
+    Returns:
+        [b, j, s] index of the pivot that took each token; p for a token that no pivot took.
     """
-    p = likeness.shape[2]
+    p = cosine.shape[2]
 
     def one_turn(carry, pivot):
-        pool, turn = carry
-        number, likeness, present = pivot
-        order = jnp.argsort(jnp.where(pool, likeness, 2), axis=2, stable=True)
+        candidates, turn = carry
+        index, cosine, has_pivot = pivot
+        order = jnp.argsort(jnp.where(candidates, cosine, 2), axis=2, stable=True)
         rank = jnp.argsort(order, axis=2)
-        taken = pool & present[..., None] & (rank < share[..., None])
-        return (pool & ~taken, jnp.where(taken, number, turn)), None
+        is_taken = candidates & has_pivot[..., None] & (rank < tokens_per_pivot[..., None])
+        return (candidates & ~is_taken, jnp.where(is_taken, index, turn)), None
 
-    turns = (jnp.arange(p, dtype=jnp.int32), *(jnp.moveaxis(x, 2, 0) for x in (likeness, present)))
-    start = (pool, jnp.full(pool.shape, p, jnp.int32))
-    return jax.lax.scan(one_turn, start, turns)[0][1]
+    pivots = (jnp.arange(p, dtype=jnp.int32), *(jnp.moveaxis(x, 2, 0) for x in (cosine, has_pivot)))
+    start = (candidates, jnp.full(candidates.shape, p, jnp.int32))
+    return jax.lax.scan(one_turn, start, pivots)[0][1]

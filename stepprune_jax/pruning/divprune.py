@@ -1,8 +1,8 @@
-"""DivPrune: tokens as far from one another as possible.
+"""DivPrune: keeps tokens that are as far from one another as possible.
 
-Alvar et al. (https://arxiv.org/abs/2503.02175). The distance of two projected tokens is one minus
-the cosine between them. The first token chosen is the one whose nearest neighbour is farthest;
-each further one is the token whose nearest chosen token is farthest.
+Alvar et al. (https://arxiv.org/abs/2503.02175). The distance of two projected tokens is 1 minus
+the cosine between them. The first choice is the token with the most distant nearest neighbour.
+Every further choice is the token whose nearest chosen token is most distant.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ _EXACT = jax.lax.Precision.HIGHEST
 class DivPrune(Ranker):
     """Keeps tokens whose smallest distance is large, chosen greedily.
 
-    Ties go to the earlier token. A token is chosen once, also where others equal it; the authors'
-    program may then repeat one.
+    Ties go to the earlier token. Every token is chosen at most once. The authors' program may
+    choose a token repeatedly if tokens are equal.
     """
 
     name = "divprune"
@@ -33,54 +33,56 @@ class DivPrune(Ranker):
 
     def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row by farthest-point selection."""
-        free = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
-        return Ranking(farthest_first(unit_vectors(view.tokens, view.valid), free, steps))
+        available = jnp.ones(view.tokens.shape[:2], bool) if view.valid is None else view.valid
+        return Ranking(farthest_first(unit_vectors(view.tokens, view.valid), available, steps))
 
 
 def farthest_first(
     unit: Float[Array, "r n e"],
-    free: Bool[Array, "r n"],
+    available: Bool[Array, "r n"],
     steps: int,
     relevance: Float[Array, "r n"] | None = None,
     diversity: float = 1.0,
 ) -> Int[Array, "r t"]:
-    """Selects tokens one by one, each the farthest from those before it.
+    """Chooses tokens one by one, each the farthest from the earlier choices.
+
+    With `relevance`, each choice maximizes diversity * distance + (1 - diversity) * relevance, and
+    the first choice maximizes relevance.
 
     Args:
-        unit: tokens of length 1.
-        free: True = may be chosen, at least one of each row.
-        steps: static number of tokens to select.
-        relevance: what counts beside a token's distance from those before it, and alone for the
-            first token.
-        diversity: weight of the distance, that of the relevance being the rest.
+        unit: [r, n, e] tokens, normalised to length 1.
+        available: [r, n] True at tokens that may be chosen; at least one in each row.
+        steps: number of tokens to choose; static.
+        relevance: [r, n] relevance of each token, or None.
+        diversity: weight of the distance, in [0, 1].
 
     Returns:
-        [r, t] int32 indices in order of choice, undefined where no token is left.
+        [r, t] int32 indices in order of choice; undefined after a row's last available token.
     """
-    place, least = jnp.arange(free.shape[1])[None], jnp.finfo(jnp.float32).min
+    token_index, lowest = jnp.arange(available.shape[1])[None], jnp.finfo(jnp.float32).min
 
-    def farthest(distance, free):
+    def farthest(distance, available):
         if relevance is not None:
             distance = diversity * distance + (1 - diversity) * relevance
-        return jnp.argmax(jnp.where(free, distance, least), axis=1).astype(jnp.int32)
+        return jnp.argmax(jnp.where(available, distance, lowest), axis=1).astype(jnp.int32)
 
-    def distance_to_others(part, at):
-        likeness = jnp.einsum("rqe,rne->rqn", part, unit, precision=_EXACT)
-        others = free[:, None] & (at[..., None] != place)
-        return jnp.min(jnp.where(others, 1 - likeness, 2), axis=2)
+    def distance_to_others(chunk, chunk_index):
+        cosine = jnp.einsum("rqe,rne->rqn", chunk, unit, precision=_EXACT)
+        is_other = available[:, None] & (chunk_index[..., None] != token_index)
+        return jnp.min(jnp.where(is_other, 1 - cosine, 2), axis=2)
 
     def step(carry, _):
-        free, nearest, pick = carry
-        chosen = jnp.take_along_axis(unit, pick[:, None, None], axis=1)[:, 0]
-        likeness = jnp.einsum("rne,re->rn", unit, chosen, precision=_EXACT)
-        nearest = jnp.minimum(nearest, 1 - likeness)
-        free &= place != pick[:, None]
-        return (free, nearest, farthest(nearest, free)), pick
+        available, nearest_distance, choice = carry
+        chosen = jnp.take_along_axis(unit, choice[:, None, None], axis=1)[:, 0]
+        cosine = jnp.einsum("rne,re->rn", unit, chosen, precision=_EXACT)
+        nearest_distance = jnp.minimum(nearest_distance, 1 - cosine)
+        available &= token_index != choice[:, None]
+        return (available, nearest_distance, farthest(nearest_distance, available)), choice
 
     if relevance is None:
-        first = farthest(map_tokens(distance_to_others, unit, place), free)
+        first = farthest(map_tokens(distance_to_others, unit, token_index), available)
     else:
-        first = jnp.argmax(jnp.where(free, relevance, least), axis=1).astype(jnp.int32)
-    start = free, jnp.full(free.shape, 2, jnp.float32), first
+        first = jnp.argmax(jnp.where(available, relevance, lowest), axis=1).astype(jnp.int32)
+    start = available, jnp.full(available.shape, 2, jnp.float32), first
     _, order = jax.lax.scan(step, start, length=steps)
     return order.T

@@ -1,8 +1,8 @@
-"""FastV: visual tokens that the prompt's last token ignores are dropped after a few layers.
+"""FastV: drops visual tokens with little attention of the prompt's last token, after a few layers.
 
-Chen et al. (https://arxiv.org/abs/2403.06764). Visual tokens are ranked by the attention of layer
-K - 1, averaged over heads, from the prompt's last token. The best remain from layer K on, at their
-position ids. The caches of the first K layers keep all tokens.
+Chen et al. (https://arxiv.org/abs/2403.06764). Visual tokens are ranked by the attention of the
+prompt's last token in layer K - 1, averaged over heads. The best tokens remain from layer K on and
+keep their position ids. The caches of the first K layers keep all tokens.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ class FastV(LayerPruner):
     """Drops visual tokens before a layer of the language model.
 
     Attributes:
-        layer: K, layers that see all tokens.
-        average: whether the budget is the mean over all layers, as in some tables, instead of the
-            number that remains from layer K on, which is then chosen to give that mean, rounded
-            half up.
+        layer: K, the number of layers that process all tokens.
+        average: whether the budget is the mean number of tokens over all layers, as in some tables,
+            or the number of tokens from layer K on. A mean is converted to the number from layer K
+            on, rounded half up.
     """
 
     layer: int = 2
@@ -32,19 +32,19 @@ class FastV(LayerPruner):
     label = "FastV"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects a layer that does not exist, and averages that the first layers exceed."""
+        """Rejects a layer that does not exist, and means that the first K layers exceed."""
         super().check(config, num_tokens)
         depth = config.text.num_layers
         self.expect("layer", 1 <= self.layer < depth, f"1 to {depth - 1}")
         self.expect(
             "budget",
-            not self.average or self._share(config, num_tokens) > 0,
+            not self.average or self._remaining_fraction(config, num_tokens) > 0,
             f"a larger mean over {depth} layers, as the first {self.layer} see all {num_tokens} "
             "tokens",
         )
 
     def program(self) -> "FastV":
-        """Returns the pruner without its budget and `average`, as `drop` is given the counts."""
+        """Returns a copy without budget and `average`; `drop` receives the counts."""
         return dataclasses.replace(self, budget=Budget(), average=False)
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
@@ -52,15 +52,16 @@ class FastV(LayerPruner):
         return (LayerCut(self.layer, (Tap("attention", self.layer - 1),)),)
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Counts the tokens from layer K on."""
+        """Returns the counts: the number of tokens from layer K on."""
         if not self.average:
             return super().schedule(config, num_tokens)
-        share = self._share(config, num_tokens)  # the mean of a small image may be out of reach
-        left = Budget("rate", share).exact_count(num_tokens) if share > 0 else 1
-        return Schedule(num_tokens, num_tokens, (Survivors(left),))
+        fraction = self._remaining_fraction(config, num_tokens)
+        # The mean may be unreachable for small images, which then keep one token.
+        num_left = Budget("rate", fraction).exact_count(num_tokens) if fraction > 0 else 1
+        return Schedule(num_tokens, num_tokens, (Survivors(num_left),))
 
-    def _share(self, config: ModelConfig, num_tokens: int) -> Fraction:
-        """Returns the share from layer K on with which the mean is the budget."""
+    def _remaining_fraction(self, config: ModelConfig, num_tokens: int) -> Fraction:
+        """Returns the fraction of tokens from layer K on that makes the budget the mean."""
         depth = config.text.num_layers
-        share = Fraction(self.budget.exact_count(num_tokens), num_tokens)
-        return (depth * share - self.layer) / (depth - self.layer)
+        mean = Fraction(self.budget.exact_count(num_tokens), num_tokens)
+        return (depth * mean - self.layer) / (depth - self.layer)

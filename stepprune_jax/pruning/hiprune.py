@@ -1,11 +1,11 @@
-"""HiPrune: what a middle block of the tower attends to, its neighbours, and what the last one does.
+"""HiPrune: keeps the tokens that a middle block of the tower attends to, and their neighbours.
 
-Liu et al. (https://arxiv.org/abs/2508.00553), following the authors' program. A token's score is
-the attention that it receives in a block, averaged over heads and over all tokens of the image.
-*Anchors* are the best by a block in the middle of the tower, which looks at objects; *buffers* are
-the four neighbours of each; *registers*, the best of the rest by the block whose output is
-projected, fill the budget. Where images are seen in tiles, this is done in each of them, with equal
-shares.
+Liu et al. (https://arxiv.org/abs/2508.00553), following the authors' program. The score of a token
+in a block is the attention that it receives, averaged over heads and over all tokens of the image.
+*Anchors* are the best tokens of a block in the middle of the tower, which attends to objects.
+*Buffers* are the four neighbours of each anchor. *Registers* are the best other tokens of the block
+whose output is projected; they fill the budget. If images are split into tiles, every tile keeps
+an equal number of tokens.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from stepprune_jax.pruning.ordering import by_score, in_turns, ranking_block, ti
 class HiPrune(Pruner):
     """Keeps anchors with their neighbours, and registers.
 
-    As in the authors' program, the neighbours before the first token and behind the last one are
-    these two, and those beside a border are on the next row. In tiles there are none beyond a
-    border, as padding may lie there.
+    As in the authors' program, neighbours outside the sequence are replaced by the first or the
+    last token, and a neighbour beyond the left or right border lies on the adjacent row. In tiles,
+    a token at a border has no neighbour beyond it, because padding may lie there.
 
     Attributes:
-        object_layer: number of the block that finds anchors, from 1; None for the authors' choice,
-            9 of 24 with a class token and 16 of 32 without one, or that share of another depth.
-        alpha: share of the budget for anchors and their neighbours, in [0, 1].
+        object_layer: number of the block that ranks anchors, from 1; None for the authors' choice,
+            9 of 24 with a class token and 16 of 32 without one, or the same relative depth.
+        alpha: fraction of the budget for anchors and their neighbours, in [0, 1].
     """
 
     object_layer: int | None = None
@@ -44,41 +44,43 @@ class HiPrune(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Also rejects a block that does not attend to the whole image, and no share."""
+        """Also rejects a block without attention over the entire image, and an invalid alpha."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
-        numbers = [block + 1 for block in config.global_blocks]
-        fits = self.object_layer is None or self.object_layer in numbers
-        self.expect("object_layer", fits, f"one of {', '.join(map(str, numbers))}")
+        block_numbers = [block + 1 for block in config.global_blocks]
+        is_valid = self.object_layer is None or self.object_layer in block_numbers
+        self.expect("object_layer", is_valid, f"one of {', '.join(map(str, block_numbers))}")
         self.expect("alpha", 0 <= self.alpha <= 1, "a share in [0, 1]")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns the attention received in both blocks, and the tiles of tokens, if any."""
+        """Returns taps of the attention received in both blocks, and of tiles if there are any."""
         layer = self.object_layer
         if layer is None:
-            share = 9 / 24 if config.received_block is None else 16 / 32
-            wanted = round(share * config.vision.num_layers) - 1
-            layer = 1 + min(config.global_blocks, key=lambda block: abs(block - wanted))
-        deep = ranking_block(config, self.name)
-        return Tap("received", layer - 1), Tap("received", deep), *tile_taps(config)
+            relative_depth = 9 / 24 if config.received_block is None else 16 / 32
+            target_block = round(relative_depth * config.vision.num_layers) - 1
+            layer = 1 + min(config.global_blocks, key=lambda block: abs(block - target_block))
+        last_block = ranking_block(config, self.name)
+        return Tap("received", layer - 1), Tap("received", last_block), *tile_taps(config)
 
     def keep(self, view: PrunerInputs, capacity: int) -> Kept:
         """Returns the kept tokens in raster order."""
-        shallow, deep, *tile = view.taps
-        r, n = shallow.shape
+        object_attention, last_attention, *tile = view.taps
+        r, n = object_attention.shape
         real = jnp.ones((r, n), bool) if view.valid is None else view.valid
-        tiles = 1 + tile[0].max(1) if tile else jnp.ones(r, jnp.int32)
-        share = view.count // tiles
-        anchors = tiles * jnp.round(share * self.alpha / 5).astype(jnp.int32)  # halves to even
-        order = by_score(shallow, real)
+        num_tiles = 1 + tile[0].max(1) if tile else jnp.ones(r, jnp.int32)
+        tokens_per_tile = view.count // num_tiles
+        num_anchors = num_tiles * jnp.round(tokens_per_tile * self.alpha / 5).astype(
+            jnp.int32
+        )  # halves to even
+        order = by_score(object_attention, real)
         rank = jnp.argsort(in_turns(order, *tile) if tile else order, axis=1)
-        first, columns = rank < anchors[:, None], view.grid[:, 1]
+        is_anchor, columns = rank < num_anchors[:, None], view.grid[:, 1]
         if tile:
-            chosen = with_neighbours_in_tiles(first, columns, *tile)
+            chosen = with_neighbours_in_tiles(is_anchor, columns, *tile)
         else:
-            chosen = with_neighbours(first, columns, real.sum(1))
-        # Attention is at most 1, so what has been chosen comes first.
-        order = by_score(deep + 2 * chosen, real)
+            chosen = with_neighbours(is_anchor, columns, real.sum(1))
+        # Attention is at most 1, so adding 2 puts the chosen tokens first.
+        order = by_score(last_attention + 2 * chosen, real)
         order = in_turns(order, *tile) if tile else order
         return take(view.whole, order, view.count, capacity)
 
@@ -86,53 +88,60 @@ class HiPrune(Pruner):
 def with_neighbours(
     anchors: Bool[Array, "r n"], columns: Int[Array, "r"], size: Int[Array, "r"]
 ) -> Bool[Array, "r n"]:
-    """Adds to some tokens of an image those left, right, above and below, within the image.
+    """Marks anchors and their left, right, upper and lower neighbours.
 
     Args:
-        anchors: True = a token, among the first `size` of its row.
-        columns: tokens in a row of its grid.
-        size: tokens of its image.
+        anchors: [r, n] True at anchors, among the first `size` tokens of a row.
+        columns: [r] number of tokens in a row of the grid.
+        size: [r] number of tokens of the image.
 
     Returns:
-        True = one of them or a neighbour; the first and the last token stand for those outside.
+        [r, n] True at anchors and neighbours. Neighbours outside the image are replaced by the
+        first or the last token.
     """
-    place, last = jnp.arange(anchors.shape[1])[None], size[:, None] - 1
-    chosen = anchors
-    for step in (1, -1, columns[:, None], -columns[:, None]):
-        source = place - step
-        inside = (source >= 0) & (source <= last)
-        of_anchor = jnp.take_along_axis(anchors, jnp.clip(source, 0, last), axis=1) & inside
-        target = place + step
-        before = jnp.any(anchors & (target < 0), axis=1, keepdims=True)
-        behind = jnp.any(anchors & (target > last), axis=1, keepdims=True)
-        chosen |= of_anchor | (before & (place == 0)) | (behind & (place == last))
-    return chosen
+    token_index, last_token = jnp.arange(anchors.shape[1])[None], size[:, None] - 1
+    is_chosen = anchors
+    for offset in (1, -1, columns[:, None], -columns[:, None]):
+        source = token_index - offset
+        is_inside = (source >= 0) & (source <= last_token)
+        is_neighbour = (
+            jnp.take_along_axis(anchors, jnp.clip(source, 0, last_token), axis=1) & is_inside
+        )
+        target = token_index + offset
+        is_before_first = jnp.any(anchors & (target < 0), axis=1, keepdims=True)
+        is_after_last = jnp.any(anchors & (target > last_token), axis=1, keepdims=True)
+        is_chosen |= (
+            is_neighbour
+            | (is_before_first & (token_index == 0))
+            | (is_after_last & (token_index == last_token))
+        )
+    return is_chosen
 
 
 def with_neighbours_in_tiles(
     anchors: Bool[Array, "r n"], columns: Int[Array, "r"], tile: Int[Array, "r n"]
 ) -> Bool[Array, "r n"]:
-    """Adds to some tokens those left, right, above and below that are of the same tile.
+    """Marks anchors and their left, right, upper and lower neighbours in the same tile.
 
     Args:
-        anchors: True = a token.
-        columns: tokens in a row of all tiles, without its end.
-        tile: tile of each token, 0 for the whole image, which is square; -1 for ends of rows and
-            padding.
+        anchors: [r, n] True at anchors.
+        columns: [r] number of tokens in a row of all tiles, without the token that ends the row.
+        tile: [r, n] tile of each token. Tile 0 is the overview of the image, which is square; -1
+            marks ends of rows and padding.
 
     Returns:
-        True = one of them or a neighbour.
+        [r, n] True at anchors and neighbours.
     """
     n = anchors.shape[1]
-    place, whole = jnp.arange(n)[None], tile == 0
-    side = jnp.round(jnp.sqrt(whole.sum(1, keepdims=True))).astype(jnp.int32)
-    below, chosen = jnp.where(whole, side, columns[:, None] + 1), anchors
-    for step in (1, -1, below, -below):
-        source = place - step
-        inside = (source >= 0) & (source < n)
+    token_index, in_overview = jnp.arange(n)[None], tile == 0
+    side = jnp.round(jnp.sqrt(in_overview.sum(1, keepdims=True))).astype(jnp.int32)
+    row_stride, is_chosen = jnp.where(in_overview, side, columns[:, None] + 1), anchors
+    for offset in (1, -1, row_stride, -row_stride):
+        source = token_index - offset
+        is_inside = (source >= 0) & (source < n)
         source = jnp.clip(source, 0, n - 1)
-        same = inside & (jnp.take_along_axis(tile, source, axis=1) == tile)
-        if isinstance(step, int):  # rows of the whole image have no end between them
-            same &= ~whole | (source // side == place // side)
-        chosen |= same & jnp.take_along_axis(anchors, source, axis=1)
-    return chosen & (tile >= 0)
+        same_tile = is_inside & (jnp.take_along_axis(tile, source, axis=1) == tile)
+        if isinstance(offset, int):  # rows of the overview have no token between them
+            same_tile &= ~in_overview | (source // side == token_index // side)
+        is_chosen |= same_tile & jnp.take_along_axis(anchors, source, axis=1)
+    return is_chosen & (tile >= 0)

@@ -1,10 +1,10 @@
-"""PruMerge and PruMerge+: outliers of the class token's attention, merged with similar patches.
+"""PruMerge and PruMerge+: keep outliers of the class token's attention, merged with other patches.
 
 Shang et al. (https://arxiv.org/abs/2403.15388). The query of the class token in the tower's last
 block is compared with all keys, with heads concatenated. Patches whose attention is an outlier by
-the quartiles are kept, the most attended first; PruMerge+ also keeps a grid of patches, the finer
-the more outliers there are. The patches with the most similar keys are added to each, weighted by
-attention, and one further token is the weighted sum of all patches that were not kept.
+the interquartile range are kept, by descending attention. PruMerge+ also keeps a grid of patches,
+which is finer for images with more outliers. The patches with the most similar keys are added to
+each kept patch, weighted by attention. One more token is the weighted sum of all dropped patches.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from stepprune_jax.pruning.ordering import (
 
 @dataclasses.dataclass(frozen=True)
 class PruMerge(Pruner):
-    """Keeps the patches that the class token attends to most, and merges the others.
+    """Keeps the patches with the largest attention of the class token, and merges all others.
 
-    Without a budget an image keeps its outliers. It is not the unpruned model at any budget: the
-    last token is always the sum of the others.
+    Without a budget an image keeps its outliers. No budget reproduces the unpruned model, because
+    the last token is always the sum of the dropped patches.
 
     Attributes:
-        neighbours: patches added to each kept one.
+        neighbours: number of patches that are added to each kept patch.
     """
 
     neighbours: int = 32
@@ -55,21 +55,23 @@ class PruMerge(Pruner):
         self.expect("neighbours", self.neighbours >= 0, "an integer from 0")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns the class token's query and all keys of the tower's last block."""
+        """Returns taps of the class token's query and of all keys in the tower's last block."""
         return Tap("query", -1), Tap("keys", -1)
 
     def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Returns the kept patches, most attended first, and the sum of the others."""
+        """Keeps patches by descending attention, followed by the sum of the dropped patches."""
         query, keys = (tap.astype(jnp.float32) for tap in view.taps)
         attention = class_attention(query, keys)[:, 1:]
         r, n = attention.shape
         rank = jnp.argsort(by_score(attention, None), axis=1)
-        top = rank < self._most_attended(attention, view.count)[:, None]
-        grid = self._grid(attention, top, view.count) & ~top
-        # The most attended first, then those of the grid, then the others.
-        patch = jnp.arange(n)
-        order = jnp.argsort(jnp.where(top, rank, patch + jnp.where(grid, n, 2 * n)), axis=1)
-        count = (top | grid).sum(1, dtype=jnp.int32)
+        is_top = rank < self._most_attended(attention, view.count)[:, None]
+        in_grid = self._grid(attention, is_top, view.count) & ~is_top
+        # Patches kept for their attention come first, then the grid, then the dropped patches.
+        patch_index = jnp.arange(n)
+        order = jnp.argsort(
+            jnp.where(is_top, rank, patch_index + jnp.where(in_grid, n, 2 * n)), axis=1
+        )
+        count = (is_top | in_grid).sum(1, dtype=jnp.int32)
 
         def in_order(x: Array) -> Array:
             return jnp.take_along_axis(x, order.reshape(r, n, *[1] * (x.ndim - 2)), axis=1)
@@ -79,8 +81,8 @@ class PruMerge(Pruner):
             in_order(keys[:, :, 1:].swapaxes(1, 2).reshape(r, n, -1)),
             in_order(attention),
             count,
-            self.neighbours,
-            capacity,
+            neighbours=self.neighbours,
+            capacity=capacity,
         )
         slots = jnp.arange(capacity)
         is_kept, valid = slots < count[:, None], slots <= count[:, None]
@@ -101,48 +103,48 @@ class PruMerge(Pruner):
     def _most_attended(
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]
     ) -> Int[Array, "r"]:
-        """Returns how many patches are kept for their attention."""
+        """Returns the number of patches that are kept for their attention."""
         return _by_outliers(attention, kept_outliers) if self._is_adaptive else count - 1
 
     def _grid(
-        self, attention: Float[Array, "r n"], top: Bool[Array, "r n"], count: Int[Array, "r"]
+        self, attention: Float[Array, "r n"], is_top: Bool[Array, "r n"], count: Int[Array, "r"]
     ) -> Bool[Array, "r n"]:
-        """Returns the patches that are kept for their position."""
-        return jnp.zeros_like(top)
+        """Marks the patches that are kept for their position."""
+        return jnp.zeros_like(is_top)
 
 
 @dataclasses.dataclass(frozen=True)
 class PruMergePlus(PruMerge):
-    """Also keeps a grid of patches, three for each of the most attended ones.
+    """Also keeps a grid of patches, three for each patch that is kept for its attention.
 
-    Without a budget the most attended patches are the outliers, as in the authors' program. With
-    one they are a quarter of it, and the others are spread evenly over the remaining patches; this
-    is our extension, as the authors' program supports a single count. It is not the unpruned model
-    at any budget.
+    Without a budget the outliers are kept for their attention, as in the authors' program. With a
+    budget, a quarter of it is kept for attention, and three quarters are spread evenly over the
+    remaining patches. This is our extension: the authors' program supports a single count. No
+    budget reproduces the unpruned model.
     """
 
     name = "prumerge_plus"
     label = "PruMerge+"
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Counts one more than there are tokens if each image decides: a grid of all."""
+        """Returns the counts; without a budget, a grid may keep all patches and their sum."""
         return Schedule(self.budget.count(num_tokens), num_tokens + self._is_adaptive)
 
     def _most_attended(
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]
     ) -> Int[Array, "r"]:
-        """Counts the outliers, or a quarter of the kept tokens."""
+        """Returns the number of outliers, or a quarter of the kept tokens."""
         return _by_outliers(attention, kept_outliers) if self._is_adaptive else (count - 1) // 4
 
     def _grid(
-        self, attention: Float[Array, "r n"], top: Bool[Array, "r n"], count: Int[Array, "r"]
+        self, attention: Float[Array, "r n"], is_top: Bool[Array, "r n"], count: Int[Array, "r"]
     ) -> Bool[Array, "r n"]:
-        """Returns a regular grid of patches, or evenly spaced remaining ones."""
-        patch = jnp.arange(top.shape[1])
+        """Marks a regular grid of patches, or with a budget evenly spaced remaining patches."""
+        patch_index = jnp.arange(is_top.shape[1])
         if self._is_adaptive:
             stride = _by_outliers(attention, grid_stride)[:, None]
-            return (patch % stride == 0) & (patch < len(patch) - 1)
-        return evenly(~top, count - 1 - top.sum(1))
+            return (patch_index % stride == 0) & (patch_index < len(patch_index) - 1)
+        return evenly(~is_top, count - 1 - is_top.sum(1))
 
 
 def class_attention(
@@ -155,30 +157,31 @@ def class_attention(
 
 
 def count_outliers(attention: Float[Array, "r n"]) -> Int[Array, "r"]:
-    """Counts values above the upper quartile by more than 1.5 interquartile ranges."""
+    """Counts the values that exceed the upper quartile by more than 1.5 interquartile ranges."""
     lower, upper = jnp.percentile(attention, jnp.array([25, 75]), axis=1)
-    bound = upper + 1.5 * (upper - lower)
-    return jnp.sum(attention > bound[:, None], axis=1, dtype=jnp.int32)
+    threshold = upper + 1.5 * (upper - lower)
+    return jnp.sum(attention > threshold[:, None], axis=1, dtype=jnp.int32)
 
 
 def kept_outliers(outliers: int, num_patches: int) -> int:
-    """Returns how many patches the authors' program keeps for their attention.
+    """Returns the number of patches that the authors' program keeps for their attention.
 
-    It stores their share in double precision and multiplies it by the number of patches again,
-    which loses one for some numbers, such as 1 of 49 or 1 of 196; for 576 patches it never does.
+    The program stores the fraction of outliers in double precision and multiplies it by the number
+    of patches again. Rounding loses one patch for some numbers, such as 1 of 49 or 1 of 196, but
+    never for 576 patches.
     """
     return int(num_patches * (outliers / num_patches))
 
 
 def grid_stride(outliers: int, num_patches: int) -> int:
-    """Returns the stride of PruMerge+'s grid, from the same share; at least 1."""
+    """Returns the stride of PruMerge+'s grid: a third of the patches per outlier, at least 1."""
     return max(1, int(1 / (max(1, outliers) / num_patches)) // 3)
 
 
 def _by_outliers(
     attention: Float[Array, "r n"], rule: Callable[[int, int], int]
 ) -> Int[Array, "r"]:
-    """Evaluates a rule, on the host, for each image's number of outliers."""
+    """Returns `rule(number of outliers, n)` of each image, from a table computed on the host."""
     n = attention.shape[1]
     return jnp.array([rule(c, n) for c in range(n + 1)], jnp.int32)[count_outliers(attention)]
 
@@ -188,25 +191,36 @@ def merge(
     keys: Float[Array, "r n c"],
     attention: Float[Array, "r n"],
     count: Int[Array, "r"],
+    *,
     neighbours: int,
     capacity: int,
 ) -> Float[Array, "r k d"]:
-    """Adds the most similar patches to each kept one, and sums up those that are not kept.
+    """Adds the most similar patches to each kept patch, and sums up the dropped patches.
 
-    The kept patches are the first `count`; similarity is the cosine of keys, and patches are added
-    with their attention as weight. The sum of the others follows the kept ones, then zeros.
+    Args:
+        tokens: [r, n, d] patches, the kept ones first.
+        keys: [r, n, c] keys of the patches; similarity is the cosine between keys.
+        attention: [r, n] attention of the patches, the weight with which they are added.
+        count: [r] number of kept patches.
+        neighbours: number of patches that are added to each kept patch.
+        capacity: k, the static size of the result.
+
+    Returns:
+        [r, k, d] the merged patches, followed by the sum of the dropped patches, then zeros.
     """
     n = tokens.shape[1]
-    most, exact = min(capacity, n), jax.lax.Precision.HIGHEST
+    max_kept, precision = min(capacity, n), jax.lax.Precision.HIGHEST
     unit = unit_vectors(keys, None)
-    likeness = jnp.einsum("rkc,rnc->rkn", unit[:, :most], unit, precision=exact)
-    likeness = jnp.where(jnp.eye(most, n, dtype=bool), -2, likeness)
-    _, nearest = jax.lax.top_k(likeness, min(neighbours, n - 1))
-    rows, slots = jnp.arange(len(tokens))[:, None, None], jnp.arange(most)[:, None]
-    added = jnp.zeros(likeness.shape, bool).at[rows, slots, nearest].set(True)
-    weights = jnp.where(added, attention[:, None], 0) + jnp.eye(most, n)
-    weights = jnp.pad(weights, ((0, 0), (0, capacity - most), (0, 0)))
-    slots, patches, number = jnp.arange(capacity)[:, None], jnp.arange(n), count[:, None, None]
-    others = jnp.where(patches >= number, attention[:, None], 0)
-    weights = jnp.where(slots < number, weights, jnp.where(slots == number, others, 0))
-    return jnp.einsum("rkn,rnd->rkd", weights, tokens, precision=exact)
+    cosine = jnp.einsum("rkc,rnc->rkn", unit[:, :max_kept], unit, precision=precision)
+    cosine = jnp.where(jnp.eye(max_kept, n, dtype=bool), -2, cosine)
+    _, nearest = jax.lax.top_k(cosine, min(neighbours, n - 1))
+    rows, slots = jnp.arange(len(tokens))[:, None, None], jnp.arange(max_kept)[:, None]
+    is_merged = jnp.zeros(cosine.shape, bool).at[rows, slots, nearest].set(True)
+    weights = jnp.where(is_merged, attention[:, None], 0) + jnp.eye(max_kept, n)
+    weights = jnp.pad(weights, ((0, 0), (0, capacity - max_kept), (0, 0)))
+    slots, patches, num_kept = jnp.arange(capacity)[:, None], jnp.arange(n), count[:, None, None]
+    remaining_weights = jnp.where(patches >= num_kept, attention[:, None], 0)
+    weights = jnp.where(
+        slots < num_kept, weights, jnp.where(slots == num_kept, remaining_weights, 0)
+    )
+    return jnp.einsum("rkn,rnd->rkd", weights, tokens, precision=precision)

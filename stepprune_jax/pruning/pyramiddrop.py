@@ -1,8 +1,8 @@
-"""PyramidDrop: the deeper the layer, the fewer visual tokens, in stages.
+"""PyramidDrop: drops visual tokens in stages, so that deeper layers process fewer tokens.
 
 Xing et al. (https://arxiv.org/abs/2410.17247). At the end of each stage, visual tokens are ranked
-by the attention that the prompt's last token would pay them in the next layer, averaged over heads;
-the best remain. After each stage the authors renumber all tokens.
+by the attention of the prompt's last token in the next layer, averaged over heads, and the best
+tokens remain. The authors renumber all position ids after each stage.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ class PyramidDrop(LayerPruner):
     """Drops visual tokens before several layers of the language model.
 
     Attributes:
-        layer_list: layers before which tokens are dropped; None for the authors' 8, 16 and 24, or
-            for 2, 10 and 20 if these are too deep for the budget; in a model with fewer layers,
-            those at the same share of its depth.
-        image_token_ratio_list: share of an image's tokens that remains from each of these layers
-            on, rounded down; the authors use .5, .25 and .125. None for the powers of one ratio
-            that meets the budget. If given, it takes precedence and a budget is only a label.
-        average: whether the budget is the mean over all layers, as the authors count, or the number
-            of tokens after the last stage.
+        layer_list: layers before which tokens are dropped. None for the authors' 8, 16 and 24, or
+            for 2, 10 and 20 if the budget cannot be met with the former; the same relative depths
+            in a model with fewer layers.
+        image_token_ratio_list: fraction of an image's tokens from each of these layers on, rounded
+            down; the authors use .5, .25 and .125. None for the powers of a single ratio that meets
+            the budget. If given, the list replaces the budget, which is then only a label.
+        average: whether the budget is the mean number of tokens over all layers, like the authors'
+            budgets, or the number of tokens after the last stage.
     """
 
     layer_list: tuple[int, ...] | None = None
@@ -53,8 +53,8 @@ class PyramidDrop(LayerPruner):
         super().check(config, num_tokens)
         depth, ratios = config.text.num_layers, self.image_token_ratio_list
         layers = self._layers(config)
-        known = are_layers(layers, 1, depth - 1)
-        self.expect("layer_list", known, f"ascending layers from 1 to {depth - 1}")
+        is_valid = are_layers(layers, 1, depth - 1)
+        self.expect("layer_list", is_valid, f"ascending layers from 1 to {depth - 1}")
         if ratios is None:
             self.expect(
                 "budget",
@@ -62,15 +62,15 @@ class PyramidDrop(LayerPruner):
                 f"a larger mean over {depth} layers, as stages end at layers {layers}",
             )
             return
-        falling = (1 >= one >= other > 0 for one, other in itertools.pairwise((1, *ratios)))
+        is_falling = (1 >= one >= other > 0 for one, other in itertools.pairwise((1, *ratios)))
         self.expect(
             "image_token_ratio_list",
-            len(ratios) == len(layers) and all(falling),
+            len(ratios) == len(layers) and all(is_falling),
             f"{len(layers)} shares in (0, 1], none larger than the one before",
         )
 
     def program(self) -> "PyramidDrop":
-        """Removes the schedule, as `drop` is given the counts."""
+        """Returns a copy without the schedule; `drop` receives the counts as an argument."""
         return PyramidDrop()
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
@@ -78,7 +78,7 @@ class PyramidDrop(LayerPruner):
         return tuple(LayerCut(layer, (Tap("attention", layer),)) for layer in self._layers(config))
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Counts the tokens from each listed layer on; given shares may leave none."""
+        """Returns the counts from each listed layer on; small fractions may leave no token."""
         if self.image_token_ratio_list is None:
             widths = stage_widths(self._layers(config), config.text.num_layers)
             budget = self.budget.exact_count(num_tokens)
@@ -88,7 +88,7 @@ class PyramidDrop(LayerPruner):
         return Schedule(num_tokens, num_tokens, tuple(map(Survivors, counts)))
 
     def _layers(self, config: ModelConfig) -> tuple[int, ...]:
-        """Returns the list of layers."""
+        """Returns the layers before which tokens are dropped."""
         if self.layer_list is not None:
             return self.layer_list
         layers, early = (choose_layers(x, config.text.num_layers) for x in (LAYERS, EARLY_LAYERS))
@@ -97,7 +97,7 @@ class PyramidDrop(LayerPruner):
         return layers
 
     def _meets(self, layers: tuple[int, ...], config: ModelConfig) -> bool:
-        """Returns whether the mean over layers can meet the budget with at least one token."""
+        """Returns whether the mean over layers can meet the budget with at least one token left."""
         n = config.max_image_tokens
         widths = stage_widths(layers, config.text.num_layers)
         return n * mean_ratio(widths, self.budget.exact_count(n) / n) ** len(layers) >= 1

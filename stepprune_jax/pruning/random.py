@@ -1,4 +1,4 @@
-"""Random tokens, the baseline that any method has to beat."""
+"""Random tokens: a baseline for all methods."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,11 +12,11 @@ from stepprune_jax.pruning.ordering import by_score
 
 @dataclasses.dataclass(frozen=True)
 class Random(Ranker):
-    """Keeps tokens drawn without replacement.
+    """Keeps tokens that are sampled without replacement.
 
     Attributes:
-        seed: seed of the draws. A row's draw depends only on the seed, its image and its question:
-            neither on other rows nor on padding.
+        seed: seed of the random order. The order of a row depends only on the seed, its image and
+            its question, but not on other rows or padding.
     """
 
     seed: int = 0
@@ -29,5 +29,5 @@ class Random(Ranker):
     def rank(self, view: PrunerInputs, steps: int) -> Ranking:
         """Orders the tokens of each row at random."""
         n = view.tokens.shape[1]
-        draw = jax.vmap(lambda key: jax.random.uniform(key, (n,), jnp.float32))
-        return Ranking(by_score(draw(view.keys(self.seed)), view.valid)[:, :steps])
+        uniform = jax.vmap(lambda key: jax.random.uniform(key, (n,), jnp.float32))
+        return Ranking(by_score(uniform(view.keys(self.seed)), view.valid)[:, :steps])

@@ -1,7 +1,7 @@
-"""Schedules of methods that prune several times: layers and numbers of tokens.
+"""Schedules of methods that prune at several layers: the layers and the numbers of tokens.
 
-A schedule given by a budget alone is geometric: each cut keeps the same share of the tokens before
-it.
+A schedule that is computed from a budget is geometric: each cut keeps the same fraction of the
+tokens before it.
 """
 
 import itertools
@@ -9,42 +9,58 @@ from collections.abc import Sequence
 
 
 def choose_layers(authors: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """Returns the authors' layers of 32, or, in a model that lacks some, at the same depths."""
+    """Returns the authors' layers of 32, or the same relative depths in a model with fewer layers.
+
+    Args:
+        authors: layers of the authors' model, ascending.
+        depth: number of layers of the model.
+    """
     if authors[-1] < depth:
         return authors
     return tuple(sorted({max(1, layer * depth // 32) for layer in authors}))
 
 
 def are_layers(layers: Sequence[int], first: int, last: int) -> bool:
-    """Returns whether a list is of ascending layers from `first` to `last`."""
-    ascending = bool(layers) and list(layers) == sorted({*layers})
-    return ascending and all(type(layer) is int and first <= layer <= last for layer in layers)
+    """Returns whether a list holds ascending layers from `first` to `last`."""
+    is_ascending = bool(layers) and list(layers) == sorted({*layers})
+    return is_ascending and all(type(layer) is int and first <= layer <= last for layer in layers)
 
 
 def stage_widths(layers: Sequence[int], depth: int) -> list[int]:
-    """Counts the layers before the first of `layers`, between them, and from the last one on."""
+    """Returns the numbers of layers before, between and after the cuts before `layers`."""
     return [end - start for start, end in itertools.pairwise((0, *layers, depth))]
 
 
 def geometric_counts(
     num_tokens: int, count: int, widths: Sequence[int], average: bool
 ) -> tuple[int, ...]:
-    """Counts the tokens of an image of n that a geometric schedule leaves behind each cut.
+    """Returns the number of tokens after each cut of a geometric schedule.
 
-    Cut i of c leaves n r^i, rounded down, at least 1. The ratio r is that of `mean_ratio`, or, if
-    the budget `count` is not the average over layers, (count / n)^(1 / c), so that the last is it.
+    Cut i of c leaves n r^i tokens, rounded down, but at least 1.
+
+    Args:
+        num_tokens: n, the number of tokens of the image.
+        count: the budget.
+        widths: numbers of layers before, between and after the cuts.
+        average: whether the budget is the mean over layers, with r from `mean_ratio`, or the number
+            of tokens after the last cut, with r = (count / n)^(1 / c).
     """
     cuts, ratio = range(1, len(widths)), mean_ratio(widths, count / num_tokens)
     if not average:
         ratio = (count / num_tokens) ** (1 / len(cuts))
-    # A whole number may come out a little smaller.
+    # 1e-9 keeps integers that are rounded to slightly smaller floats.
     return tuple(max(1, int(num_tokens * ratio**cut + 1e-9)) for cut in cuts)
 
 
 def mean_ratio(widths: Sequence[int], share: float) -> float:
     """Solves sum_i w_i r^i = share * sum_i w_i for r, by bisection.
 
-    It is in (0, 1]; 0 if the layers before the first cut already use that share.
+    Args:
+        widths: w, the numbers of layers before, between and after the cuts.
+        share: mean number of tokens over layers, as a fraction of all tokens.
+
+    Returns:
+        r in (0, 1], or 0 if the layers before the first cut exceed the mean.
     """
     target = share * sum(widths)
     if target >= sum(widths):

@@ -1,10 +1,10 @@
-"""TopV: visual tokens that contribute little to a layer's output are dropped after it.
+"""TopV: drops visual tokens that contribute little to a layer's output, after this layer.
 
-Yang et al. (https://arxiv.org/abs/2503.18278), who published no program. The layer's inputs are
-transported to the inputs of its MLP, at a cost of feature distance, distance on the grid and
-distance from the middle of the image. A token's importance is the mass that it gives under
-Sinkhorn's algorithm; the most important tokens remain, and some evenly spaced others, so that no
-part of the image is lost.
+Yang et al. (https://arxiv.org/abs/2503.18278), who published no program. The contribution is
+computed by optimal transport from the layer's inputs to the inputs of its MLP. The cost is a sum of
+feature distance, distance on the grid and distance from the centre of the image. The importance of
+a token is the mass that it sends in Sinkhorn's algorithm. The most important tokens remain, and
+some evenly spaced other tokens, so that all parts of the image are represented.
 """
 
 import dataclasses
@@ -21,23 +21,24 @@ from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning.base import LayerCut, LayerPruner
 from stepprune_jax.pruning.ordering import evenly, keep_best, require_grid
 
+# Replaces minus infinity, so that no difference of masked values is NaN.
 _LOWEST = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
 class TopV(LayerPruner):
-    """Keeps the visual tokens that give most mass in an optimal transport through a layer.
+    """Keeps the visual tokens that send the most mass in an optimal transport through a layer.
 
     Attributes:
-        layer: the layer; later ones see only the remaining tokens.
-        alpha: weight of the Euclidean distance of features.
-        beta: weight of 1 - exp(-d^2 / (2 sigma^2)), d the distance on the grid.
-        gamma: weight of the source's distance from the middle of the grid.
+        layer: the layer; later layers process only the remaining tokens.
+        alpha: weight of the Euclidean distance between features.
+        beta: weight of 1 - exp(-d^2 / (2 sigma^2)), where d is the distance on the grid.
+        gamma: weight of the source's distance from the centre of the grid.
         sigma: length scale of neighbourhoods on the grid, in patches.
         epsilon: weight of the entropy.
-        iterations: iterations of Sinkhorn's algorithm.
-        recover_every: one in this many kept tokens is taken evenly from the less important ones; 0
-            for none.
+        iterations: number of iterations of Sinkhorn's algorithm.
+        recover_every: one in this many kept tokens is taken evenly from the less important tokens;
+            0 disables this.
     """
 
     layer: int = 2
@@ -53,11 +54,11 @@ class TopV(LayerPruner):
     label = "TopV"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects a layer without one after it, and numbers out of range."""
+        """Rejects a layer without a later layer, and numbers out of range."""
         super().check(config, num_tokens)
         require_grid(config, self.name)
-        last = config.text.num_layers - 2
-        self.expect("layer", 0 <= self.layer <= last, f"0 to {last}")
+        max_layer = config.text.num_layers - 2
+        self.expect("layer", 0 <= self.layer <= max_layer, f"0 to {max_layer}")
         for option in ("sigma", "epsilon", "iterations"):
             self.expect(option, getattr(self, option) > 0, "more than 0")
         for option in ("alpha", "beta", "gamma", "recover_every"):
@@ -75,99 +76,138 @@ class TopV(LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the most important tokens and some of the others."""
+        """Keeps the most important tokens and some evenly spaced other tokens."""
         source, target = (taps[f"{tap.kind}.{tap.layer}"].astype(jnp.float32) for tap in cut.taps)
         image = sequence.image
-        same = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
-        cost = self.cost(source, target, sequence, same)
-        given, taken = (_shares(jnp.linalg.norm(x, axis=2), same) for x in (source, target))
-        importance = contributions(cost, given, taken, same, self.epsilon, self.iterations)
-        recovered = count // self.recover_every if self.recover_every else jnp.zeros_like(count)
-        keep = keep_best(importance, image, count - recovered)
-        of_image = image[:, None] == jnp.arange(count.shape[1])[:, None]
-        return sequence, keep | jnp.any(evenly(of_image & ~keep[:, None], recovered), axis=1)
+        same_image = (image[:, None] == image[..., None]) & (image >= 0)[:, None]
+        cost = self.cost(source, target, sequence, same_image)
+        source_mass, target_mass = (
+            _normalise(jnp.linalg.norm(x, axis=2), same_image) for x in (source, target)
+        )
+        importance = contributions(
+            cost,
+            source_mass,
+            target_mass,
+            same_image,
+            epsilon=self.epsilon,
+            iterations=self.iterations,
+        )
+        num_recovered = count // self.recover_every if self.recover_every else jnp.zeros_like(count)
+        keep = keep_best(importance, image, count - num_recovered)
+        is_in_image = image[:, None] == jnp.arange(count.shape[1])[:, None]
+        return sequence, keep | jnp.any(evenly(is_in_image & ~keep[:, None], num_recovered), axis=1)
 
     def cost(
         self,
         source: Float[Array, "b s e"],
         target: Float[Array, "b s e"],
         sequence: Sequence,
-        same: Bool[Array, "b s s"],
+        same_image: Bool[Array, "b s s"],
     ) -> Float[Array, "b s s"]:
         """Returns the cost of moving each source to each target of its image.
 
-        It is a sum of three terms, each scaled to 0 to 1 over an image; undefined where `same`,
-        that two tokens are of one image, is False.
+        The cost is a weighted sum of three terms, each scaled to [0, 1] over an image.
+
+        Args:
+            source: [b, s, e] inputs of the layer.
+            target: [b, s, e] inputs of its MLP.
+            sequence: rows with the image, index and grid of each visual token.
+            same_image: [b, s, s] True at pairs of tokens of the same image; the cost of all other
+                pairs is undefined.
         """
         exact = jax.lax.Precision.HIGHEST
-        squares = [jnp.square(x).sum(2) for x in (source, target)]
+        squared_norms = [jnp.square(x).sum(2) for x in (source, target)]
         product = jnp.einsum("bse,bte->bst", source, target, precision=exact)
-        feature = squares[0][..., None] + squares[1][:, None] - 2 * product
-        feature = jnp.sqrt(jnp.maximum(feature, 0))
-        place, middle = _on_grid(sequence)
-        apart = jnp.square(place[:, :, None] - place[:, None]).sum(3)
-        spatial = 1 - jnp.exp(-apart / (2 * self.sigma**2))
-        central = jnp.sqrt(jnp.square(place - middle).sum(2))
-        central = jnp.broadcast_to(central[..., None], same.shape)
-        terms = ((self.alpha, feature), (self.beta, spatial), (self.gamma, central))
-        parts = (weight * _from_0_to_1(term, same) for weight, term in terms)
+        feature_distance = squared_norms[0][..., None] + squared_norms[1][:, None] - 2 * product
+        feature_distance = jnp.sqrt(jnp.maximum(feature_distance, 0))
+        position, middle = _grid_positions(sequence)
+        squared_distance = jnp.square(position[:, :, None] - position[:, None]).sum(3)
+        grid_distance = 1 - jnp.exp(-squared_distance / (2 * self.sigma**2))
+        centre_distance = jnp.sqrt(jnp.square(position - middle).sum(2))
+        centre_distance = jnp.broadcast_to(centre_distance[..., None], same_image.shape)
+        terms = (
+            (self.alpha, feature_distance),
+            (self.beta, grid_distance),
+            (self.gamma, centre_distance),
+        )
+        parts = (weight * _scale_to_unit(term, same_image) for weight, term in terms)
         return functools.reduce(operator.add, parts)
 
 
-def _on_grid(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b s 2"]]:
-    """Returns row and column of each visual token, and those of the middle of its image."""
-    at = jnp.maximum(sequence.image, 0)
+def _grid_positions(sequence: Sequence) -> tuple[Float[Array, "b s 2"], Float[Array, "b s 2"]]:
+    """Returns the row and column of each visual token, and of the centre of its image."""
+    image_index = jnp.maximum(sequence.image, 0)
     assert sequence.grid is not None  # there are images
-    grid = jnp.take_along_axis(sequence.grid, at[..., None], axis=1)
+    grid = jnp.take_along_axis(sequence.grid, image_index[..., None], axis=1)
     patch = jnp.maximum(sequence.index, 0)
-    place = jnp.stack([patch // grid[..., 1], patch % grid[..., 1]], axis=2)
-    return place.astype(jnp.float32), (grid - 1) / 2
+    position = jnp.stack([patch // grid[..., 1], patch % grid[..., 1]], axis=2)
+    return position.astype(jnp.float32), (grid - 1) / 2
 
 
-def _from_0_to_1(x: Float[Array, "b s s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s s"]:
+def _scale_to_unit(
+    x: Float[Array, "b s s"], same_image: Bool[Array, "b s s"]
+) -> Float[Array, "b s s"]:
     """Scales values to [0, 1] over the pairs of each image."""
     low, high = (
-        sign * _largest(jnp.max(jnp.where(same, sign * x, _LOWEST), axis=2), same)[..., None]
+        sign
+        * _image_max(jnp.max(jnp.where(same_image, sign * x, _LOWEST), axis=2), same_image)[
+            ..., None
+        ]
         for sign in (-1, 1)
     )
     return (x - low) / jnp.where(high > low, high - low, 1)
 
 
-def _largest(x: Float[Array, "b s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s"]:
+def _image_max(
+    values: Float[Array, "b s"], same_image: Bool[Array, "b s s"]
+) -> Float[Array, "b s"]:
     """Returns the largest value over each token's image."""
-    return jnp.max(jnp.where(same, x[:, None], _LOWEST), axis=2)
+    return jnp.max(jnp.where(same_image, values[:, None], _LOWEST), axis=2)
 
 
-def _shares(x: Float[Array, "b s"], same: Bool[Array, "b s s"]) -> Float[Array, "b s"]:
-    """Returns each token's share of the sum over its image."""
+def _normalise(
+    values: Float[Array, "b s"], same_image: Bool[Array, "b s s"]
+) -> Float[Array, "b s"]:
+    """Divides the value of each token by the sum over its image."""
     tiny = jnp.finfo(jnp.float32).tiny
-    return (x + tiny) / (jnp.sum(jnp.where(same, x[:, None] + tiny, 0), axis=2) + tiny)
+    return (values + tiny) / (
+        jnp.sum(jnp.where(same_image, values[:, None] + tiny, 0), axis=2) + tiny
+    )
 
 
 def contributions(
     cost: Float[Array, "b s s"],
     source: Float[Array, "b s"],
     target: Float[Array, "b s"],
-    same: Bool[Array, "b s s"],
+    same_image: Bool[Array, "b s s"],
+    *,
     epsilon: float,
     iterations: int,
 ) -> Float[Array, "b s"]:
-    """Transports masses with Sinkhorn's algorithm, and returns the mass each source gives.
+    """Runs Sinkhorn's algorithm and returns the mass that each source sends.
 
-    Every iteration scales the rows of exp(-cost / epsilon) to the sources' masses and then its
-    columns to the targets'. The columns come last: otherwise every source would give exactly its
-    mass, whatever the cost. Masses sum to 1 over each image, and stay in it (`same`).
+    Every iteration scales the rows of exp(-cost / epsilon) to the masses of the sources, and then
+    the columns to the masses of the targets. The columns are scaled last: otherwise every source
+    would send exactly its mass, whatever the cost.
+
+    Args:
+        cost: [b, s, s] cost of moving each source to each target.
+        source: [b, s] masses of the sources, with sum 1 over each image.
+        target: [b, s] masses of the targets, with sum 1 over each image.
+        same_image: [b, s, s] True at pairs of tokens of the same image, between which mass moves.
+        epsilon: weight of the entropy.
+        iterations: number of iterations.
     """
-    kernel = jnp.where(same, -cost / epsilon, _LOWEST)
-    present = jnp.any(same, axis=2)
-    source, target = (jnp.log(jnp.where(present, x, 1)) for x in (source, target))
+    kernel = jnp.where(same_image, -cost / epsilon, _LOWEST)
+    is_visual = jnp.any(same_image, axis=2)
+    source, target = (jnp.log(jnp.where(is_visual, x, 1)) for x in (source, target))
 
     def iteration(scales, _):
         _, columns = scales
-        given = jax.nn.logsumexp(kernel + columns[:, None], axis=2)
-        rows = jnp.where(present, source - given, 0)
-        taken = jax.nn.logsumexp(kernel + rows[..., None], axis=1)
-        return (rows, jnp.where(present, target - taken, 0)), None
+        row_sums = jax.nn.logsumexp(kernel + columns[:, None], axis=2)
+        rows = jnp.where(is_visual, source - row_sums, 0)
+        column_sums = jax.nn.logsumexp(kernel + rows[..., None], axis=1)
+        return (rows, jnp.where(is_visual, target - column_sums, 0)), None
 
     start = (jnp.zeros_like(source), jnp.zeros_like(target))
     rows, columns = jax.lax.scan(iteration, start, length=iterations)[0]

@@ -1,16 +1,17 @@
-"""VisionZip: patches that the class token attends to, with the others merged into a few tokens.
+"""VisionZip: keeps patches that the class token attends to, and merges the remaining patches.
 
-Yang et al. (https://arxiv.org/abs/2412.04467). Some of the K tokens are *dominant*: the class token
-itself and the patches that it attends to most, summed over heads. The others are *contextual*:
-evenly spaced remaining patches are targets, and each of the rest is added to the target whose key
-is most similar to its own. Both signals are those of the block whose output is projected.
+Yang et al. (https://arxiv.org/abs/2412.04467). *Dominant* tokens are the class token and the
+patches with the largest attention of the class token, summed over heads. *Contextual* tokens are
+merged from the remaining patches: evenly spaced patches are targets, and each other patch is added
+to the target with the most similar key. Attention and keys are taken from the block whose output is
+projected.
 
-Where images are seen in tiles, each tile has an equal share of the dominant tokens, and the class
-token is that of the whole image.
+If images are split into tiles, every tile has an equal number of dominant tokens, and the class
+token is taken from the overview of the image.
 
-In a model without a class token, whose tower merges patches, the dominant tokens are those that
-receive most attention from the image; contextual ones take the places of their targets, and all are
-in raster order. Both are tokens as the language model reads them.
+In a model without a class token, whose tower merges patches, the dominant tokens are the tokens
+that receive the most attention. Contextual tokens take the positions of their targets, and all
+tokens are in raster order. Both kinds are tokens as the language model reads them.
 """
 
 import dataclasses
@@ -38,10 +39,10 @@ from stepprune_jax.pruning.ordering import (
 
 @dataclasses.dataclass(frozen=True)
 class VisionZip(Pruner):
-    """Keeps dominant tokens and merges the rest.
+    """Keeps dominant tokens and merges the remaining tokens.
 
-    It is not the unpruned model at any budget: the class token, where there is one, is always among
-    its tokens, and the last ones are always merged.
+    No budget reproduces the unpruned model: the class token, if there is one, is always kept, and
+    the contextual tokens are always merged.
 
     Attributes:
         contextual: number of merged tokens; None for 5 in 32, as in the authors' program: 10 of 64,
@@ -56,7 +57,7 @@ class VisionZip(Pruner):
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects models that do not rank patches, and budgets without room for both kinds."""
+        """Rejects models whose tower does not rank patches, and too small budgets."""
         super().check(config, num_tokens)
         ranking_block(config, self.name)
         count = self.budget.exact_count(num_tokens)
@@ -67,17 +68,17 @@ class VisionZip(Pruner):
         )
 
     def split(self, count: Int[ArrayLike, "*r"]) -> tuple[Int[Array, "*r"], Int[Array, "*r"]]:
-        """Splits counts into numbers of dominant and contextual tokens."""
+        """Returns the numbers of dominant and contextual tokens, given the budget."""
         count = jnp.asarray(count)
         if self.contextual is None:
-            # Halves to even, as in the authors' program.
+            # `round` rounds halves to even, as in the authors' program.
             contextual = jnp.maximum(1, jnp.round(5 * count / 32).astype(jnp.int32))
         else:
             contextual = jnp.minimum(self.contextual, count - 1)
         return count - contextual, contextual
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns the ranking attention, the keys, and with a class token the block's output."""
+        """Returns taps of attention and keys, and with a class token of the block's output."""
         block = ranking_block(config, self.name)
         if config.received_block is not None:
             return Tap("received", block), Tap("keys", block)
@@ -85,13 +86,13 @@ class VisionZip(Pruner):
         return Tap("attention", block), Tap("keys", block), Tap("hidden", block + 1), *tile
 
     def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Returns dominant tokens in raster order, the class token first; then the merged ones.
+        """Keeps the class token, dominant tokens in raster order, and then the merged tokens.
 
-        Without a class token, all in raster order.
+        Without a class token, all tokens are in raster order.
         """
         has_class_token = len(view.taps) > 2
         tile = ()
-        if has_class_token:  # it is dominant, and the first
+        if has_class_token:  # the class token is dominant and comes first
             attention, keys, tokens, *tile = view.taps
             score = attention.astype(jnp.float32).sum(1)
             score = score.at[:, 0].set(jnp.finfo(jnp.float32).max)
@@ -104,17 +105,25 @@ class VisionZip(Pruner):
             real = part >= 0
             order = in_turns(by_score(score, real), part)
             score = -jnp.argsort(order, axis=1).astype(jnp.float32)
-        counts = self.split(view.count)
-        dominant, target, tokens = merge(score, keys, tokens, real, *counts, capacity)
-        group = jnp.where(dominant, 0, jnp.where(target, int(has_class_token), 2))
-        source = jnp.argsort(group, axis=1, stable=True)[:, :capacity].astype(jnp.int32)
+        num_dominant, num_contextual = self.split(view.count)
+        dominant, target, tokens = merge(
+            score,
+            keys,
+            tokens,
+            real,
+            dominant=num_dominant,
+            contextual=num_contextual,
+            max_targets=capacity,
+        )
+        sort_key = jnp.where(dominant, 0, jnp.where(target, int(has_class_token), 2))
+        source = jnp.argsort(sort_key, axis=1, stable=True)[:, :capacity].astype(jnp.int32)
         valid = jnp.arange(capacity) < view.count[:, None]
         merged = jnp.take_along_axis(target, source, axis=1)
         kept = jnp.take_along_axis(tokens, source[..., None], axis=1).astype(view.tokens.dtype)
-        place = source - int(has_class_token)  # which is no patch
+        patch_index = source - int(has_class_token)  # patches are counted without the class token
         return Kept(
-            index=jnp.where(valid & ~merged, place, -1),
-            place=jnp.where(valid, jnp.maximum(place, 0), 0),
+            index=jnp.where(valid & ~merged, patch_index, -1),
+            place=jnp.where(valid, jnp.maximum(patch_index, 0), 0),
             tokens=jnp.where(valid[..., None], kept, 0),
             valid=valid,
             count=view.count,
@@ -126,34 +135,53 @@ def merge(
     keys: Float[Array, "r n c"],
     tokens: Float[Array, "r n d"],
     real: Bool[Array, "r n"],
+    *,
     dominant: Int[Array, "r"],
     contextual: Int[Array, "r"],
-    most: int,
+    max_targets: int,
 ) -> tuple[Bool[Array, "r n"], Bool[Array, "r n"], Float[Array, "r n d"]]:
-    """Keeps the tokens with the highest scores, and merges the others into at most `most` targets.
+    """Keeps the tokens with the highest scores, and merges the remaining tokens into targets.
 
-    Returns which tokens are dominant, which are targets, and the tokens in float32: a target plus
-    the mean of those assigned to it by the cosine of keys.
+    Args:
+        score: [r, n] score of each token.
+        keys: [r, n, c] keys of the tokens; each token joins the target with the largest cosine.
+        tokens: [r, n, d] the tokens.
+        real: [r, n] True at real tokens.
+        dominant: [r] number of dominant tokens.
+        contextual: [r] number of targets.
+        max_targets: static bound on the number of targets.
+
+    Returns:
+        Masks of the dominant tokens and of the targets, and the tokens in float32; the mean of the
+        tokens that join a target is added to it.
     """
     rank = jnp.argsort(by_score(score, real), axis=1)
-    chosen = real & (rank < dominant[:, None])
-    rest = real & ~chosen
-    number = jnp.cumsum(rest, axis=1) - 1
-    size = jnp.sum(real, axis=1) - dominant
-    step = jnp.maximum(1, size // jnp.maximum(contextual, 1))[:, None]
-    target = rest & (number % step == 0) & (number // step < contextual[:, None])
-    metric = unit_vectors(keys, None)
-    slot = jnp.argsort(~target, axis=1, stable=True)[:, :most]  # targets first
-    is_target = jnp.take_along_axis(target, slot, axis=1)
-    goal = jnp.take_along_axis(metric, slot[..., None], axis=1)
+    is_dominant = real & (rank < dominant[:, None])
+    is_remaining = real & ~is_dominant
+    remaining_index = jnp.cumsum(is_remaining, axis=1) - 1
+    num_remaining = jnp.sum(real, axis=1) - dominant
+    stride = jnp.maximum(1, num_remaining // jnp.maximum(contextual, 1))[:, None]
+    is_target = (
+        is_remaining
+        & (remaining_index % stride == 0)
+        & (remaining_index // stride < contextual[:, None])
+    )
+    unit_keys = unit_vectors(keys, None)
+    target_slots = jnp.argsort(~is_target, axis=1, stable=True)[:, :max_targets]  # targets first
+    is_real_target = jnp.take_along_axis(is_target, target_slots, axis=1)
+    target_keys = jnp.take_along_axis(unit_keys, target_slots[..., None], axis=1)
 
-    def nearest_target(part: Float[Array, "r q c"]) -> Int[Array, "r q"]:
-        exact = jax.lax.Precision.HIGHEST
-        likeness = jnp.einsum("rqc,rtc->rqt", part, goal, precision=exact)
-        return jnp.argmax(jnp.where(is_target[:, None], likeness, -2), axis=2)
+    def nearest_target(chunk: Float[Array, "r q c"]) -> Int[Array, "r q"]:
+        precision = jax.lax.Precision.HIGHEST
+        cosine = jnp.einsum("rqc,rtc->rqt", chunk, target_keys, precision=precision)
+        return jnp.argmax(jnp.where(is_real_target[:, None], cosine, -2), axis=2)
 
-    into = jnp.where(rest & ~target, map_tokens(nearest_target, metric), -1)
-    wide = tokens.astype(jnp.float32)
-    mean = group_means(wide, into, jnp.arange(slot.shape[1])[None])
-    added = jnp.where(is_target[..., None], mean, 0)
-    return chosen, target, wide.at[jnp.arange(len(wide))[:, None], slot].add(added)
+    target_index = jnp.where(is_remaining & ~is_target, map_tokens(nearest_target, unit_keys), -1)
+    features = tokens.astype(jnp.float32)
+    group_mean = group_means(features, target_index, jnp.arange(target_slots.shape[1])[None])
+    added = jnp.where(is_real_target[..., None], group_mean, 0)
+    return (
+        is_dominant,
+        is_target,
+        features.at[jnp.arange(len(features))[:, None], target_slots].add(added),
+    )

@@ -1,9 +1,9 @@
-"""Methods with weights, each of which is one object from training to use."""
+"""Methods with weights. Each method is a single object in training, storage and use."""
 
 from stepprune_jax.selectors.autoselect import AutoSelect, AutoSelectConfig
 from stepprune_jax.selectors.base import Aux, Selector, SelectorConfig, TrainedPruner
 from stepprune_jax.selectors.glimpseprune import GlimpsePrune, GlimpsePruneConfig
-from stepprune_jax.selectors.policy import Policy
+from stepprune_jax.selectors.policy import LossOptions, Masks, Policy, SelectOptions
 from stepprune_jax.selectors.rloo import (
     RlooSettings,
     SubsetGain,
@@ -18,8 +18,11 @@ __all__ = [
     "Aux",
     "GlimpsePrune",
     "GlimpsePruneConfig",
+    "LossOptions",
+    "Masks",
     "Policy",
     "RlooSettings",
+    "SelectOptions",
     "Selector",
     "SelectorConfig",
     "StepPrune",

@@ -1,12 +1,11 @@
-"""An AutoSelect-like baseline: every token scored once, the k best kept.
+"""An AutoSelect-like baseline: scores every token once and keeps the k best tokens.
 
-After AutoSelect (https://arxiv.org/abs/2603.07135): the same noise gate and SoftTopK as StepPrune,
-but no sequence of choices and no stop. To make the two comparable, this one shares StepPrune's
-encoder with the question, its denoiser, its feature statistics and its random budgets, so that only
-the way of ordering tokens differs.
+After AutoSelect (https://arxiv.org/abs/2603.07135): the noise gate and SoftTopK of StepPrune, but
+no sequential choice and no stop. For a fair comparison, this baseline uses StepPrune's encoder with
+the question, denoiser, feature statistics and random budgets. Only the order of tokens differs.
 
-With `diversity`, a control for what a sequence of choices gains: the same scores, but each token is
-chosen for its score and for its distance from those before it, by maximal marginal relevance
+The option `diversity` is a control for the gain of sequential choices. Tokens are then chosen one
+by one for their score and their distance from earlier choices, by maximal marginal relevance
 (Carbonell and Goldstein, SIGIR 1998, https://doi.org/10.1145/290941.291025).
 """
 
@@ -46,25 +45,25 @@ Params = dict[str, Any]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AutoSelectConfig(Settings, path="AutoSelectConfig"):
-    """Shape and training of the one-shot scorer; static under `jax.jit`.
+    """Shape and training of the one-shot scorer; a static pytree node under `jax.jit`.
 
     Attributes:
         feature_width: width of the image tokens.
-        text_width: width of the text embeddings; 0 builds a scorer that sees no text.
+        text_width: width of the text embeddings; 0 builds a scorer that reads no text.
         width: width of the encoder; `None` means `feature_width`.
-        num_heads: attention heads of the encoder.
-        mlp_ratio: hidden width of each MLP over `width`.
-        encoder_layers: blocks of the encoder.
+        num_heads: number of attention heads of the encoder.
+        mlp_ratio: hidden width of each MLP, as a multiple of `width`.
+        encoder_layers: number of blocks of the encoder.
         temperature_start: tau of SoftTopK at the start of training.
-        temperature_end: tau at the end of annealing and afterwards.
-        temperature_steps: share of training over which tau anneals, by a cosine.
-        draw: temperature at which tokens are drawn from the softmax of the scores, in training and
-            for inference alike; 0 takes the best.
-        random_budget: range of budgets as fractions of N, drawn log-uniformly for each row.
-        budget_anneal: share of training over which the lower end of that range falls from 30 %; 0
-            for none.
-        dtype: compute dtype of encoder and denoiser; `None` takes that of the features, but at
-            least float32. Scores are at least float32 in any case.
+        temperature_end: tau of SoftTopK at the end of annealing and afterwards.
+        temperature_steps: fraction of training over which tau is annealed, by a cosine.
+        draw: sampling temperature of the softmax of the scores, in training and inference; 0 takes
+            the best tokens.
+        random_budget: range of the random budgets, as fractions of N; log-uniform for each row.
+        budget_anneal: fraction of training over which the lower end of `random_budget` falls from
+            30 %; 0 disables annealing.
+        dtype: compute dtype of encoder and denoiser. `None` takes the dtype of the features, but at
+            least float32. Scores are always at least float32.
     """
 
     feature_width: int = 1024
@@ -90,7 +89,7 @@ class AutoSelectConfig(Settings, path="AutoSelectConfig"):
     def __post_init__(self):
         super().__post_init__()
         try:
-            self.shape  # noqa: B018  Its checks are those of the shared fields.
+            self.shape  # noqa: B018  PolicyConfig checks the fields that both classes share.
         except ValueError as error:
             message = str(error).replace("PolicyConfig.", "AutoSelectConfig.")
             raise UserError(message) from error
@@ -106,25 +105,25 @@ class AutoSelectConfig(Settings, path="AutoSelectConfig"):
             mlp_ratio=self.mlp_ratio,
             encoder_layers=self.encoder_layers,
             budget_anneal=self.budget_anneal,
-            first_query="learned",  # it asks none
+            first_query="learned",  # the scorer has no decoder and so no first query
             draw=self.draw,
             dtype=self.dtype,
         )
 
     @property
     def policy_width(self) -> int:
-        """Width d of the encoder."""
+        """The width d of the encoder."""
         return self.shape.policy_width
 
 
 class GatedByScores(NamedTuple):
-    """Result of the training pathway: all N tokens, each as noisy as the scorer decides.
+    """Result of the training pathway: all N tokens, each with as much noise as its gate says.
 
     Attributes:
-        tokens: denoised tokens, full length, in the space of the given features.
-        alpha: gate of each token.
+        tokens: all N tokens, denoised, in the space of the input features.
+        alpha: gate of each token, in [0, 1].
         budget: k of SoftTopK.
-        scores: one score per token, with the noise of the draw; padding scores lowest.
+        scores: score of each token, with sampling noise; the lowest score in the padding.
     """
 
     tokens: Float[Array, "b n d"]
@@ -134,9 +133,9 @@ class GatedByScores(NamedTuple):
 
 
 def temperature(config: AutoSelectConfig, progress: ArrayLike) -> Float[Array, ""]:
-    """Returns tau at a share `progress` of training: a cosine from start to end, then constant."""
-    share = progress / config.temperature_steps
-    return cosine_anneal(config.temperature_start, config.temperature_end, share)
+    """Returns tau of SoftTopK, given the completed fraction of training."""
+    anneal_progress = progress / config.temperature_steps
+    return cosine_anneal(config.temperature_start, config.temperature_end, anneal_progress)
 
 
 def scores(
@@ -145,20 +144,23 @@ def scores(
     inputs: Inputs,
     text_gate: ArrayLike = 1.0,
 ) -> Float[Array, "b n"]:
-    """Computes one score per token, in at least float32; padding scores lowest."""
+    """Computes one score per token, in at least float32; the lowest score in the padding."""
     encoded = policy.encode(params, config.shape, inputs, text_gate)
-    head, wide = params["head"], encoded.astype(score_dtype(encoded.dtype))
-    wide = layer_norm(head["norm"], wide)
-    found = (wide @ head["kernel"].astype(wide.dtype))[..., 0]
-    return jnp.where(inputs.image_mask, found, MASKED) if inputs.image_mask is not None else found
+    head = params["head"]
+    x = layer_norm(head["norm"], encoded.astype(score_dtype(encoded.dtype)))
+    logits = (x @ head["kernel"].astype(x.dtype))[..., 0]
+    return logits if inputs.image_mask is None else jnp.where(inputs.image_mask, logits, MASKED)
 
 
-def drawn(
+def add_gumbel(
     scores: Float[Array, "b n"], key: Array | None, temperature: float | int
 ) -> Float[Array, "b n"]:
-    """Adds Gumbel noise to scores, so that the k best are a draw without replacement.
+    """Adds Gumbel noise to scores: the k best noisy scores are a sample without replacement.
 
-    At a temperature of 0 they are returned as they are.
+    Args:
+        scores: [b, n] unnormalised log-probabilities.
+        key: PRNG key, one for all rows or one per row; None for a fixed key.
+        temperature: sampling temperature; 0 returns the scores unchanged.
     """
     if not temperature:
         return scores
@@ -172,86 +174,102 @@ def gate(
     key: Array,
     inputs: Inputs,
     progress: Progress,
+    *,
     draw: float | int | None = None,
 ) -> GatedByScores:
-    """Gates all tokens for a differentiable consumer; `key` is consumed (budgets and noise).
+    """Gates all tokens with noise, by their scores.
 
-    Tokens are drawn at the temperature `draw`, by default the configuration's. Every row draws its
-    own budget, log-uniform over `config.random_budget`, so that one scorer serves all budgets.
+    Every row has a random budget, log-uniform over `config.random_budget`, so the scorer learns for
+    all budgets.
+
+    Args:
+        params: weights of the scorer.
+        config: configuration of the scorer.
+        key: PRNG key; consumed (budgets, sampling and noise).
+        inputs: image and question, never the answer.
+        progress: progress of training.
+        draw: sampling temperature; None for the configuration's.
     """
     n = inputs.image.shape[1]
     budget_key, noise_key = jax.random.split(key)
-    keys = jax.random.split(jax.random.fold_in(budget_key, 2), inputs.image.shape[0])
-    found = scores(params, config, inputs, progress.text_gate)
-    found = drawn(found, keys, config.draw if draw is None else draw)
+    row_keys = jax.random.split(jax.random.fold_in(budget_key, 2), inputs.image.shape[0])
+    noisy_scores = add_gumbel(
+        scores(params, config, inputs, progress.text_gate),
+        row_keys,
+        config.draw if draw is None else draw,
+    )
     shares = budget_range(config.random_budget, config.budget_anneal, progress.share)
     budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, shares)
     tau = temperature(config, progress.share)
-    alpha = policy.soft_topk(found, budget, tau, where=inputs.image_mask)
+    alpha = policy.soft_topk(noisy_scores, budget, tau, where=inputs.image_mask)
     tokens = gate_tokens(params, config.shape, noise_key, inputs, alpha)
-    return GatedByScores(tokens, alpha, budget, found)
+    return GatedByScores(tokens, alpha, budget, noisy_scores)
 
 
 def metrics(gated: GatedByScores, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""]]:
-    """Returns scalars that show whether the scorer learns.
+    """Returns scalars for monitoring the training of the scorer.
 
-    `k_mean`: mean budget. `alpha_in`, `alpha_out`: mean gate inside and outside the hard top k.
-    `iou`: agreement of {alpha > 1/2} with it.
+    `k_mean`: mean budget. `alpha_in`, `alpha_out`, `iou`: see `gate_metrics`, with the hard top k
+    as the kept tokens.
     """
     rank = jnp.argsort(best_first(gated.scores), axis=1)
-    chosen = real & (rank < gated.budget[:, None])
-    mean = jnp.mean(gated.budget.astype(jnp.float32))
-    return {"k_mean": mean, **gate_metrics(gated.alpha, chosen, real)}
+    is_top_k = real & (rank < gated.budget[:, None])
+    mean_budget = jnp.mean(gated.budget.astype(jnp.float32))
+    return {"k_mean": mean_budget, **gate_metrics(gated.alpha, is_top_k, real)}
 
 
 def entropy(scores: Float[Array, "b n"]) -> Float[Array, ""]:
-    """Returns the mean entropy of the scores' softmax, in nats."""
+    """Returns the mean entropy of the softmax of the scores, in nats."""
     log_prob = jax.nn.log_softmax(scores, axis=-1)
     return -jnp.mean(jnp.sum(jnp.exp(log_prob) * log_prob, axis=-1))
 
 
 def best_first(scores: Float[Array, "b n"]) -> Int[Array, "b n"]:
-    """Orders tokens by score, best first, ties by position; the first k are the choice."""
+    """Returns the indices of the tokens by descending score; ties go to the lower index."""
     return jnp.argsort(-scores, axis=1, stable=True).astype(jnp.int32)
 
 
-def by_marginal_relevance(
+def order_by_marginal_relevance(
     scores: Float[Array, "b n"],
     unit: Float[Array, "b n d"],
     real: Bool[Array, "b n"],
+    *,
     steps: int,
     diversity: float,
 ) -> Int[Array, "b t"]:
-    """Orders tokens greedily by (1 - diversity) score - diversity max cosine with earlier ones.
+    """Orders tokens greedily by maximal marginal relevance.
+
+    Each step chooses the token with the largest (1 - diversity) * score - diversity * c, with c the
+    largest cosine between the token and the tokens chosen before.
 
     Args:
-        scores: of each token; they are scaled to [0, 1] in each row.
-        unit: tokens of length 1.
-        real: True = token, at least one of each row.
-        steps: static number of tokens to order.
-        diversity: the weight.
+        scores: [b, n] score of each token; scaled to [0, 1] in each row.
+        unit: [b, n, d] tokens, normalised to length 1.
+        real: [b, n] True at real tokens; at least one in each row.
+        steps: number of tokens to order; static.
+        diversity: weight of the cosine, in [0, 1].
 
     Returns:
-        [b, t] int32 indices, best first, undefined where no token is left.
+        [b, t] int32 indices in order of choice; undefined after a row's last token.
     """
-    found = scores.astype(jnp.float32)
-    low = jnp.min(found, axis=1, initial=-MASKED, where=real, keepdims=True)
-    spread = jnp.max(found, axis=1, initial=MASKED, where=real, keepdims=True) - low
-    relevance = jnp.where(real, (found - low) / jnp.where(spread > 0, spread, 1), 0)
-    # The distance of `farthest_first` is one minus the cosine; the constant changes no order.
+    scores = scores.astype(jnp.float32)
+    min_score = jnp.min(scores, axis=1, initial=-MASKED, where=real, keepdims=True)
+    spread = jnp.max(scores, axis=1, initial=MASKED, where=real, keepdims=True) - min_score
+    relevance = jnp.where(real, (scores - min_score) / jnp.where(spread > 0, spread, 1), 0)
+    # The distance of `farthest_first` is 1 - cosine. The constant does not change the order.
     return farthest_first(unit, real, steps, relevance, diversity)
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoSelect(Policy):
-    """Keeps the tokens that a trained one-shot scorer ranks best.
+    """Keeps the tokens with the best scores of a trained one-shot scorer.
 
     Attributes:
         config: configuration of the scorer.
-        seed: seed of the draws, of a scorer that draws its tokens.
-        draw: temperature of the draws, 0 for none; None for the scorer's own.
-        diversity: weight in [0, 1] of the largest cosine between a token and those chosen before
-            it, against the score; 0 for the score alone.
+        seed: seed of the sampled tokens.
+        draw: sampling temperature, 0 for no sampling; None for the configuration's temperature.
+        diversity: weight in [0, 1] of the largest cosine between a token and the tokens chosen
+            before; 0 orders by score only.
     """
 
     config: AutoSelectConfig = dataclasses.field(default_factory=AutoSelectConfig, kw_only=True)
@@ -271,10 +289,10 @@ class AutoSelect(Policy):
         self.expect("diversity", 0 <= self.diversity <= 1, "a number from 0 to 1")
 
     def specs(self) -> Params:
-        """Returns StepPrune's encoder and denoiser, and a head of one logit."""
+        """Returns the specifications of StepPrune's encoder and denoiser, and a head for scores."""
         shared, d = policy_specs(self.config.shape), self.config.policy_width
         head = {
-            # Without biases: they would shift all scores of a row alike, and SoftTopK ignores that.
+            # No biases: they would add one constant to all scores of a row, which SoftTopK ignores.
             "norm": {"scale": ParamSpec((d,), (None,), "ones")},
             "kernel": ParamSpec((d, 1), ("embed", None), "fan_in"),
         }
@@ -288,45 +306,51 @@ class AutoSelect(Policy):
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the language-modelling loss on softly selected tokens."""
-        gated = gate(self.params, self.config, key, inputs, progress, self.draw)
+        """Computes the language-modelling loss on the gated tokens."""
+        gated = gate(self.params, self.config, key, inputs, progress, draw=self.draw)
         loss = lm_loss_fn(gated.tokens).astype(score_dtype(gated.tokens.dtype))
-        scalars = {"lm_loss": loss} | metrics(gated, inputs.real)
-        return loss, Aux(scalars)
+        return loss, Aux({"lm_loss": loss} | metrics(gated, inputs.real))
 
     @implicit_promotion()
     def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
     ) -> SampledSubsets:
-        """Draws from the Plackett-Luce distribution of the scores, at a temperature of 1."""
+        """Samples from the Plackett-Luce distribution of the scores, at temperature 1."""
         b, n = inputs.image.shape[:2]
-        found = scores(self.params, self.config, inputs, progress.text_gate)
-        most = limits.max_tokens if limits.budget is None else limits.budget
-        most = jnp.minimum(n if most is None else most, jnp.sum(inputs.real, axis=1))
+        logits = scores(self.params, self.config, inputs, progress.text_gate)
+        max_tokens = limits.max_tokens if limits.budget is None else limits.budget
+        max_tokens = n if max_tokens is None else max_tokens
+        count = jnp.minimum(max_tokens, jnp.sum(inputs.real, axis=1))
 
-        def one(key):
-            noisy = jax.lax.stop_gradient(drawn(found, jax.random.split(key, b), 1.0))
-            order = best_first(noisy)
-            ordered = jnp.take_along_axis(found, order, axis=1)
-            # Of the softmax over this token and all later ones.
-            log_sum = cumlogsumexp(ordered, reverse=True)
-            kept = jnp.arange(n) < most[:, None]
-            log_prob = jnp.sum(jnp.where(kept, ordered - log_sum, 0), axis=1)
-            return first_picks(order, most, n), log_prob
+        def sample_subset(key):
+            noisy_logits = add_gumbel(logits, jax.random.split(key, b), 1.0)
+            order = best_first(jax.lax.stop_gradient(noisy_logits))
+            ordered = jnp.take_along_axis(logits, order, axis=1)
+            # Each token is sampled from the softmax over itself and all later tokens.
+            log_normaliser = cumlogsumexp(ordered, reverse=True)
+            is_kept = jnp.arange(n) < count[:, None]
+            log_prob = jnp.sum(jnp.where(is_kept, ordered - log_normaliser, 0), axis=1)
+            return first_picks(order, count, n), log_prob
 
-        picks, log_prob = jax.vmap(one)(threefry(keys))
-        return SampledSubsets(picks, log_prob, entropy(found))
+        picks, log_prob = jax.vmap(sample_subset)(threefry(keys))
+        return SampledSubsets(picks, log_prob, entropy(logits))
 
     @implicit_promotion()
     def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:
-        """Orders the tokens by score, and by how little they resemble those before them."""
-        draw = self.config.draw if self.draw is None else self.draw
-        found = drawn(scores(self.params, self.config, inputs), key, draw)
+        """Orders the tokens by score, or by marginal relevance if `diversity` is not 0."""
+        temperature = self.config.draw if self.draw is None else self.draw
+        noisy_scores = add_gumbel(scores(self.params, self.config, inputs), key, temperature)
         if not self.diversity:
-            return Ranking(best_first(found)[:, :steps])
+            return Ranking(best_first(noisy_scores)[:, :steps])
         tokens = standardise(jnp.asarray(inputs.image), inputs.stats)
-        unit, real = unit_vectors(tokens, inputs.real), inputs.real
-        return Ranking(by_marginal_relevance(found, unit, real, steps, self.diversity))
+        order = order_by_marginal_relevance(
+            noisy_scores,
+            unit_vectors(tokens, inputs.real),
+            inputs.real,
+            steps=steps,
+            diversity=self.diversity,
+        )
+        return Ranking(order)
 
     @property
     def encoder_config(self) -> PolicyConfig:
@@ -336,6 +360,6 @@ class AutoSelect(Policy):
     def open_scores(
         self, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """Returns the scores, and the mean entropy of their softmax."""
-        found = scores(self.params, self.config, inputs)
-        return found, entropy(found)
+        """Returns the scores of all tokens, and the mean entropy of their softmax."""
+        logits = scores(self.params, self.config, inputs)
+        return logits, entropy(logits)

@@ -1,4 +1,4 @@
-"""Calibration of a policy: the mean number of tokens kept at each stop bias."""
+"""Calibration of a policy: the mean number of kept tokens at each stop bias."""
 
 import itertools
 import logging
@@ -18,24 +18,25 @@ from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
 
-# Rows of the table, from the smallest count to T_max in equal ratios, before merging duplicates.
+# Number of target counts, from the smallest count to T_max in equal ratios. Targets that give equal
+# mean counts are merged.
 ROWS = 25
-# Share of questions from which a learned stop is hardly more than an exact budget.
+# If this fraction of the counts is at one bound, a learned stop is little better than a budget.
 _ALMOST_ALL = 0.9
-# Decimals of a bias. An exact one would be the margin of some question, whose count would then
-# depend on the last bit of a sum.
+# Number of decimals of a stop bias. A bias that is not rounded would equal the margin of some
+# question, so that rounding errors would decide its count.
 _DECIMALS = 3
 
 
 class StopCounts(NamedTuple):
-    """What a learned stop keeps by itself of some questions' images; `str` says so in words.
+    """Statistics of the counts at which a learned stop ends; `str` gives a sentence.
 
     Attributes:
         mean: mean count.
         deviation: standard deviation of the counts.
         num_tokens: mean number of visual tokens of the images.
-        at_floor: share of the questions whose count is the policy's minimum.
-        at_cap: share of the questions whose count is T_max.
+        at_floor: fraction of the questions whose count is the policy's minimum.
+        at_cap: fraction of the questions whose count is T_max.
     """
 
     mean: float
@@ -53,7 +54,7 @@ class StopCounts(NamedTuple):
 
     @property
     def finding(self) -> str:
-        """The bound that nearly all counts are at, with a remedy; empty without one."""
+        """A warning with a remedy if nearly all counts are at one bound; "" otherwise."""
         if self.at_cap >= _ALMOST_ALL:
             return (
                 f"the learned stop sits at T_max: {self.at_cap:.0%} of the counts are T_max, no "
@@ -77,19 +78,19 @@ def describe_counts(
     """Summarizes the counts of a learned stop.
 
     Args:
-        count: tokens kept of each question's image.
-        shortest: count before the stop is available.
-        longest: T_max of each image.
-        num_tokens: tokens of each image.
+        count: [q] number of tokens that are kept of each question's image.
+        shortest: [q] number of tokens before the stop is available.
+        longest: [q] T_max of each image.
+        num_tokens: [q] number of tokens of each image.
     """
-    # Where both bounds are equal, the count says nothing of the stop.
-    free = shortest < longest
+    # If both bounds are equal, the stop has no choice.
+    has_choice = shortest < longest
     return StopCounts(
         mean=float(np.mean(count)),
         deviation=float(np.std(count)),
         num_tokens=float(np.mean(num_tokens)),
-        at_floor=float(np.mean(free & (count <= shortest))),
-        at_cap=float(np.mean(free & (count >= longest))),
+        at_floor=float(np.mean(has_choice & (count <= shortest))),
+        at_cap=float(np.mean(has_choice & (count >= longest))),
     )
 
 
@@ -99,30 +100,37 @@ def count_stops(
     min_tokens: int,
     stop_bias: float,
 ) -> StopCounts:
-    """Summarizes the counts at one stop bias, from margins as `calibrate` takes them."""
-    least = min(min_tokens, margin.shape[1])
+    """Summarizes the counts at one stop bias.
+
+    Args:
+        margin: [q, t] stop margins, as in `calibrate`.
+        num_tokens: [q] number of tokens of each question's image.
+        min_tokens: number of tokens that are chosen before the stop is available.
+        stop_bias: number that is added to the margins.
+    """
+    min_tokens = min(min_tokens, margin.shape[1])
     longest = np.isfinite(margin).sum(1)
-    count = np.asarray(count_at_bias(jnp.asarray(margin), stop_bias, least))
-    return describe_counts(count, np.minimum(least, longest), longest, num_tokens)
+    count = np.asarray(count_at_bias(jnp.asarray(margin), stop_bias, min_tokens))
+    return describe_counts(count, np.minimum(min_tokens, longest), longest, num_tokens)
 
 
 def log_stops(stops: StopCounts) -> None:
-    """Logs what a learned stop keeps, and warns where it sits at a bound."""
+    """Logs the counts of a learned stop, with a warning if nearly all are at one bound."""
     _LOG.info("%s", stops)
     if stops.finding:
         _LOG.warning("%s", stops.finding)
 
 
 class Calibration(NamedTuple):
-    """Mean counts of a policy at some stop biases, measured on questions of a validation split.
+    """Table of stop biases and mean counts of a policy, measured on a validation split.
 
-    The four tables have one row per stop bias, by ascending mean count.
+    The first four attributes have one entry per stop bias, by ascending mean count.
 
     Attributes:
         mean_count: mean K over the questions.
-        stop_bias: number added to the policy's stop logits.
-        at_floor: share of the questions whose K is the policy's minimum.
-        at_cap: share of the questions whose K is T_max.
+        stop_bias: number that is added to the policy's stop logits.
+        at_floor: fraction of the questions whose K is the policy's minimum.
+        at_cap: fraction of the questions whose K is T_max.
         num_tokens: mean number of visual tokens of the questions' images.
         questions: number of questions.
     """
@@ -135,25 +143,22 @@ class Calibration(NamedTuple):
     questions: int
 
     def bias_at(self, mean: float | int) -> float:
-        """Returns the stop bias for a mean count, interpolating linearly between rows.
+        """Returns the stop bias for a mean count, interpolated linearly between entries.
 
         Args:
-            mean: tokens to keep on average.
-
-        Returns:
-            The bias.
+            mean: number of tokens to keep on average.
 
         Raises:
-            ValueError: fewer or more tokens than the policy keeps at any bias.
+            ValueError: the policy keeps this mean at no stop bias.
 
         Warns:
             UserWarning: nearly all counts would be the minimum, or nearly all T_max.
         """
-        bias, floor, cap = self.row_at(mean)
-        share, bound = max((floor, "least"), (cap, "largest"))
-        if share >= _ALMOST_ALL:
+        bias, at_floor, at_cap = self.row_at(mean)
+        fraction, bound = max((at_floor, "least"), (at_cap, "largest"))
+        if fraction >= _ALMOST_ALL:
             warnings.warn(
-                f"at a mean of {mean:g} tokens the count of {share:.0%} of the calibration's "
+                f"at a mean of {mean:g} tokens the count of {fraction:.0%} of the calibration's "
                 f"questions is the {bound} that the policy may keep, little more than an "
                 "exact budget",
                 stacklevel=2,
@@ -161,101 +166,113 @@ class Calibration(NamedTuple):
         return bias
 
     def row_at(self, mean: float | int) -> tuple[float, float, float]:
-        """Returns stop bias and shares at floor and cap for a mean; raises as `bias_at`."""
+        """Returns the interpolated `stop_bias`, `at_floor` and `at_cap` for a mean count.
+
+        Raises:
+            ValueError: the policy keeps this mean at no stop bias.
+        """
         low, high = self.mean_count[0], self.mean_count[-1]
         if not low <= mean <= high:
             raise UserError(
                 f"the mean budget is {mean}, expected {low:g} to {high:g}, what the policy keeps "
                 f"of {self.num_tokens:g} visual tokens on average"
             )
-        bias, floor, cap = (
+        bias, at_floor, at_cap = (
             float(np.interp(mean, self.mean_count, column))
             for column in (self.stop_bias, self.at_floor, self.at_cap)
         )
-        return bias, floor, cap
+        return bias, at_floor, at_cap
 
     def bias_in_program(self, mean: ArrayLike) -> ArrayLike:
-        """Returns the stop bias for a mean count that may be traced; a number is checked.
+        """Returns the stop bias for a mean count that may be traced.
 
         Raises:
-            ValueError: as `bias_at`, for a number.
+            ValueError: `mean` is a number that the policy keeps at no stop bias.
         """
         if isinstance(mean, float | int):
             return self.row_at(mean)[0]
         return jnp.interp(mean, jnp.array(self.mean_count), jnp.array(self.stop_bias))
 
     def as_json(self) -> dict[str, Any]:
-        """Returns JSON values by name, as read by `read_calibration`."""
+        """Returns the fields as JSON values; `read_calibration` reads them."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in self._asdict().items()}
 
 
 def calibrate(
     margin: Float[np.ndarray, "q t"], num_tokens: Int[np.ndarray, "q"], min_tokens: int
 ) -> Calibration:
-    """Tabulates mean counts and stop biases.
+    """Computes a table of stop biases and mean counts.
 
     Args:
-        margin: stop margins before each step, of rollouts that do not stop; infinite from each
-            question's T_max on.
-        num_tokens: tokens of each question's image.
-        min_tokens: tokens chosen before the stop is available.
-
-    Returns:
-        The table.
+        margin: [q, t] stop margins before each step, of rollouts that do not stop; infinite from
+            each question's T_max on.
+        num_tokens: [q] number of tokens of each question's image.
+        min_tokens: number of tokens that are chosen before the stop is available.
     """
-    rows, least = jnp.asarray(margin), min(min_tokens, margin.shape[1])
+    margins, min_tokens = jnp.asarray(margin), min(min_tokens, margin.shape[1])
     longest = np.isfinite(margin).sum(1)
-    floor = np.minimum(least, longest)
-    bound = float(np.max(np.abs(margin), where=np.isfinite(margin), initial=0)) + 1
-    exact = [
-        float(calibrate_stop_bias(rows, target, min_tokens=least, max_bias=bound))
-        for target in np.geomspace(max(1, floor.mean()), max(1, longest.mean()), ROWS)
+    shortest = np.minimum(min_tokens, longest)
+    # At this bias every row stops at its minimum, at minus the bias at T_max.
+    max_bias = float(np.max(np.abs(margin), where=np.isfinite(margin), initial=0)) + 1
+    biases = [
+        float(calibrate_stop_bias(margins, target, min_tokens=min_tokens, max_bias=max_bias))
+        for target in np.geomspace(max(1, shortest.mean()), max(1, longest.mean()), ROWS)
     ]
-    table: dict[float, tuple[float, float, float]] = {}
-    for bias in (round(bias, _DECIMALS) for bias in (*exact, bound, -bound)):
-        count = np.asarray(count_at_bias(rows, bias, least))
-        shares = float((count == floor).mean()), float((count == longest).mean())
-        table.setdefault(float(count.mean()), (bias, *shares))
-    means = tuple(sorted(table))
-    biases, floors, caps = zip(*(table[mean] for mean in means), strict=True)
-    return Calibration(means, biases, floors, caps, float(np.mean(num_tokens)), len(margin))
+    rows: dict[float, tuple[float, float, float]] = {}
+    for bias in (round(bias, _DECIMALS) for bias in (*biases, max_bias, -max_bias)):
+        count = np.asarray(count_at_bias(margins, bias, min_tokens))
+        at_floor, at_cap = float((count == shortest).mean()), float((count == longest).mean())
+        rows.setdefault(float(count.mean()), (bias, at_floor, at_cap))
+    means = tuple(sorted(rows))
+    stop_biases, floors, caps = zip(*(rows[mean] for mean in means), strict=True)
+    return Calibration(
+        mean_count=means,
+        stop_bias=stop_biases,
+        at_floor=floors,
+        at_cap=caps,
+        num_tokens=float(np.mean(num_tokens)),
+        questions=len(margin),
+    )
 
 
 def read_calibration(value: Any) -> Calibration:
-    """Reads the result of `Calibration.as_json`.
+    """Reads a calibration from the result of `Calibration.as_json`.
 
     Raises:
-        ValueError: it has another form; the message names the field.
+        ValueError: the value is damaged; the message names the field.
     """
-    wrong = "fields"
+    damaged_field = "fields"
     if isinstance(value, dict) and value.keys() == {*Calibration._fields}:
-        wrong = _wrong_field(value)
-    if wrong is not None:
+        damaged_field = _find_damaged_field(value)
+    if damaged_field is not None:
         raise UserError(
-            f"the calibration's {wrong} is damaged, expected what stepprune-calibrate writes"
+            f"the calibration's {damaged_field} is damaged, expected what stepprune-calibrate "
+            "writes"
         )
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
     return Calibration(**fields)
 
 
-def _wrong_field(value: dict[str, Any]) -> str | None:
-    """Returns the name of a field that is not as in any calibration, or None."""
-    means, tokens = value["mean_count"], value["num_tokens"]
-    if not is_number(tokens):
+def _find_damaged_field(value: dict[str, Any]) -> str | None:
+    """Returns the name of a field whose value no calibration has; None if there is none."""
+    means, num_tokens = value["mean_count"], value["num_tokens"]
+    if not is_number(num_tokens):
         return "num_tokens"
     if not is_count(value["questions"]):
         return "questions"
-    # The range of each table, and whether it rises (1) or falls (-1).
-    tables = {
-        "mean_count": (0, tokens, 1),
+    # Range of each column, and whether it ascends (1), descends (-1) or neither (0).
+    columns = {
+        "mean_count": (0, num_tokens, 1),
         "stop_bias": (-math.inf, math.inf, -1),
         "at_floor": (0, 1, 0),
         "at_cap": (0, 1, 0),
     }
-    for name, (low, high, sign) in tables.items():
+    for name, (low, high, sign) in columns.items():
         column = value[name]
-        good = isinstance(column, list) and len(column) == len(means) > 0
-        good = good and all(is_number(x) and low <= x <= high for x in column)
-        if not good or (sign and any(sign * a >= sign * b for a, b in itertools.pairwise(column))):
+        if not isinstance(column, list) or not len(column) == len(means) > 0:
+            return name
+        if not all(is_number(x) and low <= x <= high for x in column):
+            return name
+        if sign and any(sign * a >= sign * b for a, b in itertools.pairwise(column)):
             return name
     return None

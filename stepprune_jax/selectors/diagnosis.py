@@ -1,4 +1,4 @@
-"""Whether a policy learns: its tokens beside none, all, random ones, and another question's."""
+"""Diagnosis of learning: the loss with a policy's tokens, compared with four baselines."""
 
 import functools
 import math
@@ -19,29 +19,33 @@ from stepprune_jax.policy.rollout import row_counts
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.selectors.base import Selector
 from stepprune_jax.selectors.calibration import StopCounts, describe_counts
-from stepprune_jax.selectors.rloo import LEAST_GAIN
+from stepprune_jax.selectors.rloo import MIN_GAIN
 
-ALL, NONE, RANDOM, OWN, OTHER = "all tokens", "no token", "random", "policy", "another's question"
+# Cases of a diagnosis: which tokens are kept.
+ALL, NONE, RANDOM, POLICY = "all tokens", "no token", "random", "policy"
+OTHER_QUESTION = "another's question"
 
-# Differences count from this many standard errors of the paired mean, and from this share of what
-# all tokens gain over none. A policy that keeps less than half of that gain is far from them.
-_ERRORS, _SHARE, _FAR = 2.0, 0.05, 0.5
-# Nats below which a distribution is as good as decided.
-_SATURATED = 0.05
+# A difference of losses is significant from two standard errors of the paired mean, and relevant
+# from 5 % of the gain of all tokens over no tokens. A policy that keeps less than half of this gain
+# is reported as far from all tokens.
+_NUM_ERRORS, _MIN_GAIN_SHARE, _FAR_GAIN_SHARE = 2.0, 0.05, 0.5
+# Entropy in nats below which a distribution is reported as saturated.
+_SATURATED_ENTROPY = 0.05
 
 
 class Diagnosis(NamedTuple):
-    """What a policy's tokens are worth at one budget; `str` gives a table, and findings in words.
+    """Losses with a policy's tokens and with baselines, at one budget; `str` gives a report.
 
     Attributes:
-        budget: tokens kept by the policy.
-        loss: [b] loss of each question by what is kept: "all tokens", "no token", "random" ones,
-            those of the "policy", and those it would keep for "another's question" if it reads any.
-        accuracy: share of right answers, likewise; empty if not known.
-        entropy: mean entropy in nats of the distributions that tokens are taken from.
-        agreement: mean share of the kept tokens that the gate opens widest at this budget.
-        findings: what is wrong, each with a remedy; empty if nothing was found.
-        stops: what the learned stop keeps by itself; None without one.
+        budget: number of tokens that the policy keeps.
+        loss: [b] loss of each question, by the tokens that are kept: "all tokens", "no token",
+            "random", "policy", and "another's question" (the tokens that the policy keeps for
+            another question, if it reads questions).
+        accuracy: fraction of right answers for the same cases; empty if answers are not judged.
+        entropy: mean entropy in nats of the distributions that the tokens are chosen from.
+        agreement: mean fraction of the kept tokens that also have the largest training gates.
+        findings: problems, each with a remedy; empty if nothing was found.
+        stops: counts of the learned stop; None for a method without one.
     """
 
     budget: int
@@ -53,14 +57,15 @@ class Diagnosis(NamedTuple):
     stops: StopCounts | None = None
 
     def __str__(self) -> str:
-        right = {name: f", accuracy {100 * share:.1f} %" for name, share in self.accuracy.items()}
-        lines = [
-            f"{name}: loss {loss.mean():.4f}{right.get(name, '')}"
-            for name, loss in self.loss.items()
-        ]
+        lines = [f"{self.budget} tokens"]
+        for case, loss in self.loss.items():
+            accuracy = self.accuracy.get(case)
+            suffix = "" if accuracy is None else f", accuracy {100 * accuracy:.1f} %"
+            lines.append(f"{case}: loss {loss.mean():.4f}{suffix}")
         lines.append(f"entropy {self.entropy:.2f} nats; agreement {self.agreement:.2f}")
-        lines += [str(self.stops)] if self.stops else []
-        return "\n".join([f"{self.budget} tokens", *lines, *(self.findings or ("nothing found",))])
+        if self.stops:
+            lines.append(str(self.stops))
+        return "\n".join([*lines, *(self.findings or ("nothing found",))])
 
 
 def describe(
@@ -69,112 +74,148 @@ def describe(
     entropy: float = math.nan,
     agreement: float = math.nan,
     accuracy: Mapping[str, float] | None = None,
+    *,
     recipe: str = "",
     stops: StopCounts | None = None,
 ) -> Diagnosis:
-    """Puts in words what the losses of the same questions with different tokens say.
+    """Interprets the losses of the same questions with different tokens.
 
-    With the `recipe` of the training, "gate" or "sets", also whether the other would be better.
-    With the counts of the learned stop, also whether it sits at a bound.
+    Args:
+        budget: number of tokens that the policy keeps.
+        loss: loss of each question, by case; see `Diagnosis`.
+        entropy: mean entropy of the distributions that the tokens are chosen from.
+        agreement: mean fraction of the kept tokens that also have the largest training gates.
+        accuracy: fraction of right answers, by case.
+        recipe: recipe of the training, "gate" or "sets", to find out whether the other recipe would
+            be better; "" if it is not known.
+        stops: counts of the learned stop, to find out whether they are at a bound.
     """
-    gain = float(np.mean(loss[NONE] - loss[ALL]))
-
-    def lower(case: str, other: str) -> bool:
-        """Whether the losses of a case are clearly lower than those of another."""
-        apart = loss[other] - loss[case]
-        error = float(np.std(apart)) / math.sqrt(len(apart))
-        return float(np.mean(apart)) > max(_ERRORS * error, _SHARE * gain)
-
     findings = []
-    if not lower(ALL, NONE):
+    if not _is_lower(loss, ALL, NONE):
         findings.append(
             "the loss with all tokens is not clearly lower than with none: the frozen model, or "
             "the loss, does not read the image, or the questions are few; nothing can be learned"
         )
-    else:
-        short = lower(ALL, OWN)
-        kept = float(np.mean(loss[NONE] - loss[OWN])) / gain
-        by_chance = _gain(loss)
-        if short and recipe == "sets" and not lower(OWN, RANDOM):
-            findings.append(
-                "no better than random tokens, from which its sampled sets began: train longer, or "
-                'begin with the gate, as the recipe "auto" does where sets gain too little'
-            )
-        elif short and not lower(OWN, RANDOM):
-            findings.append(
-                "no better than random tokens: train longer, or with a higher learning rate; check "
-                "that questions reach the policy and that features are standardised"
-            )
-        elif short and OTHER in loss and not lower(OWN, OTHER):
-            findings.append(
-                "does not read the question: its tokens serve another's as well; train longer, "
-                "open the text gate from the start, or check `text` and `text_mask`"
-            )
-        elif short and kept < _FAR:
-            findings.append(
-                f"far from all tokens: {100 * kept:.0f} % of what they gain over none; keep more, "
-                "or train longer"
-            )
-        if short and recipe == "gate" and by_chance >= LEAST_GAIN:
-            findings.append(
-                f"trained through the gate, though random tokens gain {100 * by_chance:.0f} % of "
-                'what all do: sampled sets would teach it; go on with the recipe "sets" or "auto"'
-            )
-        if short and entropy < _SATURATED:
-            findings.append(
-                "saturated: its choices are decided, and wrong; raise the temperature or "
-                "`polarisation_temperature`, or lower the learning rate"
-            )
-        if short and agreement < 0.5:
-            findings.append(
-                "what is kept is not what training opens: train on, and compare `draw=1.0` with 0.0"
-            )
+    elif _is_lower(loss, ALL, POLICY):
+        findings += _find_shortcomings(loss, entropy, agreement, recipe)
     if stops is not None and stops.finding:
         findings.append(stops.finding)
-    shares = dict(accuracy or {})
-    return Diagnosis(budget, dict(loss), shares, entropy, agreement, tuple(findings), stops)
+    return Diagnosis(
+        budget=budget,
+        loss=dict(loss),
+        accuracy=dict(accuracy or {}),
+        entropy=entropy,
+        agreement=agreement,
+        findings=tuple(findings),
+        stops=stops,
+    )
 
 
-def _gain(loss: Mapping[str, Float[np.ndarray, "b"]]) -> float:
-    """Returns what random tokens gain in probability, as a share of what all do; 0 if by chance."""
-    none, anyhow, every = (np.exp(-loss[case]) for case in (NONE, RANDOM, ALL))
-    apart, room = anyhow - none, float(np.mean(every - none))
-    error = float(np.std(apart)) / math.sqrt(len(apart))
-    clear = room > 0 and float(np.mean(apart)) > _ERRORS * error
-    return float(np.mean(apart)) / room if clear else 0.0
+def _is_lower(loss: Mapping[str, Float[np.ndarray, "b"]], case: str, baseline: str) -> bool:
+    """Returns whether the losses of a case are clearly lower than the losses of a baseline."""
+    difference = loss[baseline] - loss[case]
+    error = float(np.std(difference)) / math.sqrt(len(difference))
+    gain = float(np.mean(loss[NONE] - loss[ALL]))
+    return float(np.mean(difference)) > max(_NUM_ERRORS * error, _MIN_GAIN_SHARE * gain)
+
+
+def _find_shortcomings(
+    loss: Mapping[str, Float[np.ndarray, "b"]], entropy: float, agreement: float, recipe: str
+) -> list[str]:
+    """Returns findings about a policy whose losses are clearly above the losses with all tokens."""
+    findings = []
+    full_gain = float(np.mean(loss[NONE] - loss[ALL]))
+    gain_share = float(np.mean(loss[NONE] - loss[POLICY])) / full_gain
+    if not _is_lower(loss, POLICY, RANDOM) and recipe == "sets":
+        findings.append(
+            "no better than random tokens, from which its sampled sets began: train longer, or "
+            'begin with the gate, as the recipe "auto" does where sets gain too little'
+        )
+    elif not _is_lower(loss, POLICY, RANDOM):
+        findings.append(
+            "no better than random tokens: train longer, or with a higher learning rate; check "
+            "that questions reach the policy and that features are standardised"
+        )
+    elif OTHER_QUESTION in loss and not _is_lower(loss, POLICY, OTHER_QUESTION):
+        findings.append(
+            "does not read the question: its tokens serve another's as well; train longer, "
+            "open the text gate from the start, or check `text` and `text_mask`"
+        )
+    elif gain_share < _FAR_GAIN_SHARE:
+        findings.append(
+            f"far from all tokens: {100 * gain_share:.0f} % of what they gain over none; keep "
+            "more, or train longer"
+        )
+    random_gain = _random_gain(loss)
+    if recipe == "gate" and random_gain >= MIN_GAIN:
+        findings.append(
+            f"trained through the gate, though random tokens gain {100 * random_gain:.0f} % of "
+            'what all do: sampled sets would teach it; go on with the recipe "sets" or "auto"'
+        )
+    if entropy < _SATURATED_ENTROPY:
+        findings.append(
+            "saturated: its choices are decided, and wrong; raise the temperature or "
+            "`polarisation_temperature`, or lower the learning rate"
+        )
+    if agreement < 0.5:
+        findings.append(
+            "what is kept is not what training opens: train on, and compare `draw=1.0` with 0.0"
+        )
+    return findings
+
+
+def _random_gain(loss: Mapping[str, Float[np.ndarray, "b"]]) -> float:
+    """Returns the gain of random tokens in probability, as a fraction of the gain of all tokens.
+
+    The gain is 0 unless it is significant.
+    """
+    none, random, full = (np.exp(-loss[case]) for case in (NONE, RANDOM, ALL))
+    gain, full_gain = random - none, float(np.mean(full - none))
+    error = float(np.std(gain)) / math.sqrt(len(gain))
+    is_significant = full_gain > 0 and float(np.mean(gain)) > _NUM_ERRORS * error
+    return float(np.mean(gain)) / full_gain if is_significant else 0.0
 
 
 def cases(
-    own: Int[AnyArray, "b t"],
-    other: Int[AnyArray, "b u"] | None,
-    anyhow: Int[AnyArray, "b n"],
+    policy_order: Int[AnyArray, "b t"],
+    other_order: Int[AnyArray, "b u"] | None,
+    random_order: Int[AnyArray, "b n"],
     count: Int[AnyArray, "b"],
-    tokens: Int[AnyArray, "b"],
+    num_tokens: Int[AnyArray, "b"],
 ) -> dict[str, tuple[Int[AnyArray, "b _"], Int[AnyArray, "b"]]]:
-    """Returns an order of tokens for each case, and the number of its first that are kept.
+    """Returns the tokens to keep in each case, as an order and the length of its kept prefix.
 
     Args:
-        own: a policy's order for each question.
-        other: the one for another's question; None for a policy that reads none.
-        anyhow: all tokens in a random order, padding last.
-        count: tokens kept by the policy.
-        tokens: those of each row without padding.
+        policy_order: the policy's order of tokens for each question.
+        other_order: the policy's order for another question; None if it reads no questions.
+        random_order: all tokens in random order, padding last.
+        count: [b] number of tokens that the policy keeps.
+        num_tokens: [b] number of real tokens.
     """
-    found = {ALL: (anyhow, tokens), NONE: (anyhow, 0 * count), RANDOM: (anyhow, count)}
-    found[OWN] = own, count
-    return found if other is None else found | {OTHER: (other, count)}
+    orders = {
+        ALL: (random_order, num_tokens),
+        NONE: (random_order, 0 * count),
+        RANDOM: (random_order, count),
+        POLICY: (policy_order, count),
+    }
+    if other_order is not None:
+        orders[OTHER_QUESTION] = other_order, count
+    return orders
 
 
 @jax.jit
 def run_choose(
     method: Selector, inputs: Inputs, limits: Limits, key: Array | None = None, **options: Any
 ) -> Picks:
-    """Runs `Selector.choose` as one program, rather than one for each of its operations."""
+    """Runs `Selector.choose` as one compiled program."""
     return method.choose(inputs, limits, key, **options)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _opened(method: Selector, inputs: Inputs, budget: int):
+def _run_open_scores(
+    method: Selector, inputs: Inputs, budget: int
+) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
+    """Runs `Selector.open_scores` as one compiled program."""
     return method.open_scores(inputs, budget)
 
 
@@ -184,44 +225,48 @@ def measure(
     inputs: Inputs,
     loss_fn: Callable[[Pruned], Any],
     budget: int,
+    *,
     key: Array,
     recipe: str = "",
     stops: StopCounts | None = None,
 ) -> Diagnosis:
-    """Computes the losses of all cases, and describes them; see `Policy.diagnose`."""
+    """Computes the losses of all cases, and interprets them; see `Policy.diagnose`."""
     (b, n), real = inputs.image.shape[:2], inputs.real
-    tokens = jnp.sum(real, axis=1, dtype=jnp.int32)
+    num_tokens = jnp.sum(real, axis=1, dtype=jnp.int32)
+    # Uniform noise is below 1, so 2 sorts the padding last.
     noise = jnp.where(real, jax.random.uniform(key, (b, n), jnp.float32), 2)
+    random_order = jnp.argsort(noise, axis=1)
     method = method.with_budget(budget).program()
     limits = Limits(row_counts("budget", budget, 1, method.longest(n), b))
-    own, other = run_choose(method, inputs, limits), None
+    picks, other_order = run_choose(method, inputs, limits), None
     if inputs.text is not None and method.config.text_width and b > 1:
         mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
         swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
-        other = run_choose(method, swapped, limits).action
+        other_order = run_choose(method, swapped, limits).action
     loss, accuracy = {}, {}
-    anyhow = jnp.argsort(noise, axis=1)
-    for name, (order, count) in cases(own.action, other, anyhow, own.count, tokens).items():
-        chosen, size = first_picks(order, count, n), n if name == ALL else budget
-        result = loss_fn(run_gather(chosen, inputs.image, capacity=size))
-        losses, *right = result if isinstance(result, tuple) else (result,)
-        for values in (losses, *right):
+    orders = cases(picks.action, other_order, random_order, picks.count, num_tokens)
+    for case, (order, count) in orders.items():
+        capacity = n if case == ALL else budget
+        kept = run_gather(first_picks(order, count, n), inputs.image, capacity=capacity)
+        result = loss_fn(kept)
+        row_losses, *is_right = result if isinstance(result, tuple) else (result,)
+        for values in (row_losses, *is_right):
             require_losses("loss_fn", values, (b,), f"one for each of the {b} rows")
-        loss[name] = np.asarray(losses, np.float64)
-        if right:
-            accuracy[name] = float(np.mean(right))
-    scores, entropy = _opened(method, inputs, budget)
-    widest = first_picks(jnp.argsort(-scores, axis=1, stable=True), own.count, n)
-    shared = jnp.sum(widest.selected & own.selected, axis=1) / jnp.maximum(own.count, 1)
-    agreement = float(jnp.mean(shared))
-    return describe(budget, loss, float(entropy), agreement, accuracy, recipe, stops)
+        loss[case] = np.asarray(row_losses, np.float64)
+        if is_right:
+            accuracy[case] = float(np.mean(is_right))
+    scores, entropy = _run_open_scores(method, inputs, budget)
+    largest_gates = first_picks(jnp.argsort(-scores, axis=1, stable=True), picks.count, n)
+    num_shared = jnp.sum(largest_gates.selected & picks.selected, axis=1)
+    agreement = float(jnp.mean(num_shared / jnp.maximum(picks.count, 1)))
+    return describe(budget, loss, float(entropy), agreement, accuracy, recipe=recipe, stops=stops)
 
 
 def measure_stop(method: Selector, inputs: Inputs) -> StopCounts:
-    """Counts what the learned stop of a method keeps by itself of some images."""
-    own = method.with_budget("own")
-    picks = run_choose(own.program(), inputs, own.as_arrays(inputs, Limits()))
-    tokens = np.asarray(jnp.sum(inputs.real, axis=1))
-    longest = np.array([min(size, method.longest(size)) for size in tokens.tolist()])
+    """Measures the counts at which the learned stop of a method ends the rows of some inputs."""
+    method = method.with_budget("own")
+    picks = run_choose(method.program(), inputs, method.as_arrays(inputs, Limits()))
+    num_tokens = np.asarray(jnp.sum(inputs.real, axis=1))
+    longest = np.array([min(size, method.longest(size)) for size in num_tokens.tolist()])
     shortest = np.minimum(method.min_tokens, longest)
-    return describe_counts(np.asarray(picks.count), shortest, longest, tokens)
+    return describe_counts(np.asarray(picks.count), shortest, longest, num_tokens)

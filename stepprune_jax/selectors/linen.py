@@ -1,4 +1,4 @@
-"""A selector as a module of Flax Linen; `stepprune_jax.selectors.nnx` has the same for NNX."""
+"""A policy as a Flax Linen module; see `stepprune_jax.selectors.nnx` for Flax NNX."""
 
 from typing import Any
 
@@ -9,19 +9,20 @@ from flax.core import unfreeze
 from jaxtyping import Array, Float
 
 from stepprune_jax.policy import FeatureStats, Pruned
-from stepprune_jax.policy.params import draw_params
+from stepprune_jax.policy.params import init_params
 from stepprune_jax.selectors.policy import Policy
 
 
 class LinenPolicy(nn.Module):
-    """Prunes image tokens by a policy, within a module of Linen.
+    """Prunes image tokens with a policy, as a submodule of a Linen model.
 
-    The collection "params" is the tree `Policy.params`, each weight with the names of its logical
-    axes "embed", "heads" and "hidden"; "stats" has the statistics of the features and the stop
-    bias, which change in no step of training. Those of a trained policy are `variables(policy)`.
+    The collection "params" is the tree `Policy.params`; each weight names its logical axes "embed",
+    "heads" and "hidden". The collection "stats" holds the statistics of the features and the stop
+    bias, which training does not change. `variables(policy)` returns the collections of a trained
+    policy.
 
     Attributes:
-        method: the policy without its weights, such as `policy.without_weights` or
+        method: the policy without weights, such as `policy.without_weights` or
             `StepPrune(config=config)`.
     """
 
@@ -30,22 +31,22 @@ class LinenPolicy(nn.Module):
     def setup(self):
         """Defines the variables."""
 
-        def draw(key: Array, specs: Any) -> Any:
-            def named(value: Array, spec: Any) -> nn.LogicallyPartitioned:
+        def init_part(key: Array, specs: Any) -> Any:
+            def with_axes(value: Array, spec: Any) -> nn.LogicallyPartitioned:
                 return nn.LogicallyPartitioned(value, spec.axes)
 
-            return jax.tree.map(named, draw_params(key, specs, method.param_dtype), specs)
+            return jax.tree.map(with_axes, init_params(key, specs, method.param_dtype), specs)
 
         method, width = self.method, self.method.config.feature_width
         specs = method.specs()
-        self.weights = {name: self.param(name, draw, part) for name, part in specs.items()}
+        self.weights = {name: self.param(name, init_part, part) for name, part in specs.items()}
         self.stats = self.variable("stats", "features", FeatureStats.start, width)
         self.stop_bias = self.variable("stats", "stop_bias", jnp.zeros, ())
 
     @property
     def policy(self) -> Policy:
-        """The policy with the weights as they are; of a bound module."""
-        # Linen freezes the dicts of its attributes.
+        """The policy with the current weights; needs a bound module."""
+        # `unfreeze`, because Linen freezes dicts that are attributes.
         return self.method.replace(
             params=unfreeze(self.weights),
             stats=self.stats.value,
@@ -57,12 +58,12 @@ class LinenPolicy(nn.Module):
         return self.policy.select(*args, **keywords)
 
     def train_loss(self, *args: Any, **keywords: Any) -> tuple[Float[Array, ""], Any]:
-        """Computes the training objective, as `apply(..., method="train_loss")`; see `Policy`."""
+        """Computes `Policy.train_loss`; call it with `apply(..., method="train_loss")`."""
         return self.policy.train_loss(*args, **keywords)
 
 
 def variables(policy: Policy) -> dict[str, Any]:
-    """Returns the variables of a `LinenPolicy` with the weights of a policy."""
-    stats = policy.stats or FeatureStats.start(policy.config.feature_width)
-    fixed = {"features": stats, "stop_bias": jnp.float32(policy.stop_bias)}
-    return {"params": policy.params, "stats": fixed}
+    """Returns the variables of a `LinenPolicy`, with the weights of a policy."""
+    features = policy.stats or FeatureStats.start(policy.config.feature_width)
+    stats = {"features": features, "stop_bias": jnp.float32(policy.stop_bias)}
+    return {"params": policy.params, "stats": stats}

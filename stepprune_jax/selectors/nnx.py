@@ -1,4 +1,4 @@
-"""A selector as a module of Flax NNX: a policy whose weights are parameters of the host's model."""
+"""A policy as a Flax NNX module, whose weights are parameters of the surrounding model."""
 
 from typing import Any
 
@@ -12,34 +12,36 @@ from stepprune_jax.selectors.policy import Policy
 
 
 class NNXPolicy(nnx.Module):
-    """Prunes image tokens by a policy, within a module of NNX.
+    """Prunes image tokens with a policy, as a submodule of an NNX model.
 
-    It is made of a policy, whose weights are drawn, or loaded, as always::
+    It is created from a policy with randomly initialized or loaded weights::
 
         selector = NNXPolicy(StepPrune.init(rngs.params(), config, stats))
         selector = NNXPolicy(load_policy("policy.safetensors"))
 
     Each weight is an `nnx.Param` whose `out_sharding` names its logical axes "embed", "heads" and
-    "hidden", as in `partition_rules`. Statistics and stop bias are an `nnx.BatchStat`: they change
-    in no step of training. So `nnx.grad`, `nnx.split` and checkpoints treat it as any module.
+    "hidden", as in `partition_rules`. Statistics and stop bias are `nnx.BatchStat`s, because
+    training does not change them. `nnx.grad`, `nnx.split` and checkpoints treat the module like any
+    other module.
     """
 
     def __init__(self, policy: Policy):
-        def param(value: Array, spec: Any) -> nnx.Param:
-            # Sharded by the host: there need not be a mesh yet.
+        def make_param(value: Array, spec: Any) -> nnx.Param:
+            # The surrounding model shards the weights, possibly before there is a mesh.
             return nnx.Param(value, out_sharding=spec.axes, eager_sharding=False)
 
-        self.params = nnx.data(jax.tree.map(param, policy.params, policy.specs()))
-        fixed = (policy.stats, jnp.float32(policy.stop_bias))
-        self.fixed = nnx.data(jax.tree.map(nnx.BatchStat, fixed))
+        self.params = nnx.data(jax.tree.map(make_param, policy.params, policy.specs()))
+        constants = (policy.stats, jnp.float32(policy.stop_bias))
+        self.fixed = nnx.data(jax.tree.map(nnx.BatchStat, constants))
         self.method = policy.replace(params=None, stats=None, stop_bias=0.0)
 
     @property
     def policy(self) -> Policy:
-        """The policy with the weights as they are: to be saved, diagnosed, calibrated."""
-        parts = (self.params, self.fixed)
+        """The policy with the current weights, to save, diagnose or calibrate."""
         params, (stats, stop_bias) = jax.tree.map(
-            lambda leaf: leaf[...], parts, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+            lambda leaf: leaf[...],
+            (self.params, self.fixed),
+            is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
         )
         return self.method.replace(params=params, stats=stats, stop_bias=stop_bias)
 
@@ -48,5 +50,5 @@ class NNXPolicy(nnx.Module):
         return self.policy.select(*args, **keywords)
 
     def train_loss(self, *args: Any, **keywords: Any) -> tuple[Float[Array, ""], Any]:
-        """Computes the training objective, to be differentiated by `nnx.grad`; see `Policy`."""
+        """Computes `Policy.train_loss`, which `nnx.grad` can differentiate."""
         return self.policy.train_loss(*args, **keywords)

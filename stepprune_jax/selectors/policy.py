@@ -1,13 +1,12 @@
-"""A trained selector as its users hold it: it prunes, and is trained, diagnosed, exported.
+"""A trained selector in front of any model: pruning, training, diagnosis, calibration, export.
 
-Its weights, configuration, statistics and stop belong together in one object, so that none of them
-can be forgotten in front of a model of one's own.
+A `Policy` holds weights, configuration, statistics and stop in one object, so that callers cannot
+combine parts that do not belong together.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ from stepprune_jax.selectors.rloo import (
     subset_gain,
     subset_rewards,
 )
-from stepprune_jax.user_input import UserError, expect, expect_type, local_path, nearest, require
+from stepprune_jax.user_input import UserError, expect, expect_type, local_path, nearest
 
 AnyPolicy = TypeVar("AnyPolicy", bound="Policy")
 
@@ -45,61 +44,118 @@ _LIMITS = ("min_tokens", "max_tokens", "max_steps", "group")
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
-class Policy(Selector):
-    """A trained selector: everything that is needed to use it in front of any model.
+class Masks(TypedDict, total=False):
+    """Keyword arguments that mark the padding of a batch.
 
-    It is a pytree whose leaves are weights, statistics, stop bias and the number of its budget:
-    pass it to a jitted function as an argument. Its subclasses are the methods, such as
-    `StepPrune`.
+    Attributes:
+        image_mask: [b, n] True at real image tokens; without it, all tokens are real.
+        text_mask: [b, l] True at real words; without it, all words are real.
     """
 
-    # Further options of `choose`, and of `loss`.
+    image_mask: Bool[AnyArray, "b n"] | None
+    text_mask: Bool[AnyArray, "b l"] | None
+
+
+class SelectOptions(Masks, total=False):
+    """Keyword arguments of `Policy.prune`, `select` and `export`.
+
+    A method without a learned stop has only `budget`, `key` and the masks.
+
+    Attributes:
+        budget: exact count, an integer or one per row; without it, the policy's budget applies.
+        min_tokens: number of tokens before the stop is available; see `Limits`.
+        max_tokens: number of tokens after which a row is stopped; see `Limits`.
+        max_steps: T_max; see `Limits`.
+        group: number of tokens per pointer distribution; see `Limits`.
+        key: PRNG key of the sampled tokens, one for all rows or one per row; without it, a fixed
+            key.
+        decoder: functions of a custom decoder; see `DecoderFns`.
+    """
+
+    budget: ArrayLike | None
+    min_tokens: ArrayLike | None
+    max_tokens: ArrayLike | None
+    max_steps: int | None
+    group: int | None
+    key: Array | None
+    decoder: DecoderFns
+
+
+class LossOptions(Masks, total=False):
+    """Keyword arguments of `Policy.train_loss`.
+
+    Attributes:
+        progress: progress of training; without it, the end of training.
+        length_weight: lambda of the length penalty, for a method with a learned stop; without it,
+            the configuration's.
+        decoder: functions of a custom decoder; see `DecoderFns`.
+    """
+
+    progress: Progress
+    length_weight: ArrayLike | None
+    decoder: DecoderFns
+
+
+class Policy(Selector):
+    """A trained selector with the functions that users call in front of any model.
+
+    A policy is a pytree whose leaves are weights, statistics, stop bias and the number of its
+    budget: pass it to a jitted function as an argument. Its subclasses are the methods, such as
+    `StepPrune`.
+
+    The arguments that most functions share are:
+
+    * image: [b, n, d] image tokens X, as returned by the vision tower.
+    * text: [b, l, e] word embeddings of the question, never of the answer; None for a method that
+      reads no text.
+    * masks: see `Masks`.
+
+    All functions raise a ValueError for a policy without weights, an argument of another type, an
+    array of another shape or dtype, or missing text, and a TypeError for an unknown option.
+
+    Attributes:
+        choice_options: names of the options of `choose`, in addition to `Limits`.
+        loss_options: names of the options of `loss`.
+    """
+
     choice_options: ClassVar[tuple[str, ...]] = ("key",)
     loss_options: ClassVar[tuple[str, ...]] = ()
 
-    @jax.transfer_guard("allow")  # a function of the host, whatever a program forbids elsewhere
+    # Reading the counts on the host is the purpose of `prune`, so it overrides the transfer guard.
+    @jax.transfer_guard("allow")
     def prune(
         self,
         image: Float[AnyArray, "b n d"],
         text: Float[AnyArray, "b l e"] | None = None,
         *,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
-        budget: ArrayLike | None = None,
         order: str = "raster",
-        **options: Any,
+        **options: Unpack[SelectOptions],
     ) -> Pruned:
-        """Prunes a batch of image tokens for its questions; see `stepprune_jax.prune`.
+        """Prunes a batch of image tokens, given the questions; see `stepprune_jax.prune`.
 
-        It reads the counts on the host and so cannot be jitted; `select` can.
+        The function reads the counts on the host, so it cannot be jitted; `select` can.
 
         Args:
-            image: image tokens X, as returned by the tower.
-            text: word embeddings of the question.
-            image_mask: True at real image tokens.
-            text_mask: True at real words.
-            budget: exact count, an integer or one per row, instead of the policy's own budget.
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question.
             order: order of the kept tokens, as in `gather`.
-            **options: key of the draws; min_tokens, max_tokens, max_steps and group, as in
-                `Limits`; decoder, as in `stepprune_jax.choose`.
+            **options: see `SelectOptions`.
 
         Returns:
             The kept tokens in the smallest bucket that holds every row.
 
         Raises:
             TypeError: called inside a jitted function, or an unknown option.
-            ValueError: a policy without weights, arrays of another shape or dtype, no text for a
-                policy that reads it, or limits out of range.
+            ValueError: as all functions of `Policy`, or limits are out of range.
         """
-        self._check_options("prune", options, (*_LIMITS, *self.choice_options))
-        inputs = self._read_inputs(image, text, image_mask, text_mask, options)
+        inputs, limits, choice_options = self._read_options("prune", image, text, options)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((self, inputs))):
             raise TypeError(
                 "prune reads the counts on the host and cannot be jitted: jit "
                 "policy.select(image, text, capacity=...)"
             )
-        limits = self.as_arrays(inputs, self._limits(inputs, budget, options))
-        picks = run_choose(self.program(), inputs, limits, **options)
+        limits = self.as_arrays(inputs, limits)
+        picks = run_choose(self.program(), inputs, limits, **choice_options)
         bucket = choose_bucket(picks.count, bucket_ladder(picks.action.shape[1]))
         return run_gather(picks, inputs.image, bucket, order=order)
 
@@ -109,10 +165,8 @@ class Policy(Selector):
         text: Float[AnyArray, "b l e"] | None = None,
         *,
         capacity: int,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
         order: str = "raster",
-        **options: Any,
+        **options: Unpack[SelectOptions],
     ) -> Pruned:
         """Prunes with static shapes, for use within a jitted function.
 
@@ -122,29 +176,26 @@ class Policy(Selector):
             pruned = select(policy.with_budget("mean:48"), image, text)
 
         Args:
-            image: image tokens X.
-            text: word embeddings of the question.
-            capacity: size of the result; rows that keep more lose their last choices.
-            image_mask: True at real image tokens.
-            text_mask: True at real words.
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question.
+            capacity: k, the padded size; rows that keep more tokens lose their last choices.
             order: order of the kept tokens, as in `gather`.
-            **options: budget, and the options of `prune`.
+            **options: see `SelectOptions`.
 
         Returns:
             The kept tokens, padded to `capacity`.
 
         Raises:
             TypeError: an unknown option.
-            ValueError: as `prune`, or a capacity that is no integer from 1 to n.
+            ValueError: as `prune`, or `capacity` is no integer from 1 to n.
         """
-        self._check_options("select", options, ("budget", *_LIMITS, *self.choice_options))
-        inputs = self._read_inputs(image, text, image_mask, text_mask, options)
+        inputs, limits, choice_options = self._read_options("select", image, text, options)
         n = inputs.image.shape[1]
-        fits = is_integer(capacity) and 1 <= capacity <= n
-        expect("capacity", capacity, fits, f"an integer from 1 to {n}, the tokens of an image")
-        limits = self._limits(inputs, options.pop("budget", None), options)
-        picks = self.choose(inputs, limits, **options)
-        # Outside a jitted function, too, rows that keep more lose their last choices.
+        is_valid = is_integer(capacity) and 1 <= capacity <= n
+        expect("capacity", capacity, is_valid, f"an integer from 1 to {n}, the tokens of an image")
+        picks = self.choose(inputs, limits, **choice_options)
+        # `gather` raises for a concrete count above the capacity. Here it is cut instead, so that
+        # `select` returns the same with and without jit.
         picks = picks._replace(count=jnp.minimum(picks.count, capacity))
         return gather(picks, image, capacity, order=order)
 
@@ -159,21 +210,21 @@ class Policy(Selector):
         platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
         **options: Any,
     ) -> Path:
-        """Writes `select` and the weights as one program of StableHLO, for `jax.export`.
+        """Writes `select` and the weights as one StableHLO program, with `jax.export`.
 
         The program runs without this package. It maps float32 image tokens [b, n, d], word
         embeddings [b, l, e] and a boolean mask of real words [b, l] to a dict of "index" [b, k],
-        "tokens" [b, k, d], "valid" [b, k] and "count" [b], as in `Pruned`; a policy that sees no
-        text maps the image tokens alone.
+        "tokens" [b, k, d], "valid" [b, k] and "count" [b], as in `Pruned`. For a policy that reads
+        no text, the image tokens are the only input.
 
         Args:
-            path: the file; parent folders are created.
-            num_tokens: n.
-            num_words: l.
-            capacity: k; by default the budget, or the most tokens that the policy keeps.
-            batch: b, a number, or a name for any.
-            platforms: what the program is lowered for.
-            **options: those of `select`.
+            path: file to write; parent folders are created.
+            num_tokens: n, the number of image tokens.
+            num_words: l, the number of words.
+            capacity: k, the padded size; None for the budget, or the policy's largest count.
+            batch: b, a number, or a name for a symbolic batch size.
+            platforms: platforms that the program is lowered for.
+            **options: options of `select`; see `SelectOptions`.
 
         Returns:
             The path.
@@ -182,30 +233,30 @@ class Policy(Selector):
             MissingPackageError: flatbuffers is not installed.
             ValueError: as `select`.
         """
-        from jax import export  # needs another package in old versions of jax
+        from jax import export  # old versions of jax need flatbuffers to import it
 
         need("flatbuffers", "Policy.export writes a program")
-        for name, value, least in (("num_tokens", num_tokens, 1), ("num_words", num_words, 0)):
-            fits = is_integer(value) and value >= least
-            expect(name, value, fits, f"an integer from {least}")
-        named = not isinstance(platforms, str) and {*platforms} <= {*_PLATFORMS}
-        expect("platforms", platforms, named, f"a sequence of {', '.join(_PLATFORMS)}")
+        for name, value, minimum in (("num_tokens", num_tokens, 1), ("num_words", num_words, 0)):
+            is_valid = is_integer(value) and value >= minimum
+            expect(name, value, is_valid, f"an integer from {minimum}")
+        is_known = not isinstance(platforms, str) and {*platforms} <= {*_PLATFORMS}
+        expect("platforms", platforms, is_known, f"a sequence of {', '.join(_PLATFORMS)}")
         self.check_weights()
-        most = options.get("max_steps") or self.longest(num_tokens)
-        own = self.budget.count(num_tokens) if self.budget.kind in EXACT else None
-        size = capacity or options.get("budget") or own or most
+        budget_count = self.budget.count(num_tokens) if self.budget.kind in EXACT else None
+        max_count = options.get("max_steps") or self.longest(num_tokens)
+        size = capacity or options.get("budget") or budget_count or max_count
 
         def program(image, text=None, text_mask=None):
             kept = self.select(image, text, capacity=size, text_mask=text_mask, **options)
             return kept._asdict()
 
         (b,) = export.symbolic_shape(str(batch))
-        wide, e = self.config.feature_width, self.config.text_width
-        inputs = [jax.ShapeDtypeStruct((b, num_tokens, wide), jnp.float32)]
-        if e:
-            inputs.append(jax.ShapeDtypeStruct((b, num_words, e), jnp.float32))
-            inputs.append(jax.ShapeDtypeStruct((b, num_words), jnp.bool_))
-        exported = export.export(jax.jit(program), platforms=tuple(platforms))(*inputs)
+        feature_width, text_width = self.config.feature_width, self.config.text_width
+        arguments = [jax.ShapeDtypeStruct((b, num_tokens, feature_width), jnp.float32)]
+        if text_width:
+            arguments.append(jax.ShapeDtypeStruct((b, num_words, text_width), jnp.float32))
+            arguments.append(jax.ShapeDtypeStruct((b, num_words), jnp.bool_))
+        exported = export.export(jax.jit(program), platforms=tuple(platforms))(*arguments)
         path = local_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(exported.serialize())
@@ -217,37 +268,31 @@ class Policy(Selector):
         image: Float[AnyArray, "b n d"],
         text: Float[AnyArray, "b l e"] | None,
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
-        *,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
-        **options: Any,
+        **options: Unpack[LossOptions],
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the training objective with the policy's own statistics; see `train_loss`.
+        """Computes the training objective through the noise gate; see `stepprune_jax.train_loss`.
 
-        Differentiate with respect to the weights alone:
+        Differentiate with respect to the weights only:
         `jax.grad(lambda params: policy.replace(params=params).train_loss(...), has_aux=True)`.
 
         Args:
             key: PRNG key; consumed.
-            image: image tokens X.
-            text: word embeddings of the question, never of the answer.
-            lm_loss_fn: maps the gated tokens to the mean language-modelling loss.
-            image_mask: True at real image tokens.
-            text_mask: True at real words.
-            **options: progress, the schedules of the training so far; length_weight and decoder, as
-                in `stepprune_jax.train_loss`.
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question, never of the answer.
+            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss [].
+            **options: see `LossOptions`.
 
         Returns:
-            The loss, and scalars that show whether it learns.
+            The loss, and metrics of training.
 
         Raises:
             TypeError: an unknown option.
-            ValueError: a language-modelling loss that is no scalar, or a key, a function or a
-                progress of another type; and as `prune`.
+            ValueError: as all functions of `Policy`, or `lm_loss_fn` returned no scalar.
         """
-        self._check_options("train_loss", options, ("progress", *self.loss_options))
-        inputs = self._read_inputs(image, text, image_mask, text_mask, options)
-        progress = options.pop("progress", Progress())
+        arguments: dict[str, Any] = dict(options)
+        self._check_names("train_loss", arguments, ("progress", *self.loss_options))
+        inputs = self._read_inputs(image, text, arguments)
+        progress = arguments.pop("progress", Progress())
         expect_type("progress", progress, Progress, "Progress(share, text_gate)")
         _expect_function("lm_loss_fn", lm_loss_fn)
 
@@ -256,7 +301,7 @@ class Policy(Selector):
             require_losses("lm_loss_fn", loss, (), ONE_LOSS)
             return jnp.asarray(loss)
 
-        return self.loss(check_key(key), inputs, scalar_loss, progress, **options)
+        return self.loss(check_key(key), inputs, scalar_loss, progress, **arguments)
 
     def rloo_loss(
         self,
@@ -265,36 +310,35 @@ class Policy(Selector):
         text: Float[AnyArray, "b l e"] | None,
         answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
         settings: RlooSettings | None = None,
-        *,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
+        **masks: Unpack[Masks],
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the objective of sampled sets with the policy's own statistics.
+        """Computes the RLOO objective on sampled subsets; see `selectors.rloo.rloo_loss`.
 
-        Nothing is differentiated but the policy, so any program can answer, also one without
-        gradients. From drawn weights it has to be right now and then with a few random tokens.
+        Only the policy is differentiated, so `answer_loss_fn` may be any program, also one without
+        gradients. A policy with randomly initialized weights learns only if a few random tokens
+        suffice for some right answers.
 
         Args:
             key: PRNG key; consumed.
-            image: image tokens X.
-            text: word embeddings of the question, never of the answer.
-            answer_loss_fn: maps sets of kept tokens, whose leaves are [b, g, ...], to the mean loss
-                of the answer's tokens with each.
-            settings: number and sizes of the sets; by default 8, as in `RlooSettings`.
-            image_mask: True at real image tokens.
-            text_mask: True at real words.
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question, never of the answer.
+            answer_loss_fn: maps subsets of kept tokens, with leaves [b, g, ...], to the mean loss
+                of the answer's tokens for each subset, [b, g].
+            settings: number and sizes of the subsets; None for 8 subsets and the defaults of
+                `RlooSettings`.
+            **masks: see `Masks`.
 
         Returns:
-            As `train_loss`.
+            The loss, and metrics of training.
 
         Raises:
-            ValueError: a method that draws no sets, or losses of another shape than [b, g].
+            ValueError: as all functions of `Policy`; the method samples no subsets; or
+                `answer_loss_fn` returned losses of another shape than [b, g].
         """
-        inputs = self._read_inputs(image, text, image_mask, text_mask)
+        inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
-        key = check_key(key)
-        return rloo_loss(self, settings, key, inputs, answer_loss_fn, Progress())
+        return rloo_loss(self, settings, check_key(key), inputs, answer_loss_fn)
 
     def measure_subset_gain(
         self,
@@ -303,23 +347,21 @@ class Policy(Selector):
         text: Float[AnyArray, "b l e"] | None,
         answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
         settings: RlooSettings | None = None,
-        *,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
+        **masks: Unpack[Masks],
     ) -> SubsetGain:
-        """Tells whether sampled sets would teach this policy, or have to wait for the gate.
+        """Measures whether this policy can be trained with RLOO, or needs the noise gate first.
 
-        Of drawn weights, the sets are random ones. The arguments are those of
-        `rloo_loss`, on a few hundred training questions; `answer_loss_fn` is also called
-        with one set of all tokens, [b, 1, n].
+        A policy with randomly initialized weights samples random subsets. The arguments are those
+        of `rloo_loss`, for a few hundred training questions. `answer_loss_fn` is also called with
+        one subset of all tokens, [b, 1, n].
 
         Returns:
-            What sets gain; `suffices` decides, and `print` shows it.
+            The gain of subsets: `suffices` decides, and `print` explains.
 
         Raises:
             ValueError: as `rloo_loss`.
         """
-        inputs = self._read_inputs(image, text, image_mask, text_mask)
+        inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
         _expect_function("answer_loss_fn", answer_loss_fn)
         rewards = subset_rewards(self, settings, check_key(key), inputs, answer_loss_fn)
@@ -332,48 +374,57 @@ class Policy(Selector):
         text: Float[AnyArray, "b l e"] | None,
         budgets: Sequence[int],
         *,
-        image_mask: Bool[AnyArray, "b n"] | None = None,
-        text_mask: Bool[AnyArray, "b l"] | None = None,
         key: Array | None = None,
         recipe: str = "",
+        **masks: Unpack[Masks],
     ) -> list[Diagnosis]:
-        """Diagnoses learning: compares the loss under its tokens with four baselines.
+        """Diagnoses learning: compares the loss with the kept tokens to four baselines.
 
-        A falling loss says little: it falls, too, where all that is learned is which tokens are
-        worth seeing in any image. What counts is the loss with the kept tokens alone, beside that
-        of as many random ones, and of those it keeps for another question of the batch. A learned
-        stop is told apart: what it keeps by itself, and whether it sits at a bound.
+        A falling training loss is no proof of learning: it also falls if the policy only learns
+        which tokens are useful in any image. The diagnosis compares the kept tokens with all
+        tokens, no tokens, equally many random tokens, and the tokens that the policy keeps for
+        another question of the batch. It also reports the counts of a learned stop, and whether
+        they are at a bound.
 
         Args:
-            loss_fn: maps kept tokens to the loss of each row, [b], or to (loss, whether the answer
-                is right). Its argument has rows in the order of `image`, and places that are not
-                valid; with no token at all, none is.
-            image: image tokens X of questions that were not used for training; some hundred rows
-                tell one percent from chance.
-            text: word embeddings of the questions; each row's neighbour asks the other question.
+            loss_fn: maps kept tokens to the loss of each row, [b], or to a tuple (loss, whether the
+                answer is right). The kept tokens have the rows of `image`; entries that are not
+                `valid` are padding, in the baseline without tokens all of them.
+            image: [b, n, d] image tokens of questions that were not used for training. With some
+                hundred rows, differences of one percent are significant.
+            text: [b, l, e] word embeddings of the questions. The other question of a row is the
+                question of its neighbour.
             budgets: numbers of tokens.
-            image_mask: True at real image tokens.
-            text_mask: True at real words.
             key: PRNG key of the random tokens; consumed.
-            recipe: how it was trained, "gate" or "sets", to find out whether the other would be
-                better.
+            recipe: recipe of the training, "gate" or "sets", to find out whether the other recipe
+                would be better.
+            **masks: see `Masks`.
 
         Returns:
             A `Diagnosis` for each budget; `print` shows it.
 
         Raises:
-            ValueError: as `prune`, losses that are not one for each row, or an unknown recipe.
+            ValueError: as all functions of `Policy`; `loss_fn` did not return one loss per row; or
+                an unknown recipe.
         """
         expect("recipe", recipe, recipe in ("", "gate", "sets"), "gate or sets, or nothing")
         _expect_function("loss_fn", loss_fn)
-        inputs = self._read_inputs(image, text, image_mask, text_mask)
+        inputs = self._read_inputs(image, text, dict(masks))
         is_list = isinstance(budgets, Sequence) and len(budgets) > 0
-        fits = is_list and all(map(is_integer, budgets))
-        expect("budgets", budgets, fits, "a list of numbers of tokens, such as [16, 64]")
+        is_valid = is_list and all(map(is_integer, budgets))
+        expect("budgets", budgets, is_valid, "a list of numbers of tokens, such as [16, 64]")
         key = jax.random.key(0) if key is None else check_key(key)
         stops = measure_stop(self, inputs) if self.has_stop else None
         return [
-            measure(self, inputs, loss_fn, budget, jax.random.fold_in(key, i), recipe, stops)
+            measure(
+                self,
+                inputs,
+                loss_fn,
+                budget,
+                key=jax.random.fold_in(key, i),
+                recipe=recipe,
+                stops=stops,
+            )
             for i, budget in enumerate(budgets)
         ]
 
@@ -383,56 +434,77 @@ class Policy(Selector):
         batches: Iterable[tuple[AnyArray, AnyArray | None]],
         decoder: DecoderFns | None = None,
     ) -> AnyPolicy:
-        """Measures the mean counts of stop biases.
+        """Measures the mean number of kept tokens at each stop bias.
 
-        Also logs what the learned stop keeps by itself, with a warning where it sits at a bound.
+        Also logs the counts of the learned stop, with a warning if nearly all are at a bound.
 
         Args:
-            batches: image tokens [b, n, d] and word embeddings [b, l, e] of validation questions,
-                without padding. A few hundred questions do; a program is compiled for each shape.
-            decoder: functions of a decoder of your own, as in `prune`.
+            batches: pairs of image tokens [b, n, d] and word embeddings [b, l, e] of validation
+                questions, without padding. A few hundred questions suffice. A program is compiled
+                for each shape.
+            decoder: functions of a custom decoder, as in `prune`.
 
         Returns:
             The calibrated policy.
 
         Raises:
-            ValueError: it has no stop, or there are no batches.
+            ValueError: the method has no learned stop, or there are no batches.
         """
-        require(self.has_stop, f"{self.name} has no learned stop to calibrate")
-        options = {} if decoder is None else {"decoder": decoder}
-        self._check_options("calibrate", options, ("decoder",))
-        rolled, parts = self.program(), []
-        for number, batch in enumerate(batches):
-            pair = isinstance(batch, tuple | list) and len(batch) == 2
-            shown = f"a pair (image, text), got {type(batch).__name__}"
-            require(pair, f"batches[{number}]: expected {shown}")
-            inputs = self._read_inputs(*batch, None, None, options)
-            parts.append((_margins(rolled, inputs, **options), jnp.shape(inputs.image)))
-        require(bool(parts), "batches is empty, expected at least one")
-        steps = max(margin.shape[1] for margin, _ in parts)
-        rows = [
-            np.pad(np.asarray(m), ((0, 0), (0, steps - m.shape[1])), constant_values=np.inf)
-            for m, _ in parts
-        ]
-        sizes = np.concatenate([np.full(b, n) for _, (b, n, _) in parts])
-        margins = np.concatenate(rows)
-        log_stops(count_stops(margins, sizes, self.min_tokens, float(self.stop_bias)))
-        return self.replace(calibration=calibrate(margins, sizes, self.min_tokens))
+        if not self.has_stop:
+            raise UserError(f"{self.name} has no learned stop to calibrate")
+        options: dict[str, Any] = {} if decoder is None else {"decoder": decoder}
+        self._check_names("calibrate", options, ("decoder",))
+        policy, margins, num_tokens = self.program(), [], []
+        for i, batch in enumerate(batches):
+            if not (isinstance(batch, tuple | list) and len(batch) == 2):
+                actual = type(batch).__name__
+                raise UserError(f"batches[{i}]: expected a pair (image, text), got {actual}")
+            inputs = self._read_inputs(*batch, dict(options))
+            margins.append(np.asarray(_stop_margins(policy, inputs, **options)))
+            b, n = inputs.image.shape[:2]
+            num_tokens.append(np.full(b, n))
+        if not margins:
+            raise UserError("batches is empty, expected at least one")
+        margin, sizes = _stack_rows(margins), np.concatenate(num_tokens)
+        log_stops(count_stops(margin, sizes, self.min_tokens, float(self.stop_bias)))
+        return self.replace(calibration=calibrate(margin, sizes, self.min_tokens))
 
-    def _read_inputs(
-        self,
-        image: Any,
-        text: Any,
-        image_mask: Any,
-        text_mask: Any,
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Inputs:
-        """Returns the inputs of a call, once policy and arrays are checked; raises as `prune`."""
-        decoder = options.get("decoder", POINTER)
-        self.check_weights(without="" if decoder is POINTER else "decoder")
+    # Arguments.
+
+    def _read_options(
+        self, function: str, image: Any, text: Any, options: Mapping[str, Any]
+    ) -> tuple[Inputs, Limits, dict[str, Any]]:
+        """Checks the arguments of `prune` or `select`.
+
+        Returns:
+            A tuple (inputs, limits, options of `choose`).
+        """
+        names = ("budget", *_LIMITS, *self.choice_options)
+        self._check_names(function, options, names)
+        arguments = dict(options)
+        inputs = self._read_inputs(image, text, arguments)
+        budget = self._read_budget(inputs, arguments.pop("budget", None))
+        limits = Limits(budget, **{name: arguments.pop(name, None) for name in _LIMITS})
+        return inputs, limits, arguments
+
+    def _check_names(self, function: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Raises a TypeError for an option that is not in `names`, except masks."""
+        for option in options.keys() - {*names, *Masks.__annotations__}:
+            hint = f"its options: {', '.join(names) or 'none'}.{nearest(option, names)}"
+            raise TypeError(f"{type(self).__name__}.{function} has no option {option!r}; {hint}")
+        if "decoder" in options:
+            expect_type("decoder", options["decoder"], DecoderFns, "DecoderFns(init, step)")
+        if options.get("key") is not None:
+            check_key(options["key"])
+
+    def _read_inputs(self, image: Any, text: Any, options: dict[str, Any]) -> Inputs:
+        """Returns the checked inputs of a call; removes the masks from `options`."""
+        masks = {name: options.pop(name, None) for name in Masks.__annotations__}
+        is_built_in = options.get("decoder", POINTER) is POINTER
+        self.check_weights(without="" if is_built_in else "decoder")
         width = self.config.text_width if self.reads_text else 0
         if width == 0:
-            text, text_mask = None, None
+            text, masks["text_mask"] = None, None
         elif text is None:
             raise UserError(
                 f"text is None, expected word embeddings (b, l, {width}), as this policy reads the "
@@ -441,52 +513,56 @@ class Policy(Selector):
             )
         # The statistics are leaves of a policy: an optimizer of all leaves would change them.
         stats = jax.lax.stop_gradient(self.stats)
-        inputs = Inputs(image, text, image_mask, text_mask, stats)
+        inputs = Inputs(image, text, **masks, stats=stats)
         inputs.check(self.config.feature_width, width)
         return inputs
 
-    def _check_options(self, name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-        """Raises a TypeError for an unknown option of a method, a ValueError for a bad value."""
-        for option in options.keys() - {*known}:
-            function = f"{type(self).__name__}.{name}"
-            listed = f"its options: {', '.join(known) or 'none'}.{nearest(option, known)}"
-            raise TypeError(f"{function} has no option {option!r}; {listed}")
-        if "decoder" in options:
-            expect_type("decoder", options["decoder"], DecoderFns, "DecoderFns(init, step)")
-        if options.get("key") is not None:
-            check_key(options["key"])
-
     def _read_settings(self, settings: RlooSettings | None) -> RlooSettings:
-        """Returns settings with sets to draw, by default 8; raises as `rloo_loss`."""
-        draws = f"{self.name} draws no sets of tokens: train it with train_loss"
-        require(self.samples_subsets, draws)
+        """Returns the settings of RLOO, by default with 8 subsets."""
+        if not self.samples_subsets:
+            raise UserError(f"{self.name} samples no subsets of tokens: train it with train_loss")
         settings = RlooSettings(samples=8) if settings is None else settings
-        expect_type("settings", settings, RlooSettings, "PolicyGradientSettings")
-        require(settings.samples > 0, "settings.samples is 0, expected an integer from 2")
+        expect_type("settings", settings, RlooSettings, "RlooSettings")
+        if settings.samples == 0:
+            raise UserError("settings.samples is 0, expected an integer from 2")
         return settings
 
-    def _limits(self, inputs: Inputs, budget: Any, options: dict[str, Any]) -> Limits:
-        """Takes the fields of `Limits` out of options; without a budget its own holds."""
-        if budget is None:
-            self.require_kind(self.budget)
-        elif isinstance(budget, str | float | Budget):
-            shown = str(budget) if isinstance(budget, Budget) else repr(budget)
-            message = f"budget is {shown}, expected a count, or one for each row; a share, a mean "
-            raise UserError(message + "or the learned stop is set by policy.with_budget")
-        if budget is None and self.budget.kind == "count":
-            budget = self.budget.value
-        if budget is None and self.budget.kind == "rate":
-            sizes = jnp.sum(inputs.real, axis=1, dtype=jnp.int32)
-            budget = self.budget.counts(sizes, inputs.image.shape[1])
-        return Limits(budget, **{name: options.pop(name, None) for name in _LIMITS})
+    def _read_budget(self, inputs: Inputs, budget: Any) -> ArrayLike | None:
+        """Returns the exact counts of a call, or of the policy's budget; None without any."""
+        if isinstance(budget, str | float | Budget):
+            value = str(budget) if isinstance(budget, Budget) else repr(budget)
+            raise UserError(
+                f"budget is {value}, expected a count, or one for each row; a share, a mean or the "
+                "learned stop is set by policy.with_budget"
+            )
+        if budget is not None:
+            return budget
+        self.require_kind(self.budget)
+        if self.budget.kind == "count":
+            return self.budget.value
+        if self.budget.kind == "rate":
+            num_tokens = jnp.sum(inputs.real, axis=1, dtype=jnp.int32)
+            return self.budget.counts(num_tokens, inputs.image.shape[1])
+        return None
 
 
 def _expect_function(name: str, value: Any) -> None:
-    """Raises a UserError that names an argument unless it can be called."""
-    require(callable(value), f"{name} is a {type(value).__name__}, expected a function")
+    """Raises a UserError that names an argument unless it is callable."""
+    if not callable(value):
+        raise UserError(f"{name} is a {type(value).__name__}, expected a function")
+
+
+def _stack_rows(margins: Sequence[Float[np.ndarray, "b _"]]) -> Float[np.ndarray, "q t"]:
+    """Concatenates margins of different lengths; missing steps are infinite, where rows stop."""
+    steps = max(margin.shape[1] for margin in margins)
+    padded = [
+        np.pad(margin, ((0, 0), (0, steps - margin.shape[1])), constant_values=np.inf)
+        for margin in margins
+    ]
+    return np.concatenate(padded)
 
 
 @jax.jit
-def _margins(policy: Policy, inputs: Inputs, **options: Any) -> Float[Array, "b t"] | None:
-    """Computes stop margins of rollouts that do not stop."""
+def _stop_margins(policy: Policy, inputs: Inputs, **options: Any) -> Float[Array, "b t"] | None:
+    """Computes the margins of the stop up to T_max."""
     return policy.order(inputs, policy.longest(inputs.image.shape[1]), **options).margin

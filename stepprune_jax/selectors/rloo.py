@@ -1,8 +1,8 @@
-"""The objective of sampled sets: the language model answers from the kept tokens alone.
+"""RLOO (REINFORCE leave-one-out) on sampled subsets of tokens.
 
-Several sets are drawn for each question, each is answered as it would be at inference, and sets
-with better answers than their question's others become more probable. No gate, no denoiser and no
-backward pass through the language model are involved.
+Several subsets are sampled per question. The language model answers from each subset as it would
+at inference. Subsets with better answers than the question's other subsets become more probable.
+The objective uses no noise gate, no denoiser and no backward pass through the language model.
 """
 
 import contextlib
@@ -32,23 +32,23 @@ from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.selectors.base import Aux, Selector
 from stepprune_jax.settings import Settings, choice, setting, share
 
-# Share of what all tokens gain that sets have to gain by themselves, so that sets alone teach a
-# policy: between 8 % where they do and 4 % where they do not (the records of
-# experiments/RESULTS.md). It has to be exceeded by a standard error: a run that begins with sets in
-# vain learns nothing, and one that begins with the gate in vain little less.
-LEAST_GAIN = 0.06
+# Minimum gain of random subsets, as a fraction of the gain of all tokens, for starting with RLOO.
+# RLOO learned at a gain of 8 % and did not learn at 4 % (experiments/RESULTS.md). The gain has to
+# exceed the minimum by one standard error: if subsets cannot learn, the run fails, while starting
+# with the gate costs little.
+MIN_GAIN = 0.06
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RlooSettings(Settings, path="config.policy_gradient"):
-    """Training on sampled sets; the group `policy_gradient` of a configuration.
+    """Settings of RLOO; the group `policy_gradient` of a run's configuration.
 
     Attributes:
-        samples: sets drawn for each question; 0 for training through the noise gate.
-        longest: largest set, as a share of an image's tokens.
-        stops: share of the rows that end by the policy's stop, at a price of each token; the others
-            have an exact count, log-uniform up to `longest`. The price is the one of all tokens
-            that the stop would keep, also beyond `longest`.
+        samples: g, the number of subsets per question; 0 trains through the noise gate.
+        longest: size of the largest subset, as a fraction of an image's tokens.
+        stops: fraction of the rows that end by the policy's learned stop. All other rows have an
+            exact count, log-uniform up to `longest`. The stop pays the price of all tokens that it
+            would keep, also beyond `longest`.
         positions: position ids of kept tokens in `train.py`, "original" or "compact".
     """
 
@@ -58,33 +58,34 @@ class RlooSettings(Settings, path="config.policy_gradient"):
     positions: str = choice("original", POSITIONS)
 
 
-class SetRewards(NamedTuple):
-    """Rewards of each question from a few tokens and from all, before the price of any token.
+class SubsetRewards(NamedTuple):
+    """Reward of each question with subsets and with all tokens, without the price of tokens.
 
     Attributes:
-        sets: mean reward of the sets drawn for it.
-        luck: mean reward of the sets of another question's image, which luck and the question alone
-            make right.
-        all: reward of all tokens.
+        subsets: [b] mean reward of the question's subsets.
+        chance: [b] mean reward of the subsets of another question's image: the reward of guessing
+            from the question without its image.
+        full: [b] reward of all tokens.
     """
 
-    sets: Float[Array, "b"]
-    luck: Float[Array, "b"]
-    all: Float[Array, "b"]
+    subsets: Float[Array, "b"]
+    chance: Float[Array, "b"]
+    full: Float[Array, "b"]
 
 
 class SubsetGain(NamedTuple):
-    """Whether drawn sets teach a policy; `str` says so in words.
+    """Gain of random subsets, which decides whether RLOO can start; `str` explains it.
 
-    The spread of rewards among the sets of a question is no measure of that: with few possible
-    answers, lucky guesses spread them as much as tokens that matter do.
+    The standard deviation of the rewards of a question's subsets would be no criterion: with few
+    possible answers, lucky guesses spread the rewards as much as informative tokens do. A run's
+    folder stores the fields by their names.
 
     Attributes:
-        sets: mean reward of drawn sets.
-        luck: that of another image's sets.
-        all: that of all tokens.
+        sets: mean reward of sampled subsets.
+        luck: mean reward of the subsets of another question's image, right by chance.
+        all: mean reward of all tokens.
         error: standard error of `sets` - `luck`.
-        questions: how many questions these are means of.
+        questions: number of questions.
     """
 
     sets: float
@@ -95,40 +96,44 @@ class SubsetGain(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """What sets gain over another image's, as a share of what all tokens gain."""
-        room = self.all - self.luck
-        return (self.sets - self.luck) / room if room > 0 else 0.0
+        """The gain of subsets over chance, as a fraction of the gain of all tokens."""
+        full_gain = self.all - self.luck
+        return (self.sets - self.luck) / full_gain if full_gain > 0 else 0.0
 
     @property
     def suffices(self) -> bool:
-        """Whether sets are worth drawing from the start."""
-        return self.gain - self._doubt >= LEAST_GAIN
+        """Whether training can start with RLOO."""
+        return self.gain - self._gain_error >= MIN_GAIN
 
     @property
-    def _doubt(self) -> float:
-        """The standard error of the gain, of which what all tokens gain has next to none."""
-        room = self.all - self.luck
-        return self.error / room if room > 0 else 0.0
+    def _gain_error(self) -> float:
+        """The standard error of `gain`; the error of the gain of all tokens is neglected."""
+        full_gain = self.all - self.luck
+        return self.error / full_gain if full_gain > 0 else 0.0
 
     def __str__(self) -> str:
-        clear = "clearly" if self.suffices else "not clearly"
+        clarity = "clearly" if self.suffices else "not clearly"
         return (
-            f"a few tokens gain {100 * self.gain:.1f} +- {100 * self._doubt:.1f} % of what all "
-            f"tokens gain, {clear} more than the {100 * LEAST_GAIN:.0f} % from which sets alone "
-            f"teach a policy (mean probability of an answer: {self.sets:.3f} with a few, "
-            f"{self.luck:.3f} with those of another image, {self.all:.3f} with all; "
+            f"a few tokens gain {100 * self.gain:.1f} +- {100 * self._gain_error:.1f} % of what "
+            f"all tokens gain, {clarity} more than the {100 * MIN_GAIN:.0f} % from which sampled "
+            f"subsets teach a policy (mean probability of an answer: {self.sets:.3f} with a "
+            f"few, {self.luck:.3f} with a few of another image, {self.all:.3f} with all; "
             f"{self.questions} questions)"
         )
 
 
-def subset_gain(rewards: Iterable[SetRewards]) -> SubsetGain:
+def subset_gain(rewards: Iterable[SubsetRewards]) -> SubsetGain:
     """Averages the rewards of batches of questions, on the host."""
-    sets, luck, every = (
-        np.concatenate([np.asarray(x) for x in part]) for part in zip(*rewards, strict=True)
+    subsets, chance, full = (
+        np.concatenate([np.asarray(x) for x in field]) for field in zip(*rewards, strict=True)
     )
-    means = float(sets.mean()), float(luck.mean()), float(every.mean())
-    error = float((sets - luck).std()) / len(sets) ** 0.5
-    return SubsetGain(*means, error, len(sets))
+    return SubsetGain(
+        sets=float(subsets.mean()),
+        luck=float(chance.mean()),
+        all=float(full.mean()),
+        error=float((subsets - chance).std()) / len(subsets) ** 0.5,
+        questions=len(subsets),
+    )
 
 
 @implicit_promotion()
@@ -138,48 +143,49 @@ def rloo_loss(
     key: Array,
     inputs: Inputs,
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
-    progress: Progress,
+    *,
+    progress: Progress = Progress(),
 ) -> tuple[Float[Array, ""], Aux]:
-    """Computes minus the mean of advantage times log-probability, and the price of the stop.
+    """Computes -mean(advantage x log-probability), plus the price of the learned stop.
 
-    The reward of a set is the geometric mean probability of the answer's tokens. What the stop
-    keeps has its expected price, from an episode without an end: beyond the largest set there are
-    no rewards, and without a price nothing would teach the stop there.
+    The reward of a subset is the geometric mean probability of the answer's tokens. The price of
+    the stop is the expected price of an episode that runs to T_max. Subsets beyond the largest
+    size have no rewards, so only the price teaches the stop there.
 
     Args:
-        method: the method that is trained; differentiate with respect to its weights alone.
-        settings: of the objective.
+        method: the method to train; differentiate with respect to its weights only.
+        settings: settings of RLOO.
         key: PRNG key; consumed.
         inputs: image and question, never the answer.
-        answer_loss_fn: maps the sets of each row, [b, g, ...], to the mean loss of the answer's
-            tokens, [b, g].
-        progress: schedules of the training so far.
+        answer_loss_fn: maps the subsets of each row, with leaves [b, g, ...], to the mean loss of
+            the answer's tokens, [b, g].
+        progress: progress of training.
 
     Returns:
-        As `Selector.loss`.
+        The loss, its metrics and the next state.
 
     Raises:
         ValueError: losses of another shape than [b, g].
     """
-    draw_key, stop_key = jax.random.split(key)
-    draw, kept = _draw(method, settings, draw_key, inputs, progress)
-    loss = _answer_losses(answer_loss_fn, kept).T
-    reward = jnp.exp(-loss)
+    sample_key, stop_key = jax.random.split(key)
+    subsets, kept = _sample_and_gather(method, settings, sample_key, inputs, progress)
+    answer_loss = _answer_losses(answer_loss_fn, kept).T
+    reward = jnp.exp(-answer_loss)
     advantage = jax.lax.stop_gradient(leave_one_out(reward))
-    value = -jnp.mean(advantage * draw.log_prob)
-    scalars = {
-        "lm_loss": jnp.mean(loss),
+    loss = -jnp.mean(advantage * subsets.log_prob)
+    metrics = {
+        "lm_loss": jnp.mean(answer_loss),
         "reward": jnp.mean(reward),
         "reward_std": jnp.mean(jnp.std(reward, axis=0)),
-        "entropy": jnp.mean(draw.entropy),
+        "entropy": jnp.mean(subsets.entropy),
     }
     if method.has_stop and settings.stops:
         stop = method.price_stop(inputs, stop_key, progress)
-        value = value + settings.stops * jnp.mean(stop.price)
-        scalars |= stop_metrics(stop.count, stop.shortest, stop.longest)
+        loss = loss + settings.stops * jnp.mean(stop.price)
+        metrics |= stop_metrics(stop.count, stop.shortest, stop.longest)
     else:
-        scalars["k_mean"] = jnp.mean(draw.picks.count.astype(jnp.float32))
-    return value, Aux(scalars, progress.state)
+        metrics["k_mean"] = jnp.mean(subsets.picks.count.astype(jnp.float32))
+    return loss, Aux(metrics, progress.state)
 
 
 @implicit_promotion()
@@ -189,79 +195,83 @@ def subset_rewards(
     key: Array,
     inputs: Inputs,
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
-) -> SetRewards:
-    """Computes what the sets of a policy as it is are worth, all of exact counts.
+) -> SubsetRewards:
+    """Computes the rewards of a policy's subsets, which all have exact counts.
 
-    With drawn weights the sets are random ones. Arguments are those of `rloo_loss`, but
-    `answer_loss_fn` is also called with one set of all tokens, [b, 1, n].
+    A policy with randomly initialized weights samples random subsets. The arguments are those of
+    `rloo_loss`. `answer_loss_fn` is also called with one subset of all tokens, [b, 1, n].
     """
-    counted = dataclasses.replace(settings, stops=0.0)
-    _, kept = _draw_at_once(method, counted, key, inputs, Progress())
-    n, size = inputs.image.shape[1], jnp.sum(inputs.real, axis=1)
-    every = jnp.argsort(~inputs.real, axis=1, stable=True)  # padding last
-    whole = gather(first_picks(every, size, n), inputs.whole, n)
-    luck = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), kept)
+    exact_settings = dataclasses.replace(settings, stops=0.0)
+    _, kept = _jit_sample_and_gather(method, exact_settings, key, inputs, Progress())
+    n, num_tokens = inputs.image.shape[1], jnp.sum(inputs.real, axis=1)
+    real_first = jnp.argsort(~inputs.real, axis=1, stable=True)
+    all_kept = gather(first_picks(real_first, num_tokens, n), inputs.with_deepstack, n)
+    all_kept = jax.tree.map(lambda x: x[:, None], all_kept)
+    mismatched = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), kept)
 
-    def reward(kept):
+    def mean_reward(kept):
         return jnp.mean(jnp.exp(-_answer_losses(answer_loss_fn, kept)), axis=1)
 
-    return SetRewards(reward(kept), reward(luck), reward(jax.tree.map(lambda x: x[:, None], whole)))
+    return SubsetRewards(mean_reward(kept), mean_reward(mismatched), mean_reward(all_kept))
 
 
 def _answer_losses(
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]], kept: Pruned
 ) -> Float[Array, "b g"]:
-    """Returns the losses of all sets, [b, g].
+    """Returns the checked losses of all subsets, [b, g].
 
-    With as many sets as rows, losses [g, b] have the right shape. The shape of the losses of one
-    set tells them apart, unless the function cannot be traced.
+    If b = g, losses [g, b] would pass the check of the shape. Their shape for a single subset
+    reveals the mistake, unless the function cannot be traced.
     """
     b, g = kept.count.shape
     if b == g > 1:
-        one = jax.tree.map(lambda x: x[:, :1], kept)
-        with contextlib.suppress(jax.errors.JAXTypeError):  # a program that reads values
-            _require_sets(jax.eval_shape(answer_loss_fn, one), b, 1)
+        single = jax.tree.map(lambda x: x[:, :1], kept)
+        with contextlib.suppress(jax.errors.JAXTypeError):  # the function reads concrete values
+            _require_subset_losses(jax.eval_shape(answer_loss_fn, single), b, 1)
     losses = answer_loss_fn(kept)
-    _require_sets(losses, b, g)
+    _require_subset_losses(losses, b, g)
     return jnp.asarray(losses)
 
 
-def _require_sets(losses: Any, b: int, g: int) -> None:
-    expected = f"({b}, {g}), a loss for each of the {g} sets of each of the {b} rows"
+def _require_subset_losses(losses: Any, b: int, g: int) -> None:
+    """Raises a ValueError unless the losses have shape [b, g]."""
+    expected = f"({b}, {g}), a loss for each of the {g} subsets of each of the {b} rows"
     require_losses("answer_loss_fn", losses, (b, g), expected)
 
 
-def _draw(
+def _sample_and_gather(
     method: Selector,
     settings: RlooSettings,
     key: Array,
     inputs: Inputs,
     progress: Progress,
 ) -> tuple[SampledSubsets, Pruned]:
-    """Draws sets, and gathers their tokens, [b, g, ...]."""
-    draw_key, budget_key, own_key = jax.random.split(key, 3)
+    """Samples subsets and gathers their tokens.
+
+    Returns:
+        The subsets, with a leading axis g, and their tokens, with leaves [b, g, ...].
+    """
+    subset_key, budget_key, stop_key = jax.random.split(key, 3)
     (b, n), g = inputs.image.shape[:2], settings.samples
-    size = jnp.sum(inputs.real, axis=1)
+    num_tokens = jnp.sum(inputs.real, axis=1)
     capacity = max(1, int(settings.longest * n))
-    longest = jnp.clip((settings.longest * size).astype(jnp.int32), 1, capacity)
+    max_count = jnp.clip((settings.longest * num_tokens).astype(jnp.int32), 1, capacity)
     shares = min(RANDOM_BUDGET[0], settings.longest), settings.longest
-    exact = draw_budgets(budget_key, size, longest, shares)
-    own = jax.random.uniform(own_key, (b,), jnp.float32) < (
-        settings.stops if method.has_stop else 0.0
-    )
+    budget = draw_budgets(budget_key, num_tokens, max_count, shares)
+    stop_share = settings.stops if method.has_stop else 0.0
+    uses_stop = jax.random.uniform(stop_key, (b,), jnp.float32) < stop_share
     limits = Limits(
-        min_tokens=jnp.where(own, jnp.minimum(method.min_tokens, longest), exact),
-        max_tokens=jnp.where(own, longest, exact),
+        min_tokens=jnp.where(uses_stop, jnp.minimum(method.min_tokens, max_count), budget),
+        max_tokens=jnp.where(uses_stop, max_count, budget),
         max_steps=capacity,
     )
-    keys = jax.random.split(draw_key, g)
-    draw = method.sample_subsets(inputs, limits, keys, progress)
+    subsets = method.sample_subsets(inputs, limits, jax.random.split(subset_key, g), progress)
 
-    def sets(picks):
-        return gather(picks, inputs.whole, capacity)
+    def gather_subset(picks):
+        return gather(picks, inputs.with_deepstack, capacity)
 
-    return draw, jax.vmap(sets, out_axes=1)(draw.picks)
+    return subsets, jax.vmap(gather_subset, out_axes=1)(subsets.picks)
 
 
-# One program, where the caller has none around it.
-_draw_at_once = jax.jit(_draw, static_argnums=1)
+# A single program, for callers outside of jit.
+_jit_sample_and_gather = jax.jit(_sample_and_gather, static_argnums=1)

@@ -1,4 +1,4 @@
-"""StepPrune as a pruner: a pointer decoder picks tokens one by one and stops by itself."""
+"""StepPrune as a pruner: a pointer decoder chooses tokens one by one, with a learned stop."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from stepprune_jax import policy
 from stepprune_jax.policy import (
     Inputs,
     Limits,
-    OwnStop,
     Picks,
     PolicyConfig,
     Progress,
     SampledSubsets,
+    StopPrice,
 )
 from stepprune_jax.policy.budget import draw_log_prices
 from stepprune_jax.policy.gathering import as_arrays
 from stepprune_jax.policy.jax_settings import AnyKey
 from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
-from stepprune_jax.policy.rollout import longest
+from stepprune_jax.policy.rollout import max_steps_per_row
 from stepprune_jax.policy.trajectory import count_at_bias
 from stepprune_jax.pruning.base import Kept, PrunerInputs, Ranking, from_picks, take_first
 from stepprune_jax.pruning.budget import EXACT
@@ -34,14 +34,15 @@ from stepprune_jax.selectors.policy import Policy
 
 @dataclasses.dataclass(frozen=True)
 class StepPrune(Policy):
-    """Keeps the tokens that a trained policy picks.
+    """Keeps the tokens that a trained pointer policy chooses.
 
     Attributes:
-        budget: exact count or share, mean count by its calibration, or "own": its learned stop.
+        budget: an exact count or fraction; a mean count, which needs a calibration; or "own" for
+            the learned stop.
         config: configuration of the policy.
-        group: tokens taken from one pointer distribution; None for the policy's own.
-        seed: seed of the draws, of a policy that draws its tokens.
-        draw: temperature of the draws, 0 for none; None for the policy's own.
+        group: number of tokens per pointer distribution; None for the configuration's number.
+        seed: seed of the sampled tokens.
+        draw: sampling temperature, 0 for no sampling; None for the configuration's temperature.
     """
 
     config: PolicyConfig = dataclasses.field(default_factory=PolicyConfig, kw_only=True)
@@ -66,11 +67,11 @@ class StepPrune(Policy):
     # Training.
 
     def specs(self) -> Weights:
-        """Returns the table of `policy.init_policy`."""
+        """Returns the specifications of the weights of `policy.init_policy`."""
         return param_specs(self.config)
 
     def init_state(self) -> Any:
-        """Returns the running mean of K if a reading of the paper asks for it."""
+        """Returns the running mean of K if `soft_budget` is "batch_mean"; () otherwise."""
         return jnp.zeros(()) if self.config.soft_budget == "batch_mean" else ()
 
     def loss(
@@ -81,7 +82,10 @@ class StepPrune(Policy):
         progress: Progress,
         **options: Any,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes `policy.train_loss`, which also has the options, and `policy.policy_metrics`."""
+        """Computes `policy.train_loss` and `policy.policy_metrics`.
+
+        Options are the keyword arguments of `policy.train_loss`.
+        """
         loss, aux = policy.train_loss(
             self.params, self.config, key, inputs, lm_loss_fn, progress=progress, **options
         )
@@ -90,9 +94,13 @@ class StepPrune(Policy):
     def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
     ) -> SampledSubsets:
-        """Draws as `policy.sample`, at a token price of each row's own; see `price_range`."""
-        # Not 1, which may give the same key as the second part of a split, by which draws stop. A
-        # clone, because jax's check of key reuse counts a key that is indexed as used.
+        """Samples subsets with `policy.sample`; the token price is random per row.
+
+        The stop is trained at random prices; see `PolicyConfig.price_range`.
+        """
+        # The key is folded with 2, because folding with 1 may equal the second key of a split,
+        # which samples the stop. The key is cloned, because jax's check of key reuse counts an
+        # indexed key as used.
         price_key = jax.random.fold_in(jax.random.clone(keys)[0], 2)
         rows = inputs.image.shape[0]
         return policy.sample(
@@ -105,107 +113,113 @@ class StepPrune(Policy):
             stop_bias=draw_log_prices(price_key, self.config, rows),
         )
 
-    def price_stop(self, inputs: Inputs, key: Array, progress: Progress) -> OwnStop:
-        """Computes `policy.price_stop`."""
+    def price_stop(self, inputs: Inputs, key: Array, progress: Progress) -> StopPrice:
+        """Computes the expected price of the learned stop's tokens with `policy.price_stop`."""
         return policy.price_stop(
             self.params, self.config, inputs, key, text_gate=progress.text_gate
         )
 
     def is_stop(self, path: str) -> bool:
-        """Returns True for the stop slot and a hazard's layer."""
+        """Returns True for the stop slot and the hazard layer."""
         return "stop" in path or "hazard" in path
 
     @property
     def min_tokens(self) -> int:
-        """The configuration's minimum."""
+        """The configuration's minimum number of tokens."""
         return self.config.min_tokens
 
     @property
     def clips_stop_apart(self) -> bool:
-        """A hazard's gradients reach only its own weights; their size must not affect the rest."""
+        """True for a hazard: its gradients reach only its weights, and must not scale others."""
         return self.config.stop == "hazard"
 
     @property
     def encoder_config(self) -> PolicyConfig:
-        """The configuration itself."""
+        """The configuration, whose encoder the policy uses."""
         return self.config
 
     @property
     def pointer_group(self) -> int:
-        """The method's own group, or the configuration's."""
+        """The group of the method, or else of the configuration."""
         return self.group or self.config.group
 
     # Selection.
 
     def longest(self, num_tokens: int) -> int:
-        """Returns T_max."""
+        """Returns T_max for an image of `num_tokens` tokens."""
         return self.config.steps(num_tokens)
 
     def prepare(self) -> "StepPrune":
-        """Also casts the weights to the compute dtype."""
+        """Returns a copy for many calls, with weights cast to the compute dtype."""
         params = policy.cast_weights(self.params, self.config.dtype)
         return super().prepare().replace(params=params)
 
     def order(
         self, inputs: Inputs, steps: int, key: Array | None = None, **options: Any
     ) -> Ranking:
-        """Rolls the policy out past its stop, recording margins without the bias."""
+        """Orders tokens up to `steps` and records the margins of the stop, without `stop_bias`.
+
+        Options are the keyword arguments of `policy.rank`.
+        """
         limits = Limits(max_steps=steps, group=self.group, draw=self.draw)
         ranked = policy.rank(self.params, self.config, inputs, limits, key=key, **options)
         return Ranking(ranked.choice, ranked.margin)
 
     def as_arrays(self, inputs: Inputs, limits: Limits) -> Limits:
-        """Returns limits whose counts are arrays, so that all of them share a program."""
-        return as_arrays(self._own(limits), self.config, *inputs.image.shape[:2])
+        """Converts the counts of limits to arrays, so that all counts share one program."""
+        return as_arrays(self._fill_limits(limits), self.config, *inputs.image.shape[:2])
 
     def choose(
         self, inputs: Inputs, limits: Limits, key: Array | None = None, **options: Any
     ) -> Picks:
-        """Picks tokens until every row has stopped; see `policy.choose`, which has the options."""
-        limits, bias = self._own(limits), self.bias if limits.budget is None else 0.0
+        """Chooses tokens until every row has stopped.
+
+        Options are the keyword arguments of `policy.choose`.
+        """
+        bias = self.bias if limits.budget is None else 0.0
+        limits = self._fill_limits(limits)
         return policy.choose(
             self.params, self.config, inputs, limits, stop_bias=bias, key=key, **options
         )
 
-    def _own(self, limits: Limits) -> Limits:
-        """Returns limits with the method's own group and temperature, where they have none."""
-        group, draw = limits.group, limits.draw
+    def _fill_limits(self, limits: Limits) -> Limits:
+        """Replaces a missing group and sampling temperature by those of the method."""
         return dataclasses.replace(
             limits,
-            group=self.group if group is None else group,
-            draw=self.draw if draw is None else draw,
+            group=self.group if limits.group is None else limits.group,
+            draw=self.draw if limits.draw is None else limits.draw,
         )
 
     def open_scores(
         self, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """Returns the soft scores of the gate's episode, and the mean entropy of its pointer."""
-        limits = Limits(budget=budget, draw=0.0)  # as `gate` rolls out
+        """Returns the soft scores of the training gate, and the mean entropy of the pointer."""
+        limits = Limits(budget=budget, draw=0.0)  # `policy.gate` does not sample tokens
         trajectory = policy.select(self.params, self.config, inputs, limits)
         return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
 
     def rank(self, view: PrunerInputs, steps: int) -> Ranking:
-        """Also makes margins infinite from each row's T_max on, where every row stops."""
+        """Orders the tokens; margins are infinite from each row's T_max on, where it stops."""
         order, margin = super().rank(view, steps)
-        assert margin is not None  # `order` records margins
-        token_limit = longest(self.config, jnp.sum(self.inputs(view).real, axis=1))
+        token_limit = max_steps_per_row(self.config, jnp.sum(self.inputs(view).real, axis=1))
         before_end = jnp.arange(order.shape[1]) < token_limit[:, None]
-        return Ranking(order, jnp.where(before_end, margin, jnp.inf))
+        return Ranking(order, jnp.where(before_end, jnp.asarray(margin), jnp.inf))
 
     def counts(self, ranking: Ranking, exact: Int[ArrayLike, "r"]) -> Int[ArrayLike, "r"]:
-        """Returns the exact count, or the count at which the policy stops."""
+        """Returns the exact count, or the count at which the learned stop ends each row."""
         if self.budget.is_exact:
             return exact
-        least = min(self.min_tokens, ranking.order.shape[1])
-        return count_at_bias(jnp.asarray(ranking.margin), self.bias, least)
+        min_tokens = min(self.min_tokens, ranking.order.shape[1])
+        return count_at_bias(jnp.asarray(ranking.margin), self.bias, min_tokens)
 
     def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Chooses the tokens of a view; an exact budget keeps vectors of zeros after all others."""
-        exact, inputs = self.budget.is_exact, self.inputs(view)
-        steps = min(self.config.steps(view.tokens.shape[1]), capacity)  # none is kept past these
-        limits = Limits(max_steps=steps, budget=view.count) if exact else Limits()
-        picks = self.choose(inputs, limits, view.keys(self.seed))
-        if not exact:
+        """Chooses the tokens to keep; an exact budget keeps zero vectors after all other tokens."""
+        inputs, key = self.inputs(view), view.keys(self.seed)
+        if not self.budget.is_exact:
+            picks = self.choose(inputs, Limits(), key)
             return from_picks(view.whole, picks, capacity)
+        # Steps beyond the capacity choose no token that is kept.
+        steps = min(self.config.steps(view.tokens.shape[1]), capacity)
+        picks = self.choose(inputs, Limits(max_steps=steps, budget=view.count), key)
         order = zeros_last(picks.action, inputs.image_mask)
         return take_first(view.whole, order, view.count, capacity)

@@ -1,8 +1,8 @@
-"""VisionSelector: one small attention head scores every token, the k best are kept.
+"""VisionSelector: a small attention head scores every token, and the k best tokens are kept.
 
-Zhu et al. (https://arxiv.org/abs/2510.16598). A token's score is the mean logit of its query with
-the keys of all tokens of the image. Training multiplies each token by sigmoid(score + t), with t
-such that these sum to k, and draws the gates to 0 and 1.
+Zhu et al. (https://arxiv.org/abs/2510.16598). The score of a token is the mean logit of its query
+with the keys of all tokens of the image. Training multiplies each token by the gate
+sigmoid(score + t), where t makes the gates sum to k, and pushes the gates towards 0 and 1.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ _EXACT = jax.lax.Precision.HIGHEST
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class VisionSelectorConfig(Settings, path="VisionSelectorConfig"):
-    """Shape and training of the scorer; static under `jax.jit`.
+    """Shape and training of the scorer; a static pytree node under `jax.jit`.
 
     Attributes:
         feature_width: width of the image tokens.
-        text_width: 0, as it does not see the question.
-        hidden_dim: width of its head; `None` means half of `feature_width`.
-        budget: share of an image's tokens kept in training.
-        reg_weight_start: weight of the distance of the gates from 0 and 1 at the start of training.
-        reg_weight_end: weight at the end; linear in between.
+        text_width: 0, because the scorer does not read the question.
+        hidden_dim: width of the attention head; `None` means half of `feature_width`.
+        budget: fraction of an image's tokens to keep in training.
+        reg_weight_start: weight of the gates' distance from 0 and 1 at the start of training.
+        reg_weight_end: weight of the distance at the end; linear in between.
     """
 
     feature_width: int = setting(3584, "a width from 1", lambda width: width >= 1)
@@ -54,53 +54,62 @@ class VisionSelectorConfig(Settings, path="VisionSelectorConfig"):
 
     @property
     def width(self) -> int:
-        """Width of queries and keys."""
+        """The width of queries and keys."""
         return self.feature_width // 2 if self.hidden_dim is None else self.hidden_dim
 
 
 def scores(weights: Weights, inputs: Inputs) -> Float[Array, "b n"]:
-    """Scores tokens in float32: query_i . mean_j key_j / sqrt(width), which is linear in x_i."""
+    """Computes score_i = query_i . mean_j key_j / sqrt(width), in float32; linear in token i."""
     query, key = weights["query"], weights["key"]
     tokens = standardise(jnp.asarray(inputs.image), inputs.stats).astype(jnp.float32)
     tokens = jnp.where(inputs.real[..., None], tokens, 0)
-    mean = jnp.sum(tokens, axis=1) / jnp.maximum(1, jnp.sum(inputs.real, axis=1, keepdims=True))
-    mean_key = jnp.matmul(mean, key["kernel"], precision=_EXACT) + key["bias"]
+    num_tokens = jnp.sum(inputs.real, axis=1, keepdims=True)
+    mean_token = jnp.sum(tokens, axis=1) / jnp.maximum(1, num_tokens)
+    mean_key = jnp.matmul(mean_token, key["kernel"], precision=_EXACT) + key["bias"]
     direction = jnp.matmul(mean_key, query["kernel"].T, precision=_EXACT)
-    found = jnp.einsum("bnd,bd->bn", tokens, direction, precision=_EXACT)
+    product = jnp.einsum("bnd,bd->bn", tokens, direction, precision=_EXACT)
     offset = jnp.einsum("bh,h->b", mean_key, query["bias"], precision=_EXACT)
-    return (found + offset[:, None]) / jnp.sqrt(jnp.float32(mean_key.shape[1]))
+    return (product + offset[:, None]) / jnp.sqrt(jnp.float32(mean_key.shape[1]))
 
 
 def soft_logits(
     scores: Float[Array, "b n"], real: Bool[Array, "b n"], count: Int[Array, "b"]
 ) -> Float[Array, "b n"]:
-    """Returns score + t, whose sigmoids sum to `count`, with the gradient of t."""
-    most = jnp.max(scores, axis=1, initial=MASKED, where=real, keepdims=True)
-    least = jnp.min(scores, axis=1, initial=-MASKED, where=real, keepdims=True)
-    wanted, still = count[:, None].astype(jnp.float32), jax.lax.stop_gradient(scores)
+    """Returns logits score + t whose sigmoids sum to `count`, differentiable including t.
 
-    def total(scores, t):
+    Args:
+        scores: [b, n] score of each token.
+        real: [b, n] True at real tokens.
+        count: [b] sum of the gates of each row.
+    """
+    max_score = jnp.max(scores, axis=1, initial=MASKED, where=real, keepdims=True)
+    min_score = jnp.min(scores, axis=1, initial=-MASKED, where=real, keepdims=True)
+    target, fixed_scores = count[:, None].astype(jnp.float32), jax.lax.stop_gradient(scores)
+
+    def gate_sum(scores, t):
         return jnp.sum(jnp.where(real, jax.nn.sigmoid(scores + t), 0), axis=1, keepdims=True)
 
-    def halve(_, ends):
-        low, high = ends
+    def halve(_, bracket):
+        low, high = bracket
         middle = (low + high) / 2
-        few = total(still, middle) < wanted
-        return jnp.where(few, middle, low), jnp.where(few, high, middle)
+        is_below = gate_sum(fixed_scores, middle) < target
+        return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
 
-    ends = jax.lax.stop_gradient((-most - 10, -least + 10))
-    low, high = jax.lax.fori_loop(0, 64, halve, ends)
+    # At the ends of the bracket all gates are below e^-10 or above 1 - e^-10.
+    bracket = jax.lax.stop_gradient((-max_score - 10, -min_score + 10))
+    low, high = jax.lax.fori_loop(0, 64, halve, bracket)
     t = (low + high) / 2
-    # A step of Newton's method that changes no value, but has the gradient of the root.
-    gates = jax.nn.sigmoid(still + t)
+    # A Newton step of value 0, whose gradient is the gradient of the root t.
+    gates = jax.nn.sigmoid(fixed_scores + t)
     slope = jnp.sum(jnp.where(real, gates * (1 - gates), 0), axis=1, keepdims=True)
-    step = (total(still, t) - total(scores, t)) / jnp.maximum(slope, jnp.finfo(jnp.float32).tiny)
-    return scores + t + step
+    excess = gate_sum(scores, t) - gate_sum(fixed_scores, t)
+    newton_step = -excess / jnp.maximum(slope, jnp.finfo(jnp.float32).tiny)
+    return scores + t + newton_step
 
 
 @dataclasses.dataclass(frozen=True)
 class VisionSelector(Policy):
-    """Keeps the tokens that a trained scorer, which does not see the question, ranks best.
+    """Keeps the tokens with the best scores of a trained scorer that does not read the question.
 
     Attributes:
         config: configuration of the scorer.
@@ -117,7 +126,7 @@ class VisionSelector(Policy):
     config_type: ClassVar[type | None] = VisionSelectorConfig
 
     def specs(self) -> Weights:
-        """Returns a linear layer for queries, and one for keys."""
+        """Returns the specifications of a linear layer for queries and another for keys."""
         d, h = self.config.feature_width, self.config.width
         layer = {
             "kernel": ParamSpec((d, h), ("embed", "heads"), "token"),
@@ -133,20 +142,20 @@ class VisionSelector(Policy):
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Adds the gates' distance from the top k to the language-modelling loss."""
-        config, real, found = self.config, inputs.real, scores(self.params, inputs)
+        """Computes the language-modelling loss plus the distance of the gates from 0 and 1."""
+        config, real, token_scores = self.config, inputs.real, scores(self.params, inputs)
         count = jnp.maximum(1, jnp.floor(config.budget * jnp.sum(real, axis=1))).astype(jnp.int32)
-        logits = soft_logits(found, real, count)
+        logits = soft_logits(token_scores, real, count)
         gates = jnp.where(real, jax.nn.sigmoid(logits), 0)
-        image = jnp.asarray(inputs.whole)
+        image = jnp.asarray(inputs.with_deepstack)
         lm_loss = lm_loss_fn((gates[..., None] * image).astype(image.dtype)).astype(jnp.float32)
-        rank = jnp.argsort(by_score(found, real), axis=1)
+        rank = jnp.argsort(by_score(token_scores, real), axis=1)
         sign = jnp.where(rank < count[:, None], 1.0, -1.0)
         distance = -jnp.mean(jax.nn.log_sigmoid(sign * logits), where=real)
         start, end = config.reg_weight_start, config.reg_weight_end
         loss = lm_loss + (start + (end - start) * progress.share) * distance
-        scalars = {"lm_loss": lm_loss, "distance": distance, "k_mean": jnp.mean(count * 1.0)}
-        return loss, Aux(scalars)
+        metrics = {"lm_loss": lm_loss, "distance": distance, "k_mean": jnp.mean(count * 1.0)}
+        return loss, Aux(metrics)
 
     @implicit_promotion()
     def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:

@@ -20,7 +20,7 @@ from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, Pruned, update_stats
 from stepprune_jax.selectors import RlooSettings, Selector, rloo_loss
 from stepprune_jax.selectors.base import Weights, nonzero_tokens
-from stepprune_jax.selectors.rloo import SetRewards, subset_rewards
+from stepprune_jax.selectors.rloo import SubsetRewards, subset_rewards
 from stepprune_jax.training.language_loss import (
     ForwardOptions,
     Targets,
@@ -101,7 +101,7 @@ def _optimizer(setup: StepConfig) -> optax.GradientTransformationExtraArgs:
 
 def init_state(key: Array, setup: StepConfig) -> State:
     """Draws the state before the first update; `key` is consumed."""
-    params = setup.method.draw_params(key)
+    params = setup.method.init_params(key)
     moments = _optimizer(setup).init(params)
     none = jnp.zeros((), jnp.int32)
     return State(params, moments, setup.method.init_state(), none, none)
@@ -201,7 +201,7 @@ def learn(
         draw_key, seen = jax.random.fold_in(key, step), _standardised(inputs, stats)
         method, sampled = setup.method.replace(params=trained), setup.policy_gradient
         if sampled.samples:
-            value, aux = rloo_loss(method, sampled, draw_key, seen, loss_fn, progress)
+            value, aux = rloo_loss(method, sampled, draw_key, seen, loss_fn, progress=progress)
         else:
             value, aux = method.loss(draw_key, seen, loss_fn, progress)
         return value, jax.lax.stop_gradient(aux)
@@ -245,7 +245,7 @@ def _try_sets(
     batch: TrainingBatch,
     key: Array,
     setup: StepConfig,
-) -> SetRewards:
+) -> SubsetRewards:
     """Computes what sets of the policy as it is are worth on a batch; `key` is consumed."""
     inputs = _standardised(selector_inputs(params, setup, batch), stats)
     method, losses = setup.method.replace(params=trained), _set_losses(params, setup, batch)

@@ -18,7 +18,7 @@ from stepprune_jax.parallel.placement import mesh_of, place_rows, replicate_like
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.policy.jax_settings import THREEFRY, jax_defaults
 from stepprune_jax.selectors import Policy, SubsetGain
-from stepprune_jax.selectors.rloo import SetRewards, subset_gain
+from stepprune_jax.selectors.rloo import SubsetRewards, subset_gain
 from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches
 from stepprune_jax.training.settings import Phase, Run, make_step_config
@@ -102,7 +102,7 @@ class Trainer:
             tried = step.measure_subset_gain(self._model.params, *arguments, setup=setup)
             # At once, as batches that wait take memory. The last batch may begin another epoch.
             unseen = epoch - number * size
-            rewards.append(SetRewards(*(x[:unseen] for x in jax.device_get(tried))))
+            rewards.append(SubsetRewards(*(x[:unseen] for x in jax.device_get(tried))))
         return subset_gain(rewards)
 
     def follow(self, phases: Sequence[Phase]) -> None:

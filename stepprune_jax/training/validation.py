@@ -26,7 +26,15 @@ from stepprune_jax.policy.buckets import choose_bucket
 from stepprune_jax.pruning import Budget
 from stepprune_jax.selectors import Policy
 from stepprune_jax.selectors.calibration import StopCounts, describe_counts
-from stepprune_jax.selectors.diagnosis import ALL, NONE, OTHER, OWN, RANDOM, cases, describe
+from stepprune_jax.selectors.diagnosis import (
+    ALL,
+    NONE,
+    OTHER_QUESTION,
+    POLICY,
+    RANDOM,
+    cases,
+    describe,
+)
 from stepprune_jax.training.batches import stack_targets
 from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_scores
 from stepprune_jax.training.settings import Run
@@ -36,7 +44,13 @@ FOLDER = "overlays"
 _SHARES = (8, 4, 2, 1)
 
 # The cases of a diagnosis, as they are named in a validation's row.
-_CASES = {OWN: "", ALL: "_all", NONE: "_none", RANDOM: "_random", OTHER: "_other_question"}
+_CASES = {
+    POLICY: "",
+    ALL: "_all",
+    NONE: "_none",
+    RANDOM: "_random",
+    OTHER_QUESTION: "_other_question",
+}
 
 _scores = jit_for_weights(row_scores, ("backbone", "options"))
 
@@ -98,7 +112,7 @@ class Validation:
         right = np.array(list(map(is_right, answers.texts, self._split.answers)))
         found = self._compare(policy, answers)
         read = policy.config.text_width  # else another question changes nothing
-        losses = {case: loss for case, (loss, _) in found.items() if read or case != OTHER}
+        losses = {case: loss for case, (loss, _) in found.items() if read or case != OTHER_QUESTION}
         stops = self._stops(policy, count)
         diagnosis = describe(
             round(float(count.mean())), losses, entropy, recipe=recipe, stops=stops
@@ -111,7 +125,7 @@ class Validation:
         for case, name in _CASES.items():
             loss, told = found[case]
             row[f"loss{name}"] = float(loss.sum() / supervised)  # mean over supervised tokens
-            told = right if case == OWN else told
+            told = right if case == POLICY else told
             row[f"accuracy{name}"] = round(100 * float(told.mean()), 2)
         return row | {
             "k_mean": float(count.mean()),
@@ -195,7 +209,7 @@ class Validation:
     def _draw(self, path: Path, answers: Answers, right: Bool[np.ndarray, " q"]) -> None:
         """Draws the first few questions."""
         # Imported here: it imports matplotlib, which a run without overlays does not need.
-        from stepprune_jax.visualize.overlays import Overlay, draw_rows, judged
+        from stepprune_jax.visualize.overlays import Overlay, draw_rows, format_answer
         from stepprune_jax.visualize.patches import square_patches
 
         shown, images, backbone = [], self._encoded.images, self._model.backbone
@@ -209,7 +223,7 @@ class Validation:
                     title=f"K = {answers.kept[i]}",
                     category=question.category,
                     text=question.text,
-                    answer=judged(answers.texts[i], self._split.answers[i], bool(right[i])),
+                    answer=format_answer(answers.texts[i], self._split.answers[i], bool(right[i])),
                     is_correct=bool(right[i]),
                     grid=max(grid),
                 )

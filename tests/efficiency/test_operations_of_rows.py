@@ -42,7 +42,7 @@ def test_a_rows_operations_are_those_of_its_program(model, batch, name):
     (row,) = read_rows([name], model.config, decoder_layers=1, dtype="float32")
     pruner, config = row.pruner, model.config
     if isinstance(pruner, TrainedPruner):
-        params = jax.eval_shape(pruner.draw_params, jax.random.key(0))
+        params = jax.eval_shape(pruner.init_params, jax.random.key(0))
         pruner = pruner.replace(params=params, stats=FeatureStats.start(config.feature_width))
     ready = pipeline.prepare(model, pruner, batch.prompts, batch.images, RunOptions(2))
     schedule = pruner.schedule(config, config.max_image_tokens)

@@ -115,16 +115,16 @@ def copied(run, tmp_path):
 
 
 @pytest.fixture
-def ranked(monkeypatch):
-    """The rankings that are made: by which pruner, of how many questions, of how many tokens."""
-    made, rank = [], dataset.rank_all
+def rankings(monkeypatch):
+    """Records each ranking: name of the pruner, number of questions, number of steps."""
+    records, rank_all = [], dataset.rank_all
 
     def recording_rank(model, method, prompts, vision, **options):
         records.append((method.name, len(prompts.length), options["steps"]))
         return rank_all(model, method, prompts, vision, **options)
 
-    monkeypatch.setattr(dataset, "rank_all", watched)
-    return made
+    monkeypatch.setattr(dataset, "rank_all", recording_rank)
+    return records
 
 
 def lines(run, benchmark, method):
@@ -485,8 +485,8 @@ def test_the_time_of_encoding_covers_questions_with_an_image(model, root, monkey
 
 def test_a_question_takes_as_long_in_a_batch_that_is_not_full(config, tmp_path, monkeypatch):
     # The last of nine questions is alone in a batch of four, whose time is that of a full one.
-    keep_time(monkeypatch, dataset, 6.0)
-    keep_time(monkeypatch, encode, 0.0)
+    fake_clock(monkeypatch, dataset, 6.0)
+    fake_clock(monkeypatch, encode, 0.0)
     generate_answers(changed(config, benchmarks="folder", methods="all tokens,random"), tmp_path)
     for method, ms in (("all-tokens", 1500), ("random-exact-55.6", 3000)):
         assert {line["ms"] for line in lines(tmp_path, "folder", method)} == {ms}

@@ -487,7 +487,7 @@ def test_visionselector_scales_deepstack_features_like_their_tokens():
 
     gated_tokens = run(inputs)
     np.testing.assert_allclose(gated_tokens[..., E:], -2 * gated_tokens[..., :E], rtol=1e-5)
-    assert (np.abs(gated_tokens) < np.abs(inputs.whole)).all()
+    assert (np.abs(gated_tokens) < np.abs(inputs.with_deepstack)).all()
 
 
 def test_vision_flops_equal_the_traced_program(pair):

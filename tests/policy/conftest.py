@@ -1,4 +1,4 @@
-"""What the tests of the policy share."""
+"""Fixtures of the tests of the policy."""
 
 import jax
 import numpy as np

@@ -16,12 +16,12 @@ from stepprune_jax.policy.encoder import encode_with_query, memory
 
 CASES = 20  # of each group
 KINDS = ("plain", "ties", "stop at once", "never stop", "empty row")
-if jax.__version_info__ < (0, 6):  # whose products of equal rows may differ in the last bit
+if jax.__version_info__ < (0, 6):  # products of equal rows may differ in the last bit there
     KINDS = tuple(kind for kind in KINDS if kind != "ties")
 
 
 class Group(NamedTuple):
-    """Everything static of 20 cases: they share one compiled program."""
+    """Static parameters of 20 cases, which share one compiled program."""
 
     fields: dict[str, Any]
     b: int = 2
@@ -62,28 +62,28 @@ GROUPS = {
 
 
 def make_case(group, kind, seed):
-    """Weights and inputs of one case as numpy arrays."""
+    """Returns the weights and inputs of one case as numpy arrays."""
     rng, config = np.random.default_rng(seed), group.config
     b, n, l, steps = group.b, group.n, group.l, group.steps
     image = rng.standard_normal((b, n, config.feature_width))
     image_mask = cases.random_mask(rng, b, n)
     stop_bias = rng.normal(0.0, 2.0, b)
-    least, most = np.sort(rng.integers(0, steps + 1, (2, b)), axis=0)
-    twins = np.arange(n)
+    min_tokens, max_tokens = np.sort(rng.integers(0, steps + 1, (2, b)), axis=0)
+    source = np.arange(n)
     if kind == "ties":
         image_mask[:] = True
-        twins = rng.integers(0, max(1, n // 2), n)
+        source = rng.integers(0, max(1, n // 2), n)
         # A causal encoder tells twins apart by their past, so they are made twins behind it.
         if config.encoder_attention == "bidirectional":
-            image, twins = image[:, twins], np.arange(n)
+            image, source = image[:, source], np.arange(n)
     if kind == "stop at once":
-        least[:], stop_bias[:] = 0, 40.0
+        min_tokens[:], stop_bias[:] = 0, 40.0
     if kind == "never stop":
-        most[:], stop_bias[:] = steps, -40.0
+        max_tokens[:], stop_bias[:] = steps, -40.0
     if kind == "empty row":
         image_mask[0] = False
     if group.exact:
-        least = most = rng.integers(1, steps + 1, b)
+        min_tokens = max_tokens = rng.integers(1, steps + 1, b)
     text = text_mask = None
     if l:
         text_mask = cases.random_mask(rng, b, l)
@@ -92,31 +92,31 @@ def make_case(group, kind, seed):
         params=cases.random_weights(rng, config),
         image=cases.poison(rng, image, image_mask),
         text=text,
-        twins=twins,
+        source=source,
         image_mask=image_mask,
         text_mask=text_mask,
         gate=float(rng.choice([0.0, 0.3, 1.0])),
-        least=least.astype(np.int32),
-        most=most.astype(np.int32),
+        min_tokens=min_tokens.astype(np.int32),
+        max_tokens=max_tokens.astype(np.int32),
         stop_bias=stop_bias,
     )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps", "exact"))
 def run_package(config, steps, exact, case):
-    """(H, select, select_parallel, pick, scores); the memory's padding is NaN on the way."""
+    """Returns (H, select, select_parallel, pick, scores); the memory has NaN in its padding."""
     params, image_mask = case["params"], case["image_mask"]
     inputs = Inputs(case["image"], case["text"], image_mask, case["text_mask"])
-    encoded, asked = encode_with_query(params, config, inputs, case["gate"])
-    encoded = encoded[:, case["twins"]]
+    encoded, question = encode_with_query(params, config, inputs, case["gate"])
+    encoded = encoded[:, case["source"]]
     slots = memory(params, jnp.where(image_mask[..., None], encoded, jnp.nan))
-    bounds = dict(min_tokens=case["least"], max_tokens=case["most"])
+    bounds = dict(min_tokens=case["min_tokens"], max_tokens=case["max_tokens"])
     arguments = dict(
         mask=image_mask,
         max_steps=steps,
         stop_bias=case["stop_bias"],
-        asked=0.0 if asked is None else asked,
-        **(dict(budget=case["least"]) if exact else bounds),
+        question=0.0 if question is None else question,
+        **(dict(budget=case["min_tokens"]) if exact else bounds),
     )
     trajectory = cases.select(params, config, slots, **arguments)
     parallel = cases.select_parallel(params, config, slots, **arguments)
@@ -125,7 +125,7 @@ def run_package(config, steps, exact, case):
 
 
 def run_oracle(config, steps, case, row):
-    """(H, Row) of one row of a case."""
+    """Returns (H, Row) of one row of a case."""
     text, text_mask = (None if case[k] is None else case[k][row] for k in ("text", "text_mask"))
     encoded = oracle.encode_row(
         case["params"],
@@ -135,15 +135,15 @@ def run_oracle(config, steps, case, row):
         case["image_mask"][row],
         text_mask,
         case["gate"],
-    )[case["twins"]]
+    )[case["source"]]
     trajectory = oracle.select_row(
         case["params"],
         config,
         oracle.memory_row(case["params"], encoded),
         case["image_mask"][row],
         steps=steps,
-        min_tokens=case["least"][row],
-        max_tokens=case["most"][row],
+        min_tokens=case["min_tokens"][row],
+        max_tokens=case["max_tokens"][row],
         stop_bias=case["stop_bias"][row],
         asked=oracle.first_query_row(case["params"], config, text, text_mask, case["gate"]),
     )
@@ -151,17 +151,17 @@ def run_oracle(config, steps, case, row):
 
 
 def assert_same(actual, expected, row):
-    """A `Trajectory` of the package equals a `Row` of the oracle."""
-    mine = {name: np.asarray(value)[row] for name, value in actual._asdict().items()}
+    """Asserts that a row of a `Trajectory` equals a `Row` of the oracle."""
+    actual_fields = {name: np.asarray(value)[row] for name, value in actual._asdict().items()}
     for name in ("action", "alive", "count", "selected"):
-        np.testing.assert_array_equal(mine[name], getattr(expected, name), err_msg=name)
-    # Where no token is left there is nothing to point at and no best token to compare with.
-    some = expected.open
-    np.testing.assert_array_equal(mine["choice"][some], expected.choice[some])
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
-    close(mine["margin"][some], expected.margin[some], err_msg="margin")
+        np.testing.assert_array_equal(actual_fields[name], getattr(expected, name), err_msg=name)
+    # Choice and margin are undefined at steps without a remaining token.
+    has_token = expected.open
+    np.testing.assert_array_equal(actual_fields["choice"][has_token], expected.choice[has_token])
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    assert_close(actual_fields["margin"][has_token], expected.margin[has_token], err_msg="margin")
     for name in ("log_prob", "prob", "stop_prob", "log_continue"):
-        close(mine[name], getattr(expected, name), err_msg=name)
+        assert_close(actual_fields[name], getattr(expected, name), err_msg=name)
 
 
 QUICK = ("literal", "three layers", "hazard")
@@ -187,7 +187,7 @@ def test_encode_select_parallel_and_pick_equal_the_oracle_on_random_cases(name):
                 np.testing.assert_array_equal(getattr(picks, field)[row], getattr(expected, field))
             assert_same_scores(config, scores[row], expected)
             counts.append(expected.count)
-    # The cases are not trivial: they differ in their counts.
+    # The cases are not trivial if their counts differ.
     assert len(set(counts)) > 1
 
 
@@ -197,6 +197,8 @@ def assert_same_scores(config, actual, row):
         np.testing.assert_allclose(actual, linear, rtol=1e-9, atol=1e-9)
     else:
         # Below 1e-250 the oracle's linear sum loses digits; the logarithm must not.
-        sound = linear > 1e-250
-        np.testing.assert_allclose(actual[sound], np.log(linear[sound]), rtol=1e-9, atol=1e-9)
-        assert np.isfinite(actual).all() and (actual[~sound] < -500).all()
+        is_precise = linear > 1e-250
+        np.testing.assert_allclose(
+            actual[is_precise], np.log(linear[is_precise]), rtol=1e-9, atol=1e-9
+        )
+        assert np.isfinite(actual).all() and (actual[~is_precise] < -500).all()

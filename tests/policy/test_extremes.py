@@ -1,4 +1,4 @@
-"""No NaN at the edges, and equivariance."""
+"""Finite losses at extreme inputs, and equivariance."""
 
 import dataclasses
 
@@ -30,33 +30,33 @@ def test_training_loss_and_gradient_are_finite_at_every_edge_with_t_max_n(name, 
     params = jax.tree.map(np.float32, cases.random_weights(rng, config))
     image = np.float32(rng.normal(size=(2, n, 8)))
     text = np.float32(rng.normal(size=(2, 2, 5)))
-    weigh = cases.weighted_sum(rng, image)
+    functional = cases.weighted_sum(rng, image)
 
     @jax.jit
     def run(params, image, image_mask, stop_bias, text_gate):
         def loss(params, stop_bias):
-            given = Inputs(image, text, image_mask)
+            inputs = Inputs(image, text, image_mask)
             progress = Progress(text_gate=text_gate)
-            key, read = jax.random.key(0), lambda x: weigh(jnp.tanh(x))
-            return cases.train_loss(params, config, key, given, read, progress, stop_bias)
+            key, lm_loss = jax.random.key(0), lambda x: functional(jnp.tanh(x))
+            return cases.train_loss(params, config, key, inputs, lm_loss, progress, stop_bias)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, stop_bias)
 
-    every = np.ones((2, n), bool)
-    masked = every & np.array([[True], [False]])
-    tied = np.broadcast_to(image[:1, :1], image.shape)
-    zero, none, all_tokens = np.zeros_like(image), [0, 0], [n, n]
-    edges = [  # image, mask, stop bias, text gate, counts where they are certain
-        (image, every, 0.0, 1.0, None),
-        (tied, every, 0.0, 1.0, None),
-        (zero, every, 0.0, 0.0, None),
-        (image, every, 100.0, 1.0, none),  # Stop at the first step: alpha is 0.
-        (image, every, -100.0, 1.0, all_tokens),  # Never stop: alpha is 1.
-        (tied, every, 100.0, 0.0, none),
-        (tied, every, -100.0, 0.0, all_tokens),
-        (image, masked, 0.0, 1.0, None),  # A row without any token.
-        (image, masked, -100.0, 1.0, [n, 0]),
-        (image, ~every, 0.0, 1.0, none),  # A batch without any token.
+    all_real = np.ones((2, n), bool)
+    one_empty_row = all_real & np.array([[True], [False]])
+    equal_tokens = np.broadcast_to(image[:1, :1], image.shape)
+    zero_tokens, no_tokens, all_tokens = np.zeros_like(image), [0, 0], [n, n]
+    edges = [  # image, mask, stop bias, text gate, expected counts or None
+        (image, all_real, 0.0, 1.0, None),
+        (equal_tokens, all_real, 0.0, 1.0, None),
+        (zero_tokens, all_real, 0.0, 0.0, None),
+        (image, all_real, 100.0, 1.0, no_tokens),  # Stop at the first step: alpha is 0.
+        (image, all_real, -100.0, 1.0, all_tokens),  # Never stop: alpha is 1.
+        (equal_tokens, all_real, 100.0, 0.0, no_tokens),
+        (equal_tokens, all_real, -100.0, 0.0, all_tokens),
+        (image, one_empty_row, 0.0, 1.0, None),  # A row without any token.
+        (image, one_empty_row, -100.0, 1.0, [n, 0]),
+        (image, ~all_real, 0.0, 1.0, no_tokens),  # A batch without any token.
     ]
     for image, mask, bias, text_gate, counts in edges:
         (loss, gated), gradients = run(params, image, mask, np.float32(bias), np.float32(text_gate))
@@ -83,8 +83,8 @@ def test_permuting_the_image_tokens_permutes_the_selection():
         before, after = run(image, image_mask), run(image[:, order], image_mask[:, order])
     np.testing.assert_array_equal(after.count, before.count)
     np.testing.assert_array_equal(after.selected, np.asarray(before.selected)[:, order])
-    kept = np.asarray(before.action) < 7
-    renamed = np.append(order, 7)[np.asarray(after.action)]
-    np.testing.assert_array_equal(renamed[kept], np.asarray(before.action)[kept])
+    is_kept = np.asarray(before.action) < 7
+    original_index = np.append(order, 7)[np.asarray(after.action)]
+    np.testing.assert_array_equal(original_index[is_kept], np.asarray(before.action)[is_kept])
     np.testing.assert_allclose(after.prob, np.asarray(before.prob)[..., order], atol=1e-10)
     np.testing.assert_allclose(after.stop_prob, before.stop_prob, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Gradients of the pieces against central finite differences, in float64."""
+"""Gradients against central finite differences, in float64."""
 
 import cases
 import jax
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.usefixtures("x64")
 def test_soft_topk_gradient_in_scores_k_and_temperature(rng):
     where = np.array([[True] * 6, [True, False, True, True, False, True], [True] * 6])
     x = dict(scores=rng.normal(size=(3, 6)), k=np.array([2.3, 1.4, 5.2]), tau=np.array([1, 0.2, 3]))
-    weigh = cases.weighted_sum(rng, x["scores"])
+    functional = cases.weighted_sum(rng, x["scores"])
 
     def function(x):
-        return weigh(soft_topk(x["scores"], x["k"], x["tau"], where=where))
+        return functional(soft_topk(x["scores"], x["k"], x["tau"], where=where))
 
     cases.assert_finite_differences(function, x, rng)
     gradient = jax.jit(jax.grad(function))(x)
@@ -42,7 +42,7 @@ def test_soft_topk_gradient_in_scores_k_and_temperature(rng):
     np.testing.assert_allclose(gradient["scores"].sum(1), 0, atol=1e-12)
 
 
-def test_soft_topk_gradient_is_zero_at_budgets_of_nothing_and_everything(rng):
+def test_soft_topk_gradient_is_zero_at_budgets_of_no_and_all_tokens(rng):
     scores, k = rng.normal(size=(2, 4)), np.array([0.0, 4.0])
 
     def function(scores, k, tau):
@@ -58,14 +58,16 @@ def test_soft_topk_gradient_is_zero_at_budgets_of_nothing_and_everything(rng):
 @pytest.mark.parametrize("aggregation", ["discounted", "last"])
 def test_score_gradients(rng, aggregation):
     x = dict(prob=rng.uniform(0.05, 0.9, (2, 4, 3)), stop_prob=rng.uniform(0.1, 0.9, (2, 4)))
-    weigh = cases.weighted_sum(rng, [x["prob"][:, 0]] * 2)
-    how = dict(decay=0.7, aggregation=aggregation)
+    functional = cases.weighted_sum(rng, [x["prob"][:, 0]] * 2)
+    options = dict(decay=0.7, aggregation=aggregation)
     cases.assert_finite_differences(
-        lambda x: weigh([soft_scores(**x, **how), cases.log_scores(**x, **how)]), x, rng
+        lambda x: functional([soft_scores(**x, **options), cases.log_scores(**x, **options)]),
+        x,
+        rng,
     )
 
 
-def test_a_token_never_pointed_at_has_a_log_score_without_gradient():
+def test_the_log_score_of_an_unreachable_token_has_no_gradient():
     prob, stop_prob = np.full((1, 3, 2), 0.25), np.full((1, 3), 0.5)
     prob[..., 1] = 0.0
 
@@ -98,11 +100,11 @@ def test_noise_gate_and_denoise_gradients(rng):
     params = cases.random_weights(rng, config)
     image, noise = rng.normal(size=(2, 2, 3, 6))
     x = dict(params=params, image=image, noise=noise, alpha=rng.uniform(0.1, 0.9, (2, 3)))
-    weigh = cases.weighted_sum(rng, image)
+    functional = cases.weighted_sum(rng, image)
 
     def function(x):
         noisy = noise_gate(None, x["image"], x["alpha"], noise=x["noise"])
-        return weigh(denoise(x["params"], config, noisy))
+        return functional(denoise(x["params"], config, noisy))
 
     cases.assert_finite_differences(function, x, rng)
 
@@ -124,11 +126,11 @@ def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
         text=rng.normal(size=(1, 2, 5)),
         gate=np.float64(0.6),
     )
-    weigh = cases.weighted_sum(rng, np.zeros((1, 3, 4)))
+    functional = cases.weighted_sum(rng, np.zeros((1, 3, 4)))
 
     def function(x):
         inputs = Inputs(x["image"], x["text"], *masks)
-        return weigh(encode(x["params"], config, inputs, x["gate"]))
+        return functional(encode(x["params"], config, inputs, x["gate"]))
 
     cases.assert_finite_differences(function, x, rng)
     gradient = jax.jit(jax.grad(function))(x)
@@ -136,20 +138,20 @@ def test_encode_gradient_in_weights_image_text_and_gate(rng, text_gate):
 
 
 def open_trajectory(trajectory):
-    """The floats of a trajectory, without the placeholders of impossible events."""
+    """Returns the floats of a trajectory, with zeros at impossible events."""
     possible = trajectory.prob > 0
-    somewhere = jnp.any(possible, axis=-1)
+    is_open = jnp.any(possible, axis=-1)
     return dict(
         prob=trajectory.prob,
         log_prob=jnp.where(possible, trajectory.log_prob, 0),
         stop_prob=trajectory.stop_prob,
-        log_continue=jnp.where(somewhere, trajectory.log_continue, 0),
-        margin=jnp.where(somewhere, trajectory.margin, 0),
+        log_continue=jnp.where(is_open, trajectory.log_continue, 0),
+        margin=jnp.where(is_open, trajectory.margin, 0),
     )
 
 
 @pytest.mark.parametrize("stop", quick_or_slow(["aligned", "softmax"], ["aligned"]))
-def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_choice(rng, stop):
+def test_select_with_hard_feedback_has_exact_gradients_between_changes_of_choice(rng, stop):
     config = cases.small_config(width=4, decoder_layers=2, stop=stop, temperature=0.7)
     masks = np.array([[True] * 5, [True, False, True, True, False]])
     x = dict(
@@ -171,27 +173,29 @@ def test_select_with_hard_feedback_is_differentiated_exactly_between_changes_of_
             loop={"feedback": hard_feedback},
         )
 
-    found = jax.jit(run)(x)
-    weigh = cases.weighted_sum(rng, open_trajectory(found))
+    trajectory = jax.jit(run)(x)
+    functional = cases.weighted_sum(rng, open_trajectory(trajectory))
     # Far from a change of choice, so that the differences never cross one.
-    log_prob = np.sort(found.log_prob, axis=-1)
-    assert np.all(np.abs(log_prob[..., -1] - log_prob[..., -2]) > 1e-2, where=found.stop_prob < 1)
-    cases.assert_finite_differences(lambda x: weigh(open_trajectory(run(x))), x, rng)
+    log_prob = np.sort(trajectory.log_prob, axis=-1)
+    assert np.all(
+        np.abs(log_prob[..., -1] - log_prob[..., -2]) > 1e-2, where=trajectory.stop_prob < 1
+    )
+    cases.assert_finite_differences(lambda x: functional(open_trajectory(run(x))), x, rng)
 
 
 def test_straight_through_has_value_and_gradient_as_printed(rng):
     """M^T (onehot(a) - sg(p) + p), Eq. (9)."""
     memory, prob = jnp.array(rng.normal(size=(3, 7, 4))), jnp.array(rng.random((3, 7)))
     choice, cotangent = jnp.array([0, 6, 2]), jnp.array(rng.normal(size=(3, 4)))
-    given = memory, prob
+    arguments = memory, prob
 
     def printed(memory, prob):
         mixed = jax.nn.one_hot(choice, 7) - jax.lax.stop_gradient(prob) + prob
         return jnp.einsum("bmd,bm->bd", memory, mixed)
 
-    found, backward = jax.vjp(lambda *given: straight_through(*given, choice), *given)
-    expected, backward_as_printed = jax.vjp(printed, *given)
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    value, backward = jax.vjp(lambda *arguments: straight_through(*arguments, choice), *arguments)
+    expected, backward_as_printed = jax.vjp(printed, *arguments)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
     cases.assert_trees_close(backward(cotangent), backward_as_printed(cotangent), 1e-12)
 
 
@@ -212,61 +216,74 @@ def test_select_parallel_is_select_with_the_feedback_gradient_cut(rng, fields):
         memory=rng.normal(size=(3, 10, 8)),
         stop_bias=rng.normal(size=3),
     )
-    how = dict(mask=cases.random_mask(rng, 3, 9), max_steps=7)
-    how |= dict(min_tokens=np.array([1, 0, 0]), max_tokens=np.array([6, 2, 0]))
-    weigh = cases.weighted_sum(rng, [np.zeros((3, 7, 9)), np.zeros((3, 7)), np.zeros((3, 7, 9))])
+    options = dict(mask=cases.random_mask(rng, 3, 9), max_steps=7)
+    options |= dict(min_tokens=np.array([1, 0, 0]), max_tokens=np.array([6, 2, 0]))
+    functional = cases.weighted_sum(
+        rng, [np.zeros((3, 7, 9)), np.zeros((3, 7)), np.zeros((3, 7, 9))]
+    )
 
-    def value_and_gradient(chooser, **more):
+    def value_and_gradient(chooser, **extra_options):
         def loss(x):
-            given = (x["params"], config, x["memory"])
-            run = chooser(*given, stop_bias=x["stop_bias"], **how, **more)
-            return weigh([run.prob, run.stop_prob, jnp.where(run.prob > 0, run.log_prob, 0)])
+            arguments = (x["params"], config, x["memory"])
+            trajectory = chooser(*arguments, stop_bias=x["stop_bias"], **options, **extra_options)
+            return functional(
+                [
+                    trajectory.prob,
+                    trajectory.stop_prob,
+                    jnp.where(trajectory.prob > 0, trajectory.log_prob, 0),
+                ]
+            )
 
         return jax.jit(jax.value_and_grad(loss))(x)
 
-    value, found = value_and_gradient(cases.select_parallel)
-    expected_value, expected = value_and_gradient(cases.select, loop={"feedback": hard_feedback})
+    value, gradient = value_and_gradient(cases.select_parallel)
+    expected_value, expected_gradient = value_and_gradient(
+        cases.select, loop={"feedback": hard_feedback}
+    )
     np.testing.assert_allclose(value, expected_value, rtol=1e-9)
-    cases.assert_trees_close(found, expected, 1e-9)
-    assert np.abs(found["params"]["decoder"]["pointer"]["key"]["kernel"]).max() > 0
+    cases.assert_trees_close(gradient, expected_gradient, 1e-9)
+    assert np.abs(gradient["params"]["decoder"]["pointer"]["key"]["kernel"]).max() > 0
 
 
 @pytest.mark.parametrize("estimator", ["parallel", "straight_through"])
-def test_probabilities_of_drawn_sets_are_differentiated_exactly(rng, estimator):
-    """Whatever the estimator, where the stop cuts no gradient."""
+def test_log_probabilities_of_sampled_subsets_have_exact_gradients(rng, estimator):
+    """The estimator does not matter if the stop cuts no gradient."""
     config = cases.small_config(estimator=estimator, max_steps=3)
     inputs = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5)))
-    keys, weigh = jax.random.split(jax.random.key(1), 4), cases.weighted_sum(rng, np.zeros((4, 2)))
+    keys, functional = (
+        jax.random.split(jax.random.key(1), 4),
+        cases.weighted_sum(rng, np.zeros((4, 2))),
+    )
 
     def value(params):
-        return weigh(sample(params, config, inputs, Limits(min_tokens=1), keys).log_prob)
+        return functional(sample(params, config, inputs, Limits(min_tokens=1), keys).log_prob)
 
     cases.assert_finite_differences(value, cases.random_weights(rng, config, 0.3), rng, size=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("score_space", ["log", "linear"])
-def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(rng, score_space):
+def test_train_loss_has_exact_gradients_without_straight_through_terms(rng, score_space):
     """Parallel estimator, frozen k: the loss is smooth but for the hard value of the penalty."""
     config = cases.small_config(soft_budget="batch_mean", score_space=score_space, max_steps=3)
     inputs = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 2, 5)))
-    weigh, key = cases.weighted_sum(rng, inputs.image), jax.random.key(1)
+    functional, key = cases.weighted_sum(rng, inputs.image), jax.random.key(1)
     progress = Progress(text_gate=0.5)
     x = dict(params=cases.random_weights(rng, config, 0.3), stop_bias=np.float64(0.1))
 
     def lm_loss(tokens):
-        return weigh(jnp.tanh(tokens))
+        return functional(jnp.tanh(tokens))
 
-    def soft(x):
+    def differentiable(x):
         arrays = gate(x["params"], config, key, inputs, progress, stop_bias=x["stop_bias"])
-        share = jnp.mean(expected_count(arrays.trajectory.stop_prob)) / 5
-        return lm_loss(arrays.tokens) + 0.3 * share
+        mean_fraction = jnp.mean(expected_count(arrays.trajectory.stop_prob)) / 5
+        return lm_loss(arrays.tokens) + 0.3 * mean_fraction
 
     def loss(x):
-        given = (x["params"], config, key, inputs, lm_loss, progress, x["stop_bias"])
-        return cases.train_loss(*given)[0]
+        arguments = (x["params"], config, key, inputs, lm_loss, progress, x["stop_bias"])
+        return cases.train_loss(*arguments)[0]
 
-    cases.assert_finite_differences(soft, x, rng, gradient_of=loss, rtol=1e-4, size=1e-6)
+    cases.assert_finite_differences(differentiable, x, rng, gradient_of=loss, rtol=1e-4, size=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -284,11 +301,11 @@ def test_train_loss_is_differentiated_exactly_where_nothing_is_straight_through(
 )
 def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fields):
     config = make(max_steps=5, **fields)
-    # Not those of the start: the denoiser's zeros there starve the weights before them.
+    # Random weights: with the denoiser's initial zeros, weights before it get no gradient.
     params = cases.random_weights(rng, config, 0.3)
     image = rng.normal(size=(4, 6, config.feature_width))
     text = rng.normal(size=(4, 3, 5)) if config.text_width else None
-    weigh = cases.weighted_sum(rng, image)
+    functional = cases.weighted_sum(rng, image)
 
     def loss(params):
         return train_loss(
@@ -296,7 +313,7 @@ def test_every_weight_receives_a_gradient_from_the_training_loss(rng, make, fiel
             config,
             jax.random.key(2),
             Inputs(image, text),
-            lambda x: weigh(jnp.tanh(x)),
+            lambda x: functional(jnp.tanh(x)),
             progress=Progress(text_gate=0.7),
         )[0]
 

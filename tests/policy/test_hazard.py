@@ -1,4 +1,4 @@
-"""The stop with a decoder layer of its own: it learns without disturbing the order."""
+"""The hazard: a separate decoder layer learns the stop without disturbing the order."""
 
 import cases
 import jax
@@ -19,31 +19,34 @@ def case(rng):
     return config, x
 
 
-def with_slot(x):
-    """The memory with the stop slot that `memory` would append."""
-    slots = jnp.asarray(x["memory"])
-    return slots.at[:, -1].set(jnp.broadcast_to(x["params"]["stop"], slots[:, -1].shape))
+def with_slot(weights_and_memory):
+    """Returns the memory with the stop slot that `memory` would append."""
+    slots = jnp.asarray(weights_and_memory["memory"])
+    return slots.at[:, -1].set(
+        jnp.broadcast_to(weights_and_memory["params"]["stop"], slots[:, -1].shape)
+    )
 
 
 def reached(grads):
-    """Paths of the weights with a gradient."""
+    """Returns the paths of weights with a gradient."""
     leaves = zip(param_paths(grads), jax.tree.leaves(grads), strict=True)
     return {path for path, leaf in leaves if np.any(np.abs(leaf) > 1e-12)}
 
 
-def test_the_margin_teaches_the_stop_alone(case, rng):
+def test_the_margin_has_gradients_only_to_the_stop(case, rng):
     config, x = case
     weights = rng.normal(size=(2, 4))
 
     def margins(x):
-        found = cases.select_parallel(x["params"], config, with_slot(x), max_steps=4, min_tokens=0)
-        return jnp.sum(weights * found.margin)
+        trajectory = cases.select_parallel(
+            x["params"], config, with_slot(x), max_steps=4, min_tokens=0
+        )
+        return jnp.sum(weights * trajectory.margin)
 
     grads = jax.jit(jax.grad(margins))(x)
     np.testing.assert_array_equal(grads["memory"], 0)
     paths = reached(grads["params"])
     assert paths == {p for p in param_paths(x["params"]) if "hazard" in p} | {"stop"}
-    # The stop slot is seen by cross-attentions, too, without gradient: it stays as it is.
 
     def of_hazard(hazard):
         params = x["params"] | {"decoder": x["params"]["decoder"] | {"hazard": hazard}}
@@ -52,22 +55,22 @@ def test_the_margin_teaches_the_stop_alone(case, rng):
     cases.assert_finite_differences(of_hazard, x["params"]["decoder"]["hazard"], rng)
 
 
-def test_the_order_does_not_teach_the_stop(case, rng):
+def test_the_order_has_no_gradient_to_the_stop(case, rng):
     config, x = case
     weights = rng.normal(size=(2, 4, 5))
 
     def order(x):
-        # An exact budget: no probability of stopping is part of it.
-        found = cases.select_parallel(x["params"], config, with_slot(x), max_steps=4, budget=4)
-        return jnp.sum(jnp.where(found.prob > 0, weights * found.log_prob, 0))
+        # With an exact budget, no stop probability enters the log-probabilities.
+        trajectory = cases.select_parallel(x["params"], config, with_slot(x), max_steps=4, budget=4)
+        return jnp.sum(jnp.where(trajectory.prob > 0, weights * trajectory.log_prob, 0))
 
     paths = reached(jax.jit(jax.grad(order))(x)["params"])
     assert not any("hazard" in path for path in paths)
     assert {"decoder/start", "decoder/pointer/query/kernel"} <= paths
 
 
-def test_a_clock_tells_how_many_were_chosen(case):
-    """Attention over a history of equal queries is the same however long it is."""
+def test_the_clock_reveals_the_number_of_chosen_tokens(case):
+    """Attention over equal queries does not depend on the length of the history."""
     config, x = case
     real = jnp.ones((2, 6), bool)
     queries = jnp.broadcast_to(x["memory"][:, :1], (2, 4, 8))

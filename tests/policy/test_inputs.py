@@ -1,4 +1,4 @@
-"""What a user gives is checked by name, and what is padding may be anything."""
+"""Errors name the invalid argument, and padding does not change results."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ def test_limits_out_of_range_are_named(params, limits, name):
         policy.prune(params, CONFIG, INPUTS, limits)
 
 
-def test_select_checks_its_limits_too(params):
+def test_select_checks_limits(params):
     with pytest.raises(ValueError, match=r"budget is 3, expected within \[1, 2\]"):
         jax.eval_shape(lambda p: policy.select(p, CONFIG, INPUTS, Limits(budget=3)), params)
 
@@ -89,7 +89,7 @@ def test_a_field_of_the_configuration_is_named(field, value):
         dataclasses.replace(CONFIG, **{field: value})
 
 
-def test_prune_says_what_to_jit_in_its_place(params):
+def test_the_error_of_a_jitted_prune_names_alternatives(params):
     with pytest.raises(TypeError, match=r"jit choose\(params, .*gather\(picks, "):
         jax.jit(policy.prune)(params, CONFIG, INPUTS)
 
@@ -97,33 +97,37 @@ def test_prune_says_what_to_jit_in_its_place(params):
 def test_an_image_has_at_most_as_many_steps_as_tokens(params):
     limits = Limits(budget=5, max_steps=9)
     assert policy.prune(params, CONFIG, INPUTS, limits).count.tolist() == [5, 5]
-    long = dataclasses.replace(CONFIG, max_steps=9)
-    assert (long.steps(5), long.steps(20)) == (5, 9)
-    gated = jax.eval_shape(lambda p: policy.gate(p, long, jax.random.key(0), INPUTS), params)
+    config = dataclasses.replace(CONFIG, max_steps=9)
+    assert (config.steps(5), config.steps(20)) == (5, 9)
+    gated = jax.eval_shape(lambda p: policy.gate(p, config, jax.random.key(0), INPUTS), params)
     assert gated.trajectory.action.shape == (2, 5)
 
 
 def test_t_max_is_half_of_the_tokens_of_each_image(params):
     mask = jnp.arange(5) < jnp.array([[5], [2]])
     inputs, choose = INPUTS._replace(image_mask=mask), jax.jit(policy.choose)
-    for limits, most in ((Limits(), [2, 1]), (Limits(max_steps=4), [4, 2])):
-        picks = choose(params, CONFIG, inputs, limits, stop_bias=-1e3)  # never, but for T_max
-        assert picks.count.tolist() == most
+    for limits, expected_counts in ((Limits(), [2, 1]), (Limits(max_steps=4), [4, 2])):
+        picks = choose(
+            params, CONFIG, inputs, limits, stop_bias=-1e3
+        )  # only T_max ends the episode
+        assert picks.count.tolist() == expected_counts
     gated = jax.jit(policy.gate)(params, CONFIG, jax.random.key(0), inputs)
     assert gated.longest.tolist() == [2, 1] and (gated.stopped <= gated.longest).all()
 
 
 def test_a_policy_without_text_does_not_read_it():
-    blind = dataclasses.replace(CONFIG, text_width=0)
-    params = policy.init_policy(jax.random.key(0), blind)
+    config = dataclasses.replace(CONFIG, text_width=0)
+    params = policy.init_policy(jax.random.key(0), config)
     encode = jax.jit(policy.encode)
-    found, expected = (encode(params, blind, given) for given in (INPUTS, Inputs(IMAGE)))
-    np.testing.assert_array_equal(found, expected)
+    actual, expected = (encode(params, config, inputs) for inputs in (INPUTS, Inputs(IMAGE)))
+    np.testing.assert_array_equal(actual, expected)
 
 
-def test_numpy_features_of_double_precision_are_taken_as_they_are(params):
+def test_float64_numpy_features_are_accepted(params):
     rng = np.random.default_rng(0)
-    wide = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 3, 6)))
-    narrow = jax.tree.map(jnp.float32, wide)
-    found, expected = (policy.prune(params, CONFIG, x, Limits(budget=2)) for x in (wide, narrow))
-    np.testing.assert_array_equal(found.index, expected.index)
+    float64_inputs = Inputs(rng.normal(size=(2, 5, 8)), rng.normal(size=(2, 3, 6)))
+    float32_inputs = jax.tree.map(jnp.float32, float64_inputs)
+    actual, expected = (
+        policy.prune(params, CONFIG, x, Limits(budget=2)) for x in (float64_inputs, float32_inputs)
+    )
+    np.testing.assert_array_equal(actual.index, expected.index)

@@ -1,4 +1,4 @@
-"""What may influence what, by gradient: exactly zero where nothing may flow, not zero where it may.
+"""Jacobians that must be exactly zero, or must not be zero.
 
 Sizes are tiny and everything runs in float64, so that an exact zero is a statement about the
 program and not about rounding.
@@ -19,7 +19,7 @@ from stepprune_jax.policy.rollout import hard_feedback, straight_through
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-# So that what one token may not see could reach it through another.
+# With two blocks, a leak through an intermediate token would be visible.
 TWO_BLOCKS = dict(feature_width=4, width=4, text_width=3, encoder_layers=2)
 
 
@@ -27,11 +27,13 @@ def jacobian(function, x):
     return jax.tree.map(np.asarray, jax.jit(jax.jacrev(function))(x))
 
 
-def test_the_denoiser_updates_each_token_from_itself_alone(rng):
+def test_the_denoiser_updates_each_token_from_itself(rng):
     config = cases.small_config(feature_width=4, width=2, num_heads=1)
     params = cases.random_weights(rng, config)
     flow = jacobian(functools.partial(denoise, params, config), rng.normal(size=(2, 3, 4)))
-    flow = np.abs(flow).max(axis=(2, 5)).reshape(6, 6)  # From every (row, token) to every other.
+    flow = (
+        np.abs(flow).max(axis=(2, 5)).reshape(6, 6)
+    )  # From every (row, token) to every (row, token).
     assert (flow[~np.eye(6, dtype=bool)] == 0).all()
     assert (flow[np.eye(6, dtype=bool)] > 0).all()
 
@@ -53,7 +55,7 @@ def test_no_later_query_reaches_the_logits_of_an_earlier_step(rng, layers):
 
 
 @pytest.mark.parametrize("feedback", [straight_through, hard_feedback])
-def test_what_reaches_the_probabilities_of_other_steps(rng, feedback):
+def test_only_earlier_steps_influence_the_probabilities_of_a_step(rng, feedback):
     """By a nudge of each step's query, and of its logits."""
     config = cases.small_config(width=4, min_tokens=0, decoder_layers=2)
     params, slots = cases.random_weights(rng, config), rng.normal(size=(1, 6, 4))
@@ -111,7 +113,7 @@ def test_neither_rows_nor_padding_reach_other_results_and_text_does(rng, estimat
             np.testing.assert_array_equal(by_token[row, row] > 0, mask[row])
 
 
-def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_text(rng):
+def test_a_causal_encoder_hides_later_tokens_and_shows_the_text(rng):
     config = cases.small_config(**TWO_BLOCKS, encoder_attention="causal", text_gate="printed")
     params = cases.random_weights(rng, config)
     x = dict(image=rng.normal(size=(1, 4, 4)), text=rng.normal(size=(1, 2, 3)))
@@ -124,7 +126,7 @@ def test_a_causal_encoder_shows_a_token_nothing_of_later_tokens_and_all_of_the_t
 
 
 @pytest.mark.parametrize("text_gate", quick_or_slow(["attention", "printed"], ["attention"]))
-def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
+def test_a_closed_text_gate_hides_the_text(rng, text_gate):
     config = cases.small_config(**TWO_BLOCKS, text_gate=text_gate)
     params = cases.random_weights(rng, config)
     image, text = rng.normal(size=(1, 4, 4)), rng.normal(size=(2, 1, 2, 3))
@@ -133,7 +135,7 @@ def test_a_closed_text_gate_shuts_the_text_out(rng, text_gate):
 
 
 @pytest.mark.parametrize("estimator", quick_or_slow(["straight_through", "parallel"], ["parallel"]))
-def test_whatever_stands_in_the_padding_changes_no_value_and_no_gradient(rng, estimator):
+def test_padding_changes_no_value_and_no_gradient(rng, estimator):
     """Through the whole training pathway; the consumer ignores tokens at padded positions."""
     config = cases.small_config(estimator=estimator, max_steps=3)
     params = cases.random_weights(rng, config)

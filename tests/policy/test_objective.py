@@ -16,7 +16,7 @@ from stepprune_jax.policy.noise import standardise
 CONFIG = cases.plain_config(feature_width=32, text_width=32, num_heads=4, stop="aligned")
 
 
-def test_metrics_by_hand():
+def test_metrics_equal_values_computed_by_hand():
     # Two rows of four tokens, three steps. Row 0 keeps {0, 1}, row 1 {0, 1, 2}.
     prob = jnp.array([[[0.5, 0.25, 0.0, 0.0]] * 3, [[1.0, 0, 0, 0]] * 3])
     log_prob = jnp.where(prob > 0, jnp.log(jnp.maximum(prob, 1e-9)), -1e9)
@@ -60,7 +60,7 @@ def test_metrics_by_hand():
     np.testing.assert_allclose(found["entropy"], 0.636514 / 2, rtol=1e-5)
 
 
-def test_every_row_pays_a_price_of_its_own_that_grows_with_the_count():
+def test_each_row_has_a_random_price_that_grows_with_the_count():
     """A tenth of 12 tokens is 1.2; the price goes with the square of the count over that."""
     config = dataclasses.replace(CONFIG, price_range=1.5, price_growth=2.0, length_weight=0.4)
     params = policy.init_policy(jax.random.key(0), config)
@@ -73,25 +73,25 @@ def test_every_row_pays_a_price_of_its_own_that_grows_with_the_count():
     loss, (gated, _) = run(params, image)
     price, count = np.asarray(gated.price), np.asarray(gated.trajectory.count)
     np.testing.assert_allclose(loss, 0.4 * np.mean(price * count / 12), rtol=1e-5)
-    own = np.log(price / (count / 1.2) ** 2)
-    assert np.ptp(own) > 0.5 and np.abs(own).max() <= 1.5
-    # It is added to the row's stop logits.
-    free = jax.jit(policy.select)(params, CONFIG, Inputs(image), stop_bias=own)
+    log_price = np.log(price / (count / 1.2) ** 2)
+    assert np.ptp(log_price) > 0.5 and np.abs(log_price).max() <= 1.5
+    # The log price is added to the row's stop logits.
+    without_price = jax.jit(policy.select)(params, CONFIG, Inputs(image), stop_bias=log_price)
     # 2 ln(1 / 1.2), 2 ln(2 / 1.2), and so on to 2 ln(6 / 1.2).
     growth = [-0.364643, 1.021651, 1.832581, 2.407946, 2.854233, 3.218876]
-    more = gated.trajectory.margin - free.margin
-    np.testing.assert_allclose(more, np.tile(growth, (6, 1)), atol=1e-4)
+    added_margin = gated.trajectory.margin - without_price.margin
+    np.testing.assert_allclose(added_margin, np.tile(growth, (6, 1)), atol=1e-4)
     # Padding is not counted.
-    real = jnp.tile(jnp.arange(20) < 12, (6, 1))
-    padded = Inputs(jnp.pad(image, ((0, 0), (0, 8), (0, 0))), image_mask=real)
-    short = dataclasses.replace(config, max_steps=6)
-    other = jax.jit(policy.gate)(params, short, key, padded)
-    np.testing.assert_allclose(other.trajectory.margin, gated.trajectory.margin, atol=1e-4)
-    np.testing.assert_allclose(other.price, gated.price, rtol=1e-5)
+    image_mask = jnp.tile(jnp.arange(20) < 12, (6, 1))
+    padded = Inputs(jnp.pad(image, ((0, 0), (0, 8), (0, 0))), image_mask=image_mask)
+    padded_config = dataclasses.replace(config, max_steps=6)
+    padded_gated = jax.jit(policy.gate)(params, padded_config, key, padded)
+    np.testing.assert_allclose(padded_gated.trajectory.margin, gated.trajectory.margin, atol=1e-4)
+    np.testing.assert_allclose(padded_gated.price, gated.price, rtol=1e-5)
 
 
-def test_a_drawn_budget_teaches_the_order():
-    """The last step is a row's last before its budget, not the last of the loop."""
+def test_a_random_budget_has_gradients_to_the_order():
+    """With aggregation "last", the last step is the row's last step before its budget."""
     config = cases.plain_config(
         feature_width=8, text_width=0, num_heads=2, batch_budget="probe", aggregation="last"
     )
@@ -110,8 +110,8 @@ def test_a_drawn_budget_teaches_the_order():
     assert max(float(jnp.abs(x).max()) for x in pointer) > 1e-4
 
 
-def test_a_probe_trains_its_stop_once_the_order_is_learned():
-    """Before that, further tokens gain at every count, and the stop would learn to keep T_max."""
+def test_a_probe_trains_the_stop_late_in_training():
+    """Before the order is learned, more tokens help at every count: the stop would learn T_max."""
     config = PolicyConfig(feature_width=8, text_width=0, num_heads=2, encoder_layers=1)
     params = policy.init_policy(jax.random.key(0), config)
     image = jax.random.normal(jax.random.key(1), (4, 12, 8))
@@ -119,19 +119,21 @@ def test_a_probe_trains_its_stop_once_the_order_is_learned():
     @jax.jit
     def gradient(params, share):
         def loss(params):
-            given = params, config, jax.random.key(2), Inputs(image), jnp.var
-            return policy.train_loss(*given, progress=Progress(share))[0]
+            arguments = params, config, jax.random.key(2), Inputs(image), jnp.var
+            return policy.train_loss(*arguments, progress=Progress(share))[0]
 
         return jax.grad(loss)(params)
 
-    found = {share: gradient(params, share) for share in (0.0, STOP_FROM - 0.01, STOP_FROM, 1.0)}
-    for share, grads in found.items():
+    gradients = {
+        share: gradient(params, share) for share in (0.0, STOP_FROM - 0.01, STOP_FROM, 1.0)
+    }
+    for share, grads in gradients.items():
         hazard = jax.tree.leaves((grads["decoder"]["hazard"], grads["stop"]))
         assert any(jnp.any(leaf != 0) for leaf in hazard) == (share >= STOP_FROM)
         assert jnp.any(grads["decoder"]["start"] != 0)
 
 
-def test_statistics_make_features_of_any_scale_equal():
+def test_statistics_make_results_independent_of_feature_scales():
     scale, shift = jnp.linspace(0.1, 30, 32), jnp.linspace(-5, 5, 32)
     params = policy.init_policy(jax.random.key(0), CONFIG)
     image = jax.random.normal(jax.random.key(1), (4, 20, 32))
@@ -139,9 +141,11 @@ def test_statistics_make_features_of_any_scale_equal():
     plain = update_stats(policy.FeatureStats.start(32), image)
     scaled = update_stats(policy.FeatureStats.start(32), image * scale + shift)
     key = jax.random.key(2)
-    seen = (Inputs(image, stats=plain), Inputs(image * scale + shift, stats=scaled))
-    a, b = (jax.jit(policy.gate)(params, CONFIG, key, inputs) for inputs in seen)
-    np.testing.assert_array_equal(a.trajectory.action, b.trajectory.action)
+    both_inputs = (Inputs(image, stats=plain), Inputs(image * scale + shift, stats=scaled))
+    plain_gated, scaled_gated = (
+        jax.jit(policy.gate)(params, CONFIG, key, inputs) for inputs in both_inputs
+    )
+    np.testing.assert_array_equal(plain_gated.trajectory.action, scaled_gated.trajectory.action)
     np.testing.assert_allclose(
-        standardise(a.tokens, plain), standardise(b.tokens, scaled), atol=1e-3
+        standardise(plain_gated.tokens, plain), standardise(scaled_gated.tokens, scaled), atol=1e-3
     )

@@ -1,4 +1,4 @@
-"""A decoder and a feedback of one's own."""
+"""Custom decoders and custom feedback."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ CONFIG = cases.small_config(width=4, feature_width=4, text_width=0, max_steps=5)
 
 
 def init(params, config, memory, memory_mask, steps):
-    """The cache is a dict: a running sum, a count, and a part nobody writes."""
+    """Returns a cache that is a dict: a running sum, a count, and a constant entry."""
     weights, b = params["decoder"], memory.shape[0]
     first = jnp.tanh(jnp.mean(memory, axis=1))[:, :3]
     start = jnp.broadcast_to(weights["start"], (b, memory.shape[-1]))
@@ -28,7 +28,7 @@ def init(params, config, memory, memory_mask, steps):
 
 
 def step(params, config, context, query, cache, step):
-    """Sums what was chosen so far and points with the sum; NaN after the last step."""
+    """Points with the sum of the chosen queries; returns NaN after the last step."""
     clock = jnp.take(context["clock"], step) / (cache["count"] + 1)  # 1, as long as it counts steps
     total = cache["sum"] + clock * jnp.tanh(query @ params["decoder"]["query"])
     logits = jnp.einsum("bmc,bc->bm", context["keys"], total + cache["first"])
@@ -36,11 +36,11 @@ def step(params, config, context, query, cache, step):
 
 
 def mixture(memory, prob, choice):
-    """The expected slot, half of it detached by the hard choice."""
+    """Returns the mean of the expected slot and the chosen slot."""
     return 0.5 * jnp.einsum("bmd,bm->bd", memory, prob) + 0.5 * hard_feedback(memory, prob, choice)
 
 
-OWN = DecoderFns(init, step)
+CUSTOM = DecoderFns(init, step)
 
 
 @pytest.fixture
@@ -55,45 +55,49 @@ def inputs(rng):
     return Inputs(rng.normal(size=(3, 8, 4)))
 
 
-def test_the_loop_is_differentiated_through_both(rng, params):
+def test_the_loop_is_differentiated_through_decoder_and_feedback(rng, params):
     mask = np.array([[True] * 6, [True, False, True, True, False, True], [False] * 6])
     x = dict(decoder=params["decoder"], memory=rng.normal(size=(3, 7, 4)), bias=rng.normal(size=3))
-    weigh = cases.weighted_sum(rng, [np.zeros((3, 5, 6)), np.zeros((3, 5))])
+    functional = cases.weighted_sum(rng, [np.zeros((3, 5, 6)), np.zeros((3, 5))])
 
     def loss(x):
-        how = dict(decoder=OWN, loop={"feedback": mixture}, mask=mask, max_steps=5)
-        run = cases.select(x, CONFIG, x["memory"], stop_bias=x["bias"], min_tokens=0, **how)
-        return weigh([run.prob, run.stop_prob])
+        options = dict(decoder=CUSTOM, loop={"feedback": mixture}, mask=mask, max_steps=5)
+        trajectory = cases.select(
+            x, CONFIG, x["memory"], stop_bias=x["bias"], min_tokens=0, **options
+        )
+        return functional([trajectory.prob, trajectory.stop_prob])
 
     cases.assert_finite_differences(loss, x, rng)
 
 
-def test_the_feedback_carries_the_gradient_that_it_is_given_with(rng, params, inputs):
-    weigh = cases.weighted_sum(rng, np.zeros((3, 5, 8)))
+def test_estimators_and_custom_feedback_have_different_gradients(rng, params, inputs):
+    functional = cases.weighted_sum(rng, np.zeros((3, 5, 8)))
 
-    def slope(estimator, *functions):
+    def gradient(estimator, *functions):
         config, decoder = dataclasses.replace(CONFIG, estimator=estimator), DecoderFns(*functions)
 
         def loss(params):
-            return weigh(policy.select(params, config, inputs, decoder=decoder).prob)
+            return functional(policy.select(params, config, inputs, decoder=decoder).prob)
 
         return jax.jit(jax.grad(loss))(params)["decoder"]["query"]
 
-    hard, through = (slope(name, init, step) for name in ("parallel", "straight_through"))
-    own = slope("parallel", init, step, pytest.fail, mixture)  # no pass over the whole sequence
-    for one, other in ((hard, own), (hard, through), (own, through)):
-        assert float(jnp.abs(one - other).max()) > 1e-5
+    hard, straight = (gradient(name, init, step) for name in ("parallel", "straight_through"))
+    custom = gradient(
+        "parallel", init, step, pytest.fail, mixture
+    )  # no pass over the whole sequence
+    for first, second in ((hard, custom), (hard, straight), (custom, straight)):
+        assert float(jnp.abs(first - second).max()) > 1e-5
 
 
-def test_every_way_to_select_takes_the_decoder(params, inputs):
-    given = (params, CONFIG, inputs, Limits(budget=3))
-    chosen = jax.jit(policy.select)(*given, decoder=OWN)
-    pruned = policy.prune(*given, order="pick", decoder=OWN)
-    np.testing.assert_array_equal(pruned.index[:, :3], chosen.action[:, :3])
-    ranked = jax.jit(policy.rank)(*given, decoder=OWN)
-    np.testing.assert_array_equal(ranked.choice, chosen.choice)
-    np.testing.assert_allclose(ranked.margin, chosen.margin, rtol=1e-9)
-    train_loss = functools.partial(policy.train_loss, lm_loss_fn=jnp.sum, decoder=OWN)
+def test_all_selection_functions_accept_a_decoder(params, inputs):
+    arguments = (params, CONFIG, inputs, Limits(budget=3))
+    selected = jax.jit(policy.select)(*arguments, decoder=CUSTOM)
+    pruned = policy.prune(*arguments, order="pick", decoder=CUSTOM)
+    np.testing.assert_array_equal(pruned.index[:, :3], selected.action[:, :3])
+    ranked = jax.jit(policy.rank)(*arguments, decoder=CUSTOM)
+    np.testing.assert_array_equal(ranked.choice, selected.choice)
+    np.testing.assert_allclose(ranked.margin, selected.margin, rtol=1e-9)
+    train_loss = functools.partial(policy.train_loss, lm_loss_fn=jnp.sum, decoder=CUSTOM)
     loss, _ = jax.eval_shape(
         lambda params: train_loss(params, CONFIG, jax.random.key(0), inputs), params
     )

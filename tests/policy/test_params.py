@@ -1,4 +1,4 @@
-"""One table of weights: initial values, abstract shapes and sharding rules agree with it."""
+"""Initial values, abstract shapes and sharding rules agree with the parameter specifications."""
 
 import re
 
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, PolicyConfig
-from stepprune_jax.policy import params as pointer_cache
+from stepprune_jax.policy import params as policy_params
 
 CONFIGS = [
     PolicyConfig(feature_width=16, text_width=12, num_heads=4),
@@ -26,19 +26,19 @@ def test_init_has_the_abstract_shapes_and_each_weight_exactly_one_rule(config):
     chex.assert_trees_all_equal_shapes_and_dtypes(params, policy.abstract_policy(config))
     assert all(leaf.dtype == jnp.float32 and not leaf.weak_type for leaf in jax.tree.leaves(params))
     rules = policy.partition_rules(config, {"embed": "fsdp", "hidden": "tensor"})
-    for path in pointer_cache.param_paths(params):
+    for path in policy_params.param_paths(params):
         assert sum(bool(re.search(pattern, path)) for pattern, _ in rules) == 1
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_each_weight_is_a_scaled_normal_draw_of_its_own_key_by_one_program(make_key, caplog):
-    """Results depend on the values of a seed."""
+def test_each_weight_is_a_scaled_normal_sample_of_a_separate_key(make_key, caplog):
+    """Published results depend on the initial values of a seed."""
     config, key = PolicyConfig(feature_width=20, text_width=0, num_heads=4, width=8), make_key(5)
     with jax.log_compiles():
         params = policy.init_policy(key, config)
     compiled = [text for text in caplog.messages if "Finished XLA compilation" in text]
     assert len(compiled) == 1, compiled
-    leaves = jax.tree.leaves(pointer_cache.param_specs(config), is_leaf=pointer_cache._is_spec)
+    leaves = jax.tree.leaves(policy_params.param_specs(config), is_leaf=policy_params._is_spec)
     keys = jax.random.split(key, len(leaves))
     for key, spec, weight in zip(keys, leaves, jax.tree.leaves(params), strict=True):
         std = {"fan_in": spec.shape[0] ** -0.5, "token": 0.02}.get(spec.init, 0.0)
@@ -65,32 +65,32 @@ def test_sharded_weights_give_the_same_loss():
     axes = {"embed": "fsdp", "hidden": "tensor", "heads": "tensor"}
     specs = [spec for _, spec in policy.partition_rules(config, axes)]
     leaves, treedef = jax.tree.flatten(params)
-    placed = treedef.unflatten(
+    sharded_params = treedef.unflatten(
         jax.device_put(leaf, NamedSharding(mesh, spec))
         for leaf, spec in zip(leaves, specs, strict=True)
     )
-    assert not placed["decoder"]["pointer"]["key"]["kernel"].is_fully_replicated
-    sharded = loss(placed, jax.device_put(image, rows), jax.device_put(text, rows))
+    assert not sharded_params["decoder"]["pointer"]["key"]["kernel"].is_fully_replicated
+    sharded = loss(sharded_params, jax.device_put(image, rows), jax.device_put(text, rows))
     np.testing.assert_allclose(sharded, expected, rtol=1e-5)
 
 
-def test_weights_cast_once_give_the_same_result_to_the_bit():
+def test_weights_that_are_cast_once_give_bitwise_equal_results():
     config = PolicyConfig(
         feature_width=16, text_width=12, width=8, num_heads=2, decoder_layers=2, dtype="bfloat16"
     )
     params = policy.init_policy(jax.random.key(0), config)
     cast = policy.cast_weights(params, config.dtype)
-    leaves = zip(pointer_cache.param_paths(cast), jax.tree.leaves(cast), strict=True)
-    narrow = {path for path, leaf in leaves if leaf.dtype == jnp.bfloat16}
-    # Whatever multiplies activations; norms, the clock and single tokens are kept whole.
-    assert {"kernel", "bias"} == {path.rpartition("/")[2] for path in narrow}
-    assert not any("norm" in path or "read" in path for path in narrow)
-    assert "encoder/text_projection/kernel" in narrow and "denoiser/value/kernel" in narrow
-    kernels = {path for path in pointer_cache.param_paths(params) if path.endswith("kernel")}
-    assert kernels <= narrow
+    leaves = zip(policy_params.param_paths(cast), jax.tree.leaves(cast), strict=True)
+    cast_paths = {path for path, leaf in leaves if leaf.dtype == jnp.bfloat16}
+    # Dense layers are cast. Norms, the clock and single tokens keep their precision.
+    assert {"kernel", "bias"} == {path.rpartition("/")[2] for path in cast_paths}
+    assert not any("norm" in path or "read" in path for path in cast_paths)
+    assert "encoder/text_projection/kernel" in cast_paths and "denoiser/value/kernel" in cast_paths
+    kernels = {path for path in policy_params.param_paths(params) if path.endswith("kernel")}
+    assert kernels <= cast_paths
 
-    draw, rank = jax.random.normal, jax.jit(policy.rank)
-    inputs = Inputs(draw(jax.random.key(1), (2, 6, 16)), draw(jax.random.key(2), (2, 3, 12)))
-    found, expected = (rank(weights, config, inputs) for weights in (cast, params))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    normal, rank = jax.random.normal, jax.jit(policy.rank)
+    inputs = Inputs(normal(jax.random.key(1), (2, 6, 16)), normal(jax.random.key(2), (2, 3, 12)))
+    actual, expected = (rank(weights, config, inputs) for weights in (cast, params))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert policy.cast_weights(params, None) is params

@@ -17,18 +17,18 @@ from stepprune_jax.policy.scores import (
 )
 
 
-def close(actual, expected, rtol=1e-9, **arguments):
-    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=1e-9, **arguments)
+def close(actual, expected, rtol=1e-9, **options):
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=1e-9, **options)
 
 
 def random_rows(rng, b, t, n):
-    """Probabilities of random pointer rows, some stops impossible and some certain."""
+    """Returns random probabilities, with some impossible and some certain stops."""
     logits = rng.normal(0, 2, (b, t, n + 1))
-    full = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    stop = full[..., -1] * (rng.random((b, t)) > 0.3)
+    prob = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    stop = prob[..., -1] * (rng.random((b, t)) > 0.3)
     stop = np.where(rng.random((b, t)) < 0.1, 1.0, stop)
-    share = full[..., :-1] / full[..., :-1].sum(-1, keepdims=True)
-    return (1 - stop)[..., None] * share, stop
+    conditional = prob[..., :-1] / prob[..., :-1].sum(-1, keepdims=True)
+    return (1 - stop)[..., None] * conditional, stop
 
 
 def test_alive_probability_equals_the_product_and_expected_count_the_enumeration(rng, x64):
@@ -42,8 +42,8 @@ def test_alive_probability_equals_the_product_and_expected_count_the_enumeration
 @pytest.mark.parametrize("aggregation", ["discounted", "alive", "uniform", "last"])
 def test_soft_scores_and_their_logarithms_equal_the_loops(rng, x64, aggregation):
     prob, stop_prob = random_rows(rng, 4, 6, 5)
-    prob[..., 2] = 0.0  # Never pointed at.
-    prob[1, 4:], stop_prob[1, 4:] = 0.0, 1.0  # behind its bound
+    prob[..., 2] = 0.0  # No step points at this token.
+    prob[1, 4:], stop_prob[1, 4:] = 0.0, 1.0  # beyond its bound
     prob[:, 3], stop_prob[:, 3] = 0.1, 0.5  # certain stops elsewhere
     arguments = dict(decay=0.8, aggregation=aggregation)
     linear = soft_scores(prob, stop_prob, **arguments)
@@ -80,8 +80,8 @@ def test_noise_gate_and_denoiser_equal_the_loops(rng, x64):
     alpha[0, :2] = 0, 1
     gated = noise_gate(None, x, alpha, noise=noise)
     denoised = denoise(params, config, x)
-    share = alpha[..., None]
-    close(gated, np.sqrt(share) * x + np.sqrt(1 - share) * noise)
+    alpha_column = alpha[..., None]
+    close(gated, np.sqrt(alpha_column) * x + np.sqrt(1 - alpha_column) * noise)
     for row in range(3):
         close(denoised[row], oracle.denoise(params, x[row]))
 
@@ -101,41 +101,41 @@ def test_gather_equals_the_loop(rng, order):
             picks, features, capacity=capacity, order=order
         )
         for row in range(b):
-            expected = oracle.gather_row(action[row], features[row], capacity, order)
-            for mine, theirs in zip(pruned[:3], expected, strict=True):
-                np.testing.assert_array_equal(mine[row], theirs)
+            expected_arrays = oracle.gather_row(action[row], features[row], capacity, order)
+            for actual, expected_array in zip(pruned[:3], expected_arrays, strict=True):
+                np.testing.assert_array_equal(actual[row], expected_array)
         np.testing.assert_array_equal(pruned.count, np.minimum(count, capacity))
 
 
 def _gap(row, config):
-    """How far a row is from choosing otherwise: the least lead of a choice, or of the stop."""
-    lead = []
+    """Returns the smallest logit difference that would change a choice or the stop."""
+    gaps = []
     for t in range(len(row.action)):
-        left = np.sort(row.log_prob[t][row.prob[t] > 0])
-        lead += [config.temperature * (left[-1] - left[-2])] if len(left) > 1 else []
-        lead += [abs(row.margin[t])]
-    return min(lead)
+        log_probs = np.sort(row.log_prob[t][row.prob[t] > 0])
+        gaps += [config.temperature * (log_probs[-1] - log_probs[-2])] if len(log_probs) > 1 else []
+        gaps += [abs(row.margin[t])]
+    return min(gaps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "separation"), [("float32", 1e-3), ("bfloat16", 0.25)])
 def test_lower_precision_makes_the_choices_of_float64_on_separated_scores(rng, dtype, separation):
     config = cases.small_config(text_width=0, decoder_layers=2, dtype=dtype)
-    limits, compiled, checked = Limits(max_steps=4, min_tokens=0), jax.jit(choose), 0
+    limits, compiled, num_checked = Limits(max_steps=4, min_tokens=0), jax.jit(choose), 0
     for _ in range(60):
         params = cases.random_weights(rng, config, scale=0.3)
         params["decoder"]["pointer"]["query"]["kernel"] *= 6.0
         image = jnp.asarray(rng.standard_normal((1, 7, 8)), dtype)
         bias, real = np.float32(rng.normal(0.0, 2.0)), [True] * 7
-        wide = np.asarray(image[0], np.float64)
-        exact = oracle.encode_row(params, config, wide, None, real, None, 1.0)
+        image_float64 = np.asarray(image[0], np.float64)
+        encoded = oracle.encode_row(params, config, image_float64, None, real, None, 1.0)
         bounds = dict(steps=4, min_tokens=0, max_tokens=4, stop_bias=bias)
-        slots = oracle.memory_row(params, exact)
+        slots = oracle.memory_row(params, encoded)
         expected = oracle.select_row(params, config, slots, real, **bounds)
         if _gap(expected, config) < separation:
             continue
-        checked += 1
-        narrow = jax.tree.map(jnp.float32, params)
-        picks = compiled(narrow, config, Inputs(image), limits, stop_bias=bias)
+        num_checked += 1
+        params_float32 = jax.tree.map(jnp.float32, params)
+        picks = compiled(params_float32, config, Inputs(image), limits, stop_bias=bias)
         np.testing.assert_array_equal(picks.action[0], expected.action)
-    assert checked >= 10
+    assert num_checked >= 10

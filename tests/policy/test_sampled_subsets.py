@@ -1,4 +1,4 @@
-"""Sets drawn for a policy gradient: their frequencies, and what their advantages teach."""
+"""Sampled subsets: their frequencies, and the gradient of RLOO."""
 
 import dataclasses
 import itertools
@@ -41,64 +41,64 @@ sample_subsets = jax.jit(lambda policy, *given: policy.sample_subsets(*given))
 
 
 @pytest.mark.parametrize("config", [HAZARD, SCORER])
-def test_each_outcome_is_as_frequent_as_its_probability_says(config, inputs):
+def test_the_frequency_of_each_outcome_equals_its_probability(config, inputs):
     policy = randomised(config)
-    stops = policy.has_stop
-    limits = Limits(min_tokens=1 if stops else STEPS, max_tokens=STEPS, max_steps=STEPS)
+    has_stop = policy.has_stop
+    limits = Limits(min_tokens=1 if has_stop else STEPS, max_tokens=STEPS, max_steps=STEPS)
     keys = jax.random.split(jax.random.key(2), DRAWS)
-    draw = sample_subsets(policy, inputs, limits, keys, Progress())
-    action, log_prob = np.asarray(draw.picks.action[..., :STEPS]), np.asarray(draw.log_prob)
+    subsets = sample_subsets(policy, inputs, limits, keys, Progress())
+    action, log_prob = np.asarray(subsets.picks.action[..., :STEPS]), np.asarray(subsets.log_prob)
     for row, real in enumerate(inputs.image_mask):
-        found = {}
+        outcomes = {}
         for outcome, probability in zip(
             map(tuple, action[:, row]), np.exp(log_prob[:, row]), strict=True
         ):
-            times, _ = found.get(outcome, (0, 0))
-            found[outcome] = times + 1, probability
-        counts = range(1 if stops else min(STEPS, real.sum()), min(STEPS, real.sum()) + 1)
+            num_times, _ = outcomes.get(outcome, (0, 0))
+            outcomes[outcome] = num_times + 1, probability
+        counts = range(1 if has_stop else min(STEPS, real.sum()), min(STEPS, real.sum()) + 1)
         possible = {
             order + (N,) * (STEPS - count)
             for count in counts
             for order in itertools.permutations(np.flatnonzero(real), count)
         }
-        assert {*found} <= possible
-        times, probability = np.array([*found.values()]).T
-        # What was never drawn is improbable: the probabilities of the others sum to almost 1.
+        assert {*outcomes} <= possible
+        num_times, probability = np.array([*outcomes.values()]).T
+        # The probabilities of the sampled outcomes sum to almost 1.
         assert 0.98 < probability.sum() < 1 + 1e-5
         error = np.sqrt(probability * (1 - probability) / DRAWS)
-        assert (np.abs(times / DRAWS - probability) < 5 * error + 1e-3).all()
+        assert (np.abs(num_times / DRAWS - probability) < 5 * error + 1e-3).all()
 
 
 @pytest.mark.parametrize("config", [HAZARD, SCORER])
 def test_advantages_give_the_gradient_of_the_mean_reward(config, inputs):
-    """Of tokens that are worth something each: against the sum over all outcomes."""
+    """The reward is a sum over tokens; the exact gradient is a sum over all outcomes."""
     policy = randomised(config)
-    worth = jnp.array([0.1, 0.9, 0.4, 0.0])
+    token_value = jnp.array([0.1, 0.9, 0.4, 0.0])
     limits = Limits(min_tokens=2, max_tokens=2, max_steps=2)
     keys = jax.random.split(jax.random.key(3), DRAWS)
-    given = (inputs, limits, keys, Progress())
+    arguments = (inputs, limits, keys, Progress())
 
     def estimate(params):
-        draw = policy.replace(params=params).sample_subsets(*given)
-        advantage = leave_one_out(draw.picks.selected @ worth)
-        return jnp.mean(jax.lax.stop_gradient(advantage) * draw.log_prob)
+        subsets = policy.replace(params=params).sample_subsets(*arguments)
+        advantage = leave_one_out(subsets.picks.selected @ token_value)
+        return jnp.mean(jax.lax.stop_gradient(advantage) * subsets.log_prob)
 
     def exact(params):
-        """Each outcome that was drawn once, weighted by its probability."""
-        draw = policy.replace(params=params).sample_subsets(*given)
-        action = draw.picks.action[..., :2]
-        same = jnp.all(action[:, None] == action[None], axis=-1)
-        first = jnp.argmax(same, axis=1) == jnp.arange(DRAWS)[:, None]
-        reward = draw.picks.selected @ worth
-        return jnp.mean(jnp.sum(jnp.where(first, jnp.exp(draw.log_prob) * reward, 0), axis=0))
+        """Sums the rewards of distinct outcomes, weighted by their probabilities."""
+        subsets = policy.replace(params=params).sample_subsets(*arguments)
+        action = subsets.picks.action[..., :2]
+        is_equal = jnp.all(action[:, None] == action[None], axis=-1)
+        is_first = jnp.argmax(is_equal, axis=1) == jnp.arange(DRAWS)[:, None]
+        reward = subsets.picks.selected @ token_value
+        return jnp.mean(jnp.sum(jnp.where(is_first, jnp.exp(subsets.log_prob) * reward, 0), axis=0))
 
-    both = jax.jit(jax.jacrev(lambda params: jnp.stack([estimate(params), exact(params)])))
-    found = jax.tree.leaves(both(policy.params))
-    ours, theirs = jnp.concatenate([x.reshape(2, -1) for x in found], axis=1)
-    assert jnp.linalg.norm(ours - theirs) < 0.1 * jnp.linalg.norm(theirs)
+    jacobian = jax.jit(jax.jacrev(lambda params: jnp.stack([estimate(params), exact(params)])))
+    jacobians = jax.tree.leaves(jacobian(policy.params))
+    estimated, expected = jnp.concatenate([x.reshape(2, -1) for x in jacobians], axis=1)
+    assert jnp.linalg.norm(estimated - expected) < 0.1 * jnp.linalg.norm(expected)
 
 
-def test_an_advantage_is_the_distance_from_the_mean_of_the_others():
+def test_an_advantage_is_the_distance_from_the_mean_of_the_other_rewards():
     reward = jnp.array([[1.0, 0.5], [0.0, 0.5], [0.5, 0.5]])
     expected = [[0.75, 0.0], [-0.75, 0.0], [0.0, 0.0]]
     np.testing.assert_allclose(leave_one_out(reward), expected, atol=1e-7)
@@ -107,29 +107,29 @@ def test_an_advantage_is_the_distance_from_the_mean_of_the_others():
 def test_a_row_with_a_higher_price_stops_earlier(inputs):
     limits, keys = Limits(min_tokens=0, max_tokens=3), jax.random.split(jax.random.key(0), 512)
     config = dataclasses.replace(HAZARD, length_weight=0.15)
-    mean = {}
-    for spread in (0.0, 2.0):
-        policy = randomised(dataclasses.replace(config, price_range=spread), seed=2)
-        draw = sample_subsets(policy, inputs, limits, keys, Progress())
-        mean[spread] = jnp.mean(draw.picks.count, axis=0)
+    mean_count = {}
+    for price_range in (0.0, 2.0):
+        policy = randomised(dataclasses.replace(config, price_range=price_range), seed=2)
+        subsets = sample_subsets(policy, inputs, limits, keys, Progress())
+        mean_count[price_range] = jnp.mean(subsets.picks.count, axis=0)
     log_price = draw_log_prices(jax.random.fold_in(keys[0], 2), policy.config, 2)
     assert (jnp.abs(log_price) > 0.1).all()
-    np.testing.assert_array_equal(mean[2.0] < mean[0.0], log_price > 0)
+    np.testing.assert_array_equal(mean_count[2.0] < mean_count[0.0], log_price > 0)
 
 
-def test_a_stop_costs_the_prices_of_the_tokens_it_would_keep():
+def test_the_expected_price_of_a_stop_sums_the_prices_of_kept_tokens():
     """Of four tokens and a price that is lambda at .4 of them, and linear: .15 * 2.5 K^2 / 8."""
     config = PolicyConfig(length_weight=0.15, price_growth=1)
     stop_prob = jnp.array([[0.0, 0.5, 1.0], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
     log_price = jnp.array([0.0, np.log(2.0), 0.0])
-    found = expected_price(config, stop_prob, jnp.array([4, 4, 3]), log_price)
-    one, two, three = (0.15 * 2.5 * k**2 / 8 for k in (1, 2, 3))
-    expected = [one + 0.5 * (two - one), 2 * three, 0.0]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    price = expected_price(config, stop_prob, jnp.array([4, 4, 3]), log_price)
+    first, second, third = (0.15 * 2.5 * k**2 / 8 for k in (1, 2, 3))
+    expected = [first + 0.5 * (second - first), 2 * third, 0.0]
+    np.testing.assert_allclose(price, expected, rtol=1e-6)
 
 
-def test_the_stop_is_priced_beyond_the_largest_set(inputs):
-    """Through the hazard's own weights alone; sets have one token of the four."""
+def test_the_stop_is_priced_beyond_the_largest_subset(inputs):
+    """Only the hazard's weights have a gradient; subsets have one token of four."""
     policy = randomised(dataclasses.replace(HAZARD, length_weight=0.15, max_steps=3))
     settings = RlooSettings(samples=2, longest=0.25)
 
@@ -137,21 +137,21 @@ def test_the_stop_is_priced_beyond_the_largest_set(inputs):
         def answers(kept):
             return jnp.zeros(kept.count.shape)
 
-        given = (jax.random.key(5), inputs.image, inputs.text, answers, settings)
-        now = policy.replace(params=params)
-        return now.rloo_loss(*given, image_mask=inputs.image_mask)
+        arguments = (jax.random.key(5), inputs.image, inputs.text, answers, settings)
+        trained = policy.replace(params=params)
+        return trained.rloo_loss(*arguments, image_mask=inputs.image_mask)
 
     (value, (metrics, _)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy.params)
     assert value > 0 and 1 <= metrics["k_mean"] <= 3
-    moved = {
+    changed_paths = {
         path
         for path, grad in zip(param_paths(grads), jax.tree.leaves(grads), strict=True)
         if jnp.any(grad != 0)
     }
-    assert moved and all(policy.is_stop(path) for path in moved)
-    # With the stop of every row after its first token, there is nothing to pay for but that.
-    first = policy.replace(config=dataclasses.replace(policy.config, stop_bias=99.0))
-    stop = first.price_stop(inputs, jax.random.key(0), Progress())
+    assert changed_paths and all(policy.is_stop(path) for path in changed_paths)
+    # At this stop bias, every row stops after its first token.
+    stopping = policy.replace(config=dataclasses.replace(policy.config, stop_bias=99.0))
+    stop = stopping.price_stop(inputs, jax.random.key(0), Progress())
     assert stop.count.tolist() == stop.shortest.tolist() and (stop.longest == 3).all()
 
 
@@ -165,8 +165,8 @@ def test_the_loss_of_a_row_without_tokens_is_finite(config, inputs):
         def answers(kept):
             return jnp.sum(kept.valid, axis=-1, dtype=jnp.float32)
 
-        given = (jax.random.key(5), image, text, answers)
-        return policy.replace(params=params).rloo_loss(*given, image_mask=mask)[0]
+        arguments = (jax.random.key(5), image, text, answers)
+        return policy.replace(params=params).rloo_loss(*arguments, image_mask=mask)[0]
 
     value, grads = jax.jit(jax.value_and_grad(loss))(policy.params)
     assert np.isfinite(value)

@@ -1,4 +1,4 @@
-"""Selection as users meet it: counts, biases, early exit, buckets, compile counts."""
+"""Selection functions: counts, biases, early exit, buckets and numbers of compilations."""
 
 import dataclasses
 import functools
@@ -33,16 +33,16 @@ choose = jax.jit(policy.choose)
 
 @pytest.fixture(scope="module")
 def params():
-    # Sharper than at initialisation, so that margins spread and ties do not occur.
-    drawn = policy.init_policy(jax.random.key(0), CONFIG)
-    drawn["decoder"]["pointer"]["query"]["kernel"] *= 4
-    return drawn
+    # A larger query kernel spreads the margins and avoids ties.
+    weights = policy.init_policy(jax.random.key(0), CONFIG)
+    weights["decoder"]["pointer"]["query"]["kernel"] *= 4
+    return weights
 
 
 @pytest.fixture(scope="module")
 def inputs():
-    draw = jax.random.normal
-    return Inputs(draw(jax.random.key(1), (B, N, 16)), draw(jax.random.key(2), (B, L, 12)))
+    normal = jax.random.normal
+    return Inputs(normal(jax.random.key(1), (B, N, 16)), normal(jax.random.key(2), (B, L, 12)))
 
 
 def test_budgets_are_met_exactly_and_nest(params, inputs):
@@ -50,14 +50,14 @@ def test_budgets_are_met_exactly_and_nest(params, inputs):
     exact = select(params, CONFIG, inputs, Limits(budget=counts))
     np.testing.assert_array_equal(exact.count, counts)
     natural = select(params, CONFIG, inputs)
-    # The order does not depend on the stop: every budget is a prefix of one and the same order.
+    # The order does not depend on the stop, so every budget keeps a prefix of the same order.
     np.testing.assert_array_equal(exact.choice, natural.choice)
     # Certain before the budget, certain to stop after it: the expected count is the budget.
     np.testing.assert_allclose(expected_count(exact.stop_prob), counts, rtol=1e-6)
 
 
-def test_choose_stops_with_its_last_row(params, inputs):
-    """Counts the steps that run: a decoder that keeps count of its own calls."""
+def test_choose_ends_with_the_last_running_row(params, inputs):
+    """A decoder that records its calls counts the steps that run."""
     calls = []
 
     def step(params, config, context, query, cache, t):
@@ -87,7 +87,7 @@ def test_calibrated_bias_meets_the_target_mean(params):
         count = choose(params, CONFIG, inputs, limits, stop_bias=bias).count
         assert abs(np.mean(count) - target) < 0.5
     assert float(policy.calibrate_stop_bias(margin, N + 5.0)) == pytest.approx(-100, abs=1e-3)
-    # One row has two counts, 2 and 10: the nearer one, wherever between two floats the step is.
+    # One row can have counts 2 and 10 only: the bias gives the count that is nearer to the target.
     for edge in (1.0, 1.0000001, 0.7, 0.3):
         margin = jnp.full((1, 10), -50.0).at[0, 2].set(-edge)
         for target, near in ((9.9, 10), (2.1, 2)):
@@ -95,19 +95,19 @@ def test_calibrated_bias_meets_the_target_mean(params):
             assert count_at_bias(margin, bias).tolist() == [near]
 
 
-def test_a_smaller_image_ends_at_its_own_t_max_however_it_is_padded(params):
+def test_padding_does_not_change_t_max_of_an_image(params):
     image = jax.random.normal(jax.random.key(3), (1, 40, 16))
-    padded, alone = Inputs(image, image_mask=jnp.arange(40)[None] < 10), Inputs(image[:, :10])
-    for inputs in (padded, alone):
+    padded, unpadded = Inputs(image, image_mask=jnp.arange(40)[None] < 10), Inputs(image[:, :10])
+    for inputs in (padded, unpadded):
         for prune in (policy.prune, choose, select):
             assert prune(params, CONFIG, inputs, stop_bias=-99.0).count.tolist() == [5]
 
 
 def test_ladder_bounds_padding_and_ends_at_the_cap():
-    ladder = buckets.bucket_ladder(288)
-    assert ladder == (16, 24, 32, 48, 64, 96, 128, 192, 256, 288)
-    assert buckets.choose_bucket(jnp.array([3, 64]), ladder) == 64
-    assert buckets.choose_bucket(jnp.array([65]), ladder) == 96
+    bucket_sizes = buckets.bucket_ladder(288)
+    assert bucket_sizes == (16, 24, 32, 48, 64, 96, 128, 192, 256, 288)
+    assert buckets.choose_bucket(jnp.array([3, 64]), bucket_sizes) == 64
+    assert buckets.choose_bucket(jnp.array([65]), bucket_sizes) == 96
     assert buckets.bucket_ladder(10) == (10,)
 
 
@@ -128,15 +128,15 @@ def test_training_step_traces_once_over_steps_and_budgets(params, inputs):
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step(params, key, length_weight, progress):
-        how = {"progress": progress, "length_weight": length_weight}
+        options = {"progress": progress, "length_weight": length_weight}
 
         def loss(params):
-            given = (params, CONFIG, key, inputs, lambda x: jnp.mean(x**2))
-            return policy.train_loss(*given, **how)
+            arguments = (params, CONFIG, key, inputs, lambda x: jnp.mean(x**2))
+            return policy.train_loss(*arguments, **options)
 
         grads, aux = jax.grad(loss, has_aux=True)(params)
-        new = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
-        return new, aux.gated.state, policy.policy_metrics(aux)
+        updated = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
+        return updated, aux.gated.state, policy.policy_metrics(aux)
 
     state = ()
     for i in range(4):
@@ -146,16 +146,16 @@ def test_training_step_traces_once_over_steps_and_budgets(params, inputs):
 
 
 def test_budgets_are_log_uniform_and_at_most_t_max():
-    given = jax.random.key(0), jnp.full(1000, 1000)
-    drawn = np.asarray(budget.draw_budgets(*given, 400, (0.1, 0.3)))
-    assert drawn.min() >= 100 and drawn.max() <= 300
+    key_and_counts = jax.random.key(0), jnp.full(1000, 1000)
+    budgets = np.asarray(budget.draw_budgets(*key_and_counts, 400, (0.1, 0.3)))
+    assert budgets.min() >= 100 and budgets.max() <= 300
     # Log-uniform: half the draws lie below sqrt(100 * 300) = 173.2.
-    assert abs((drawn <= 173).mean() - 0.5) < 4 * 0.5 / 1000**0.5
-    capped = budget.draw_budgets(*given, 50, (0.1, 0.3))
+    assert abs((budgets <= 173).mean() - 0.5) < 4 * 0.5 / 1000**0.5
+    capped = budget.draw_budgets(*key_and_counts, 50, (0.1, 0.3))
     np.testing.assert_array_equal(capped, 50)
 
 
-def test_the_smallest_budget_falls_by_equal_factors():
+def test_the_smallest_budget_falls_geometrically():
     """From .3 to .03 in half of the training; within a range that is narrower, from its end."""
     for progress, expected in ((0, 0.3), (0.25, 0.3 / 10**0.5), (0.5, 0.03), (1, 0.03)):
         low, high = budget.budget_range((0.03, 0.5), 0.5, progress)
@@ -167,42 +167,44 @@ def test_the_smallest_budget_falls_by_equal_factors():
 
 def test_prices_are_log_uniform():
     config = cases.plain_config(feature_width=16, text_width=0, num_heads=4, price_range=2.0)
-    drawn = np.asarray(budget.draw_log_prices(jax.random.key(0), config, 500))
-    assert drawn.min() >= -2 and drawn.max() <= 2
+    log_prices = np.asarray(budget.draw_log_prices(jax.random.key(0), config, 500))
+    assert log_prices.min() >= -2 and log_prices.max() <= 2
     # Uniform over a width of 4: standard deviation 4 / sqrt(12) = 1.155, of the mean .052.
-    assert abs(drawn.mean()) < 4 * 0.052 and abs(drawn.std() - 1.155) < 0.1
+    assert abs(log_prices.mean()) < 4 * 0.052 and abs(log_prices.std() - 1.155) < 0.1
 
 
-def test_what_a_token_is_worth_is_heard_up_to_a_bound(params, inputs):
-    """Of a mean over four rows of twelve tokens, 10 nats per twelve tokens are 10 / 12 / 4."""
-    worth, bound = jnp.array([-0.1, 9.0, -9.0, 9.0]), 10 / 12 / 4
+def test_the_gradient_of_the_straight_through_count_is_bounded(params, inputs):
+    """10 nats per 12 tokens, in a mean over 4 rows, are a bound of 10 / 12 / 4."""
+    gain, gain_bound = jnp.array([-0.1, 9.0, -9.0, 9.0]), 10 / 12 / 4
     limits = Limits(None, jnp.array([1, 1, 1, 4]), jnp.array([9, 9, 9, 4]))
     tokens = jnp.full(B, 12)
 
     @jax.jit
     def slope(params, inputs):
-        def of(bias):
+        def budget_and_count(bias):
             t = policy.select(params, CONFIG, inputs, limits, stop_bias=bias)
             k = budget.soft_budget(CONFIG, t, 0.0, tokens)
-            return (worth * k, budget.differentiable_count(CONFIG, t)), (k, t)
+            return (gain * k, budget.differentiable_count(CONFIG, t)), (k, t)
 
-        by_bias, found = jax.jacrev(of, has_aux=True)(jnp.zeros(B))
-        return *map(jnp.diag, by_bias), *found
+        jacobians, k_slope = jax.jacrev(budget_and_count, has_aux=True)(jnp.zeros(B))
+        return *map(jnp.diag, jacobians), *k_slope
 
-    found, of_count, k, t = slope(params, inputs)
+    k_slope, count_slope, k, t = slope(params, inputs)
     np.testing.assert_array_equal(k, t.count)
-    np.testing.assert_allclose(found, np.clip(worth, -bound, bound) * of_count, rtol=1e-5)
+    np.testing.assert_allclose(
+        k_slope, np.clip(gain, -gain_bound, gain_bound) * count_slope, rtol=1e-5
+    )
     # A higher stop bias means fewer tokens, except at an exact budget.
-    assert (of_count[:3] < 0).all() and of_count[3] == 0
+    assert (count_slope[:3] < 0).all() and count_slope[3] == 0
     printed = dataclasses.replace(CONFIG, soft_budget="batch_mean")
     np.testing.assert_array_equal(budget.soft_budget(printed, t, 6.5, tokens), np.full(B, 6.5))
 
 
-def test_a_probe_decides_in_the_last_quarter_of_its_budget(params, inputs):
+def test_a_probe_uses_the_decisions_of_the_last_quarter_of_the_budget(params, inputs):
     config = dataclasses.replace(CONFIG, batch_budget="probe", stop_temperature=0.5)
     limits = jnp.array([1, 3, 5, 12])
     # Steps from three quarters of the budget to the budget, after the first and within the twelve.
-    asked = [[1], [3], [4, 5], [9, 10, 11]]
+    probed_steps = [[1], [3], [4, 5], [9, 10, 11]]
 
     @jax.jit
     @functools.partial(jax.jacrev, has_aux=True)
@@ -211,13 +213,18 @@ def test_a_probe_decides_in_the_last_quarter_of_its_budget(params, inputs):
         count = budget.differentiable_count(config, t)
         return count, (count, t)
 
-    slope, (found, t) = slope_of(0.0, params, inputs)
+    slope, (surrogate, t) = slope_of(0.0, params, inputs)
     np.testing.assert_array_equal(t.count, limits)
     assert t.margin.shape[1] == 12
-    go_on = [1 / (1 + np.exp(np.asarray(t.margin)[row, at] / 0.5)) for row, at in enumerate(asked)]
-    np.testing.assert_allclose(found, [10 * p.mean() for p in go_on], rtol=1e-5)
-    # A stop bias of db lowers each probability to go on by p (1 - p) db / temperature.
-    np.testing.assert_allclose(slope, [-20 * (p * (1 - p)).mean() for p in go_on], rtol=1e-4)
+    continue_probs = [
+        1 / (1 + np.exp(np.asarray(t.margin)[row, steps] / 0.5))
+        for row, steps in enumerate(probed_steps)
+    ]
+    np.testing.assert_allclose(surrogate, [10 * p.mean() for p in continue_probs], rtol=1e-5)
+    # A stop bias of db lowers each probability of continuing by p (1 - p) db / temperature.
+    np.testing.assert_allclose(
+        slope, [-20 * (p * (1 - p)).mean() for p in continue_probs], rtol=1e-4
+    )
 
 
 def test_the_polarisation_anneals_by_a_cosine():
@@ -229,19 +236,21 @@ def test_the_polarisation_anneals_by_a_cosine():
         polarisation_share=0.5,
     )
     for progress, tau in ((0.0, 2.0), (0.25, 1.1), (0.5, 0.2), (0.9, 0.2)):
-        found = polarisation_temperature(config, progress)
-        np.testing.assert_allclose(found, tau, rtol=1e-6)
+        temperature = polarisation_temperature(config, progress)
+        np.testing.assert_allclose(temperature, tau, rtol=1e-6)
     constant = dataclasses.replace(config, polarisation_share=0.0)
     assert polarisation_temperature(constant, 0.1) == 0.2
 
 
-@pytest.mark.parametrize(("given", "computed"), [(jnp.bfloat16, jnp.float32), (float, None)])
-def test_compute_dtype_follows_the_features(params, inputs, given, computed):
-    with jax.enable_x64(given is float):
-        wide = jax.tree.map(
-            lambda leaf: jnp.asarray(leaf, jnp.promote_types(given, leaf.dtype)), params
+@pytest.mark.parametrize(
+    ("feature_dtype", "compute_dtype"), [(jnp.bfloat16, jnp.float32), (float, None)]
+)
+def test_compute_dtype_follows_the_features(params, inputs, feature_dtype, compute_dtype):
+    with jax.enable_x64(feature_dtype is float):
+        cast_params = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf, jnp.promote_types(feature_dtype, leaf.dtype)), params
         )
-        inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, given), inputs)
+        inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, feature_dtype), inputs)
 
         def run(params):
             encoded = policy.encode(params, CONFIG, inputs)
@@ -249,6 +258,6 @@ def test_compute_dtype_follows_the_features(params, inputs, given, computed):
             prob = policy.select(params, CONFIG, inputs).prob
             return encoded, denoised, prob
 
-        encoded, denoised, prob = jax.eval_shape(run, wide)
-        assert encoded.dtype == prob.dtype == (computed or jnp.float64)
+        encoded, denoised, prob = jax.eval_shape(run, cast_params)
+        assert encoded.dtype == prob.dtype == (compute_dtype or jnp.float64)
         assert denoised.dtype == inputs.image.dtype

@@ -14,9 +14,9 @@ def order(tokens, words, count, valid=None, text_valid=None, **options):
     """The order of choice of each row, given words [r, l, e]."""
     tokens, words = (np.asarray(x, np.float32) for x in (tokens, words))
     text_valid = np.ones(words.shape[:2], bool) if text_valid is None else text_valid
-    others = {} if valid is None else {"valid": valid}
-    shown = view(tokens, count=count, text=words, text_valid=text_valid, **others)
-    return np.asarray(select(CDPruner(**options), shown, int(np.max(count))).order)
+    optional = {} if valid is None else {"valid": valid}
+    inputs = view(tokens, count=count, text=words, text_valid=text_valid, **optional)
+    return np.asarray(select(CDPruner(**options), inputs, int(np.max(count))).order)
 
 
 def determinant_order(tokens, words, count, theta=None, relevance_weight=1.0, split_threshold=0):
@@ -28,20 +28,23 @@ def determinant_order(tokens, words, count, theta=None, relevance_weight=1.0, sp
     orders = []
     for turn, part in enumerate(parts):
         unit = [tokens[i] / np.sqrt(tokens[i] @ tokens[i]) for i in part]
-        seen = np.array([x @ question for x in unit])
-        quality = np.ones(len(seen))
-        if np.ptp(seen) > 0:
-            quality = (seen - seen.min()) / np.ptp(seen)
+        relevance = np.array([x @ question for x in unit])
+        quality = np.ones(len(relevance))
+        if np.ptp(relevance) > 0:
+            quality = (relevance - relevance.min()) / np.ptp(relevance)
         if theta is not None:
             quality = np.exp(theta / (2 * (1 - theta)) * quality)
         kernel = np.array([[x @ y for y in unit] for x in unit])
         kernel *= 1 - relevance_weight + relevance_weight * np.outer(quality, quality)
         chosen = []
         for _ in range(count // len(parts) + (turn < count % len(parts))):
-            left = [i for i in range(len(unit)) if i not in chosen]
-            sets = [[*chosen, i] for i in left]
-            values = [np.linalg.det(kernel[np.ix_(some, some)]) for some in sets]
-            chosen.append(left[int(np.argmax(values))])
+            candidates = [i for i in range(len(unit)) if i not in chosen]
+            sets = [[*chosen, i] for i in candidates]
+            values = [
+                np.linalg.det(kernel[np.ix_(tokens_of_set, tokens_of_set)])
+                for tokens_of_set in sets
+            ]
+            chosen.append(candidates[int(np.argmax(values))])
         orders.append([part[i] for i in chosen])
     return [orders[step % len(parts)][step // len(parts)] for step in range(count)]
 
@@ -56,10 +59,10 @@ def test_images_and_questions_of_any_size_equal_the_largest_determinants(options
     junk = (
         np.where(mask[..., None], x, np.nan) for mask, x in ((valid, tokens), (text_valid, words))
     )
-    found = order(*junk, counts, valid, text_valid, **options)
+    actual = order(*junk, counts, valid, text_valid, **options)
     for row, (size, length, count) in enumerate(zip(sizes, lengths, counts, strict=True)):
         expected = determinant_order(tokens[row, :size], words[row, :length], count, **options)
-        assert found[row].tolist() == expected + [-1] * (12 - count)
+        assert actual[row].tolist() == expected + [-1] * (12 - count)
 
 
 def test_ties_and_equal_tokens_go_to_the_earlier_one():
@@ -77,23 +80,23 @@ def test_more_tokens_than_dimensions_are_all_put_in_an_order():
     tokens[:, 1::4] = tokens[:, ::4]
     tokens[:, 7] = 0
     valid = np.arange(40) < sizes[:, None]
-    found = order(tokens, random.standard_normal((5, 2, 6)), sizes, valid, **SPLIT)
+    actual = order(tokens, random.standard_normal((5, 2, 6)), sizes, valid, **SPLIT)
     for row, size in enumerate(sizes):
-        np.testing.assert_array_equal(np.sort(found[row, :size]), np.arange(size))
+        np.testing.assert_array_equal(np.sort(actual[row, :size]), np.arange(size))
 
 
 def test_generation_equals_the_torch_reference(llava_pair):
     pruner = CDPruner(Budget("count", 4))
     table = llava_pair.theirs.model.get_input_embeddings()
-    for asked in traced(llava_pair, ask(3, seed=4), pruner, 1):
-        ids = request(llava_pair.ours, asked.prompt, asked.images).question_ids[0]
+    for example in traced(llava_pair, ask(3, seed=4), pruner, 1):
+        ids = request(llava_pair.ours, example.prompt, example.images).question_ids[0]
         words = table(torch.tensor(ids)).detach().numpy()
 
         def choose(tokens, tower, pixels, words=words):
             kept = sorted(determinant_order(tokens.numpy(), words, 4))
             return kept, tokens[kept]
 
-        torch_pruning.check(llava_pair, asked, choose, projected=True)
+        torch_pruning.check(llava_pair, example, choose, projected=True)
 
 
 def test_tiles_are_chosen_from_separately_in_turn():
@@ -102,8 +105,8 @@ def test_tiles_are_chosen_from_separately_in_turn():
     tokens = np.random.default_rng(0).standard_normal((1, 10, 4), np.float32)
 
     def chosen(places, *taps):
-        shown = view(tokens[:, places], *taps, count=1, text=np.zeros((1, 1, 4)))
-        return places[np.asarray(CDPruner().rank(shown, len(places)).order[0])].tolist()
+        inputs = view(tokens[:, places], *taps, count=1, text=np.zeros((1, 1, 4)))
+        return places[np.asarray(CDPruner().rank(inputs, len(places)).order[0])].tolist()
 
     order = chosen(np.arange(10), tile[None])
     first, second = (chosen(np.flatnonzero(tile == part)) for part in (0, 1))

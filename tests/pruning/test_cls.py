@@ -8,8 +8,8 @@ from stepprune_jax.pruning import Cls
 
 def order(attention, n):
     """The order of n features [r, n] by attention [r, heads, m]."""
-    shown = view(jnp.zeros((len(attention), n, 2)), jnp.array(attention), count=2)
-    return Cls().rank(shown, n).order.tolist()
+    inputs = view(jnp.zeros((len(attention), n, 2)), jnp.array(attention), count=2)
+    return Cls().rank(inputs, n).order.tolist()
 
 
 def test_an_order_worked_by_hand():
@@ -26,8 +26,8 @@ def test_tiles_take_turns():
     attention = [[[0.0, 0.1, 0.9, 0.2, 0.0, 0.5, 0.7, 0.8]]]
     tile = jnp.array([[0, 0, 1, -1, 1, 1, -1]])
     valid = jnp.array([[True] * 6 + [False]])
-    shown = view(jnp.zeros((1, 7, 2)), jnp.array(attention), tile, count=2, valid=valid)
-    assert Cls().rank(shown, 7).order.tolist() == [[1, 5, 0, 4, 2, 3, 6]]
+    inputs = view(jnp.zeros((1, 7, 2)), jnp.array(attention), tile, count=2, valid=valid)
+    assert Cls().rank(inputs, 7).order.tolist() == [[1, 5, 0, 4, 2, 3, 6]]
 
 
 @pytest.mark.parametrize(("feature_layer", "block"), [(-2, 1), (1, 0), (3, 2)])

@@ -32,7 +32,7 @@ def factor(before, after, grid, clse):
 
 def kept(pruner, num_tokens=576, model=LLAVA):
     pruner.check(model, num_tokens)
-    return [left.kept for left in pruner.schedule(model, num_tokens).after]
+    return [remaining.kept for remaining in pruner.schedule(model, num_tokens).after]
 
 
 def test_the_authors_counts_at_their_budgets():
@@ -79,16 +79,16 @@ def test_scores_equal_those_by_a_fourier_transform():
 
 def test_tokens_that_do_not_change_become_no_nan():
     index, grid = [[-1, 0, 1, 2, 3, -1, 0]], jnp.array([[[2, 2], [1, 1]]])
-    sequence, alike = rows([[-1, *[0] * 4, -1, 1]], index=index, grid=grid), jnp.zeros((1, 7, 2))
-    sequence = sequence._replace(hidden=alike)
-    taps = {"attention.0": jnp.ones((1, 2, 1, 7)), "hidden.0": alike}
+    sequence, similar = rows([[-1, *[0] * 4, -1, 1]], index=index, grid=grid), jnp.zeros((1, 7, 2))
+    sequence = sequence._replace(hidden=similar)
+    taps = {"attention.0": jnp.ones((1, 2, 1, 7)), "hidden.0": similar}
     scores = Clse().scores(sequence, taps)
     assert np.isfinite(scores).all() and (scores[0, 1:5] == scores[0, 1]).all()
 
 
 def test_generation_equals_the_torch_reference(deep_pair):
     clse = Clse(Budget("count", 9), layer_list=(1, 2), average=False)
-    counts = [left.kept for left in clse.schedule(deep_pair.ours.config, 36).after]
+    counts = [remaining.kept for remaining in clse.schedule(deep_pair.ours.config, 36).after]
     assert counts == [30, 9]
 
     def dropping(layer, count):
@@ -104,5 +104,5 @@ def test_generation_equals_the_torch_reference(deep_pair):
         return drop
 
     drops = {layer: dropping(layer, count) for layer, count in zip((1, 2), counts, strict=True)}
-    for asked in traced(deep_pair, ask(3, seed=1), clse, 5):
-        torch_stages.check(deep_pair, asked, drops, forgets=True)
+    for example in traced(deep_pair, ask(3, seed=1), clse, 5):
+        torch_stages.check(deep_pair, example, drops, forgets=True)

@@ -73,7 +73,7 @@ def chosen_of(*arguments, **options):
     return kept
 
 
-def method(name, budget=K, policy=None, **more):
+def method(name, budget=K, policy=None, **options):
     kind = PRUNERS[name]
     if kind.config_type is not None and policy is None:
         policy = POLICIES[kind.config_type]()
@@ -82,7 +82,7 @@ def method(name, budget=K, policy=None, **more):
         budget if name in COUNTING else None,
         policy=policy,
         options=OPTIONS.get(name),
-        **more,
+        **options,
     )
 
 
@@ -111,16 +111,16 @@ class Run(NamedTuple):
 
 
 def answer(model, chosen):
-    begun = []
+    prefills = []
     answers = generate(
         model,
         *BATCH,
         chosen,
         sampling=Sampling(stop_ids=()),
         options=RunOptions(STEPS, "original"),
-        trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
+        trace=lambda batch: prefills.append(jax.tree.map(jnp.copy, batch)),
     )
-    return Run(answers, begun[0])
+    return Run(answers, prefills[0])
 
 
 def begin(model, chosen, batch=BATCH, **padding):
@@ -141,8 +141,8 @@ def run(model):
 @pytest.fixture(scope="module")
 def tokens_of(model):
     """The projected tokens [n, e] of each image."""
-    asked = read_request(model, ["dog"] * 4, [[x] for x in IMAGES])
-    features = pipeline.encode(model, asked.images).features
+    example = read_request(model, ["dog"] * 4, [[x] for x in IMAGES])
+    features = pipeline.encode(model, example.images).features
     projected = np.asarray(jax.jit(model.backbone.project)(model.params, features))
     return {id(x): tokens for x, tokens in zip(IMAGES, projected, strict=True)}
 
@@ -156,34 +156,36 @@ def reference(model, name, result, row, tokens_of):
     request = read_request(model, *BATCH)
     table = np.asarray(model.params["language"]["embed"]["embedding"])
     arrays = result.arrays(row)
-    shown, cuts = BATCH.images[row], method(name).cuts(model.config, N)
+    images, cuts = BATCH.images[row], method(name).cuts(model.config, N)
     merges = any((arrays[f"kept_{stage}"] < 0).any() for stage in range(len(cuts) + 1))
     if merges or name in OWN_ORDER:
         pytest.skip("it merges or orders tokens; its own test has a reference")
     ids = (*request.ids[row], *result.answers[row].token_ids[: STEPS - 1])
-    tokens, _ = loop_assemble(ids, [range(N)] * len(shown), N, "original")
+    tokens, _ = loop_assemble(ids, [range(N)] * len(images), N, "original")
     hidden = [
-        table[word] if image < 0 else tokens_of[id(shown[image])][index]
+        table[word] if image < 0 else tokens_of[id(images[image])][index]
         for word, image, index, _ in tokens
     ]
     position = [place for *_, place in tokens]
-    where = [None if image < 0 else (image, index) for _, image, index, _ in tokens]
+    slot_of = [None if image < 0 else (image, index) for _, image, index, _ in tokens]
     visible = []
     for stage in range(len(cuts) + 1):
         kept = set(
             zip(arrays[f"image_{stage}"].tolist(), arrays[f"kept_{stage}"].tolist(), strict=True)
         )
-        visible.append(np.array([at is None or at in kept for at in where]))
+        visible.append(np.array([slot is None or slot in kept for slot in slot_of]))
         # The rows hold the kept tokens in their order, at the position ids they had.
         np.testing.assert_array_equal(
             arrays[f"position_{stage}"], np.array(position)[visible[-1]][: 1 - STEPS]
         )
     layers = range(model.config.text.num_layers)
-    seen = [visible[sum(cut.layer <= layer for cut in cuts)] for layer in layers]
+    layer_visible = [visible[sum(cut.layer <= layer for cut in cuts)] for layer in layers]
     if any(cut.forgets for cut in cuts):  # then the answer does not see it in earlier layers
         answer = np.arange(len(hidden))[:, None] > len(hidden) - STEPS
-        seen = [np.where(answer, visible[-1], of_layer) for of_layer in seen]
-    logits = plain_logits(model.params["language"], model.config.text, hidden, position, seen)
+        layer_visible = [np.where(answer, visible[-1], layer_mask) for layer_mask in layer_visible]
+    logits = plain_logits(
+        model.params["language"], model.config.text, hidden, position, layer_visible
+    )
     return logits[-STEPS:]
 
 
@@ -192,7 +194,7 @@ def test_a_full_budget_is_the_unpruned_model(model, run, name):
     full, unpruned = begin(model, method(name, N)), run("all").begun
     difference = np.abs(full.trace.logits - unpruned.trace.logits).max(1)
     if name in ("visionzip", "prumerge", "prumerge_plus", "holov"):
-        assert "not the unpruned model" in " ".join(PRUNERS[name].__doc__.split())
+        assert "reproduces the unpruned model" in " ".join(PRUNERS[name].__doc__.split())
         assert (difference[:2] > 0.01).all() and difference[2] < 1e-5
         return
     np.testing.assert_allclose(difference, 0, atol=1e-5)
@@ -220,17 +222,17 @@ def test_dropping_and_caching_equal_masking_and_recomputing(model, run, tokens_o
 @pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
 def test_neither_other_rows_nor_larger_buckets_change_a_row(model, run, name):
     """By the pipeline's stages, one by one; row 1 is the same in both batches."""
-    small, chosen = run(name).begun, method(name)
-    begun = begin(model, chosen, OTHER, sizes=(K + 2, N), width=100)
+    small_batch, chosen = run(name).begun, method(name)
+    large_batch = begin(model, chosen, OTHER, sizes=(K + 2, N), width=100)
     enters = chosen.schedule(model.config, N).enter
-    slots = [[stage.index.shape[1] for stage in b.trace.stages] for b in (begun, small)]
+    slots = [[stage.index.shape[1] for stage in b.trace.stages] for b in (large_batch, small_batch)]
     assert slots[0][0] == 100 + 2 * (N if enters == N else K + 2)
     assert slots[0] > slots[1]
-    assert begun.kept[1] == small.kept[1]
-    ours, theirs = trace_arrays(begun, 1), trace_arrays(small, 1)
-    assert ours.keys() == theirs.keys()
-    for part in ours:
-        np.testing.assert_allclose(ours[part], theirs[part], atol=1e-5, err_msg=part)
+    assert large_batch.kept[1] == small_batch.kept[1]
+    large_arrays, small_arrays = trace_arrays(large_batch, 1), trace_arrays(small_batch, 1)
+    assert large_arrays.keys() == small_arrays.keys()
+    for part in large_arrays:
+        np.testing.assert_allclose(large_arrays[part], small_arrays[part], atol=1e-5, err_msg=part)
 
 
 @pytest.mark.parametrize("name", quick_or_slow(COUNTING, QUICK))
@@ -248,10 +250,10 @@ def test_as_many_tokens_are_kept_as_the_budget_says(model, run, name, budget, co
     assert (np.abs(pruned - unpruned).max(1)[:2] > 0.1).all()
 
 
-def check(name, kept, shown, count):
+def check(name, kept, inputs, count):
     """The invariants of `Kept`."""
     index, place, tokens, valid = (np.asarray(x) for x in kept[:4])
-    n, sizes = shown.tokens.shape[1], _sizes(shown)
+    n, sizes = inputs.tokens.shape[1], _sizes(inputs)
     np.testing.assert_array_equal(kept.count, count)
     np.testing.assert_array_equal(valid.sum(1), count)
     assert (np.diff(valid.astype(int), axis=1) <= 0).all()  # a prefix
@@ -260,23 +262,25 @@ def check(name, kept, shown, count):
     )
     assert ((place >= 0) & (place < n)).all()
     for row in range(len(index)):
-        own = index[row][index[row] >= 0]
-        assert len(np.unique(own)) == len(own) and (own < sizes[row]).all()
-        assert name in OWN_ORDER or (np.diff(own) > 0).all()
-        np.testing.assert_array_equal(place[row][index[row] >= 0], own)
+        kept_index = index[row][index[row] >= 0]
+        assert len(np.unique(kept_index)) == len(kept_index) and (kept_index < sizes[row]).all()
+        assert name in OWN_ORDER or (np.diff(kept_index) > 0).all()
+        np.testing.assert_array_equal(place[row][index[row] >= 0], kept_index)
         if name not in ADDED_TO:
-            check_tokens(name, tokens[row][index[row] >= 0], shown.tokens[row][own])
+            check_tokens(name, tokens[row][index[row] >= 0], inputs.tokens[row][kept_index])
 
 
-def check_tokens(name, ours, theirs):
+def check_tokens(name, actual, expected):
     """Holds tokens against others: bit for bit, unless two programs have projected them."""
-    most = 1e-6 if PRUNERS[name].after_projector else 0
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=most)
+    tolerance = 1e-6 if PRUNERS[name].after_projector else 0
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
-def _sizes(shown):
-    n = shown.tokens.shape[1]
-    return np.full(len(shown.tokens), n) if shown.valid is None else np.asarray(shown.valid.sum(1))
+def _sizes(inputs):
+    n = inputs.tokens.shape[1]
+    return (
+        np.full(len(inputs.tokens), n) if inputs.valid is None else np.asarray(inputs.valid.sum(1))
+    )
 
 
 def made_view(pruner, config, grids):
@@ -289,32 +293,32 @@ def made_view(pruner, config, grids):
     tokens = np.where(valid[..., None], tokens, 100)
     count = [pruner.schedule(config, int(size)).enter for size in sizes]
     count = [size if c is None else c for c, size in zip(count, sizes, strict=True)]
-    made = {
+    tap_values = {
         "attention": random.random((r, 4, n + 1), np.float32),
         "received": random.random((r, n), np.float32) / n,
         "keys": random.standard_normal((r, 4, n + 1, 8), np.float32),
         "query": random.standard_normal((r, 4, 8), np.float32),
         "hidden": np.concatenate([np.ones((r, 1, 32), np.float32), tokens], axis=1),
     }
-    taps = [made[tap.kind] for tap in pruner.taps(config)]
+    taps = [tap_values[tap.kind] for tap in pruner.taps(config)]
     words, seed = np.arange(4) < 1 + np.arange(r)[:, None] % 4, np.uint32(7 + np.arange(r))
-    padded = {} if valid.all() else {"valid": valid}
+    mask = {} if valid.all() else {"valid": valid}
     text = {"text": random.standard_normal((r, 4, 48), np.float32), "text_valid": words}
-    return view(tokens, *taps, count=count, grid=np.int32(grids), seed=seed, **text, **padded)
+    return view(tokens, *taps, count=count, grid=np.int32(grids), seed=seed, **text, **mask)
 
 
-def batch_of(model, pruner, shown):
+def batch_of(model, pruner, inputs):
     """Prompts and images behind the tower, of which a pruner is shown such a view but for text."""
-    r, sizes = len(shown.tokens), _sizes(shown).astype(np.int32)
-    seed, one = np.asarray(shown.seed), np.ones(r, np.int32)
+    r, sizes = len(inputs.tokens), _sizes(inputs).astype(np.int32)
+    seed, one_token = np.asarray(inputs.seed), np.ones(r, np.int32)
     words = (37 * seed[:, None].astype(np.int32) + np.array([3, 14, 25, 36], np.int32)) % 100
-    num_words = np.asarray(shown.text_valid.sum(1, dtype=jnp.int32))
+    num_words = np.asarray(inputs.text_valid.sum(1, dtype=jnp.int32))
     image_of = np.arange(r, dtype=np.int32)[:, None]
     ids = np.full((r, 1), vlm.IMAGE_TOKEN, np.int32)
-    taps = dict(zip(pruner.taps(model.config), map(np.asarray, shown.taps), strict=True))
-    tokens = np.asarray(shown.tokens)
-    images = Images(np.asarray(shown.grid), sizes, seed, features=tokens, taps=taps)
-    return Prompts(ids, one, words, num_words, image_of, image_of[:, 0]), images
+    taps = dict(zip(pruner.taps(model.config), map(np.asarray, inputs.taps), strict=True))
+    tokens = np.asarray(inputs.tokens)
+    images = Images(np.asarray(inputs.grid), sizes, seed, features=tokens, taps=taps)
+    return Prompts(ids, one_token, words, num_words, image_of, image_of[:, 0]), images
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -323,10 +327,10 @@ def project(params, backbone, pruner, tokens):
     return backbone.project(params, tokens) if pruner.after_projector else tokens
 
 
-def alone(shown, row):
+def alone(inputs, row):
     """One row without the padding."""
-    size = int(_sizes(shown)[row])
-    of_row = jax.tree.map(lambda x: x[row : row + 1], shown)
+    size = int(_sizes(inputs)[row])
+    of_row = jax.tree.map(lambda x: x[row : row + 1], inputs)
     return of_row._replace(tokens=of_row.tokens[:, :size], valid=None)
 
 
@@ -342,22 +346,24 @@ def test_images_share_a_batch_and_what_is_kept_has_its_invariants(model, name, b
     pruner = method(name, budget, policy=policy, stop_bias=bias)
     pruner.check(model.config, N)
     grids = [(4, 4)] * 3 if pruner.taps(model.config) else [(4, 4), (2, 3), (3, 2)]
-    shown = made_view(pruner, model.config, grids)
-    sizes = _sizes(shown)
-    batch = batch_of(model, pruner, shown)
+    inputs = made_view(pruner, model.config, grids)
+    sizes = _sizes(inputs)
+    batch = batch_of(model, pruner, inputs)
     kept = chosen_of(model, pruner, *batch)
-    count = np.array(kept.count) if budget == "own" else np.array(shown.count)
-    tokens = project(model.params, model.backbone, pruner, shown.tokens)
-    check(name, kept, shown._replace(tokens=tokens), count)
-    most = [pruner.schedule(model.config, int(size)).most for size in sizes]
-    assert (count <= most).all()
+    count = np.array(kept.count) if budget == "own" else np.array(inputs.count)
+    tokens = project(model.params, model.backbone, pruner, inputs.tokens)
+    check(name, kept, inputs._replace(tokens=tokens), count)
+    max_counts = [pruner.schedule(model.config, int(size)).most for size in sizes]
+    assert (count <= max_counts).all()
     if budget == "own":  # it stops early, or never but at T_max of each image
-        assert (count < most).any() == (bias > 0)
+        assert (count < max_counts).any() == (bias > 0)
     for row, size in list(enumerate(sizes))[1:]:
-        by_itself = chosen_of(model, pruner, *batch_of(model, pruner, alone(shown, row)))
-        np.testing.assert_array_equal(by_itself.count[0], count[row])
-        same = np.asarray(kept.index[row, : count[row]])
-        np.testing.assert_array_equal(by_itself.index[0, : count[row]], same, err_msg=str(size))
+        single = chosen_of(model, pruner, *batch_of(model, pruner, alone(inputs, row)))
+        np.testing.assert_array_equal(single.count[0], count[row])
+        batched_index = np.asarray(kept.index[row, : count[row]])
+        np.testing.assert_array_equal(
+            single.index[0, : count[row]], batched_index, err_msg=str(size)
+        )
 
 
 @pytest.mark.parametrize("name", RANKERS)
@@ -366,8 +372,8 @@ def test_all_budgets_share_few_programs(model, name):
     policy = stepprune(max_steps=n) if PRUNERS[name].config_type is PolicyConfig else None
     for budget in range(1, 21):
         chosen = method(name, budget, policy=policy)
-        shown = made_view(chosen, model.config, [(4, 6)] * 2)
-        kept = chosen_of(model, chosen, *batch_of(model, chosen, shown))
+        inputs = made_view(chosen, model.config, [(4, 6)] * 2)
+        kept = chosen_of(model, chosen, *batch_of(model, chosen, inputs))
         np.testing.assert_array_equal(kept.count, [budget, budget])
     assert run_choose.num_compiled() - before <= 2  # the buckets 16 and 24
 
@@ -380,13 +386,13 @@ def test_a_ranking_serves_every_budget(model, name):
     steps = chosen.schedule(model.config, N).most
     ranking = jax.device_get(pipeline.rank(model, chosen, *batch, steps))
     np.testing.assert_array_equal(np.sort(ranking.order, axis=1), [np.arange(N)] * 3)
-    asked = [(1, None), (K, None), (N, None)]
+    budgets = [(1, None), (K, None), (N, None)]
     if "own" in kind.budgets:  # two rows of three stop by themselves, then one
         peaks = np.sort(ranking.margin[:, 1:].max(1))
         biases = -(peaks[1:] + peaks[:-1]) / 2
-        asked += [("own", float(bias)) for bias in biases]
+        budgets += [("own", float(bias)) for bias in biases]
     counts = set()
-    for budget, bias in asked:
+    for budget, bias in budgets:
         chosen = method(name, budget, stop_bias=bias)
         ranked = chosen_of(model, chosen, *batch, ranking=ranking, sizes=(N,))
         selected = chosen_of(model, chosen, *batch, sizes=(N,))

@@ -87,6 +87,6 @@ def test_generation_equals_the_torch_reference(deep_pair):
         return entered[-1].dropping(least_alike(core, entered, 2, 20, (4, 4)))
 
     pruner = Dart(Budget("count", 16), 2, 4, 4)
-    for asked in traced(deep_pair, ask(3, seed=2), pruner, 4):
-        torch_stages.check(deep_pair, asked, {2: drop})
-        assert asked.answer.kept == 20 * len(asked.images)
+    for example in traced(deep_pair, ask(3, seed=2), pruner, 4):
+        torch_stages.check(deep_pair, example, {2: drop})
+        assert example.answer.kept == 20 * len(example.images)

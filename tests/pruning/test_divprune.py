@@ -11,8 +11,8 @@ from stepprune_jax.pruning.divprune import farthest_first
 
 def order(tokens, count, **others):
     """The order of choice of each row."""
-    shown = view(np.asarray(tokens, np.float32), count=count, **others)
-    return np.asarray(select(DivPrune(), shown, int(np.max(count))).order)
+    inputs = view(np.asarray(tokens, np.float32), count=count, **others)
+    return np.asarray(select(DivPrune(), inputs, int(np.max(count))).order)
 
 
 def plain(tokens, count):
@@ -37,9 +37,9 @@ def test_images_of_any_size_equal_a_plain_loop_and_padding_is_not_read():
     sizes, counts = np.tile([40, 1, 9], 6), np.tile([40, 1, 5], 6)
     tokens = random.standard_normal((18, 40, 12)) + random.standard_normal((18, 1, 12))
     valid = np.arange(40) < sizes[:, None]
-    found = order(np.where(valid[..., None], tokens, np.nan), counts, valid=valid)
+    actual = order(np.where(valid[..., None], tokens, np.nan), counts, valid=valid)
     for row, (size, count) in enumerate(zip(sizes, counts, strict=True)):
-        assert found[row].tolist() == plain(tokens[row, :size], count) + [-1] * (40 - count)
+        assert actual[row].tolist() == plain(tokens[row, :size], count) + [-1] * (40 - count)
     # Angles of 0, 110 and 240 degrees, all farther from one another than from a vector of zeros.
     angles = np.deg2rad([0, 110, 240])
     tokens = np.append(np.stack([np.cos(angles), np.sin(angles)], axis=1), [[0, 0]], axis=0)
@@ -68,5 +68,5 @@ def test_generation_equals_the_torch_reference(llava_pair):
         kept = sorted(plain(tokens.numpy(), 4))
         return kept, tokens[kept]
 
-    for asked in traced(llava_pair, ask(3, seed=4), DivPrune(Budget("count", 4)), 1):
-        torch_pruning.check(llava_pair, asked, choose, projected=True)
+    for example in traced(llava_pair, ask(3, seed=4), DivPrune(Budget("count", 4)), 1):
+        torch_pruning.check(llava_pair, example, choose, projected=True)

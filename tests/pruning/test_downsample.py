@@ -27,21 +27,21 @@ def test_every_budget_of_images_of_any_size_equals_the_means_of_drawn_cells():
     grids, counts = map(np.array, zip(*cases, strict=True))
     valid = np.arange(16) < np.prod(grids, axis=1)[:, None]
     tokens = np.random.default_rng(0).standard_normal((len(cases), 16, 3), np.float32)
-    shown = np.where(valid[..., None], tokens, np.nan)
-    kept = select(Downsample(), view(shown, count=counts, grid=grids, valid=valid), 18)
+    inputs = np.where(valid[..., None], tokens, np.nan)
+    kept = select(Downsample(), view(inputs, count=counts, grid=grids, valid=valid), 18)
     kept = jax.tree.map(np.asarray, kept)
     np.testing.assert_array_equal(kept.valid, np.arange(18) < counts[:, None])
     np.testing.assert_array_equal(kept.index, -1)
     for row, (grid, count) in enumerate(cases):
-        n, found, place = grid[0] * grid[1], kept.tokens[row], kept.place[row]
+        n, actual, place = grid[0] * grid[1], kept.tokens[row], kept.place[row]
         expected = plain(tokens[row, :n].reshape(*grid, 3), count)
-        np.testing.assert_allclose(found[:count], expected, atol=1e-6)
-        assert not found[count:].any() and not place[count:].any()
+        np.testing.assert_allclose(actual[:count], expected, atol=1e-6)
+        assert not actual[count:].any() and not place[count:].any()
         assert (np.diff(place[:count]) > 0).all() and place[count - 1] < n
         if count == n:
             np.testing.assert_array_equal(place[:n], np.arange(n))
 
 
 def test_five_cells_of_three_by_three_stand_where_their_middles_are():
-    shown = view(np.zeros((1, 9, 1), np.float32), count=5, grid=[[3, 3]])
-    assert select(Downsample(), shown, 5).place[0].tolist() == [0, 2, 6, 7, 8]
+    inputs = view(np.zeros((1, 9, 1), np.float32), count=5, grid=[[3, 3]])
+    assert select(Downsample(), inputs, 5).place[0].tolist() == [0, 2, 6, 7, 8]

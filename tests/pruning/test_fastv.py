@@ -40,5 +40,5 @@ def test_generation_equals_the_torch_reference(deep_pair):
         return torch_stages.keeping_best(last[:, 0].mean(0), entered[-1], counts)
 
     method = FastV(Budget("count", count), layer)
-    for asked in traced(deep_pair, questions, method, 5):
-        torch_stages.check(deep_pair, asked, {layer: drop})
+    for example in traced(deep_pair, questions, method, 5):
+        torch_stages.check(deep_pair, example, {layer: drop})

@@ -17,8 +17,8 @@ def plain(shallow, deep, count, columns, alpha):
     anchors = sorted(range(n), key=lambda i: (-shallow[i], i))[: round(count * alpha / 5)]
     steps = (0, -1, 1, -columns, columns)
     chosen = {min(max(anchor + step, 0), n - 1) for anchor in anchors for step in steps}
-    rest = sorted(set(range(n)) - chosen, key=lambda i: (-deep[i], i))
-    return sorted([*chosen, *rest[: count - len(chosen)]])
+    remaining = sorted(set(range(n)) - chosen, key=lambda i: (-deep[i], i))
+    return sorted([*chosen, *remaining[: count - len(chosen)]])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 1.0])
@@ -29,8 +29,8 @@ def test_images_of_any_size_equal_a_plain_loop(alpha):
     shallow, deep = random.random((2, 3, 48), np.float32) / 48
     valid = np.arange(48) < sizes[:, None]
     tokens = random.standard_normal((3, 48, 4), np.float32)
-    shown = view(tokens, shallow, deep, count=counts, valid=valid, grid=grids)
-    kept = select(HiPrune(alpha=alpha), shown, 30)
+    inputs = view(tokens, shallow, deep, count=counts, valid=valid, grid=grids)
+    kept = select(HiPrune(alpha=alpha), inputs, 30)
     for row, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         signals = shallow[row, :size], deep[row, :size]
         expected = plain(*signals, count, grids[row, 1], alpha)
@@ -44,23 +44,23 @@ def test_neighbours_beyond_a_border_worked_by_hand():
     for anchor, count, chosen in ((0, 3, [0, 1, 3]), (2, 5, [0, 1, 2, 3, 5]), (8, 4, [5, 7, 8])):
         shallow = np.eye(9, dtype=np.float32)[[anchor]]
         grid = np.array([[3, 3]], np.int32)
-        shown = view(np.zeros((1, 9, 2), np.float32), shallow, deep, count=count, grid=grid)
-        kept = select(HiPrune(alpha=5 / count), shown, 5)
-        rest = [4] * (count - len(chosen))  # the best register
-        assert kept.index[0, :count].tolist() == sorted([*chosen, *rest])
+        inputs = view(np.zeros((1, 9, 2), np.float32), shallow, deep, count=count, grid=grid)
+        kept = select(HiPrune(alpha=5 / count), inputs, 5)
+        remaining = [4] * (count - len(chosen))  # the best register
+        assert kept.index[0, :count].tolist() == sorted([*chosen, *remaining])
 
 
 def in_tiles(plan, side):
     """Tile, row and column in it of each token of 2 x 2 tiles and the like; -1 for row ends."""
     down, across = plan
-    whole = [(0, *divmod(i, side)) for i in range(side * side)]
+    overview = [(0, *divmod(i, side)) for i in range(side * side)]
     for row in range(down * side):
         tiles = [
             (1 + row // side * across + c // side, row % side, c % side)
             for c in range(across * side)
         ]
-        whole += [*tiles, (-1, -1, -1)]
-    return whole
+        overview += [*tiles, (-1, -1, -1)]
+    return overview
 
 
 def plain_in_tiles(shallow, deep, places, share, alpha):
@@ -75,8 +75,8 @@ def plain_in_tiles(shallow, deep, places, share, alpha):
             for a in anchors
             if sum(abs(x - y) for x, y in zip(places[i], places[a], strict=True)) <= 1
         }
-        rest = sorted(set(mine) - chosen, key=lambda i: (-deep[i], i))
-        kept += [*chosen, *rest[: share - len(chosen)]]
+        remaining = sorted(set(mine) - chosen, key=lambda i: (-deep[i], i))
+        kept += [*chosen, *remaining[: share - len(chosen)]]
     return sorted(kept)
 
 
@@ -89,8 +89,8 @@ def test_each_tile_has_its_own_anchors_and_an_equal_share(plan):
     shallow, deep = random.random((2, 1, n), np.float32) / n
     grid = np.array([plan], np.int32) * side
     count, tokens = share * tiles, random.standard_normal((1, n, 4), np.float32)
-    shown = view(tokens, shallow, deep, tile, count=count, grid=grid)
-    kept = select(HiPrune(alpha=0.9), shown, count)
+    inputs = view(tokens, shallow, deep, tile, count=count, grid=grid)
+    kept = select(HiPrune(alpha=0.9), inputs, count)
     expected = plain_in_tiles(shallow[0], deep[0], places, share, 0.9)
     assert kept.index[0, :count].tolist() == expected
 
@@ -114,5 +114,5 @@ def test_generation_equals_the_torch_reference(llava_pair):
         return index, torch_pruning.all_patches(tower, pixels)[index]
 
     method = HiPrune(5, object_layer=1, alpha=1.0)
-    for asked in traced(llava_pair, ask(3, seed=5), method, 1):
-        torch_pruning.check(llava_pair, asked, choose)
+    for example in traced(llava_pair, ask(3, seed=5), method, 1):
+        torch_pruning.check(llava_pair, example, choose)

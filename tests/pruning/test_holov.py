@@ -25,7 +25,7 @@ def plain(tokens, attention, crops, count, hands_on=False):
         unit = [tokens[i] / (np.sqrt((tokens[i] ** 2).sum()) + 1e-6) for i in part]
         variance = []
         for i, own in enumerate(unit):
-            likeness = [0 if i == j else own @ other for j, other in enumerate(unit)]
+            likeness = [0 if i == j else own @ baseline for j, baseline in enumerate(unit)]
             mean = sum(likeness) / (len(part) - 1)
             variance.append(sum((x - mean) ** 2 for x in likeness) / (len(part) - 1))
         scaled = [1000 * attention[i] for i in part]
@@ -55,8 +55,8 @@ def test_many_images_equal_a_plain_loop():
         tokens = random.standard_normal((20, n, 6)) + random.standard_normal((20, 1, 6))
         attention = random.random((20, n)) ** 3
         heads = np.pad(np.stack([1.5 * attention, 0.5 * attention], 1), ((0, 0), (0, 0), (1, 0)))
-        shown = view(jnp.float32(tokens), jnp.float32(heads), count=count)
-        kept = select(HoloV(Budget("count", count), crops).program(), shown, count + 1)
+        inputs = view(jnp.float32(tokens), jnp.float32(heads), count=count)
+        kept = select(HoloV(Budget("count", count), crops).program(), inputs, count + 1)
         np.testing.assert_array_equal(kept.valid, [[True] * count + [False]] * 20)
         for row in range(20):
             expected = plain(tokens[row], attention[row], crops, count)
@@ -76,8 +76,8 @@ def test_without_a_class_token_crops_share_the_budget_of_images_of_any_size(monk
     received = random.random((3, 40), np.float32)
     received[1, :3] = 50  # so that the first crop gets more than it has
     valid = np.arange(40) < np.array(sizes)[:, None]
-    shown = view(tokens, received, count=counts, valid=valid)
-    kept = select(HoloV(), shown, 16)
+    inputs = view(tokens, received, count=counts, valid=valid)
+    kept = select(HoloV(), inputs, 16)
     assert kept.count.tolist() == list(counts)
     for row, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         crops = max(1, 16 * size // (9 * count))
@@ -86,7 +86,7 @@ def test_without_a_class_token_crops_share_the_budget_of_images_of_any_size(monk
     # Many tokens are compared some at a time: six parts, with two tokens of padding.
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
     monkeypatch.setattr(layers, "QUERIES", {"default": 7})
-    in_parts = jax.jit(lambda shown: HoloV().keep(shown, 16))(shown)
+    in_parts = jax.jit(lambda inputs: HoloV().keep(inputs, 16))(inputs)
     np.testing.assert_array_equal(in_parts.index, kept.index)
 
 
@@ -102,5 +102,5 @@ def test_generation_equals_the_torch_reference(llava_pair):
         )
 
     method = HoloV(Budget("count", count), crops)
-    for asked in traced(llava_pair, ask(3, seed=count), method, 1):
-        torch_pruning.check(llava_pair, asked, choose, projected=True)
+    for example in traced(llava_pair, ask(3, seed=count), method, 1):
+        torch_pruning.check(llava_pair, example, choose, projected=True)

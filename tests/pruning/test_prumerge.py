@@ -23,18 +23,18 @@ def plain(attention, keys, tokens, name, count=None, neighbours=32):
         grid = range(0, n - 1, max(1, int(int(1 / max(share, 1 / n)) / 3)))
         kept += [i for i in grid if i not in kept]
     elif name == "prumerge_plus":
-        left = [i for i in range(n) if i not in kept]
-        wanted = count - 1 - number
-        kept += [left[i * len(left) // wanted] for i in range(wanted)]
-    rest = [i for i in range(n) if i not in kept]
+        num_left = [i for i in range(n) if i not in kept]
+        count = count - 1 - number
+        kept += [num_left[i * len(num_left) // count] for i in range(count)]
+    remaining = [i for i in range(n) if i not in kept]
     unit = [key / np.sqrt((key**2).sum()) for key in keys]
     result = []
     for at, i in enumerate(kept):
-        others = kept[:at] + kept[at + 1 :] + rest
-        likeness = np.array([unit[i] @ unit[j] for j in others])
-        nearest = [others[j] for j in torch_stages.best(likeness, neighbours)]
+        dropped = kept[:at] + kept[at + 1 :] + remaining
+        likeness = np.array([unit[i] @ unit[j] for j in dropped])
+        nearest = [dropped[j] for j in torch_stages.best(likeness, neighbours)]
         result.append(tokens[i] + sum(attention[j] * tokens[j] for j in nearest))
-    result.append(sum((attention[i] * tokens[i] for i in rest), np.zeros(tokens.shape[1])))
+    result.append(sum((attention[i] * tokens[i] for i in remaining), np.zeros(tokens.shape[1])))
     return kept, np.array(result)
 
 
@@ -54,11 +54,11 @@ def seen(random, r, n, count):
 @pytest.mark.parametrize(("count", "neighbours"), [(None, 32), (9, 3), (1, 32), (40, 32)])
 def test_many_images_equal_a_plain_loop(name, count, neighbours):
     n = 49  # 1 / 49 of 49 patches is less than one patch in double precision
-    shown, rows = seen(np.random.default_rng(0), 20, n, count or n)
+    inputs, rows = seen(np.random.default_rng(0), 20, n, count or n)
     budget = "own" if count is None else count
     pruner = build_pruner(name, budget, options={"neighbours": neighbours})
-    kept = select(pruner.program(), shown, n + 1)
-    found = set()
+    kept = select(pruner.program(), inputs, n + 1)
+    actual = set()
     for row, (attention, keys, tokens) in enumerate(rows):
         index, expected = plain(attention, keys, tokens, name, count, neighbours)
         length = len(index) + 1
@@ -69,8 +69,8 @@ def test_many_images_equal_a_plain_loop(name, count, neighbours):
         assert kept.place[row].tolist() == [*index, n - 1] + [0] * (n + 1 - length)
         np.testing.assert_allclose(kept.tokens[row, :length], expected, atol=1e-5)
         assert not np.asarray(kept.tokens)[row, length:].any()
-        found.add(length)
-    assert found == {count} if count else len(found) > 3
+        actual.add(length)
+    assert actual == {count} if count else len(actual) > 3
 
 
 @torch.no_grad()
@@ -97,5 +97,5 @@ def test_generation_equals_the_torch_reference(deep_pair, name, budget):
         return [*index, -1], tokens
 
     method = build_pruner(name, budget, options={"neighbours": 4})
-    for asked in traced(deep_pair, ask(3, seed=budget or 0), method, 1):
-        torch_pruning.check(deep_pair, asked, choose)
+    for example in traced(deep_pair, ask(3, seed=budget or 0), method, 1):
+        torch_pruning.check(deep_pair, example, choose)

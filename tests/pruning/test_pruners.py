@@ -109,7 +109,7 @@ def test_a_method_that_needs_a_budget_is_refused_without_one(name):
         assert build_pruner(name, policy=policy).budget == pruner.budget
         return
     method = VisionSelector(config=VisionSelectorConfig(32))
-    selector = method.replace(params=method.draw_params(jax.random.key(0)))
+    selector = method.replace(params=method.init_params(jax.random.key(0)))
     trained = {"autoselect": SCORER, "visionselector": selector}
     for refuse in (
         lambda: trained.get(name, pruner).check(DEEP, 9),

@@ -81,6 +81,6 @@ def test_generation_equals_the_torch_reference(deep_pair):
         return drop
 
     drops = {layer: dropping(layer) for layer in ratios}
-    for asked in traced(deep_pair, ask(3, seed=1), pruner, 5):
-        rows = torch_stages.check(deep_pair, asked, drops, renumber=True)
-        assert {(row.image == 0).sum() for row in rows} >= ({36, 25, 10} if asked.images else {0})
+    for example in traced(deep_pair, ask(3, seed=1), pruner, 5):
+        rows = torch_stages.check(deep_pair, example, drops, renumber=True)
+        assert {(row.image == 0).sum() for row in rows} >= ({36, 25, 10} if example.images else {0})

@@ -24,8 +24,8 @@ def test_one_without_weights_has_no_leaves_and_is_its_own_key(kind):
 
 
 @pytest.mark.parametrize("made", TRAINED.values(), ids=TRAINED)
-def test_leaves_are_weights_statistics_and_stop_bias(made):
-    pruner = made()
+def test_leaves_are_weights_statistics_and_stop_bias(pruner):
+    pruner = pruner()
     named = jax.tree_util.tree_leaves_with_path(pruner)
     assert {path[0].name for path, _ in named} == {"params", "stats", "stop_bias"}
     parts = (pruner.params, pruner.stats, pruner.stop_bias)
@@ -33,7 +33,7 @@ def test_leaves_are_weights_statistics_and_stop_bias(made):
     without_weights = pruner.without_weights
     assert (
         jax.tree.leaves(without_weights) == []
-        and {without_weights: 1}[made(3).without_weights] == 1
+        and {without_weights: 1}[pruner(3).without_weights] == 1
     )
     assert without_weights != pruner.with_budget(3).without_weights
 
@@ -43,8 +43,8 @@ def test_a_tree_of_anything_but_arrays_is_built_without_checks():
     assert isinstance(axes, type(stepprune())) and axes.config == stepprune().config
     # A batch of policies, such as those of an ensemble.
     both = jax.tree.map(lambda *leaves: jnp.stack(list(leaves)), stepprune(1), stepprune(2))
-    found = jax.vmap(lambda policy: policy.params["stop"])(both)
-    np.testing.assert_array_equal(found[1], stepprune(2).params["stop"])
+    actual = jax.vmap(lambda policy: policy.params["stop"])(both)
+    np.testing.assert_array_equal(actual[1], stepprune(2).params["stop"])
 
 
 def counting():
@@ -52,9 +52,9 @@ def counting():
     traced = []
 
     @jax.jit
-    def run(pruner, seen):
+    def run(pruner, inputs):
         traced.append(pruner)
-        return pruner.keep(seen, 4).index
+        return pruner.keep(inputs, 4).index
 
     return run, traced
 
@@ -62,28 +62,30 @@ def counting():
 def test_other_leaves_make_no_other_program_and_other_fields_do():
     random, (run, traced) = np.random.default_rng(0), counting()
     tokens, text = (random.normal(size=(3, n, d)).astype(np.float32) for n, d in ((9, 32), (2, 48)))
-    seen = view(tokens, count=3, text=text, text_valid=np.ones((3, 2), bool))
+    inputs = view(tokens, count=3, text=text, text_valid=np.ones((3, 2), bool))
     policy = stepprune(max_steps=9)
     kept = [
-        np.asarray(run(pruner.program(), seen))
+        np.asarray(run(pruner.program(), inputs))
         for pruner in (policy, policy.replace(stop_bias=-1000.0), stepprune(2, max_steps=9))
     ]
     assert len(traced) == 1 and not (kept[0] == kept[1]).all() and not (kept[0] == kept[2]).all()
     # Exact counts are read from the view: all of them share a program, beside that of a stop.
     for budget in (3, 2, "1/3"):
-        run(policy.with_budget(budget).program(), seen)
+        run(policy.with_budget(budget).program(), inputs)
     assert len(traced) == 2
-    run(policy.replace(group=2).program(), seen)
+    run(policy.replace(group=2).program(), inputs)
     assert len(traced) == 3
 
 
 def test_an_untrained_pruner_is_told_apart_by_its_fields():
-    seen, (run, traced) = view(np.ones((1, 9, 4)), count=4, grid=[[3, 3]]), counting()
+    inputs, (run, traced) = view(np.ones((1, 9, 4)), count=4, grid=[[3, 3]]), counting()
     for pruner in (Grid(4), Grid(budget="4"), Grid("4/9")):
-        np.testing.assert_array_equal(run(pruner.program(), seen), select(Grid(4), seen, 4).index)
+        np.testing.assert_array_equal(
+            run(pruner.program(), inputs), select(Grid(4), inputs, 4).index
+        )
     assert len(traced) == 1
-    first, *others = map(jax.tree.structure, (FastV(4), FastV("4"), FastV(5), FastV(4, layer=3)))
-    assert [first == other for other in others] == [True, False, False]
+    first, *changed = map(jax.tree.structure, (FastV(4), FastV("4"), FastV(5), FastV(4, layer=3)))
+    assert [first == changed_pruner for changed_pruner in changed] == [True, False, False]
 
 
 def test_a_policy_is_printed_in_one_line():

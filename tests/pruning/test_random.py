@@ -9,16 +9,16 @@ N = 9
 
 def order(seed, rows, valid=None, n=N):
     padded = {} if valid is None else {"valid": valid}
-    shown = view(np.zeros((len(rows), n, 4)), count=3, seed=np.uint32(rows), **padded)
-    return np.asarray(Random(seed=seed).rank(shown, n).order)
+    inputs = view(np.zeros((len(rows), n, 4)), count=3, seed=np.uint32(rows), **padded)
+    return np.asarray(Random(seed=seed).rank(inputs, n).order)
 
 
 def test_what_a_row_shows_is_drawn_alike_wherever_it_stands():
-    found = order(7, range(50))
-    np.testing.assert_array_equal(np.sort(found, axis=1), [np.arange(N)] * 50)
-    np.testing.assert_array_equal(order(7, [31, 2, 31]), found[[31, 2, 31]])
-    assert len({*map(tuple, found)}) == 50
-    assert (order(8, range(50)) != found).any(axis=1).all()
+    actual = order(7, range(50))
+    np.testing.assert_array_equal(np.sort(actual, axis=1), [np.arange(N)] * 50)
+    np.testing.assert_array_equal(order(7, [31, 2, 31]), actual[[31, 2, 31]])
+    assert len({*map(tuple, actual)}) == 50
+    assert (order(8, range(50)) != actual).any(axis=1).all()
 
 
 def test_smaller_images_draw_as_they_do_without_padding():

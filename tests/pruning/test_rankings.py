@@ -90,9 +90,9 @@ def test_prefixes_of_a_ranking_are_the_choices_at_each_budget(name):
     @hypothesis.settings(max_examples=12)
     @hypothesis.given(seed=st.integers(0, 1 << 30), family=st.sampled_from(sorted(FAMILIES)))
     def holds(seed, family):
-        shown = random_view(pruner, np.random.default_rng(seed), family)
-        ranked, kept = rank(pruner, shown, N).order, select(pruner, shown, N)
-        for row, count in enumerate(shown.count.tolist()):
+        inputs = random_view(pruner, np.random.default_rng(seed), family)
+        ranked, kept = rank(pruner, inputs, N).order, select(pruner, inputs, N)
+        for row, count in enumerate(inputs.count.tolist()):
             chosen = kept.order[row, :count].tolist()
             assert kept.count[row] == count == len(set(chosen)) and -1 not in chosen
             assert ranked[row, :count].tolist() == chosen
@@ -105,9 +105,9 @@ def test_a_learned_stop_keeps_the_same_tokens_by_a_ranking():
     for family in FAMILIES:
         for bias in (-1000.0, 0.5):
             policy = stepprune(min_tokens=2).replace(stop_bias=bias)
-            shown = random_view(policy, random, family)
-            ranking, kept = rank(policy, shown, N // 2), select(policy, shown, N // 2)
-            counts = np.asarray(policy.counts(ranking, np.asarray(shown.valid.sum(1))))
+            inputs = random_view(policy, random, family)
+            ranking, kept = rank(policy, inputs, N // 2), select(policy, inputs, N // 2)
+            counts = np.asarray(policy.counts(ranking, np.asarray(inputs.valid.sum(1))))
             assert counts.tolist() == kept.count.tolist(), family
             for row, count in enumerate(counts):
                 assert ranking.order[row, :count].tolist() == kept.order[row, :count].tolist()
@@ -118,8 +118,8 @@ def test_a_learned_stop_keeps_the_same_tokens_by_a_ranking():
 def test_the_most_tokens_are_half_of_those_that_are_not_zeros():
     """A row of 16 tokens, 4 of which are zeros, keeps 6: in `generate` and by a ranking."""
     policy = stepprune(min_tokens=2).replace(stop_bias=-1000.0)
-    shown = random_view(policy, np.random.default_rng(0), "one grid")
-    shown = shown._replace(tokens=shown.tokens.at[:, 3::4].set(0))
-    assert select(policy, shown, 8).count.tolist() == [6] * ROWS
-    counts = policy.counts(rank(policy, shown, 8), np.full(ROWS, N))
+    inputs = random_view(policy, np.random.default_rng(0), "one grid")
+    inputs = inputs._replace(tokens=inputs.tokens.at[:, 3::4].set(0))
+    assert select(policy, inputs, 8).count.tolist() == [6] * ROWS
+    counts = policy.counts(rank(policy, inputs, 8), np.full(ROWS, N))
     assert counts.tolist() == [6] * ROWS

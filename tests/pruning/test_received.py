@@ -21,9 +21,9 @@ OPTIONS |= {
 @pytest.mark.parametrize("name", quick_or_slow(NAMES, QUICK))
 def test_images_of_different_sizes_keep_the_same_share(qwen_model, name):
     """Of 35 and 22 tokens; where a row stands changes nothing."""
-    images, seen = [noise(50, (50, 70)), noise(20, (20, 90))], []
+    images, all_inputs = [noise(50, (50, 70)), noise(20, (20, 90))], []
     method = build_pruner(name, None if name == "all" else "1/3", options=OPTIONS.get(name))
-    how = {"options": RunOptions(3), "trace": seen.append}
+    how = {"options": RunOptions(3), "trace": all_inputs.append}
     prompts = ["Is it red?", "Is it red?"]
     there = generate(qwen_model, prompts, images, method, **how)
     back = generate(qwen_model, prompts, images[::-1], method, **how)
@@ -32,9 +32,9 @@ def test_images_of_different_sizes_keep_the_same_share(qwen_model, name):
         counts = [8 + 4, 0 + 4]
     assert [answer.visual_tokens for answer in there] == [35, 22]
     assert [answer.kept for answer in there] == counts
-    arrays = [trace_arrays(seen[0], row) for row in (0, 1)]
+    arrays = [trace_arrays(all_inputs[0], row) for row in (0, 1)]
     for row in (0, 1) if name != "random" else ():  # which draws by the number of a row
-        swapped = trace_arrays(seen[1], 1 - row)
+        swapped = trace_arrays(all_inputs[1], 1 - row)
         for key, value in arrays[row].items():
             np.testing.assert_allclose(swapped[key], value, atol=1e-4)
         assert back[1 - row].token_ids == there[row].token_ids

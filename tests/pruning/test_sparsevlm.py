@@ -10,7 +10,7 @@ from stepprune_jax.pruning import Budget, SparseVLM, SparseVLMv2, Survivors
 from stepprune_jax.pruning.sparsevlm import cluster_and_merge, rate_text, rater_mean
 
 LLAVA = llava(side=192)  # of 576 visual tokens
-run_clusters = jax.jit(cluster_and_merge, static_argnames=("most", "noise"))
+run_clusters = jax.jit(cluster_and_merge, static_argnames=("max_clusters", "noise"))
 run_raters = jax.jit(rate_text, static_argnums=2)
 
 
@@ -26,7 +26,7 @@ def test_the_authors_lists_leave_what_they_print(kind, budget, behind):
     pruner = kind(Budget("count", budget))
     pruner.check(LLAVA, 576)
     assert [cut.layer for cut in pruner.cuts(LLAVA, 576)] == [3, 7, 16]
-    assert [sum(left) for left in pruner.schedule(LLAVA, 576).after] == behind
+    assert [sum(remaining) for remaining in pruner.schedule(LLAVA, 576).after] == behind
 
 
 @pytest.mark.parametrize("kind", [SparseVLM, SparseVLMv2])
@@ -45,7 +45,9 @@ def test_other_budgets_are_met_by_one_ratio(kind, budget):
 
 def test_a_list_decides_and_keeps_one_fewer_at_most():
     # A third of 144 tokens: a quarter of the authors' list for 192 of 576.
-    kept = [left.kept for left in SparseVLM(Budget("count", 48)).schedule(LLAVA, 144).after]
+    kept = [
+        remaining.kept for remaining in SparseVLM(Budget("count", 48)).schedule(LLAVA, 144).after
+    ]
     assert kept == [75, 50, 27]
     pruner = SparseVLM(sparse_token_list=(576, 30, 30), pruning_loc=(2, 6, 15))
     assert pruner.schedule(LLAVA, 576).after == (
@@ -77,37 +79,39 @@ def test_rows_without_an_image_or_without_text_behind_it_have_no_raters():
 
 def test_two_densest_tokens_that_tie_are_both_centres_unless_there_is_noise():
     x = jnp.asarray([0, 0.3, 0.7, 4, 4.9, 10])[:, None]
-    merged, centre = run_clusters(x, 6, 2, most=2)
+    merged, centre = run_clusters(x, 6, 2, max_clusters=2)
     np.testing.assert_array_equal(centre, [0, 1])
     np.testing.assert_allclose(merged[:, 0], [0, 19.9 / 5], rtol=1e-5)
-    _, centre = run_clusters(x, 6, 2, most=2, noise=1e-6)
+    _, centre = run_clusters(x, 6, 2, max_clusters=2, noise=1e-6)
     assert sorted(centre.tolist())[0] in (0, 1) and sorted(centre.tolist())[1] not in (0, 1)
 
 
 def plain_recycled(score, x, slots, count):
     """One image in float64 loops: slots that are kept, the clusters, and their centres' slots."""
     best = sorted(slots, key=lambda i: (-score[i], i))
-    kept, gone = sorted(best[:count]), best[count:]
-    if not gone:
+    kept, dropped = sorted(best[:count]), best[count:]
+    if not dropped:
         return kept, [], []
-    gone = gone[: int(len(gone) * 0.3) + 1]
-    c = int(len(gone) / 10) + 1
+    dropped = dropped[: int(len(dropped) * 0.3) + 1]
+    c = int(len(dropped) / 10) + 1
     distance = {
         (i, j): np.sqrt(((x[i] - x[j]) ** 2).sum()) / np.sqrt(x.shape[1])
-        for i in gone
-        for j in gone
+        for i in dropped
+        for j in dropped
     }
     density = {
-        i: np.exp(-np.mean([d**2 for d in sorted(distance[i, j] for j in gone)[:c]])) for i in gone
+        i: np.exp(-np.mean([d**2 for d in sorted(distance[i, j] for j in dropped)[:c]]))
+        for i in dropped
     }
     far = max(distance.values())
     peak = {
-        i: density[i] * min([distance[i, j] for j in gone if density[j] > density[i]], default=far)
-        for i in gone
+        i: density[i]
+        * min([distance[i, j] for j in dropped if density[j] > density[i]], default=far)
+        for i in dropped
     }
-    centres = sorted(gone, key=lambda i: (-peak[i], gone.index(i)))[:c]
+    centres = sorted(dropped, key=lambda i: (-peak[i], dropped.index(i)))[:c]
     members = {i: [i] for i in centres}
-    for i in gone:
+    for i in dropped:
         if i not in centres:
             members[min(centres, key=lambda j: (distance[i, j], centres.index(j)))].append(i)
     return kept, [x[own].sum(0) / (len(own) + 1e-6) for own in members.values()], centres
@@ -171,7 +175,7 @@ def test_generation_equals_the_torch_reference(deep_pair, kind, counts, options)
     heads = options.get("heads")
     pruner = kind(pruning_loc=(0, 1), sparse_token_list=counts, **options)
     drops = {loc + 1: dropping(loc, count, heads) for loc, count in enumerate(counts)}
-    for asked in traced(deep_pair, ask(3, seed=2), pruner, 4):
-        last = torch_stages.check(deep_pair, asked, drops, renumber=heads is None)[-1]
+    for example in traced(deep_pair, ask(3, seed=2), pruner, 4):
+        last = torch_stages.check(deep_pair, example, drops, renumber=heads is None)[-1]
         merged = (last.index < 0) & (last.image >= 0)
-        assert merged.any() == (heads is None and len(asked.images) > 0)
+        assert merged.any() == (heads is None and len(example.images) > 0)

@@ -41,8 +41,8 @@ def plain(source, target, grid, count, topv):
     importance = transported(cost, *masses, topv.epsilon, topv.iterations)
     recovered = count // topv.recover_every if topv.recover_every else 0
     kept = set(torch_stages.best(importance, count - recovered).tolist())
-    left = [i for i in range(n) if i not in kept]
-    kept |= {left[i * len(left) // recovered] for i in range(recovered)}
+    remaining = [i for i in range(n) if i not in kept]
+    kept |= {remaining[i * len(remaining) // recovered] for i in range(recovered)}
     return sorted(kept)
 
 
@@ -72,10 +72,10 @@ def test_many_rows_equal_a_plain_loop(topv):
 
 def test_features_that_are_all_alike_become_no_nan():
     index, grid = [[-1, 0, 1, 2, 3, -1, 0]], jnp.array([[[2, 2], [1, 1]]])
-    sequence, alike = rows([[-1, *[0] * 4, -1, 1]], index=index, grid=grid), jnp.zeros((1, 7, 2))
+    sequence, similar = rows([[-1, *[0] * 4, -1, 1]], index=index, grid=grid), jnp.zeros((1, 7, 2))
     (cut,) = TopV().cuts(llava(), 4)
     drop = jax.jit(functools.partial(TopV().drop, cut))
-    taps = {"hidden.2": alike, "mlp_input.2": alike}
+    taps = {"hidden.2": similar, "mlp_input.2": similar}
     _, keep = drop(sequence, taps, jnp.array([[2, 1]]))
     assert keep[0, 1:5].sum() == 2 and keep[0, 6]
 
@@ -94,5 +94,5 @@ def test_generation_equals_the_torch_reference(deep_pair):
             [span[plain(*(x[span] for x in states), (6, 6), 9, topv)] for span in spans]
         )
 
-    for asked in traced(deep_pair, ask(3, seed=5), topv, 4):
-        torch_stages.check(deep_pair, asked, {2: drop})
+    for example in traced(deep_pair, ask(3, seed=5), topv, 4):
+        torch_stages.check(deep_pair, example, {2: drop})

@@ -12,17 +12,17 @@ from stepprune_jax.pruning import Budget, VisionZip
 def plain(score, keys, tokens, dominant, contextual):
     """One image in float64 loops: sources of dominant and of merged tokens, and all tokens."""
     chosen = sorted(sorted(range(len(tokens)), key=lambda i: (-score[i], i))[:dominant])
-    rest = [i for i in range(len(tokens)) if i not in chosen]
-    targets = rest[:: max(1, len(rest) // contextual)][:contextual]
-    given = {target: [] for target in targets}
+    remaining = [i for i in range(len(tokens)) if i not in chosen]
+    targets = remaining[:: max(1, len(remaining) // contextual)][:contextual]
+    counts = {target: [] for target in targets}
     unit = [key / np.sqrt(sum(key**2)) for key in keys]
-    for i in rest:
+    for i in remaining:
         if i not in targets:
             likeness = [unit[i] @ unit[target] for target in targets]
-            given[targets[int(np.argmax(likeness))]].append(i)
+            counts[targets[int(np.argmax(likeness))]].append(i)
     merged = [
         tokens[target] + sum(tokens[i] for i in members) / max(1, len(members))
-        for target, members in given.items()
+        for target, members in counts.items()
     ]
     return chosen, targets, np.array([*(tokens[i] for i in chosen), *merged])
 
@@ -35,8 +35,8 @@ def test_images_of_any_size_equal_a_plain_loop(monkeypatch):
     keys = random.standard_normal((3, 40, 4), np.float32)
     keys[:, ::5] = keys[:, 1::5]
     valid = np.arange(40) < np.array(sizes)[:, None]
-    shown = view(tokens, received, keys, count=counts, valid=valid)
-    kept = select(VisionZip(), shown, 16)
+    inputs = view(tokens, received, keys, count=counts, valid=valid)
+    kept = select(VisionZip(), inputs, 16)
     assert kept.count.tolist() == list(counts)
     for row, (size, count) in enumerate(zip(sizes, counts, strict=True)):
         merged = max(1, round(5 * count / 32))
@@ -52,7 +52,7 @@ def test_images_of_any_size_equal_a_plain_loop(monkeypatch):
     # Many tokens are compared some at a time: six parts, with two tokens of padding.
     monkeypatch.setattr(layers, "MANY_QUERIES", 8)
     monkeypatch.setattr(layers, "QUERIES", {"default": 7})
-    in_parts = jax.jit(lambda shown: VisionZip().keep(shown, 16))(shown)
+    in_parts = jax.jit(lambda inputs: VisionZip().keep(inputs, 16))(inputs)
     np.testing.assert_array_equal(in_parts.index, kept.index)
     np.testing.assert_allclose(in_parts.tokens, kept.tokens, atol=1e-6)
 
@@ -85,5 +85,5 @@ def test_generation_equals_the_torch_reference(llava_pair):
         return [-1] + [i - 1 for i in chosen] + [-1] * merged, tokens
 
     method = VisionZip(Budget("count", count), merged)
-    for asked in traced(llava_pair, ask(3, seed=count), method, 1):
-        torch_pruning.check(llava_pair, asked, choose)
+    for example in traced(llava_pair, ask(3, seed=count), method, 1):
+        torch_pruning.check(llava_pair, example, choose)

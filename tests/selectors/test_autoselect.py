@@ -35,7 +35,7 @@ scores = jax.jit(autoselect.scores, static_argnames="config")
 
 @pytest.fixture(scope="module")
 def params():
-    return METHOD.draw_params(jax.random.key(0))
+    return METHOD.init_params(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -46,88 +46,92 @@ def inputs():
 
 def gated(params, inputs, mask=None, text_gate=1.0, key=3):
     mask = jnp.ones((B, N), bool) if mask is None else mask
-    given = Inputs(*inputs, mask, stats=STATS)
-    return gate(params, CONFIG, jax.random.key(key), given, Progress(1.0, text_gate))
+    gate_inputs = Inputs(*inputs, mask, stats=STATS)
+    return gate(params, CONFIG, jax.random.key(key), gate_inputs, Progress(1.0, text_gate))
 
 
-def test_the_gate_holds_the_drawn_budget(params, inputs):
+def test_the_gates_sum_to_the_random_budget(params, inputs):
     mask = jnp.arange(N) < jnp.array([[N], [7], [5]])
     for key in range(5):
-        found = gated(params, inputs, mask, key=key)
-        np.testing.assert_allclose(found.alpha.sum(1), found.budget, rtol=1e-5)
-        assert (found.alpha[~mask] == 0).all() and (found.tokens[~mask] == 0).all()
+        result = gated(params, inputs, mask, key=key)
+        np.testing.assert_allclose(result.alpha.sum(1), result.budget, rtol=1e-5)
+        assert (result.alpha[~mask] == 0).all() and (result.tokens[~mask] == 0).all()
         real = np.asarray(mask.sum(1))
-        assert (found.budget >= np.floor(0.2 * real)).all() and (found.budget >= 1).all()
-        assert (found.budget <= np.ceil(0.6 * real)).all()
+        assert (result.budget >= np.floor(0.2 * real)).all() and (result.budget >= 1).all()
+        assert (result.budget <= np.ceil(0.6 * real)).all()
 
 
-def test_the_gate_opens_a_draw(params, inputs):
-    """The k best of scores plus Gumbel noise, whose softmax has the scores' temperature."""
+def test_the_gate_opens_a_sample_of_the_softmax(params, inputs):
+    """The best noisy score is distributed like the softmax of the scores."""
     config = dataclasses.replace(CONFIG, draw=1.0)
-    twins = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (20_000, *x.shape[1:])), inputs)
-    given = Inputs(*twins, stats=STATS)
-    found = gate(params, config, jax.random.key(0), given, Progress())
-    best = np.argmax(np.asarray(found.scores), axis=1)
-    assert (found.alpha[np.arange(20_000), best] == found.alpha.max(1)).all()
-    still = np.asarray(scores(params, config, Inputs(*inputs, stats=STATS)))[0]
-    np.testing.assert_allclose(np.bincount(best) / 20_000, jax.nn.softmax(still), atol=0.02)
+    copies = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (20_000, *x.shape[1:])), inputs)
+    gate_inputs = Inputs(*copies, stats=STATS)
+    result = gate(params, config, jax.random.key(0), gate_inputs, Progress())
+    best = np.argmax(np.asarray(result.scores), axis=1)
+    assert (result.alpha[np.arange(20_000), best] == result.alpha.max(1)).all()
+    logits = np.asarray(scores(params, config, Inputs(*inputs, stats=STATS)))[0]
+    np.testing.assert_allclose(np.bincount(best) / 20_000, jax.nn.softmax(logits), atol=0.02)
 
 
-def test_diversity_is_an_option_that_changes_nothing_at_zero(params, inputs):
+def test_diversity_changes_the_order_unless_it_is_zero(params, inputs):
     stats, sizes = jax.tree.map(np.asarray, STATS), [N, 7, 5]
     image = stats.mean + np.sqrt(stats.var) * np.asarray(inputs[0]) + 1
     mask = np.arange(N) < np.array(sizes)[:, None]
-    given = Inputs(image, inputs[1], mask, stats=STATS)
+    order_inputs = Inputs(image, inputs[1], mask, stats=STATS)
     policy = AutoSelect(params=params, config=CONFIG, stats=STATS)
-    ordered = jax.jit(lambda method: method.order(given, N).order)
+    ordered = jax.jit(lambda method: method.order(order_inputs, N).order)
 
     def order(diversity):
         method = build_pruner(policy=policy, budget=3, options={"diversity": diversity})
         return ordered(method)
 
     np.testing.assert_array_equal(order("0"), ordered(METHOD.replace(params=params)))
-    found, share = order("0.3"), 0.3
+    order_with_diversity, share = order("0.3"), 0.3
     unit = (image - stats.mean) / np.sqrt(stats.var + 1e-6)
     unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
-    score = np.asarray(scores(params, CONFIG, given))
+    score = np.asarray(scores(params, CONFIG, order_inputs))
     for row, size in enumerate(sizes):
-        own = score[row, :size]
-        left, taken = {*range(size)}, [int(own.argmax())]
-        while len(taken) < size:
-            left.discard(taken[-1])
-            relevance = (own - own.min()) / np.ptp(own)
-            nearest = np.max(unit[row] @ unit[row][np.array(taken)].T, axis=1)
-            value = np.asarray((1 - share) * relevance - share * nearest[:size])
-            taken.append(max(left, key=value.__getitem__))
-        assert found[row, :size].tolist() == taken
+        row_score = score[row, :size]
+        remaining, chosen = {*range(size)}, [int(row_score.argmax())]
+        while len(chosen) < size:
+            remaining.discard(chosen[-1])
+            relevance = (row_score - row_score.min()) / np.ptp(row_score)
+            max_cosine = np.max(unit[row] @ unit[row][np.array(chosen)].T, axis=1)
+            value = np.asarray((1 - share) * relevance - share * max_cosine[:size])
+            chosen.append(max(remaining, key=value.__getitem__))
+        assert order_with_diversity[row, :size].tolist() == chosen
     with pytest.raises(ValueError, match=r"autoselect: diversity is 1\.5"):
         order("1.5")
 
 
 def test_the_temperature_is_a_cosine_and_then_constant():
-    found = [float(autoselect.temperature(CONFIG, share)) for share in (0.0, 0.125, 0.25, 0.5, 1.0)]
-    assert found == pytest.approx([2.0, 1.05 + 0.95 / math.sqrt(2), 1.05, 0.1, 0.1])
+    temperatures = [
+        float(autoselect.temperature(CONFIG, share)) for share in (0.0, 0.125, 0.25, 0.5, 1.0)
+    ]
+    assert temperatures == pytest.approx([2.0, 1.05 + 0.95 / math.sqrt(2), 1.05, 0.1, 0.1])
 
 
-def test_metrics_say_how_hard_the_gate_is():
+def test_metrics_compare_the_gate_with_the_top_k():
     alpha = jnp.array([[0.9, 0.8, 0.2, 0.1]])
     scores = jnp.array([[3.0, 1.0, 2.0, 0.0]])
-    known = autoselect.GatedByScores(jnp.zeros((1, 4, 1)), alpha, jnp.array([2]), scores)
-    found = autoselect.metrics(known, alpha > 0)  # the hard set is {0, 2}, the open gate {0, 1}
+    gated_scores = autoselect.GatedByScores(jnp.zeros((1, 4, 1)), alpha, jnp.array([2]), scores)
+    metrics = autoselect.metrics(
+        gated_scores, alpha > 0
+    )  # the hard set is {0, 2}, the open gate {0, 1}
     expected = {"k_mean": 2.0, "alpha_in": 0.55, "alpha_out": 0.45, "iou": 1 / 3}
-    assert {k: pytest.approx(float(v)) for k, v in found.items()} == expected
+    assert {k: pytest.approx(float(v)) for k, v in metrics.items()} == expected
 
 
 def test_every_weight_learns_from_the_loss(params, inputs):
-    # The denoiser starts as the identity: its inner weights learn once the outer ones are moved.
-    moved = jax.tree.map(lambda leaf: leaf + 0.1, params)
+    # The denoiser starts as the identity: its inner weights need nonzero outer weights to learn.
+    perturbed = jax.tree.map(lambda leaf: leaf + 0.1, params)
 
     def loss(params):
         weights = jax.random.normal(jax.random.key(9), (B, N, 8))
-        given = (jax.random.key(3), Inputs(*inputs), lambda x: jnp.sum(jnp.sin(x) * weights))
-        return METHOD.replace(params=params).loss(*given, Progress(0.5))
+        arguments = (jax.random.key(3), Inputs(*inputs), lambda x: jnp.sum(jnp.sin(x) * weights))
+        return METHOD.replace(params=params).loss(*arguments, Progress(0.5))
 
-    grads, (metrics, _) = jax.jit(jax.grad(loss, has_aux=True))(moved)
+    grads, (metrics, _) = jax.jit(jax.grad(loss, has_aux=True))(perturbed)
     assert {"lm_loss", "k_mean", "alpha_in", "alpha_out", "iou"} == set(metrics)
     assert jax.tree.structure(grads) == jax.tree.structure(params)
     for leaf in jax.tree.leaves(grads):
@@ -135,14 +139,14 @@ def test_every_weight_learns_from_the_loss(params, inputs):
 
 
 def test_a_closed_text_gate_hides_the_question(params, inputs):
-    other = (inputs[0], inputs[1] + 1)
-    closed = [gated(params, pair, text_gate=0.0).scores for pair in (inputs, other)]
+    other_question = (inputs[0], inputs[1] + 1)
+    closed = [gated(params, pair, text_gate=0.0).scores for pair in (inputs, other_question)]
     np.testing.assert_allclose(*closed, atol=1e-6)
-    opened = [gated(params, pair).scores for pair in (inputs, other)]
+    opened = [gated(params, pair).scores for pair in (inputs, other_question)]
     assert np.abs(opened[0] - opened[1]).max() > 1e-3
 
 
-def test_the_pruner_keeps_what_is_scored_best_whatever_stands_in_the_padding(params, inputs):
+def test_the_pruner_keeps_the_best_scores_with_any_padding(params, inputs):
     image, text = inputs
     valid = jnp.arange(N) < jnp.array([[N], [7], [5]])
     words = jnp.arange(L) < jnp.array([[L], [1], [2]])
@@ -152,9 +156,9 @@ def test_the_pruner_keeps_what_is_scored_best_whatever_stands_in_the_padding(par
     view = PrunerInputs(spoiled, valid, grid, text, words, jnp.arange(B), seed, counts)
     pruner = AutoSelect(5, params=params, config=CONFIG, stats=STATS)
     kept = jax.jit(AutoSelect.keep, static_argnums=2)(pruner, view, 6)
-    scored = scores(params, CONFIG, Inputs(image, text, valid, words, STATS))
+    token_scores = scores(params, CONFIG, Inputs(image, text, valid, words, STATS))
     for row, count in enumerate([3, 1, 5]):
-        best = np.sort(np.argsort(-np.asarray(scored[row]), kind="stable")[:count])
+        best = np.sort(np.argsort(-np.asarray(token_scores[row]), kind="stable")[:count])
         np.testing.assert_array_equal(kept.index[row], [*best, *[-1] * (6 - count)])
 
 

@@ -216,7 +216,7 @@ def test_it_does_not_prune_in_front_of_a_model(model):
 )
 def test_what_does_not_fit_is_refused(options, message):
     method = GlimpsePrune(**{"config": CONFIG} | options)
-    pruner = method.replace(params=method.draw_params(jax.random.key(0)))
+    pruner = method.replace(params=method.init_params(jax.random.key(0)))
     with pytest.raises(ValueError, match=message):
         pruner.check(llava(3), 9)
 

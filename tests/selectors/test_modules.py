@@ -1,4 +1,4 @@
-"""The selector as a module of NNX and of Linen does what the policy does."""
+"""NNX and Linen modules give the results of the policy."""
 
 import dataclasses
 
@@ -44,11 +44,11 @@ def test_modules_keep_what_the_policy_keeps(config, how):
     in_nnx = nnx.jit(lambda s: s(IMAGE, TEXT, capacity=6, **how))(sp_nnx.NNXPolicy(policy))
     module, variables = sp_linen.LinenPolicy(policy.without_weights), sp_linen.variables(policy)
     in_linen = jax.jit(lambda v: module.apply(v, IMAGE, TEXT, capacity=6, **how))(variables)
-    for found in (in_nnx, in_linen):
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    for pruned in (in_nnx, in_linen):
+        jax.tree.map(np.testing.assert_array_equal, pruned, expected)
 
 
-def test_a_step_of_nnx_changes_the_weights_alone_and_has_the_policys_gradient():
+def test_a_step_of_nnx_changes_only_weights_and_uses_the_policys_gradient():
     policy = new_policy()
     selector = sp_nnx.NNXPolicy(policy)
     optimiser = nnx.Optimizer(selector, optax.sgd(0.1), wrt=nnx.Param)
@@ -63,8 +63,8 @@ def test_a_step_of_nnx_changes_the_weights_alone_and_has_the_policys_gradient():
     grads = nnx.to_pure_dict(step(selector, optimiser))["params"]
 
     def loss(params):
-        own = policy.replace(params=params)
-        return own.train_loss(jax.random.key(3), IMAGE, TEXT, mean_square)[0]
+        trained = policy.replace(params=params)
+        return trained.train_loss(jax.random.key(3), IMAGE, TEXT, mean_square)[0]
 
     expected = jax.jit(jax.grad(loss))(policy.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-5), grads, expected)
@@ -77,7 +77,7 @@ def test_a_step_of_nnx_changes_the_weights_alone_and_has_the_policys_gradient():
 
 def test_nnx_splits_merges_shards_and_is_saved_by_orbax(tmp_path):
     policy = new_policy()
-    graph, weights, rest = nnx.split(sp_nnx.NNXPolicy(policy), nnx.Param, ...)
+    graph, weights, constants = nnx.split(sp_nnx.NNXPolicy(policy), nnx.Param, ...)
     assert len(jax.tree.leaves(weights)) == len(jax.tree.leaves(policy.params))
     specs = nnx.get_partition_spec(weights)["params"]["encoder"]["block_0"]["mlp"]["up"]["kernel"]
     assert specs.get_value() == PartitionSpec("embed", "hidden")
@@ -87,13 +87,13 @@ def test_nnx_splits_merges_shards_and_is_saved_by_orbax(tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "weights", jax.tree.map(jnp.zeros_like, pure))
     nnx.replace_by_pure_dict(weights, restored)
-    merged = nnx.merge(graph, weights, rest).policy
+    merged = nnx.merge(graph, weights, constants).policy
     jax.tree.map(np.testing.assert_array_equal, merged.params, policy.params)
     path = sp.save_policy(merged, tmp_path / "policy.safetensors")
     assert sp.load_policy(path).config == policy.config
 
 
-def test_linen_draws_names_axes_and_trains():
+def test_a_linen_module_initialises_names_axes_and_trains():
     module = sp_linen.LinenPolicy(sp.StepPrune(config=CONFIG))
     init = jax.jit(lambda key: module.init(key, IMAGE, TEXT, capacity=6))
     variables = init(jax.random.key(4))
@@ -104,8 +104,8 @@ def test_linen_draws_names_axes_and_trains():
     assert jax.tree.map(jnp.shape, variables["params"]) == jax.tree.map(jnp.shape, expected)
 
     def loss(params):
-        given = (variables | {"params": params}, jax.random.key(5), IMAGE, TEXT, mean_square)
-        return module.apply(*given, method="train_loss")[0]
+        arguments = (variables | {"params": params}, jax.random.key(5), IMAGE, TEXT, mean_square)
+        return module.apply(*arguments, method="train_loss")[0]
 
     grads = jax.jit(jax.grad(loss))(variables["params"])
     norms = [float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(grads)]

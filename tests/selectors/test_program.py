@@ -1,4 +1,4 @@
-"""A policy as a program, run where this package is not installed."""
+"""Exported programs, which run without this package."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ import stepprune_jax as sp
 
 pytest.importorskip("flatbuffers")
 
-# Apart from the tests, which check the sizes of arrays: here they are symbols.
+# In another process, because the tests' type checks do not accept symbolic sizes.
 WRITE = """
 import json, sys
 import stepprune_jax as sp
@@ -48,31 +48,33 @@ def policy():
 
 
 @pytest.mark.slow
-def test_a_program_keeps_what_the_policy_keeps_in_batches_of_any_size(policy, tmp_path):
+def test_an_exported_program_equals_the_policy_for_any_batch_size(policy, tmp_path):
     programs = {"a/budget": {"budget": 3}, "a/own_stop": {}}
     sp.save_policy(policy, tmp_path / "policy.safetensors")
     run(tmp_path, WRITE, "policy.safetensors", json.dumps(programs))
-    given = {}
+    batches = {}
     for rows in (1, 3):
         image = 3 * jax.random.normal(jax.random.key(1), (rows, 12, 16))
         text = jax.random.normal(jax.random.key(2), (rows, 5, 8))
         mask = np.arange(5) < np.array([[4], [5], [2]])[:rows]
-        given[rows] = {"image": image, "text": text, "text_mask": mask}
-        np.savez(tmp_path / f"{rows}.npz", **given[rows])
+        batches[rows] = {"image": image, "text": text, "text_mask": mask}
+        np.savez(tmp_path / f"{rows}.npz", **batches[rows])
     run(tmp_path, ELSEWHERE, *programs)
-    for path, how in programs.items():
-        select = jax.jit(functools.partial(policy.select, capacity=how.get("budget", 6), **how))
-        for rows, batch in given.items():
+    for path, options in programs.items():
+        select = jax.jit(
+            functools.partial(policy.select, capacity=options.get("budget", 6), **options)
+        )
+        for rows, batch in batches.items():
             expected = select(**batch)._asdict()
-            found = np.load(tmp_path / f"{path}.{rows}.npz")
-            assert set(found) == set(expected)
+            kept = np.load(tmp_path / f"{path}.{rows}.npz")
+            assert set(kept) == set(expected)
             for name, value in expected.items():
-                np.testing.assert_array_equal(found[name], value, err_msg=f"{path}, {name}")
+                np.testing.assert_array_equal(kept[name], value, err_msg=f"{path}, {name}")
 
 
 def test_a_program_for_one_platform_and_batch_has_static_shapes(policy, tmp_path):
-    given = {"num_tokens": 12, "num_words": 5, "budget": 3}
-    path = policy.export(tmp_path / "cuda", batch=4, platforms=("cuda",), **given)
+    options = {"num_tokens": 12, "num_words": 5, "budget": 3}
+    path = policy.export(tmp_path / "cuda", batch=4, platforms=("cuda",), **options)
     program = export.deserialize(bytearray(path.read_bytes()))
     assert program.platforms == ("cuda",)
     assert [aval.shape for aval in program.in_avals] == [(4, 12, 16), (4, 5, 8), (4, 5)]

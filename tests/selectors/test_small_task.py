@@ -1,4 +1,4 @@
-"""A task of 40 tokens, one of which answers the question: the learned stop keeps a few of them."""
+"""A task with 40 tokens, one of which holds the answer: the learned stop keeps few tokens."""
 
 import functools
 
@@ -15,29 +15,29 @@ N, D, VALUES, ROWS = 40, 16, 16, 32
 
 
 def directions(seed, count):
-    """Random directions of length sqrt(D)."""
+    """Returns random vectors of length sqrt(D)."""
     x = jax.random.normal(jax.random.key(seed), (count, D))
     return x * D**0.5 / jnp.linalg.norm(x, axis=1, keepdims=True)
 
 
 def draw(key, rows):
-    """Bags of records, each a key and a value: a question names a key, its answer is the value."""
-    key_key, value_key, asked_key, noise_key = jax.random.split(key, 4)
+    """Returns images of (key, value) tokens, questions that name a key, and the values."""
+    key_key, value_key, question_key, noise_key = jax.random.split(key, 4)
     keys = jnp.argsort(jax.random.uniform(key_key, (rows, 2 * N)), axis=1)[:, :N]
     value = jax.random.randint(value_key, (rows, N), 0, VALUES)
-    asked = jax.random.randint(asked_key, (rows, 1), 0, N)
+    question_index = jax.random.randint(question_key, (rows, 1), 0, N)
     tokens = jnp.concatenate([directions(0, 2 * N)[keys], directions(1, VALUES)[value]], axis=2)
     image = tokens + 0.1 * jax.random.normal(noise_key, tokens.shape)
-    text = directions(0, 2 * N)[jnp.take_along_axis(keys, asked, axis=1)]
-    return image, text, jnp.take_along_axis(value, asked, axis=1)[:, 0]
+    text = directions(0, 2 * N)[jnp.take_along_axis(keys, question_index, axis=1)]
+    return image, text, jnp.take_along_axis(value, question_index, axis=1)[:, 0]
 
 
 def losses(tokens, text, answer, valid=True):
-    """The cross-entropy of each row, of a frozen reader that looks up the key."""
+    """Returns the cross-entropy of each row, for a frozen reader that looks up the key."""
     match = jnp.einsum("bnd,bd->bn", tokens[..., :D], text[:, 0]) * (12 / D)
     attention = jax.nn.softmax(jnp.where(valid, match, -1e9), axis=1)
-    read = jnp.einsum("bn,bnd->bd", attention, tokens[..., D:])
-    logits = read @ directions(1, VALUES).T * (8 / D)
+    readout = jnp.einsum("bn,bnd->bd", attention, tokens[..., D:])
+    logits = readout @ directions(1, VALUES).T * (8 / D)
     return optax.softmax_cross_entropy_with_integer_labels(logits, answer)
 
 
@@ -50,8 +50,8 @@ def gate_loss(policy, key, image, text, answer, share):
 
 def set_loss(policy, key, image, text, answer, share):
     def answer_losses(kept):
-        one = functools.partial(losses, text=text, answer=answer)
-        return jax.vmap(lambda x, real: one(x, valid=real), 1, 1)(kept.tokens, kept.valid)
+        loss_with = functools.partial(losses, text=text, answer=answer)
+        return jax.vmap(lambda x, real: loss_with(x, valid=real), 1, 1)(kept.tokens, kept.valid)
 
     settings = RlooSettings(samples=8)
     return policy.rloo_loss(key, image, text, answer_losses, settings)[0]

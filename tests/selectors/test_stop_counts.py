@@ -1,4 +1,4 @@
-"""What a learned stop keeps by itself, in words, and the bounds that it must not sit at."""
+"""Counts of a learned stop, and warnings if they are at a bound."""
 
 import logging
 
@@ -10,55 +10,62 @@ import pytest
 from stepprune_jax.policy import Inputs, PolicyConfig
 from stepprune_jax.selectors import StepPrune
 from stepprune_jax.selectors.calibration import count_stops, describe_counts, log_stops
-from stepprune_jax.selectors.diagnosis import ALL, NONE, OWN, RANDOM, describe, measure_stop
+from stepprune_jax.selectors.diagnosis import ALL, NONE, POLICY, RANDOM, describe, measure_stop
 
 INF = np.inf
 
 
-def test_counts_are_those_of_the_margins_at_a_stop_bias():
+def test_counts_follow_from_margins_and_stop_bias():
     margin = np.array([[-1.0, -2, 1, 1], [-1, -2, -1, INF], [-1, 3, 3, 3]], np.float32)
-    found = count_stops(margin, np.array([8, 6, 10]), min_tokens=1, stop_bias=0.0)
-    assert (found.mean, found.num_tokens) == (2.0, 8.0)  # 2, 3 and 1 of 8, 6 and 10
-    assert found.deviation == pytest.approx((2 / 3) ** 0.5)
-    assert found.at_floor == pytest.approx(1 / 3) and found.at_cap == pytest.approx(1 / 3)
-    assert str(found) == (
+    stops = count_stops(margin, np.array([8, 6, 10]), min_tokens=1, stop_bias=0.0)
+    assert (stops.mean, stops.num_tokens) == (2.0, 8.0)  # 2, 3 and 1 of 8, 6 and 10
+    assert stops.deviation == pytest.approx((2 / 3) ** 0.5)
+    assert stops.at_floor == pytest.approx(1 / 3) and stops.at_cap == pytest.approx(1 / 3)
+    assert str(stops) == (
         "the learned stop keeps 2.0 +- 0.8 of 8 tokens; 33% of the counts are the minimum, 33% "
         "are T_max"
     )
-    assert not found.finding
+    assert not stops.finding
     assert count_stops(margin, np.array([8, 6, 10]), 1, -9.0).at_cap == 1
     assert count_stops(margin, np.array([8, 6, 10]), 1, 9.0).at_floor == 1
 
 
 def test_a_bound_is_a_finding_and_a_warning(caplog):
-    few, many, tokens = np.full(20, 1), np.full(20, 20), np.full(20, 40)
-    named = {}
-    for name, count in (("T_max", many), ("the minimum", few)):
-        stops = describe_counts(count, few, many, tokens)
+    shortest, longest, num_tokens = np.full(20, 1), np.full(20, 20), np.full(20, 40)
+    findings = {}
+    for name, count in (("T_max", longest), ("the minimum", shortest)):
+        stops = describe_counts(count, shortest, longest, num_tokens)
         with caplog.at_level(logging.INFO, logger="stepprune_jax"):
             log_stops(stops)
-        named[name] = stops.finding
+        findings[name] = stops.finding
         assert f"the learned stop sits at {name}: 100% of the counts" in stops.finding
-    assert "raise `length_weight`" in named["T_max"] and "lower" in named["the minimum"]
-    # An image with one count says nothing of the stop.
-    assert not describe_counts(few, few, few, tokens).finding
-    # Nine of ten rows are a bound, eight of ten are none.
-    for count, sits in ((18, True), (16, False)):
-        mixed = np.where(np.arange(20) < count, 20, 7)
-        assert bool(describe_counts(mixed, few, many, tokens).finding) == sits
+    assert "raise `length_weight`" in findings["T_max"] and "lower" in findings["the minimum"]
+    # An image with a single possible count is not at a bound.
+    assert not describe_counts(shortest, shortest, shortest, num_tokens).finding
+    # Nine of ten rows at a bound are reported, eight of ten are not.
+    for count, is_at_bound in ((18, True), (16, False)):
+        mixed_counts = np.where(np.arange(20) < count, 20, 7)
+        assert (
+            bool(describe_counts(mixed_counts, shortest, longest, num_tokens).finding)
+            == is_at_bound
+        )
 
 
 def test_a_diagnosis_names_the_bound():
-    losses = {ALL: 0.1, NONE: 3.1, RANDOM: 2.5, OWN: 0.4}
+    losses = {ALL: 0.1, NONE: 3.1, RANDOM: 2.5, POLICY: 0.4}
     losses = {name: np.full(8, value) for name, value in losses.items()}
-    few, many, tokens = np.full(8, 1), np.full(8, 20), np.full(8, 40)
-    (said,) = describe(4, losses, stops=describe_counts(many, few, many, tokens)).findings
-    assert said.startswith("the learned stop sits at T_max")
-    found = describe(4, losses, stops=describe_counts(np.full(8, 5), few, many, tokens))
-    assert not found.findings and "keeps 5.0 +- 0.0 of 40 tokens" in str(found)
+    shortest, longest, num_tokens = np.full(8, 1), np.full(8, 20), np.full(8, 40)
+    (finding,) = describe(
+        4, losses, stops=describe_counts(longest, shortest, longest, num_tokens)
+    ).findings
+    assert finding.startswith("the learned stop sits at T_max")
+    diagnosis = describe(
+        4, losses, stops=describe_counts(np.full(8, 5), shortest, longest, num_tokens)
+    )
+    assert not diagnosis.findings and "keeps 5.0 +- 0.0 of 40 tokens" in str(diagnosis)
 
 
-def test_the_stop_of_a_policy_is_counted_at_its_own_bias_whatever_its_budget():
+def test_the_learned_stop_is_measured_at_its_bias_with_any_budget():
     config = PolicyConfig(feature_width=4, text_width=0, num_heads=2, encoder_layers=1)
     policy = StepPrune.init(jax.random.key(0), config, None, budget=3)
     mask = np.arange(12) < np.array([[12], [4]])

@@ -42,7 +42,7 @@ def policy_flops(setup):
         shape((ROWS, BUCKET.text, 4096), jnp.bfloat16),
         text_mask=shape((ROWS, BUCKET.text), bool),
     )
-    params = jax.eval_shape(lambda: setup.method.draw_params(jax.random.key(0)))
+    params = jax.eval_shape(lambda: setup.method.init_params(jax.random.key(0)))
 
     def loss(params, inputs):
         progress = policy.Progress(*(jnp.float32(0.5) for _ in range(3)))

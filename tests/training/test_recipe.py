@@ -36,7 +36,7 @@ def auto(world, **changes):
 def decide(monkeypatch, begin):
     """What a model of random weights gains is noise: moves the bound to either side."""
     least = {"sets": -1e9, "gate": 1e9}[begin]
-    monkeypatch.setattr(rloo, "LEAST_GAIN", least)
+    monkeypatch.setattr(rloo, "MIN_GAIN", least)
 
 
 def stop():

@@ -45,7 +45,10 @@ def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path):
 
 def test_answers_are_cut_to_a_length():
     assert overlays.format_answer("a  dog", "a dog", True) == "a dog"
-    assert overlays.format_answer("w" * 30, "狗" * 20, False) == f"{'w' * 23}…  (correct: {'狗' * 15}…)"
+    assert (
+        overlays.format_answer("w" * 30, "狗" * 20, False)
+        == f"{'w' * 23}…  (correct: {'狗' * 15}…)"
+    )
 
 
 def test_text_is_broken_to_fit():

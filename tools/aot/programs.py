@@ -24,7 +24,7 @@ from stepprune_jax.parallel.sharding import BATCH_RULES, shardings
 from stepprune_jax.policy import FeatureStats, Pruned
 from stepprune_jax.policy.layers import compute_dtype
 from stepprune_jax.policy.rollout import start_episode
-from stepprune_jax.policy.selection import pick, select_parallel
+from stepprune_jax.policy.selection import choose_tokens, select_parallel
 from stepprune_jax.pruning import Budget, FastV, Kept, Pruner
 from stepprune_jax.registry import PRUNERS
 from stepprune_jax.selectors import Policy
@@ -115,7 +115,7 @@ class Programs:
                 self._choose, select_parallel, self._rows
             )
             for rows in ROWS:
-                table[f"policy.pick {rows}"] = functools.partial(self._choose, pick, rows)
+                table[f"policy.pick {rows}"] = functools.partial(self._choose, choose_tokens, rows)
         return table
 
     # Shapes and their shardings.
@@ -149,7 +149,7 @@ class Programs:
     @functools.cached_property
     def _policy(self) -> PyTree:
         key = jax.random.key(0)
-        return self._place(jax.eval_shape(lambda: self._setup.method.draw_params(key)))
+        return self._place(jax.eval_shape(lambda: self._setup.method.init_params(key)))
 
     @functools.cached_property
     def _stats(self) -> PyTree:

@@ -112,7 +112,7 @@ def pick(params, memory, budget, *, config, steps, group=1, tables=True):
     decoder = POINTER if tables else policy.DecoderFns(POINTER.init, step_by_step)
     limits = Limits(budget, max_steps=steps, group=group)
     episode = start_episode(params, config, memory, limits=limits, decoder=decoder)
-    return selection.pick(params, config, episode, decoder)
+    return selection.choose_tokens(params, config, episode, decoder)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
@@ -120,7 +120,7 @@ def pick_and_stop(params, memory, max_tokens, *, config, steps):
     """Selects `max_tokens` tokens, and evaluates a stop that never ends the selection."""
     limits = Limits(max_tokens=max_tokens, max_steps=steps)
     episode = start_episode(params, config, memory, limits=limits, stop_bias=-1e6)
-    return selection.pick(params, config, episode)
+    return selection.choose_tokens(params, config, episode)
 
 
 class Size(NamedTuple):

@@ -75,7 +75,9 @@ def trace_pick(target, config, rows, num_tokens, **options):
     @jax.jit
     def pick(params, memory, options):
         limits = policy.Limits(**options)
-        return selection.pick(params, config, start_episode(params, config, memory, limits=limits))
+        return selection.choose_tokens(
+            params, config, start_episode(params, config, memory, limits=limits)
+        )
 
     return pick.trace(*shapes)
 
