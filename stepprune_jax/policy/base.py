@@ -303,7 +303,8 @@ class Progress(NamedTuple):
     """Progress of training, as numbers that may be traced.
 
     Attributes:
-        share: completed fraction of training, in [0, 1]; sets the temperature of SoftTopK.
+        share: completed fraction of training, in [0, 1]. It sets the temperature of SoftTopK, the
+            smallest random budget, and when a probe starts to train the stop.
         text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for its effect.
         state: state that the objective returned for the previous batch; () for the first batch and
             for objectives without a state.
