@@ -64,7 +64,7 @@ def read_row_answers(
     rows = []
     for file in sorted(read_files(folder), key=table_place):
         provenance = file.provenance
-        grade = BENCHMARKS[provenance.benchmark].worth(data)
+        grade = BENCHMARKS[provenance.benchmark].make_grader(data)
         answers = {answer.id: answer for answer in read_answers(file.path, broken=[])}
         if not answers.keys() >= {*ids}:  # An interrupted run wrote this file.
             continue

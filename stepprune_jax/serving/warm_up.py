@@ -211,7 +211,7 @@ class _WarmUp:
         """
         config, count, max_visual = self._model.config, kind.num_images, 0
         if count and not (has_joint_bucket(config, count) and enters_known(config, pruner)):
-            n = self._model.backbone.padded_tokens(kind.images.pixels)
+            n = self._model.backbone.num_padded_tokens(kind.images.pixels)
             max_visual = count * pruner.schedule(config, n).bound
         limit = self._model.backbone.CONTEXT_LIMIT
         last_text = min(self._extent.text + max_visual, limit) - (kept if max_visual else 0)

@@ -69,7 +69,7 @@ def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
     params, config = small_qwen.init_params(jax.random.key(3), backbone), backbone.config
     side = 6
     layout = tower.lay_out_windows(jnp.array([[side, side]]), config.vision.window, side**2)
-    context = tower._context(config.vision, layout)
+    context = tower._make_context(config.vision, layout)
     weights = jax.tree.map(lambda leaf: leaf[0], params["vision"]["layers"]["attention"])
     x = jax.random.normal(jax.random.key(4), (1, 4 * side**2, 64))
     block = tower.QwenVisionAttention(config.vision)
