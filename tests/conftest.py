@@ -1,10 +1,10 @@
-"""Settings for every test, made before jax starts.
+"""Settings for all tests, made before jax starts.
 
-Eight virtual CPU devices, and machine code generated without optimisation and, where jaxlib still
-can, without the newer fusion emitters, which take two thirds of the time of compiling: most of the
-suite's time is compiling small programs, and their results do not depend on it. Python looks for
-garbage less often: with the modules of two frameworks loaded, that alone took a seventh of the
-time.
+The suite spends most of its time compiling small programs, whose results do not depend on the
+compiler's effort. Therefore machine code is generated without optimisation and, with jaxlib 0.10,
+without the newer fusion emitters, which take two thirds of the compilation time. Garbage collection
+is rarer, because it took a seventh of the time with the modules of two frameworks loaded. jax gets
+eight virtual CPU devices.
 """
 
 import ctypes
@@ -26,18 +26,20 @@ FLAGS = (
 if version("jaxlib").startswith("0.10."):  # 0.11 ends at flags that it does not know
     FLAGS += ("--xla_cpu_use_fusion_emitters=false",)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
-# What is compiled is what a test says, not what an earlier one, or the user, has left.
+# Programs from earlier tests or from the user's cache would change the counts of compilations.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-# Operations need not know the lines that made them, which costs a tenth of the time of compiling.
+# Source lines in operations would take a tenth of the compilation time.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 gc.set_threshold(50_000, 20, 50)
 
-MOST_BYTES = 3 << 29  # between two modules, the largest of which adds 1 GB
+# Memory of a process, above which compiled programs are dropped between two modules. The largest
+# module of tests adds 1 GB.
+MAX_BYTES = 3 << 29
 
-# A deadline measures how busy the machine is, and so does the check on the time of drawing inputs.
-# The suite draws the same inputs each time, for a change fails by its own fault; `make fuzz` looks
-# for new ones.
+# Deadlines and the check for slow input generation would measure the load of the machine. The suite
+# generates equal inputs in each run, so only a change of code can make a test fail; `make fuzz`
+# searches for new inputs.
 hypothesis.settings.register_profile(
     "suite",
     deadline=None,
@@ -56,7 +58,7 @@ hypothesis.settings.load_profile("suite")
 
 @pytest.fixture(scope="session", autouse=True)
 def names_of_jax():
-    """Gives the oldest jax that policies run on a name that only tests need."""
+    """Adds a name that only tests need to the oldest jax that policies support."""
     import jax
     from jax import experimental
 
@@ -66,34 +68,34 @@ def names_of_jax():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup():
-    """Shows what the library logs, as most commands do; the test before may have run another."""
+    """Prints the library's log as most commands do. An earlier test may have changed this."""
     from stepprune_jax.cli.command_line import show_messages  # jaxtyping's hook comes first
 
     show_messages("stdout")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def room_for_programs():
-    """Drops compiled programs when a process has 1.5 GB, or half of Linux's 65,530 memory maps.
+def drop_programs():
+    """Drops compiled programs if a process has 1.5 GB, or half of Linux's 65,530 memory maps.
 
-    Programs of a whole suite take 5 GB, while few are used by several modules. Each takes some
-    maps, with jax 0.11 more than with 0.10.
+    The programs of the complete suite take 5 GB, and modules share few of them. Each program takes
+    some memory maps, with jax 0.11 more than with 0.10.
     """
     yield
     maps, pages = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/self/statm")
     if not maps.is_file():
         return
     resident = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if resident > MOST_BYTES or maps.read_bytes().count(b"\n") > 30_000:
-        import jax  # after the flags above
+    if resident > MAX_BYTES or maps.read_bytes().count(b"\n") > 30_000:
+        import jax  # reads the flags above when imported
 
         jax.clear_caches()
-        ctypes.CDLL(None).malloc_trim(0)  # otherwise the process keeps what is free
+        ctypes.CDLL(None).malloc_trim(0)  # returns free memory to the system
 
 
 @pytest.fixture(scope="module")
 def few_programs():
-    """One width for all prompts of a module."""
+    """Pads all prompts of a module to one width, which reduces compilation."""
     from small_world import one_width
 
     with pytest.MonkeyPatch.context() as patch:
@@ -102,13 +104,18 @@ def few_programs():
 
 
 def pytest_collection_modifyitems(items):
-    """Puts what takes longest first: else one worker has it left at the end.
+    """Runs the longest tests first, so that no worker has a long test left at the end.
 
-    What drops all programs of its worker comes last.
+    The module that drops all programs of its worker runs last.
     """
-    longest = ("training", "policy", "pruning", "trained")
-    last = "test_few_programs.py"
-    items.sort(key=lambda item: (item.path.name == last, item.path.parent.name not in longest))
+    long_packages = ("training", "policy", "pruning", "selectors")
+    last_module = "test_few_programs.py"
+    items.sort(
+        key=lambda item: (
+            item.path.name == last_module,
+            item.path.parent.name not in long_packages,
+        )
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -120,7 +127,7 @@ def keep_programs():
         programs.MAX_PROGRAMS = 10_000
 
 
-# One tiny model of each family; tests write to none of these folders.
+# Tiny models that all tests share. Tests must not write to their folders.
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +144,7 @@ def llava_model(llava_folder):
 
 @pytest.fixture(scope="session")
 def llava_pair(tmp_path_factory):
-    """A tiny LLaVA as ours and as the torch model of `transformers`."""
+    """Returns a tiny LLaVA as our model and as the torch model of `transformers`."""
     from generation_reference import pair  # jaxtyping's hook comes first
 
     return pair(tmp_path_factory.mktemp("llava_pair"))

@@ -1,4 +1,4 @@
-"""Every command refuses a bad argument in one line before the long work that it would waste."""
+"""Every command refuses a bad argument in one line before its long work begins."""
 
 import socket
 import sys
@@ -25,7 +25,7 @@ from stepprune_jax.cli import (
 from stepprune_jax.evaluation import generate_stage
 from stepprune_jax.training import run as training_run
 
-# Of each command: its module, and the function that begins the long work.
+# By command: its module, and the module and name of the function that starts the long work.
 LONG_WORK = {
     "serve": (serve, serve, "load_vlm"),
     "generate": (generate, generate, "load_params"),
@@ -35,7 +35,7 @@ LONG_WORK = {
     "train": (train, training_run, "load_vlm"),
     "efficiency": (efficiency, efficiency, "random_weights"),
     "export": (export, export, "latest_policy"),
-    "score": (score, None, None),  # answers that are missing
+    "score": (score, None, None),  # fails because answers are missing
     "convert": (convert, None, None),
 }
 RUN = "--config=shapes --config.mesh=single --config.cpu_devices=0 --config.model.folder={model} "
@@ -82,7 +82,7 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def places(llava_folder, tmp_path_factory):
-    """Names for arguments: a model, data, policies, and ports."""
+    """Returns values for arguments by name: a model, data, policies, and ports."""
     folder = tmp_path_factory.mktemp("arguments")
     names = {"model": llava_folder, "data": write_questions(write_data(folder / "data"))}
     for name in ("", "_answers"):
@@ -90,14 +90,14 @@ def places(llava_folder, tmp_path_factory):
         (folder / "data" / f"test{name}.jsonl").write_text(questions)
     policies = {"policy": stepprune(), "other": stepprune(text_width=40), "one_shot": one_shot()}
     names |= {name: save_policy(policy, folder / name) for name, policy in policies.items()}
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            free = closed.getsockname()[1]
-        yield names | {"taken": listening.getsockname()[1], "free": free}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_server(("127.0.0.1", 0)) as closed_listener:
+            free_port = closed_listener.getsockname()[1]
+        yield names | {"taken": listener.getsockname()[1], "free": free_port}
 
 
 @pytest.mark.parametrize(("name", "arguments", "line"), MISTAKES)
-def test_a_bad_argument_is_refused_first(
+def test_a_bad_argument_is_refused_before_long_work(
     name, arguments, line, places, tmp_path, monkeypatch, capsys
 ):
     module, owner, work = LONG_WORK[name]
@@ -108,7 +108,7 @@ def test_a_bad_argument_is_refused_first(
 
     if owner is not None:
         monkeypatch.setattr(owner, work, refuse)
-    # The page's own package need not be installed.
+    # The browser page needs a package that may not be installed.
     page = types.SimpleNamespace(build=refuse, serve=refuse)
     monkeypatch.setitem(sys.modules, "stepprune_jax.demo.app", page)
     command, words = f"stepprune-{name}", arguments.format(**places).split()
@@ -118,5 +118,5 @@ def test_a_bad_argument_is_refused_first(
     assert not places["new"].exists()
 
 
-def test_every_command_with_long_work_is_here():
+def test_every_command_with_long_work_is_tested():
     assert LONG_WORK.keys() == {name for name, *_ in MISTAKES}

@@ -1,4 +1,4 @@
-"""Mistakes in the input end a program in one line; bugs keep their traceback."""
+"""Commands report user errors in one line, and bugs with their traceback."""
 
 import builtins
 import logging
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (UserError("steps is 0,\nexpected more"), 2, "error: steps is 0, expected more"),
         (MissingPackageError("pip install x"), 2, "error: pip install x"),
@@ -48,23 +48,23 @@ ROOT = Path(__file__).parents[1]
         (RuntimeError("Unable to initialize backend"), 2, "error: Unable to initialize backend"),
     ],
 )
-def test_what_ends_a_program_is_reported_in_one_line(capsys, error, status, said):
-    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
+def test_errors_outside_the_code_are_reported_in_one_line(capsys, error, status, message):
+    with pytest.raises(SystemExit) as exit_error, one_line_errors("prog"):
         raise error
-    assert ended.value.code == status
-    assert capsys.readouterr().err == f"prog: {said}\n"
+    assert exit_error.value.code == status
+    assert capsys.readouterr().err == f"prog: {message}\n"
 
 
 @pytest.mark.parametrize("number", [0, signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_a_signal_stops_does_not_end_as_a_finished_one(tmp_path, monkeypatch, number):
+def test_the_exit_status_of_training_tells_which_signal_stopped_it(tmp_path, monkeypatch, number):
     monkeypatch.setattr(train_command, "train", lambda *_: int(number))
     monkeypatch.setattr(train_command.distributed, "use_cores", lambda _: None)
     arguments = ("--config", "shapes", "--workdir", tmp_path)
-    found = commands.status("train.py", train_command.main, *arguments)
-    assert found == {0: 0, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    status = commands.status("train.py", train_command.main, *arguments)
+    assert status == {0: 0, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
 
 
-# Of a class alone: those of files, memory and packages say by themselves that they are no bugs.
+# Built-in errors that indicate a bug. Errors about files, memory and packages have other causes.
 BUGS = [
     kind
     for kind in vars(builtins).values()
@@ -77,38 +77,38 @@ BUGS = [
 
 
 @pytest.mark.parametrize("kind", [*BUGS, jax.errors.JaxRuntimeError, RequestError])
-def test_errors_of_any_other_class_are_left_alone(kind):
+def test_errors_of_other_classes_are_not_changed(kind):
     bug = kind(400, "a") if kind is RequestError else kind("a")
-    with pytest.raises(kind) as found, one_line_errors("prog"):
+    with pytest.raises(kind) as error, one_line_errors("prog"):
         raise bug
-    assert found.value is bug
+    assert error.value is bug
 
 
-@pytest.mark.parametrize("place", ["request.open_image", "programs.run_begin"])
-def test_a_bug_inside_the_library_keeps_its_traceback(monkeypatch, place, tmp_path):
-    """A ValueError is the user's mistake where it is raised as one, not by where it passes."""
+@pytest.mark.parametrize("function", ["request.open_image", "programs.run_begin"])
+def test_a_bug_inside_the_library_keeps_its_traceback(monkeypatch, function, tmp_path):
+    """Only a UserError is a user's mistake. A plain ValueError of our code is a bug."""
 
-    def broken(*_, **__):
+    def fail(*_, **__):
         raise ValueError("a bug")
 
-    monkeypatch.setattr(f"stepprune_jax.inference.{place}", broken)
+    monkeypatch.setattr(f"stepprune_jax.inference.{function}", fail)
     image = tmp_path / "a.png"
     Image.new("RGB", (40, 30)).save(image)
     with pytest.raises(ValueError, match=r"^a bug$"), one_line_errors("prog"):
         generate_command(["--model=shapes", f"--image={image}", "--prompt=Which?"])
 
 
-HOSTILE = "a\n\r\u2028b \x1b[2J\x07\0\udcff.png"  # as a file may be called
+HOSTILE = "a\n\r\u2028b \x1b[2J\x07\0\udcff.png"  # a possible name of a file
 SHOWN = r"a b \x1b[2J\x07\x00\udcff.png"
 
 
-def test_a_file_may_be_called_anything(capsys):
+def test_file_names_with_control_characters_are_escaped(capsys):
     assert one_line(HOSTILE) == SHOWN and one_line("Größe 5 µm: 漢字 🙂") == "Größe 5 µm: 漢字 🙂"
     with pytest.raises(SystemExit), one_line_errors("prog"):
         raise FileNotFoundError(f"no file at {HOSTILE}")
     with pytest.raises(SystemExit):
         Parser(prog="prog").parse_args([HOSTILE])
-    # Not through a logger: pytest records what they are given, and its workers send UTF-8 only.
+    # pytest captures records of loggers, and its workers only send UTF-8, so no logger is used.
     record = {"levelno": logging.WARNING, "msg": "%s is missing", "args": (HOSTILE,)}
     Messages("stdout").emit(logging.makeLogRecord(record))
     assert capsys.readouterr().err.splitlines() == [
@@ -117,14 +117,14 @@ def test_a_file_may_be_called_anything(capsys):
         f"warning: {SHOWN} is missing",
     ]
     error = ZeroDivisionError("why")
-    failed = {"levelno": logging.ERROR, "msg": "failed", "exc_info": (type(error), error, None)}
-    Messages("stdout").emit(logging.makeLogRecord(failed))
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["warning: failed", "ZeroDivisionError: why"]
+    record = {"levelno": logging.ERROR, "msg": "failed", "exc_info": (type(error), error, None)}
+    Messages("stdout").emit(logging.makeLogRecord(record))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["warning: failed", "ZeroDivisionError: why"]
 
 
 def python(*arguments, **environment):
-    """A process of its own, which has ended."""
+    """Runs Python in a separate process and waits for its end."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -136,14 +136,14 @@ def python(*arguments, **environment):
 
 
 class EndedError(Exception):
-    """Stands for the end of a process."""
+    """Replaces the end of a process."""
 
 
 @pytest.mark.parametrize(
     ("error", "status"), [(UserError("x"), 2), (KeyError("a bug"), 1), (KeyboardInterrupt(), 130)]
 )
-def test_a_failed_process_does_not_wait_for_the_others(monkeypatch, capsys, error, status):
-    """By jax's own exit it would wait five minutes, and they for it."""
+def test_a_failed_process_of_several_exits_at_once(monkeypatch, capsys, error, status):
+    """jax's exit would wait five minutes for the remaining processes."""
 
     def fail():
         raise error
@@ -153,56 +153,56 @@ def test_a_failed_process_does_not_wait_for_the_others(monkeypatch, capsys, erro
 
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(os, "_exit", end)
-    with pytest.raises((SystemExit, KeyError)):  # a process without others exits as usual
+    with pytest.raises((SystemExit, KeyError)):  # a single process exits as usual
         exit_with("prog", fail)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     with pytest.raises(EndedError, match=f"^{status}$"):
         exit_with("prog", fail)
     assert "prog: error: x\n" in capsys.readouterr().err or status != 2
-    for done in (None, 0, 130):
+    for result in (None, 0, 130):
         with pytest.raises(SystemExit):
-            exit_with("prog", lambda done=done: done)
+            exit_with("prog", lambda result=result: result)
 
 
-def test_output_has_every_character():
+def test_output_escapes_characters_that_the_encoding_lacks():
     code = PRINTS.replace("print(number)", r"print('\udcff 漢')")
-    done = python("-c", code, "1", PYTHONIOENCODING="ascii")
-    assert (done.stdout, done.stderr) == ("\\udcff \\u6f22\n", "")
+    process = python("-c", code, "1", PYTHONIOENCODING="ascii")
+    assert (process.stdout, process.stderr) == ("\\udcff \\u6f22\n", "")
 
 
-def test_a_platform_that_is_not_there_is_reported_in_one_line():
-    """A GPU may be there, so that of `cuda` is hidden."""
+def test_a_missing_platform_is_reported_in_one_line():
+    """CUDA_VISIBLE_DEVICES hides a GPU that this machine may have."""
     code = "import jax; from stepprune_jax.cli.command_line import exit_with\n"
     code += "exit_with('prog', lambda: print(jax.numpy.zeros(1)))"
-    done = python("-c", code, JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.startswith("prog: error: JAX_PLATFORMS is 'cuda'")
-    assert done.stderr.count("\n") == 1
+    process = python("-c", code, JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    assert process.returncode == 2 and not process.stdout
+    assert process.stderr.startswith("prog: error: JAX_PLATFORMS is 'cuda'")
+    assert process.stderr.count("\n") == 1
 
 
-def test_a_closed_pipe_has_the_same_status_where_its_signal_has_no_name(monkeypatch, capsys):
+def test_a_closed_pipe_has_an_equal_status_without_the_signal_sigpipe(monkeypatch, capsys):
     """Windows has no signal.SIGPIPE."""
     monkeypatch.delattr(signal, "SIGPIPE")
     monkeypatch.setattr("stepprune_jax.cli.command_line._discard", lambda stream: None)
-    with pytest.raises(SystemExit) as ended, one_line_errors("prog"):
+    with pytest.raises(SystemExit) as exit_error, one_line_errors("prog"):
         raise BrokenPipeError
-    assert ended.value.code == 141 and not capsys.readouterr().err
+    assert exit_error.value.code == 141 and not capsys.readouterr().err
 
 
-def test_a_program_may_have_no_output(monkeypatch):
+def test_a_program_may_run_without_stdout(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     with one_line_errors("prog"):
         print("nowhere")
 
 
-def test_a_result_needs_a_folder_before_the_work_begins(tmp_path):
+def test_the_folder_of_a_result_must_exist(tmp_path):
     assert file_to_write("--json", str(tmp_path / "new.json")) == tmp_path / "new.json"
     for bad in ("", str(tmp_path), str(tmp_path / "absent" / "new.json")):
         with pytest.raises(ValueError, match=f"--json is {bad!r}, expected a file in a folder"):
             file_to_write("--json", bad)
 
 
-def test_a_home_that_does_not_exist_is_part_of_the_name(monkeypatch, tmp_path):
+def test_the_home_folder_of_an_unknown_user_stays_unchanged(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert local_path("~/x") == tmp_path / "x"
     assert local_path("~no-such-user/x") == Path("~no-such-user/x")
@@ -212,7 +212,7 @@ PRINTS = """
 import sys
 from stepprune_jax.cli.command_line import exit_with
 def main():
-    sys.stdin.read()  # until whoever read the output has left
+    sys.stdin.read()  # waits until the reader has closed the output
     for number in range(int(sys.argv[1])):
         print(number)
 exit_with("prog", main)
@@ -220,7 +220,7 @@ exit_with("prog", main)
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
-def test_output_that_nobody_reads_and_output_that_cannot_be_written(lines):
+def test_a_closed_pipe_ends_silently_and_a_full_disk_is_reported(lines):
     command = [sys.executable, "-c", PRINTS, str(lines)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
@@ -230,9 +230,9 @@ def test_output_that_nobody_reads_and_output_that_cannot_be_written(lines):
         assert process.wait() == 128 + signal.SIGPIPE
     with open("/dev/full", "w") as full:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": full, "stderr": subprocess.PIPE}
-        done = subprocess.run(command, cwd=ROOT, text=True, **pipes)
-    assert done.returncode == 2
-    assert done.stderr == "prog: error: [Errno 28] No space left on device\n"
+        finished = subprocess.run(command, cwd=ROOT, text=True, **pipes)
+    assert finished.returncode == 2
+    assert finished.stderr == "prog: error: [Errno 28] No space left on device\n"
 
 
 def read(arguments, kind=Run):
@@ -242,7 +242,7 @@ def read(arguments, kind=Run):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (["--config.steps=many"], "config.steps is 'many'"),
         (["--config=shape"], "Did you mean shapes?"),
@@ -251,40 +251,40 @@ def read(arguments, kind=Run):
         (["--config=experiments/configs/pretrain_shapes.py"], "is Pretraining, expected Run"),
     ],
 )
-def test_bad_command_lines_are_refused(monkeypatch, capsys, given, message):
+def test_bad_command_lines_are_refused(monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(ROOT)
-    config = [] if given[0].startswith("--config=") else ["--config=configs/shapes.py"]
-    with pytest.raises(SystemExit) as end:
-        read([*config, *given])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and message in said and said.count("\n") == 1
+    config = [] if arguments[0].startswith("--config=") else ["--config=configs/shapes.py"]
+    with pytest.raises(SystemExit) as exit_error:
+        read([*config, *arguments])
+    error = capsys.readouterr().err
+    assert exit_error.value.code == 2 and message in error and error.count("\n") == 1
 
 
-def test_a_configuration_by_its_name_takes_changes(monkeypatch, tmp_path):
+def test_flags_change_a_named_configuration(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    given, run = read(["--config", "shapes:literal", "--config.steps=70", "--config.tensorboard"])
+    flags, run = read(["--config", "shapes:literal", "--config.steps=70", "--config.tensorboard"])
     assert (run.steps, run.policy.stop, run.tensorboard) == (70, "softmax", True)
-    by_path, _ = read([f"--config={ROOT}/configs/shapes.py:literal"])
-    assert given.workdir == by_path.workdir == Path("runs/shapes-literal")
+    flags_of_path, _ = read([f"--config={ROOT}/configs/shapes.py:literal"])
+    assert flags.workdir == flags_of_path.workdir == Path("runs/shapes-literal")
 
 
-def test_the_command_is_shown_as_it_was_typed(monkeypatch):
+def test_the_command_line_is_printed_as_typed(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["eval.py", "--policy", "a b"])
     assert command() == "python eval.py --policy 'a b'"
     monkeypatch.setattr(sys, "argv", ["/usr/bin/stepprune-eval", "--config=shapes"])
     assert command() == "stepprune-eval --config=shapes"
 
 
-def test_as_many_devices_as_cores_are_asked_for():
+def test_the_number_of_cpu_devices_can_be_set():
     with pytest.raises(ValueError, match=r"cpu_devices is 99999, expected an integer from 0 to"):
         use_cores(99_999)
-    before = jax.config.jax_num_cpu_devices
+    old_number = jax.config.jax_num_cpu_devices
     use_cores(0)
-    assert jax.config.jax_num_cpu_devices == before
+    assert jax.config.jax_num_cpu_devices == old_number
     code = "import jax; from stepprune_jax.parallel.distributed import use_cores\n"
     code += "use_cores(3); print(jax.device_count())"
-    found = python("-c", code, XLA_FLAGS="", JAX_PLATFORMS="cpu")
-    assert found.stdout == "3\n", found.stderr
+    process = python("-c", code, XLA_FLAGS="", JAX_PLATFORMS="cpu")
+    assert process.stdout == "3\n", process.stderr
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_mistakes_in_a_configuration_file_are_reported_with_their_line(tmp_path,
         configurations.load(str(path))
 
 
-KEPT = """
+COMPILES = """
 import jax
 from stepprune_jax.cli import command_line
 command_line.Parser(compiles=True).parse_args()
@@ -314,19 +314,20 @@ print(jax.config.jax_compilation_cache_dir)
 
 
 def test_commands_keep_compiled_programs_in_the_users_cache(tmp_path):
-    own = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    assert python("-c", KEPT, **own).stdout.strip() == str(tmp_path / "stepprune_jax")
+    variables = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    process = python("-c", COMPILES, **variables)
+    assert process.stdout.strip() == str(tmp_path / "stepprune_jax")
 
 
 @pytest.mark.parametrize(
     ("flags", "folder"),
-    [(["--no_compile_cache"], None), ([], "own")],
+    [(["--no_compile_cache"], None), ([], "users_folder")],
 )
-def test_a_folder_for_programs_that_jax_has_is_left_to_it(flags, folder):
-    before = jax.config.jax_compilation_cache_dir
+def test_a_configured_cache_folder_of_jax_is_kept(flags, folder):
+    old_folder = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", folder)
     try:
         Parser(compiles=True).parse_args(flags)
         assert jax.config.jax_compilation_cache_dir == folder
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_compilation_cache_dir", old_folder)

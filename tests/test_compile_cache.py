@@ -1,4 +1,4 @@
-"""Commands keep compiled programs, in spite of kills and full disks, or say once why not."""
+"""The cache of compiled programs survives kills and full disks, or a warning explains why not."""
 
 import contextlib
 import errno
@@ -27,43 +27,44 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def settings(monkeypatch):
-    """The settings that jax gets, which has a cache and no folder for it."""
+    """Records changes of jax's configuration, with an enabled cache that has no folder."""
     changes, update = [], jax.config.update
     update("jax_enable_compilation_cache", True)
     monkeypatch.setattr(jax.config, "update", lambda *change: changes.append(change))
     yield changes
-    update("jax_enable_compilation_cache", False)  # as for all tests
+    update("jax_enable_compilation_cache", False)  # the value for all tests
 
 
-def test_a_program_of_which_jax_wrote_one_file_stops_no_later_one(tmp_path):
+def test_after_removing_incomplete_entries_the_cache_works_again(tmp_path):
     cache = LRUCache(str(tmp_path), max_size=1000)
-    cache.put("whole", b"1")
-    (tmp_path / "torn-cache").write_bytes(b"1")  # killed between two writes
+    cache.put("complete", b"1")
+    (tmp_path / "torn-cache").write_bytes(b"1")  # a process was killed between two writes
     with pytest.raises(FileNotFoundError, match="torn-atime"):
         cache.put("next", b"2")
     remove_incomplete(tmp_path)
     cache.put("next", b"2")
-    assert (cache.get("whole"), cache.get("next"), cache.get("torn")) == (b"1", b"2", None)
+    assert (cache.get("complete"), cache.get("next"), cache.get("torn")) == (b"1", b"2", None)
 
 
-def test_a_command_removes_such_programs_when_it_starts(tmp_path, monkeypatch, settings):
+def test_a_command_removes_incomplete_entries_when_it_starts(tmp_path, monkeypatch, settings):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tmp_path / "stepprune_jax"
     folder.mkdir()
-    for name in ("torn-cache", "whole-cache", "whole-atime", ".lockfile"):
+    complete_names = {"complete-cache", "complete-atime", ".lockfile"}
+    for name in ("torn-cache", *complete_names):
         (folder / name).touch()
     keep_programs()
-    assert {path.name for path in folder.iterdir()} == {"whole-cache", "whole-atime", ".lockfile"}
+    assert {path.name for path in folder.iterdir()} == complete_names
     assert ("jax_compilation_cache_dir", str(folder)) in settings
 
 
 @pytest.mark.parametrize("case", ["a file", "read only"])
-def test_a_folder_that_cannot_be_used_is_named_once(tmp_path, monkeypatch, settings, capsys, case):
+def test_one_warning_names_an_unusable_folder(tmp_path, monkeypatch, settings, capsys, case):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if case == "a file":
         (tmp_path / "cache").touch()
     else:
-        monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+        monkeypatch.setattr(os, "access", lambda *_: False)  # root may write to any folder
     keep_programs()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: compiled programs are not kept, because ")
@@ -72,7 +73,8 @@ def test_a_folder_that_cannot_be_used_is_named_once(tmp_path, monkeypatch, setti
 
 
 def test_a_user_without_a_home_folder_has_no_cache(tmp_path, monkeypatch, settings, capsys):
-    monkeypatch.setattr(os.path, "expanduser", str)  # as without HOME and an entry in passwd
+    # Without HOME and without an entry in passwd, expanduser returns its argument.
+    monkeypatch.setattr(os.path, "expanduser", str)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.chdir(tmp_path)
     keep_programs()
@@ -84,29 +86,29 @@ def test_a_user_without_a_home_folder_has_no_cache(tmp_path, monkeypatch, settin
     assert local_path("~runs/x") == Path("~runs/x")
 
 
-def test_without_a_home_folder_the_hub_needs_one_by_its_name(monkeypatch):
+def test_without_a_home_folder_downloads_need_hf_home(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
     with pytest.raises(ValueError, match="a/b: there is no home folder for downloads, set HF_HOME"):
         hub.download(hub.Repository("a/b"), ["*.json"])
 
 
 @pytest.mark.parametrize("folder", ["", "relative/folder"])
-def test_a_relative_folder_of_the_environment_is_not_read(folder):
+def test_a_relative_folder_in_the_environment_is_ignored(folder):
     expected = Path(os.path.expanduser("~/.cache/stepprune_jax"))
     assert user_folder({"XDG_CACHE_HOME": folder}) == expected
 
 
 @contextlib.contextmanager
 def jax_folder(folder):
-    """Has jax's folder for programs, which the tests do not use."""
-    before = jax.config.jax_compilation_cache_dir
+    """Sets jax's cache folder, which the tests otherwise do not use."""
+    old_folder = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(folder))
     yield
-    jax.config.update("jax_compilation_cache_dir", before)
+    jax.config.update("jax_compilation_cache_dir", old_folder)
 
 
-def test_failures_of_the_cache_are_said_once_with_the_remedy(monkeypatch, tmp_path, capsys):
-    """jax warns of each program; other warnings are other_warnings as before."""
+def test_one_warning_explains_all_failures_of_the_cache(monkeypatch, tmp_path, capsys):
+    """jax warns about each program. Warnings about other things are passed on."""
     other_warnings = []
     monkeypatch.setattr(compile_cache, "user_folder", lambda: tmp_path)
     (tmp_path / "torn-cache").touch()
@@ -115,11 +117,11 @@ def test_failures_of_the_cache_are_said_once_with_the_remedy(monkeypatch, tmp_pa
         warnings.simplefilter("default")
         warnings.showwarning = explain_failures(note)
         warnings.showwarning = explain_failures(warnings.showwarning)
-        full = OSError(errno.ENOSPC, "No space left on device")
-        for doing in ("writing", "reading"):
+        error = OSError(errno.ENOSPC, "No space left on device")
+        for action in ("writing", "reading"):
             for name in ("jit_f", "jit_g"):
-                text = f"Error {doing} persistent compilation cache entry for '{name}': OSError: "
-                warnings.warn(f"{text}{full}", stacklevel=1)
+                text = f"Error {action} persistent compilation cache entry for '{name}': OSError: "
+                warnings.warn(f"{text}{error}", stacklevel=1)
         warnings.warn("another", stacklevel=1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
@@ -140,14 +142,14 @@ for size in (2, 3):
 """
 
 
-def test_jax_s_own_warnings_are_the_ones_that_are_explained(tmp_path):
-    """The size of each file of the process is limited to nothing, as on a full disk."""
+def test_the_warnings_of_jax_are_recognised_on_a_full_disk(tmp_path):
+    """A file size limit of 0 bytes has the effect of a full disk."""
     code = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n" + COMPILES
     variables = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    how = {"env": os.environ | variables, "cwd": ROOT, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", code], **how)
-    (line,) = done.stderr.splitlines()
+    options = {"env": os.environ | variables, "cwd": ROOT, "capture_output": True, "text": True}
+    process = subprocess.run([sys.executable, "-c", code], **options)
+    (line,) = process.stderr.splitlines()
     folder = tmp_path / "stepprune_jax"
     assert line.startswith(f"warning: compiled programs are not kept in {folder} (OSError: [Errno")
-    assert done.returncode == 0 and not [*folder.glob("*-cache")]
+    assert process.returncode == 0 and not [*folder.glob("*-cache")]

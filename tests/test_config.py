@@ -9,18 +9,18 @@ from stepprune_jax.models.llava.config import ClipConfig, LlavaConfig
 PUBLISHED = MODELS["llava-7b"]
 
 
-def test_the_published_7b_file_gives_its_shape():
+def test_the_published_7b_configuration_is_parsed():
     config = LlavaConfig.from_hf(PUBLISHED)
     assert config.vision == ClipConfig(1024, 4096, 24, 16, 336, 14)
     assert config.text == LlamaConfig(
         32064, 4096, 11008, 32, 32, 32, 128, 10000.0, 1e-5, max_positions=4096
     )
     assert config.max_image_tokens == config.vision.num_patches == 576
-    special = (config.image_token_id, config.bos_token_id, config.eos_token_ids)
-    assert special == (32000, 1, (2,))
+    special_ids = (config.image_token_id, config.bos_token_id, config.eos_token_ids)
+    assert special_ids == (32000, 1, (2,))
 
 
-def test_the_original_layout_gives_the_same_shape():
+def test_the_original_layout_gives_an_equal_configuration():
     original = {
         **PUBLISHED["text_config"],
         "model_type": "llava",

@@ -1,4 +1,4 @@
-"""Configurations by name, in any folder."""
+"""Loading of configurations by name, independent of the working directory."""
 
 import pytest
 
@@ -11,12 +11,12 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", configurations.names())
-def test_a_name_and_its_path_are_one_configuration(name, pytestconfig):
-    found = configurations.load(name)
-    assert found == configurations.load(str(pytestconfig.rootpath / "configs" / f"{name}.py"))
+def test_a_name_and_its_path_give_equal_configurations(name, pytestconfig):
+    path = pytestconfig.rootpath / "configs" / f"{name}.py"
+    assert configurations.load(name) == configurations.load(str(path))
 
 
-def test_an_argument_reaches_the_file(pytestconfig):
+def test_an_argument_is_passed_to_the_file(pytestconfig):
     file = pytestconfig.rootpath / "configs" / "llava7b.py"
     assert configurations.find("llava7b:literal") == (file, "literal")
     assert configurations.find(f"{file}:literal") == (file, "literal")
@@ -26,20 +26,20 @@ def test_an_argument_reaches_the_file(pytestconfig):
         configurations.load("shapes_qwen:loose")
 
 
-def test_a_file_of_mine_builds_on_a_named_one(tmp_path):
-    (tmp_path / "mine.py").write_text(
+def test_a_users_file_may_build_on_a_named_configuration(tmp_path):
+    (tmp_path / "custom.py").write_text(
         "from stepprune_jax import configurations\n"
         'def get_config(arg=""):\n'
         '    run = configurations.load(f"shapes:{arg}")\n'
         '    return run.replace({"steps": 70})\n'
     )
-    found = configurations.load("mine.py:literal", ["batch_size=4"])
-    assert (found.steps, found.batch_size, found.policy.stop) == (70, 4, "softmax")
+    run = configurations.load("custom.py:literal", ["batch_size=4"])
+    assert (run.steps, run.batch_size, run.policy.stop) == (70, 4, "softmax")
 
 
-def test_what_is_neither_file_nor_name_is_refused_with_the_names(tmp_path):
+def test_the_error_for_an_unknown_configuration_lists_the_names(tmp_path):
     (tmp_path / "folder.py").mkdir()
-    for given in ("nonsense", "configs/shapes", "shapes.py:literal", "folder.py", ""):
-        with pytest.raises(FileNotFoundError, match=r"no configuration file .* llava7b, ") as found:
-            configurations.find(given)
-        assert "\n" not in str(found.value)
+    for name in ("nonsense", "configs/shapes", "shapes.py:literal", "folder.py", ""):
+        with pytest.raises(FileNotFoundError, match=r"no configuration file .* llava7b, ") as error:
+            configurations.find(name)
+        assert "\n" not in str(error.value)

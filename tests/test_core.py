@@ -1,4 +1,4 @@
-"""What a policy needs is jax; what is missing for the rest is said in one line."""
+"""Policies need only jax, and one-line errors name missing packages of other parts."""
 
 import subprocess
 import sys
@@ -31,32 +31,33 @@ def run(code):
 
 
 def test_policies_and_pruners_need_neither_flax_nor_pillow():
-    done = run(BLOCKED + CORE)
-    assert done.returncode == 0, done.stderr
+    process = run(BLOCKED + CORE)
+    assert process.returncode == 0, process.stderr
 
 
 @pytest.mark.parametrize(
-    "code, said",
+    "code, prefix",
     [
         ("import stepprune_jax; stepprune_jax.load_vlm", "stepprune_jax.load_vlm: "),
         ("from stepprune_jax.extras import train; train()", "error: "),
     ],
 )
-def test_a_missing_extra_is_named_in_one_line(code, said):
-    last = run(BLOCKED + code).stderr.splitlines()[-1].removeprefix("ImportError: ")
-    name = last.removeprefix(said).partition(" ")[0]
-    assert name in HEAVY
-    assert last == f"{said}{name} is not installed: pip install 'stepprune-jax[vlm]'"
+def test_a_one_line_error_names_a_missing_extra(code, prefix):
+    last_line = run(BLOCKED + code).stderr.splitlines()[-1].removeprefix("ImportError: ")
+    package = last_line.removeprefix(prefix).partition(" ")[0]
+    assert package in HEAVY
+    assert last_line == f"{prefix}{package} is not installed: pip install 'stepprune-jax[vlm]'"
 
 
-def test_the_extra_of_an_export_is_named_before_it_is_compiled():
+def test_an_export_names_its_missing_extra_before_compiling():
     block = "import sys; sys.modules['flatbuffers'] = None;"
     export = "load_policy('shapes').export('x', num_tokens=9, num_words=3)"
-    last = run(f"{block} import stepprune_jax; stepprune_jax.{export}").stderr.splitlines()[-1]
-    assert last.endswith("flatbuffers is not installed: pip install 'stepprune-jax[export]'")
+    process = run(f"{block} import stepprune_jax; stepprune_jax.{export}")
+    last_line = process.stderr.splitlines()[-1]
+    assert last_line.endswith("flatbuffers is not installed: pip install 'stepprune-jax[export]'")
 
 
-def test_another_missing_module_is_not_taken_for_an_extra():
+def test_errors_about_other_missing_modules_are_not_changed():
     from stepprune_jax.extras import explain
 
     error = ModuleNotFoundError("No module named 'unknown'", name="unknown.part")

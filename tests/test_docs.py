@@ -1,4 +1,4 @@
-"""Code of pages runs, and its names exist; links lead somewhere; the reference is complete."""
+"""Code of the documentation runs, its names and links exist, and the reference is complete."""
 
 import importlib
 import re
@@ -7,8 +7,8 @@ import pytest
 from page_code import problems
 from pages import EXAMPLES, HOSTS, NOTEBOOKS, PAGES, ROOT, blocks, cells, prose, shown
 
-SLOW = {".ipynb", ".py"}  # a minute each
-SLOW_PAGES = {"composing.md", "hosts.md"}  # which compile 200 programs each
+SLOW = {".ipynb", ".py"}  # suffixes of files that take a minute each
+SLOW_PAGES = {"composing.md", "hosts.md"}  # each compiles 200 programs
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
@@ -24,17 +24,17 @@ WITH_CODE = [
 
 
 @pytest.mark.parametrize("file", WITH_CODE)
-def test_code_runs(file, monkeypatch):
+def test_code_of_a_page_runs(file, monkeypatch):
     if "import torch" in file.read_text(encoding="utf-8"):
         pytest.importorskip("torch")
-    monkeypatch.delenv("LLAVA", raising=False)  # the weights of a notebook
+    monkeypatch.delenv("LLAVA", raising=False)  # with it, a notebook would load large weights
     namespace = {"__name__": "__main__"}
     for block in blocks(file):
         exec(compile(block, str(file), "exec"), namespace)
 
 
 @pytest.mark.parametrize("file", [*PAGES, *NOTEBOOKS, *EXAMPLES, *HOSTS], ids=shown)
-def test_names_of_code_exist_and_calls_bind(file):
+def test_names_and_calls_in_code_are_valid(file):
     assert problems(blocks(file)) == []
 
 
@@ -59,15 +59,15 @@ def test_names_of_code_exist_and_calls_bind(file):
         ("def half(x):\n    return x / two", "two: is not defined"),
     ],
 )
-def test_a_fault_of_code_is_named(code, problem):
-    free = "model = text = None\n"
-    (line,) = problems([free + code])
+def test_faults_in_code_are_reported(code, problem):
+    definitions = "model = text = None\n"
+    (line,) = problems([definitions + code])
     assert problem in line
 
 
 @pytest.mark.slow
-def test_a_policy_learns_in_front_of_ones_own_model(capsys):
-    """Four records of its choice answer most questions, and the diagnosis finds nothing wrong."""
+def test_the_policy_of_the_example_with_a_users_model_learns(capsys):
+    """Four selected records answer most questions, and the diagnosis finds no problem."""
     example = ROOT / "examples" / "own_model.py"
     exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})
     *lines, exact = capsys.readouterr().out.splitlines()
@@ -76,29 +76,30 @@ def test_a_policy_learns_in_front_of_ones_own_model(capsys):
 
 
 @pytest.mark.parametrize("file", [*PAGES, *NOTEBOOKS], ids=shown)
-def test_links_lead_somewhere(file):
+def test_targets_of_links_exist(file):
     for target in LINK.findall(prose(file)):
         assert (file.parent / target).exists(), f"{file.name} links to {target}"
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=shown)
-def test_notebooks_are_kept_with_the_outputs_of_one_run(notebook):
-    found = cells(notebook, "code")
-    assert [cell["execution_count"] for cell in found] == list(range(1, len(found) + 1))
-    for output in (output for cell in found for output in cell["outputs"]):
+def test_notebooks_contain_the_outputs_of_one_run(notebook):
+    code_cells = cells(notebook, "code")
+    counts = [cell["execution_count"] for cell in code_cells]
+    assert counts == list(range(1, len(code_cells) + 1))
+    for output in (output for cell in code_cells for output in cell["outputs"]):
         assert output["output_type"] != "error" and output.get("name") != "stderr"
 
 
 def find(path):
-    """What `import` finds: a function of a package, where a module of the same name is in it."""
+    """Returns what `from package import name` gives, which may hide a module of that name."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 @pytest.fixture(scope="module")
 def documented():
-    """What the directives of the reference name."""
-    found = []
+    """Returns the objects that the directives of the reference document."""
+    objects = []
     for page in (ROOT / "docs" / "api").glob("*.rst"):
         module = ""
         for kind, name in re.findall(
@@ -107,21 +108,21 @@ def documented():
             if kind == "currentmodule":
                 module = f"{name}."
             elif kind in ("autoclass", "autoexception", "autofunction", "py:data"):
-                found.append(find(name if name.startswith("stepprune") else module + name))
-    return found
+                objects.append(find(name if name.startswith("stepprune") else module + name))
+    return objects
 
 
 @pytest.mark.parametrize("package", ["policy", "pruning", "selectors", "inference", "training"])
 def test_the_reference_has_every_public_name(package, documented):
     package = importlib.import_module(f"stepprune_jax.{package}")
-    exported = {name: getattr(package, name) for name in package.__all__}
-    missing = [name for name, it in exported.items() if not any(it is one for one in documented)]
-    assert not missing
+    for name in package.__all__:
+        value = getattr(package, name)
+        assert any(value is document for document in documented), name
 
 
-def test_the_reference_lists_what_the_package_itself_exports():
+def test_the_reference_lists_the_names_of_the_top_level_package():
     page = (ROOT / "docs" / "api" / "stepprune_jax.rst").read_text()
-    listed = re.findall(r"^   ~([\w.]+)$", page, re.MULTILINE)
-    names = {name.rpartition(".")[2]: find(name) for name in listed}
+    paths = re.findall(r"^   ~([\w.]+)$", page, re.MULTILINE)
+    names = {path.rpartition(".")[2]: find(path) for path in paths}
     package = importlib.import_module("stepprune_jax")
     assert names == {name: getattr(package, name) for name in package.__all__}

@@ -1,4 +1,4 @@
-"""pyproject.toml, the imports of the code and the messages about optional packages agree."""
+"""Requirements in pyproject.toml agree with imports and with messages about missing packages."""
 
 import ast
 import importlib
@@ -16,11 +16,11 @@ from stepprune_jax import extras
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "stepprune_jax"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Packages whose distributions have other names than their modules.
+# Distributions by the names of their modules, if the names differ.
 DISTRIBUTIONS = {"PIL": "pillow", "absl": "absl-py", "orbax": "orbax-checkpoint"}
-# Packages that a requirement brings along.
-BROUGHT_BY = {"ml_dtypes": "jax", "libtpu": "jax", "tokenizers": "transformers"}
-# Modules that only the program imports that they are made for.
+# Requirements by the names of packages that they install as dependencies.
+INSTALLED_BY = {"ml_dtypes": "jax", "libtpu": "jax", "tokenizers": "transformers"}
+# Packages that only exist inside the program that imports these modules of ours.
 ADAPTERS = {"lmms_eval": {"integrations/lmms_eval.py"}}
 
 
@@ -45,7 +45,7 @@ def imported_packages():
 def test_every_import_is_a_requirement():
     core = distributions(PROJECT["dependencies"])
     for name, files in imported_packages().items():
-        name = BROUGHT_BY.get(name, name)
+        name = INSTALLED_BY.get(name, name)
         assert name in core or name in extras._EXTRA or ADAPTERS.get(name) == files, (name, files)
 
 
@@ -56,9 +56,9 @@ def test_messages_name_the_extra_that_lists_the_package(package):
 
 
 @pytest.mark.parametrize("script", PROJECT["scripts"])
-def test_every_script_leads_to_a_command(script):
-    place, _, function = PROJECT["scripts"][script].partition(":")
-    run = getattr(importlib.import_module(place), function)
+def test_every_script_runs_a_command(script):
+    module, _, function = PROJECT["scripts"][script].partition(":")
+    run = getattr(importlib.import_module(module), function)
     name = inspect.getclosurevars(inspect.unwrap(run)).nonlocals["name"]
     source = Path(find_spec(f"stepprune_jax.cli.{name}").origin).read_text()
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]

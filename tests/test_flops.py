@@ -1,4 +1,4 @@
-"""Formula operations against hand-worked numbers, published figures and the compiler's count."""
+"""Operation counts compared with counts by hand, published figures and the compiler's count."""
 
 import functools
 
@@ -24,19 +24,19 @@ def tera(count):
 
 
 def layered_flops(tokens):
-    """2 x MACs of the layers, as the tables of pruning papers count them."""
+    """Returns 2 x MACs of the layers in units of 10^12, as in the tables of pruning papers."""
     return tera(2 * llm_flops(SEVEN_B.text, tokens).layer_macs)
 
 
-def test_one_layer_by_hand():
-    # 3 tokens, width 4, one layer, 2 query heads and 1 key head of 2 channels, MLP of 5, 7 words.
+def test_the_cost_of_one_layer_equals_the_count_by_hand():
+    # 3 tokens, width 4, 2 query heads and 1 key head of 2 channels, MLP width 5, 7 words.
     text = {"hidden_size": 4, "intermediate_size": 5, "num_hidden_layers": 1, "vocab_size": 7}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlavaConfig.from_hf(tiny_hf_config(text=text)).text
     cost = llm_flops(config, 3)
     # Queries and outputs 3 * 4 * 4 each, keys and values 3 * 4 * 2 each.
     assert cost.projections == 48 + 48 + 24 + 24
-    # Scores 3 * 3 * 4 and weighted values the same; half of the pairs are masked.
+    # Scores 3 * 3 * 4, and as much for weighted values. Half of the pairs are masked.
     assert cost.attention == 72
     assert cost.mlp == 3 * 3 * 4 * 5
     assert cost.head == 4 * 7
@@ -45,25 +45,25 @@ def test_one_layer_by_hand():
     assert cost.causal_flops == 2 * (396 + 28 - 36)
 
 
-def test_macs_of_visual_tokens_alone_are_those_published():
-    # 32 layers, width 4096, MLP 11008; image tokens only, not doubled: 3.82 T, pruned in stages
-    # to 288, 144, 72 before layers 8, 16, 24: 1.78 T (https://arxiv.org/abs/2410.17247).
+def test_macs_of_visual_tokens_equal_published_figures():
+    # MACs of image tokens in https://arxiv.org/abs/2410.17247: 3.82 T, and 1.78 T if pruned to 288,
+    # 144 and 72 tokens before layers 8, 16 and 24.
     stages = [n for n in (576, 288, 144, 72) for _ in range(8)]
     assert tera(llm_flops(SEVEN_B.text, 576).layer_macs) == 3.817
     assert tera(llm_flops(SEVEN_B.text, stages).layer_macs) == 1.777
 
 
-def test_doubled_macs_with_text_match_the_tables():
+def test_flops_with_text_equal_published_tables():
     stages = [n + TEXT_TOKENS for n in (576, 288, 144, 72) for _ in range(8)]
     assert layered_flops(576 + TEXT_TOKENS) == 8.995
     assert layered_flops(64 + TEXT_TOKENS) == 2.138
     assert layered_flops(stages) == 4.884
     assert layered_flops([676] * 2 + [164] * 30) == 2.567
-    whole = llm_flops(SEVEN_B.text, 676, num_logits=0)
-    assert tera(whole.causal_flops) == 8.875
+    cost = llm_flops(SEVEN_B.text, 676, num_logits=0)
+    assert tera(cost.causal_flops) == 8.875
 
 
-def test_counts_that_do_not_fit_are_refused():
+def test_bad_token_counts_are_refused():
     with pytest.raises(ValueError, match=r"prompt_tokens.*32 layers"):
         llm_flops(SEVEN_B.text, [1, 2, 3])
     with pytest.raises(ValueError, match="prompt_tokens is -1"):
@@ -71,11 +71,11 @@ def test_counts_that_do_not_fit_are_refused():
 
 
 def compiler_count(function, *arguments):
-    """Operations of the traced program; a loop's body is counted once, whatever its length."""
+    """Returns XLA's count of a program's operations, which counts the body of a loop once."""
     return jax.jit(function).lower(*arguments).cost_analysis()["flops"]
 
 
-def test_formulas_are_the_compilers_count_but_for_a_few_percent():
+def test_formulas_equal_the_compilers_count_within_a_few_percent():
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_attention_heads": 4}
     config = LlavaConfig.from_hf(
         tiny_hf_config(
@@ -92,19 +92,19 @@ def test_formulas_are_the_compilers_count_but_for_a_few_percent():
     )
     counted = compiler_count(lambda p, s: vlm.prefill(p, config, s, 4).logits, params, sequence)
     assert counted == pytest.approx(llm_flops(config.text, 96).flops, rel=0.04)
-    # Feature layer -2 of a tower of two: one block runs.
+    # With feature layer -2 of a tower with two blocks, one block runs.
     counted = compiler_count(
         lambda p, x: backbone.project(p, backbone.encode_image(p, x)[0]),
         params,
         jax.ShapeDtypeStruct((1, 3, 112, 112), jnp.uint8),
     )
-    one = vision_flops(backbone, [config.grid])
-    assert counted == pytest.approx(one["total"], rel=0.04)
-    assert vision_flops(backbone, [config.grid] * 2)["total"] == 2 * one["total"]
+    one_image = vision_flops(backbone, [config.grid])
+    assert counted == pytest.approx(one_image["total"], rel=0.04)
+    assert vision_flops(backbone, [config.grid] * 2)["total"] == 2 * one_image["total"]
 
 
 def traced_choice(config, limits, num_tokens=40):
-    """Operations of a traced choice; those that no result needs are left out."""
+    """Returns the operations of a traced `policy.choose`, without operations of unused results."""
 
     def run(params, image, text):
         return policy.choose(params, config, policy.Inputs(image, text), limits)
@@ -116,13 +116,13 @@ def traced_choice(config, limits, num_tokens=40):
     return traced_flops(needed)
 
 
-# The loop is counted once: T_max is one block of 16 tokens.
+# A loop of unknown length counts once, so T_max is one block of 16 tokens.
 WIDTHS = {"feature_width": 24, "text_width": 12, "width": 16, "num_heads": 4, "max_steps": 16}
 
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("layers", "stop"), [(1, "hazard"), (2, "aligned"), (3, "hazard")])
-def test_the_policys_formula_is_what_is_traced(layers, stop, group):
+def test_the_policys_formula_equals_the_traced_count(layers, stop, group):
     config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers, stop=stop, group=group)
     learned_stop = policy_flops(config, 40, 5, 15, exact=False)
     assert traced_choice(config, policy.Limits()) == learned_stop["total"]
@@ -130,7 +130,7 @@ def test_the_policys_formula_is_what_is_traced(layers, stop, group):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_tables_over_pairs_count_only_where_they_are_computed(layers, monkeypatch):
+def test_tables_over_pairs_count_only_if_they_are_computed(layers, monkeypatch):
     monkeypatch.setattr("stepprune_jax.policy.layers.MANY_QUERIES", 64)
     monkeypatch.setattr("stepprune_jax.policy.layers.QUERIES", {"default": 1})
     config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers)
@@ -145,14 +145,14 @@ def test_tables_over_pairs_count_only_where_they_are_computed(layers, monkeypatc
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_loop_without_tables_counts_the_decoders_own_steps(layers, monkeypatch):
+def test_without_tables_the_formula_counts_steps_of_the_decoder(layers, monkeypatch):
     for module in ("flops", "policy.selection"):
         monkeypatch.setattr(f"stepprune_jax.{module}.MAX_TABLE_BYTES", 1)
     config = policy.PolicyConfig(**WIDTHS, decoder_layers=layers)
     assert traced_choice(config, policy.Limits(1)) == policy_flops(config, 40, 5, 1)["total"]
 
 
-def test_traced_operations_by_hand():
+def test_traced_operations_equal_the_count_by_hand():
     x, w = jnp.ones((3, 4)), jnp.ones((5, 4, 4))
     once = 2 * 3 * 4 * 4
 
@@ -168,7 +168,7 @@ def test_traced_operations_by_hand():
     assert count(lambda x, w: jnp.einsum("ij,kjl->ikl", x, w)) == 5 * once
     assert count(stack) == count(jax.jit(stack)) == 5 * once
     assert count(lambda x, w: jax.lax.cond(x[0, 0] > 0, stack, lambda x, w: x, x, w)) == 5 * once
-    # A gradient of one side of a product is another product; what is recomputed counts again.
+    # The gradient of one factor of a product is another product. Recomputation counts again.
     loss = lambda x, w: stack(x, w).sum()  # noqa: E731
     assert count(jax.grad(loss)) == 2 * 5 * once
     assert count(jax.grad(loss, argnums=(0, 1))) == 3 * 5 * once

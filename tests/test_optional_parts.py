@@ -1,4 +1,4 @@
-"""Optional parts call their packages, which `make test` does not have, by recorded signatures."""
+"""Calls of optional packages agree with recorded signatures, because `make test` lacks them."""
 
 import ast
 import importlib.util
@@ -21,15 +21,15 @@ PARTS += [
 
 
 def definitions(path):
-    """Reads the names that a module defines at its top level, without importing it."""
+    """Returns the names that a module defines at its top level, without importing it."""
     tree = ast.parse(importlib.util.find_spec(path).loader.get_source(path))
-    named = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
-    return named | {target.id for node in assigned for target in node.targets}
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assignments = (node for node in tree.body if isinstance(node, ast.Assign))
+    return names | {target.id for node in assignments for target in node.targets}
 
 
 @pytest.mark.parametrize("path", ENTRY_POINTS)
-def test_an_entry_point_leads_to_a_function(path):
+def test_an_entry_point_names_an_existing_function(path):
     module, _, function = path.partition(":")
     assert function in definitions(module)
 
@@ -39,13 +39,13 @@ def test_every_host_has_recorded_signatures():
 
 
 @pytest.mark.parametrize(("file", "package"), PARTS, ids=lambda value: str(value).split("/")[-1])
-def test_calls_of_another_package_bind(file, package, monkeypatch):
+def test_calls_of_an_optional_package_are_valid(file, package, monkeypatch):
     stand_ins.install(monkeypatch, package)
     assert problems([file.read_text(encoding="utf-8")]) == []
 
 
 @pytest.mark.parametrize(("file", "package"), PARTS, ids=lambda value: str(value).split("/")[-1])
-def test_overridden_methods_take_what_the_package_passes(file, package):
+def test_overridden_methods_accept_the_arguments_of_the_package(file, package):
     recorded = stand_ins.RECORD[package]["signatures"]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         for base in node.bases if isinstance(node, ast.ClassDef) else ():
@@ -53,12 +53,12 @@ def test_overridden_methods_take_what_the_package_passes(file, package):
             for method in methods:
                 parameters = recorded.get(f"{package}.{ast.unparse(base)}.{method.name}")
                 if parameters:
-                    ours = {n.arg for n in ast.walk(method.args) if isinstance(n, ast.arg)}
-                    theirs = stand_ins.signature(parameters).parameters
-                    assert method.args.kwarg or theirs.keys() <= ours, method.name
+                    accepted = {n.arg for n in ast.walk(method.args) if isinstance(n, ast.arg)}
+                    passed = stand_ins.signature(parameters).parameters
+                    assert method.args.kwarg or passed.keys() <= accepted, method.name
 
 
-def test_a_wrong_call_is_found(monkeypatch):
+def test_wrong_calls_are_reported(monkeypatch):
     stand_ins.install(monkeypatch, "gradio")
     (unknown, missing) = problems(
         ["import gradio as gr", "gr.Button('Ask', color='red')", "gr.Knob()"]

@@ -1,4 +1,4 @@
-"""What pip installs: built as a release is, used in an empty folder of a fresh environment."""
+"""The built wheel works in a new environment and an empty folder."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from experiments.shapes import write_world
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
-# Small enough for a test: a few updates of a few rows of the shapes world.
+# Flags that make a training run of the shapes world short.
 SMALL = [
     "--config.steps=2",
     "--config.optimizer.warmup=0",
@@ -31,13 +31,13 @@ SMALL = [
 ]
 
 
-def test_the_version_stands_in_one_place():
+def test_all_files_have_the_version_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
     assert stepprune_jax.__version__ in (project["version"], "unknown")
 
 
-def test_links_of_the_readme_lead_to_the_repository_that_is_named():
+def test_links_of_the_readme_become_links_to_the_repository():
     readme = runpy.run_path(str(ROOT / "setup.py"))["readme"]
     text = readme("https://example.org/stepprune")
     assert "](https://example.org/stepprune/raw/HEAD/docs/images/overlay.png)" in text
@@ -48,15 +48,19 @@ def test_links_of_the_readme_lead_to_the_repository_that_is_named():
 
 def build(kind, source, out):
     command = [sys.executable, "-c", BUILD.format(kind), str(out)]
-    done = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
-    assert "would be ignored" not in done.stdout + done.stderr  # setuptools' longest warning
-    (made,) = out.iterdir()
-    return made
+    process = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
+    # Part of setuptools' warning about packages that it would not include.
+    assert "would be ignored" not in process.stdout + process.stderr
+    (archive,) = out.iterdir()
+    return archive
 
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """Scripts of an environment with the wheel that is built from the source distribution."""
+    """Returns the scripts folder of an environment with the wheel.
+
+    The wheel is built from the source distribution.
+    """
     work = tmp_path_factory.mktemp("release")
     ignored = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info", "__pycache__")
     source = shutil.copytree(ROOT, work / "source", ignore=ignored)
@@ -76,23 +80,23 @@ def scripts(tmp_path_factory):
     assets = [x.compress_size for x in entries if x.filename.startswith("stepprune_jax/assets/")]
     assert 1e6 < sum(assets) < 6e6  # models and policies
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", work / "env"], check=True)
-    places = {"base": str(work / "env"), "platbase": str(work / "env")}
-    packages = Path(sysconfig.get_path("purelib", vars=places))
-    scripts = Path(sysconfig.get_path("scripts", vars=places))
+    variables = {"base": str(work / "env"), "platbase": str(work / "env")}
+    packages = Path(sysconfig.get_path("purelib", vars=variables))
+    scripts = Path(sysconfig.get_path("scripts", vars=variables))
     pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", "--no-compile", wheel], check=True)
-    # Its dependencies are those of this environment, behind what is installed here.
-    here = [place for place in sys.path if place.endswith("site-packages")]
-    (packages / "here.pth").write_text("\n".join(here))
+    # Dependencies come from this environment, after the packages of the new one.
+    folders = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(folders))
     return scripts
 
 
 @pytest.mark.slow
-def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
+def test_the_installed_wheel_trains_evaluates_and_answers(scripts, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
     def run(name, *arguments, status=0):
-        done = subprocess.run(
+        process = subprocess.run(
             [scripts / name, *arguments],
             cwd=tmp_path,
             env=environment,
@@ -100,28 +104,29 @@ def test_the_wheel_alone_trains_evaluates_and_answers(scripts, tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        assert done.returncode == status, done.stdout
-        return done.stdout
+        assert process.returncode == status, process.stdout
+        return process.stdout
 
-    where = "import stepprune_jax as s; print(s.__file__, s.__version__)"
-    file, version = run("python", "-c", where).split()
+    code = "import stepprune_jax as s; print(s.__file__, s.__version__)"
+    file, version = run("python", "-c", code).split()
     assert Path(file).is_relative_to(scripts.parent) and version == stepprune_jax.__version__
     assert Path(file).with_name("py.typed").is_file()
 
-    said = run("stepprune-train", "--config=nonsense", status=2)
-    assert said.startswith("stepprune-train: error: ") and "llava7b" in said
+    output = run("stepprune-train", "--config=nonsense", status=2)
+    assert output.startswith("stepprune-train: error: ") and "llava7b" in output
 
     write_world(tmp_path / "data/shapes", seed=0, train=8, validation=2, test=2)
     assert "Done: " in run("stepprune-train", "--config=shapes", *SMALL)
-    said = run("stepprune-eval", "--config=shapes", *SMALL, "--config.eval.methods=all,stepprune")
-    assert said.splitlines()[-1] == "report: runs/shapes/report/index.html"
+    methods = "--config.eval.methods=all,stepprune"
+    output = run("stepprune-eval", "--config=shapes", *SMALL, methods)
+    assert output.splitlines()[-1] == "report: runs/shapes/report/index.html"
     page = (tmp_path / "runs" / "shapes" / "report" / "index.html").read_text()
     assert "stepprune-eval --config=shapes" in page
 
     Image.fromarray(np.zeros((96, 96, 3), np.uint8)).save(tmp_path / "x.png")
     model = Path(file).parent / "assets" / "shapes_llava"
-    asked = ["--image=x.png", "--prompt=is there a red circle ?", f"--model={model}"]
-    answer = run("stepprune-generate", *asked, "--policy=runs/shapes/policy.safetensors", "--json")
+    flags = ["--image=x.png", "--prompt=is there a red circle ?", f"--model={model}", "--json"]
+    answer = run("stepprune-generate", *flags, "--policy=runs/shapes/policy.safetensors")
     assert '"kept"' in answer
-    said = run("stepprune-export", "runs/shapes", "--out=release")
-    assert said.splitlines() == ["release/policy.safetensors", "release/README.md"]
+    output = run("stepprune-export", "runs/shapes", "--out=release")
+    assert output.splitlines() == ["release/policy.safetensors", "release/README.md"]

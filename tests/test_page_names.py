@@ -1,4 +1,4 @@
-"""Commands, flags, settings and dotted names that a page shows exist."""
+"""Commands, flags, settings and dotted names in the documentation exist."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ DOTTED = re.compile(rf"(?<![\w./~\"-])({OURS}(?:\.\w+)+)(?![\w/-]|\.py)")
 
 @functools.cache
 def flags_of(module, *subcommand):
-    """The flags in the help of a program."""
+    """Returns the flags in the help text of a program."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
         importlib.import_module(module).main([*subcommand, "--help"])
@@ -30,7 +30,7 @@ def flags_of(module, *subcommand):
 
 
 def module_of(words):
-    """The module that a command runs, and its arguments; None for other people's programs."""
+    """Returns the module that a command runs, and its arguments; None for foreign programs."""
     program, *arguments = words
     if program in SCRIPTS:
         module, _, function = SCRIPTS[program].partition(":")
@@ -54,23 +54,23 @@ def module_of(words):
 
 
 def check_settings(arguments):
-    """Loads the configuration of a command with the changes of its flags."""
+    """Checks that a command's configuration exists and accepts the changes of its flags."""
     changes = [word[len("--config.") :] for word in arguments if word.startswith("--config.")]
-    names = [b for a, b in itertools.pairwise(arguments) if a == "--config"]
+    names = [value for flag, value in itertools.pairwise(arguments) if flag == "--config"]
     if names and names[0] != "configs/mine.py" and not any("{" in change for change in changes):
         configurations.load(names[0], [change for change in changes if "=" in change])
 
 
-# Commands of the results run at the commit that the page names.
-TODAY = [page for page in (*PAGES, *NOTEBOOKS) if page.name != "RESULTS.md"]
-SHOWN = [
+# Commands in RESULTS.md need not exist any more: they run at the commit that the page names.
+CURRENT_PAGES = [page for page in (*PAGES, *NOTEBOOKS) if page.name != "RESULTS.md"]
+COMMANDS = [
     pytest.param(words, id=f"{shown(page)}-{' '.join(words)[:40]}")
-    for page in TODAY
+    for page in CURRENT_PAGES
     for words, _ in commands(page)
 ]
 
 
-@pytest.mark.parametrize("words", SHOWN)
+@pytest.mark.parametrize("words", COMMANDS)
 def test_a_command_and_its_flags_exist(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
@@ -94,7 +94,7 @@ def test_targets_and_commands_in_text_exist(page):
 
 
 def resolves(name):
-    """Whether a dotted name leads to a module, or to something in one."""
+    """Returns whether a dotted name is a module or an attribute in one."""
     parts = re.sub(r"^sp\.", "stepprune_jax.", name).split(".")
     for length in range(len(parts), 0, -1):
         module = ".".join(parts[:length])
@@ -103,7 +103,7 @@ def resolves(name):
         except ModuleNotFoundError as error:
             if module.startswith(error.name):
                 continue
-            return module == name  # a module of an optional part, whose package is missing
+            return module == name  # our module exists, but imports a missing optional package
         for part in parts[length:]:
             value = getattr(value, part, None)
         return value is not None
@@ -111,8 +111,8 @@ def resolves(name):
 
 
 def texts():
-    """The pages, the project's own settings, and the library with its docstrings and messages."""
-    for page in TODAY:
+    """Yields name and text of the pages, of the project's settings and of the library's code."""
+    for page in CURRENT_PAGES:
         yield shown(page), prose(page)
     settings = (ROOT / name for name in ("pyproject.toml", "Makefile", "setup.py"))
     for file in (*settings, *(ROOT / "stepprune_jax").rglob("*.py")):
@@ -120,6 +120,6 @@ def texts():
 
 
 def test_dotted_names_in_text_resolve():
-    names = {(where, name) for where, text in texts() for name in DOTTED.findall(text)}
+    names = {(file, name) for file, text in texts() for name in DOTTED.findall(text)}
     assert len(names) > 100
-    assert not [(where, name) for where, name in sorted(names) if not resolves(name)]
+    assert not [(file, name) for file, name in sorted(names) if not resolves(name)]

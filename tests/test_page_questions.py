@@ -1,4 +1,4 @@
-"""The shipped models answer each question that a page shows, as the drawn scene itself says."""
+"""The shipped models correctly answer all questions in the documentation."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ EXAMPLES = sorted((ASSETS / "examples").glob("*.png"))
 
 @functools.cache
 def example_scene(number):
-    """The scene of an example of the package: its file is drawn from the world's seed 2026."""
+    """Returns the scene of an example image, which was rendered from seed 2026."""
     return scene_at(2026, "test", number)[0]
 
 
@@ -34,7 +34,7 @@ def is_question(text):
 
 
 def page_commands():
-    """Commands of pages that ask a shipped model about a shipped image."""
+    """Returns the commands of pages that ask a shipped model about a shipped image."""
     return [
         pytest.param(words, output, id=shown(page))
         for page in (*PAGES, *NOTEBOOKS)
@@ -48,20 +48,20 @@ def value_of(words, flag):
 
 
 def shown_example(text):
-    """The image and the scene of the example that a text names."""
+    """Returns image and scene of the example that a text names."""
     number = int(re.search(r"assets/examples/(\d+)\.png", text)[1])
     return Image.open(ASSETS / "examples" / f"{number}.png").convert("RGB"), example_scene(number)
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
-def test_an_example_is_drawn_from_its_scene(file):
+def test_an_example_image_equals_its_rendered_scene(file):
     rendered = np.asarray(render(example_scene(int(file.stem))), float)
     stored = np.asarray(Image.open(file).convert("RGB"), float)
     assert np.abs(rendered - stored).mean() < 1  # rasterizers differ at edges
 
 
 @pytest.mark.parametrize(("words", "output"), page_commands())
-def test_a_command_prints_what_its_page_shows(words, output, capsys, monkeypatch):
+def test_a_command_prints_the_output_of_its_page(words, output, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     command.main(words[1:])
     answer, figures = capsys.readouterr().out.splitlines()
@@ -72,7 +72,7 @@ def test_a_command_prints_what_its_page_shows(words, output, capsys, monkeypatch
 
 
 def requests():
-    """Bodies of the requests that pages send to a server by curl."""
+    """Returns page and body of each request that a page sends to a server with curl."""
     return [
         (page, json.loads(value_of(words, "-d")))
         for page in PAGES
@@ -81,10 +81,10 @@ def requests():
     ]
 
 
-def asked(model):
-    """Questions of pages about a drawn scene: the page, the scene, its image and the text.
+def page_questions(model):
+    """Yields page, scene, image and text of each question of a page about a rendered scene.
 
-    The browser page shows its examples for each small model. Notebooks use the small LLaVA, and
+    The browser page shows its examples with each small model. Notebooks use the small LLaVA, and
     requests to a server name their model.
     """
     for number, (image, text) in enumerate(shapes_examples()):
@@ -102,9 +102,9 @@ def asked(model):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_shipped_model_is_right_with_all_tokens_and_with_its_policy(name):
+def test_a_shipped_model_answers_correctly_with_all_tokens_and_with_its_policy(name):
     model, policy = load_vlm(name, dtype=jnp.float32, progress=False), load_policy(name)
-    pages, scenes, images, texts = zip(*asked(name), strict=True)
+    pages, scenes, images, texts = zip(*page_questions(name), strict=True)
     correct_answers = [shapes_oracle.answer(*pair)[1] for pair in zip(scenes, texts, strict=True)]
     for method in (AllTokens(), policy):
         answers = generate(model, texts, images, method, options=RunOptions(max_tokens=3))
@@ -120,5 +120,5 @@ def test_a_shipped_model_is_right_with_all_tokens_and_with_its_policy(name):
 
 def test_questions_are_collected_from_every_kind_of_page():
     assert "README.md" in {parameter.id for parameter in page_commands()}
-    pages = {page for page, *_ in asked("shapes")}
+    pages = {page for page, *_ in page_questions("shapes")}
     assert {"stepprune-demo", "docs/serving.md", "docs/tutorials/ten-minutes.ipynb"} <= pages

@@ -1,4 +1,4 @@
-"""The small models that ship with the package answer questions about scenes nobody has seen."""
+"""The shipped models and policies answer new questions about new scenes."""
 
 import functools
 import json
@@ -31,8 +31,11 @@ def model():
     return load_vlm(SHAPES_MODEL, dtype=jnp.float32)
 
 
-def asking(model, folder, **world):
-    """Answers new questions by a method; returns the share that is right, and each count."""
+def make_ask(model, folder, **world):
+    """Returns a function that answers new questions with a method.
+
+    Its results are the fraction of correct answers, and the number of kept tokens per question.
+    """
     write_world(folder / "w", seed=987654, train=0, validation=0, test=24, **world)
     split = read_split(folder / "w", "test")
     encoded = encode_questions(model, split.questions, batch_size=32)
@@ -50,8 +53,8 @@ def asking(model, folder, **world):
 
 
 @pytest.fixture(scope="module")
-def asked(model, tmp_path_factory):
-    return asking(model, tmp_path_factory.mktemp("world"))
+def ask(model, tmp_path_factory):
+    return make_ask(model, tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
@@ -59,30 +62,30 @@ def qwen():
     return load_vlm("shapes_qwen", dtype=jnp.float32)
 
 
-def test_the_shipped_policy_stops_by_itself_and_loses_little(asked):
-    own, kept = asked(policy="shapes")  # experiments/RESULTS.md has other questions
-    whole, everything = asked("all")
-    quarter, _ = asked("random", 36)
-    random, few = asked("random", 16)
-    assert (everything == 144).all() and (few == 16).all()
-    assert 0.8 * whole < quarter < whole
+def test_the_shipped_policy_with_its_learned_stop_loses_little_accuracy(ask):
+    accuracy, kept = ask(policy="shapes")  # experiments/RESULTS.md has other questions
+    all_tokens, all_counts = ask("all")
+    random_36, _ = ask("random", 36)
+    random_16, counts_16 = ask("random", 16)
+    assert (all_counts == 144).all() and (counts_16 == 16).all()
+    assert 0.8 * all_tokens < random_36 < all_tokens
     assert 12 < kept.mean() < 26 and kept.std() > 4
-    # The standard error of so few answers is 1.9 %.
-    assert whole > 0.92 and own > 0.95 * whole and own > random + 0.08
+    # The standard error of the accuracy is 1.9 %.
+    assert all_tokens > 0.92 and accuracy > 0.95 * all_tokens and accuracy > random_16 + 0.08
 
 
 @pytest.mark.slow
 def test_the_small_qwen_answers_about_images_of_three_sizes(qwen, tmp_path):
-    ask = asking(qwen, tmp_path, sizes=(64, 88, 112), side=112, grid=14)
-    whole, counts = ask("all")
+    ask = make_ask(qwen, tmp_path, sizes=(64, 88, 112), side=112, grid=14)
+    all_tokens, counts = ask("all")
     assert sorted({*counts.tolist()}) == [64, 121, 196]
-    own, kept = ask(policy="shapes_qwen")
-    random, _ = ask("random", 16)
-    assert whole > 0.9 and own > 0.95 * whole and own > random + 0.08
+    accuracy, kept = ask(policy="shapes_qwen")
+    random_16, _ = ask("random", 16)
+    assert all_tokens > 0.9 and accuracy > 0.95 * all_tokens and accuracy > random_16 + 0.08
     assert 10 < kept.mean() < 40 and kept.std() > 4
 
 
-def test_it_is_used_as_the_pages_say(tmp_path):
+def test_the_python_interface_works_as_documented(tmp_path):
     shapes = sp.load_vlm("shapes", dtype=jnp.float32)
     folder = write_world(tmp_path / "w", seed=3, train=0, validation=0, test=1)
     question = read_split(folder, "test").questions[0]
@@ -95,23 +98,23 @@ def test_it_is_used_as_the_pages_say(tmp_path):
     text = random.normal(size=(2, 5, config.text_width)).astype(np.float32)
     pruned = policy.prune(image, text)
     select = jax.jit(lambda policy, image, text: policy.select(image, text, capacity=24))
-    for own in (policy, policy.with_budget(8)):
-        found, expected = select(own, image, text), own.prune(image, text)
-        assert found.tokens.shape == (2, 24, config.feature_width)
-        assert found.count.tolist() == np.minimum(expected.count, 24).tolist()
-    assert found.count.tolist() == [8, 8] and (pruned.count > 0).all()
+    for method in (policy, policy.with_budget(8)):
+        selected, expected = select(method, image, text), method.prune(image, text)
+        assert selected.tokens.shape == (2, 24, config.feature_width)
+        assert selected.count.tolist() == np.minimum(expected.count, 24).tolist()
+    assert selected.count.tolist() == [8, 8] and (pruned.count > 0).all()
     (answer,) = sp.generate(shapes, [question.text], [question.image], policy)
     assert 0 < answer.kept < 144
 
 
-def test_every_policy_is_for_a_model():
+def test_every_shipped_model_has_a_policy():
     assert policy_names() == sorted(MODELS)
 
 
 @pytest.mark.parametrize(
     "file", [*POLICIES.iterdir(), *EXPERIMENTS.iterdir()], ids=lambda file: file.stem
 )
-def test_policies_fit_their_model_and_say_where_they_come_from(model, qwen, file):
+def test_policies_fit_their_model_and_record_their_origin(model, qwen, file):
     policy = load_policy(file)
     policy.check_fits(qwen.config if file.stem == "shapes_qwen" else model.config)
     assert policy.stats is not None

@@ -1,4 +1,4 @@
-"""Everything works where torch is not installed."""
+"""The package and its commands work without torch."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ from shards import to_pickles
 
 from stepprune_jax import testing
 
-# Makes `import torch` and every question whether it is there answer as if it were not installed.
-_HIDE = """
+# Makes imports of torch fail, and `find_spec` return None for it.
+_HIDE_TORCH = """
 import importlib.machinery, sys
 find = importlib.machinery.PathFinder.find_spec
 
@@ -45,7 +45,7 @@ assert answer.kept == 9 and 1 <= len(answer.token_ids) <= 2
 assert "torch" not in sys.modules
 """
 
-# Last, for it ends the process.
+# Runs last, because it ends the process.
 _COMMAND = """
 from stepprune_jax.cli.command_line import exit_with
 from stepprune_jax.cli.generate import main
@@ -56,11 +56,12 @@ exit_with("stepprune-generate", lambda: main([f"--model={sys.argv[1]}", "--promp
 def test_the_package_and_its_commands_work_without_torch(tmp_path):
     folder = testing.tiny_llava(tmp_path / "model")
     to_pickles(folder)
-    script = _HIDE + _USE + _COMMAND
-    run = subprocess.run(
+    script = _HIDE_TORCH + _USE + _COMMAND
+    process = subprocess.run(
         [sys.executable, "-c", script, str(folder), str(tmp_path / "saved")],
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 2, run.stderr
-    assert run.stderr.splitlines()[-1].startswith("stepprune-generate: error:"), run.stderr
+    assert process.returncode == 2, process.stderr
+    last_line = process.stderr.splitlines()[-1]
+    assert last_line.startswith("stepprune-generate: error:"), process.stderr

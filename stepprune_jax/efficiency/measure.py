@@ -257,6 +257,6 @@ def count_tflops(
         kept = schedule.enter or row.budget.value or schedule.most
     text, grid = int(batch.prompts.length[0]) - 1, tuple(map(int, batch.images.grid[0]))
     flops = first_token_flops(
-        backbone, row.pruner.without_weights, grid, text, text, round(float(kept))
+        backbone, row.pruner.without_weights, grid, text=text, words=text, kept=round(float(kept))
     )
     return {part: len(batch.prompts.length) * count / 1e12 for part, count in flops.items()}

@@ -422,9 +422,9 @@ class _Answerer:
                 self._model.backbone,
                 row.pruner.without_weights,
                 tuple(grids[position]),
-                text,
-                words,
-                kept,
+                text=text,
+                words=words,
+                kept=kept,
             )
             fields = {"gflops": sum(flops.values()) / 1e9, **_bound(row, kept, sizes[position])}
             if number in self._samples and row.budget.kind != "all":

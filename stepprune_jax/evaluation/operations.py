@@ -12,7 +12,7 @@ from stepprune_jax.selectors import Selector
 
 @functools.lru_cache(1 << 14)  # thousands of questions have equal lengths and image sizes
 def first_token_flops(
-    backbone: Backbone, pruner: Pruner, grid: tuple[int, int], text: int, words: int, kept: int
+    backbone: Backbone, pruner: Pruner, grid: tuple[int, int], *, text: int, words: int, kept: int
 ) -> dict[str, float | int]:
     """Counts the FLOPs of one prompt with one image, up to the first token of the answer.
 

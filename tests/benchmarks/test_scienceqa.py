@@ -33,7 +33,7 @@ def scored(root, rows):
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, expected",
     [
         ("E", "E"),
         ("B. north", "B"),

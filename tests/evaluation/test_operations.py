@@ -19,7 +19,8 @@ GLIMPSE = GlimpsePruneConfig(selected_layers=(0,), reduce_layer=0)
 
 
 def parts(pruner, kept, text=20, words=5):
-    return first_token_flops(BACKBONE, pruner.without_weights, CONFIG.grid, text, words, kept)
+    counts = {"text": text, "words": words, "kept": kept}
+    return first_token_flops(BACKBONE, pruner.without_weights, CONFIG.grid, **counts)
 
 
 def prefill(tokens):
