@@ -111,6 +111,7 @@ def explain_failures(show: Callable[..., None]) -> Callable[..., None]:
     has_warned = False
 
     def show_once(message: Warning | str, *location: object, **options: object) -> None:
+        """Logs the first failure, and shows warnings that are no failures."""
         nonlocal has_warned
         failure = _FAILURE.match(str(message))
         if failure is None:

@@ -123,7 +123,7 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
         ]
         for path, hard_scores in score_hard(complete_files, run.root(name)).items():
             scores[path] |= hard_scores
-        questions = _questions(run, name, complete_files)
+        questions = _read_questions(run, name, complete_files)
         benchmarks.append(
             AnsweredBenchmark(BENCHMARKS[name], run.root(name), complete_files, questions)
         )
@@ -138,7 +138,7 @@ def report_answers(run: EvaluationRun, workdir: Path, command: str | None) -> No
     print(f"report: {page}")
 
 
-def _questions(
+def _read_questions(
     run: EvaluationRun, name: str, files: Sequence[AnswerFile]
 ) -> list[BenchmarkQuestion]:
     """Reads a benchmark's questions, for examples in the report.

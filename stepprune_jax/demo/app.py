@@ -85,6 +85,7 @@ def _make_callback(
     def answer(
         image: Image.Image | None, question: str, method: str, mode: str, count: int
     ) -> tuple[dict, dict, Image.Image]:
+        """Returns updates of both answers, and the picture of the kept tokens."""
         if image is None:
             raise gr.Error("no image is given: upload one", print_exception=False)
         try:

@@ -30,6 +30,7 @@ def random_weights(abstract_params: Params) -> Params:
 def _random_leaf(
     kind: str, leaf: jax.ShapeDtypeStruct | Int8Kernel, key: Array
 ) -> Array | Int8Kernel:
+    """Returns a random leaf; `kind` is the last part of its path, as in `_compiled_sampler`."""
     if isinstance(leaf, Int8Kernel):
         (value, scale), deviation = leaf, leaf.shape[-2] ** -0.5
         quantization_step = deviation / _INT8_DEVIATION

@@ -159,6 +159,7 @@ def answer_questions(
     answers, num_done = [""] * len(questions), 0
 
     def store(chunk: Sequence[int], texts: Sequence[str]) -> None:
+        """Stores the answers to the questions `chunk`, and reports the progress."""
         nonlocal num_done
         for index, text in zip(chunk, texts, strict=True):
             answers[index] = cut_at(text, questions[index].until)

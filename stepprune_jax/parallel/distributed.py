@@ -93,7 +93,7 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         if _count(environment, name) > 1:
             raise UserError(
                 f"{name} is {environment.get(name)}, but torchrun and mpirun are not supported: "
-                f"set {', '.join(_JAX_VARIABLES)}, or JAX_NUM_PROCESSES=1 for a process on its own"
+                f"set {', '.join(_JAX_VARIABLES)}, or JAX_NUM_PROCESSES=1 for a single process"
             )
     return None
 

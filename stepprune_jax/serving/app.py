@@ -96,6 +96,7 @@ class ChatApp:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Closes the threads and the backend when the server ends."""
         yield
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._backend.batcher.close)

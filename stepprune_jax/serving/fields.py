@@ -60,6 +60,7 @@ def _only(*values: Any, when: str = "") -> Rule:
 
 
 def _is_stop(value: Any) -> bool:
+    """Returns whether a value is a stop text, or a list of up to four stop texts."""
     texts = [value] if isinstance(value, str) else value
     return (
         isinstance(texts, list)
@@ -167,19 +168,19 @@ IMAGE_URL: dict[str, Rule] = {
 }
 
 
-def read_fields(value: Any, path: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
+def read_fields(value: Any, field_path: str, rules: Mapping[str, Rule]) -> dict[str, Any]:
     """Checks an object and returns its fields that are not null.
 
     Args:
         value: the object.
-        path: where the request has the object, such as "messages[0]"; "" for the body.
+        field_path: where the request has the object, such as "messages[0]"; "" for the body.
         rules: the fields that the object may have, with the rule of each.
 
     Raises:
         RequestError: `value` is no object, a field is unknown, or a field has an invalid value. The
             message names the field.
     """
-    field, owner = ("messages", path) if path else (None, "the body")
+    field, owner = ("messages", field_path) if field_path else (None, "the body")
     if not isinstance(value, dict):
         raise RequestError(400, f"{owner} is {quote(value)}, expected an object", field)
     fields = {name: content for name, content in value.items() if content is not None}
@@ -189,7 +190,7 @@ def read_fields(value: Any, path: str, rules: Mapping[str, Rule]) -> dict[str, A
             raise RequestError(400, message, field or name)
         is_valid, expected = rules[name]
         if not is_valid(content):
-            full_name = f"{path}.{name}" if path else name
+            full_name = f"{field_path}.{name}" if field_path else name
             message = f"{full_name} is {quote(content)}, expected {expected}"
             raise RequestError(400, message, field or name)
     return fields

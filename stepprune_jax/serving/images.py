@@ -37,13 +37,13 @@ class RequestLimits:
     folder: Path | None = None
 
 
-def read_image(url: object, path: str, limits: RequestLimits) -> Image.Image:
+def read_image(url: object, field_path: str, limits: RequestLimits) -> Image.Image:
     """Reads an image from its URL. The server never fetches web addresses.
 
     Args:
         url: "data:image/png;base64,...", or "file://NAME" for a file inside the folder. Both may be
             percent-encoded.
-        path: where the request has the URL, such as "messages[0].content[1]", for error messages.
+        field_path: where the request has the URL, such as "messages[0].content[1]", for errors.
         limits: limits of the image's size.
 
     Returns:
@@ -54,16 +54,20 @@ def read_image(url: object, path: str, limits: RequestLimits) -> Image.Image:
     """
     head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
     if limits.folder is not None and head.startswith("file://"):
-        content = _read_file(limits.folder, str(url).removeprefix("file://"), path, limits.bytes)
+        content = _read_file(
+            limits.folder, str(url).removeprefix("file://"), field_path, limits.bytes
+        )
     else:
         if not _DATA_URL.fullmatch(head):
             expected = "data:image/png;base64,..." + " or file://NAME" * (limits.folder is not None)
-            message = f"{path} is {quote(url)}, expected {expected}; web addresses are not fetched"
+            message = (
+                f"{field_path} is {quote(url)}, expected {expected}; web addresses are not fetched"
+            )
             raise messages_error(message)
         try:
             content = base64.b64decode(unquote(data), validate=True)
         except ValueError as error:  # Also raised for a character that is not ASCII.
-            raise messages_error(f"{path} is not valid base64: {error}") from error
+            raise messages_error(f"{field_path} is not valid base64: {error}") from error
     try:
         with warnings.catch_warnings():  # The limit of this server replaces Pillow's own limit.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -72,21 +76,29 @@ def read_image(url: object, path: str, limits: RequestLimits) -> Image.Image:
     except Image.DecompressionBombError:
         is_too_large = True
     except Exception as error:  # Pillow's decoders may raise any exception.
-        message = f"{path} is damaged or in another format, expected {', '.join(FORMATS)}"
+        message = f"{field_path} is damaged or in another format, expected {', '.join(FORMATS)}"
         raise messages_error(message) from error
     if is_too_large:
-        raise messages_error(f"{path} has more than {limits.pixels} pixels", 413)
+        raise messages_error(f"{field_path} has more than {limits.pixels} pixels", 413)
     try:
         return open_image(image, as_shown=True)
     except UserError as error:
         problem = str(error).removeprefix(repr(image))
-        raise messages_error(f"{path}{problem}") from error
+        raise messages_error(f"{field_path}{problem}") from error
 
 
-def _read_file(folder: Path, name: str, path: str, max_bytes: int) -> bytes:
+def _read_file(folder: Path, name: str, field_path: str, max_bytes: int) -> bytes:
     """Reads a file inside the folder. A link to a file outside the folder is refused.
 
-    The name is percent-encoded. A percent sign without two hexadecimal digits is part of the name.
+    Args:
+        folder: the folder.
+        name: percent-encoded name of the file. A percent sign without two hexadecimal digits is
+            part of the name.
+        field_path: where the request has the name, for error messages.
+        max_bytes: largest size of the file.
+
+    Raises:
+        RequestError: there is no such file inside the folder, or the file is too large.
     """
     try:
         file = (folder / os.fsdecode(unquote_to_bytes(name))).resolve()
@@ -96,7 +108,9 @@ def _read_file(folder: Path, name: str, path: str, max_bytes: int) -> bytes:
     except (OSError, ValueError):
         is_inside, is_too_large, content = False, False, b""
     if not is_inside:
-        raise messages_error(f"{path} is {quote(name)}, expected a file inside the image folder")
+        raise messages_error(
+            f"{field_path} is {quote(name)}, expected a file inside the image folder"
+        )
     if is_too_large:
-        raise messages_error(f"{path} is a file of more than {max_bytes} bytes", 413)
+        raise messages_error(f"{field_path} is a file of more than {max_bytes} bytes", 413)
     return content

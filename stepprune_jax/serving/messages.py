@@ -304,25 +304,29 @@ class RequestParser:
         backbone, num_characters = self.model.backbone, 0
         max_characters = _MAX_TOKEN_LENGTH * backbone.CONTEXT_LIMIT
         for index, message in enumerate(messages):
-            path, expected_role = f"messages[{index}]", _ROLES[len(turns) % 2]
-            fields = read_fields(message, path, MESSAGE)
+            field_path, expected_role = f"messages[{index}]", _ROLES[len(turns) % 2]
+            fields = read_fields(message, field_path, MESSAGE)
             role = fields.get("role")
             if role != expected_role and (role not in _SYSTEM_ROLES or turns):
                 raise messages_error(
-                    f"{path}.role is {quote(role)}, expected {expected_role!r}: user and assistant "
-                    "alternate after the system messages"
+                    f"{field_path}.role is {quote(role)}, expected {expected_role!r}: user and "
+                    "assistant alternate after the system messages"
                 )
             text, message_images = self._read_content(
-                fields.get("content"), path, role, max_images=self.limits.images - len(images)
+                fields.get("content"), field_path, role, max_images=self.limits.images - len(images)
             )
             images += message_images
             num_characters += len(text)
             if num_characters > max_characters:
-                message = f"{path} brings the text to {num_characters} characters, expected at most"
-                raise messages_error(f"{message} {max_characters} in all messages", 413)
+                raise messages_error(
+                    f"{field_path} brings the text to {num_characters} characters, expected at "
+                    f"most {max_characters} in all messages",
+                    status=413,
+                )
             if IMAGE_MARK in text:
                 raise messages_error(
-                    f"{path} has {IMAGE_MARK} in its text, which is reserved for images: remove it"
+                    f"{field_path} has {IMAGE_MARK} in its text, which is reserved for images: "
+                    "remove it"
                 )
             text = self._quote_tokens(text)
             if role in _SYSTEM_ROLES:
@@ -337,15 +341,15 @@ class RequestParser:
         return system, turns, images
 
     def _read_content(
-        self, content: Any, path: str, role: str, *, max_images: int
+        self, content: Any, field_path: str, role: str, *, max_images: int
     ) -> tuple[str, list[Image.Image]]:
         """Returns the text and the images of one message."""
         if content is None:
-            raise messages_error(f"{path}.content is missing")
+            raise messages_error(f"{field_path}.content is missing")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         texts, images = [], []
         for index, part in enumerate(parts):
-            part_path = f"{path}.content[{index}]"
+            part_path = f"{field_path}.content[{index}]"
             part_type = part.get("type") if isinstance(part, dict) else None
             # Checked first, because unsupported types such as videos have unknown fields.
             if part_type not in (None, *_PART_TYPES):

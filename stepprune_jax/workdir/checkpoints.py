@@ -369,6 +369,7 @@ class Interrupt:
         self._previous_handlers = {}
 
     def _record(self, number, frame):
+        """Handles the first signal."""
         self.number = number
         self._restore()
         # A signal handler may interrupt a `print`, so it must not print itself. The same Ctrl-C may

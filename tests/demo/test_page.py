@@ -1,4 +1,4 @@
-"""The browser page without Gradio: what it builds, and what its button does."""
+"""The page and its callbacks, with recorded signatures in place of Gradio."""
 
 import importlib
 import sys
@@ -36,7 +36,7 @@ def app(monkeypatch):
 
 @pytest.fixture
 def ask(app, llava_model, monkeypatch):
-    """The button's function."""
+    """Returns the callback of the button."""
     functions = []
     monkeypatch.setattr(app.gr, "on", lambda triggers, fn, inputs, outputs: functions.append(fn))
     app.build(llava_model, "a model", CHOICES, shapes_examples())
@@ -71,15 +71,15 @@ def test_the_page_shows_a_user_error(app, ask, monkeypatch):
         ask(PICTURE, " ", "grid", EXACTLY, 3)
 
 
-def test_modes_follow_the_method(app):
-    modes, count = app._modes(CHOICES["own"])
+def test_the_controls_follow_the_method(app):
+    modes, count = app._update_controls(CHOICES["own"])
     assert modes == {"choices": (BY_ITSELF,), "value": BY_ITSELF} and count == {"visible": False}
 
 
 def test_the_page_is_served_at_an_address(app):
     blocks, calls = app.gr.Blocks, []
     page = blocks()
-    page.queue = lambda **named: calls.append(blocks.queue(page, **named))
-    page.launch = lambda **named: calls.append(blocks.launch(page, **named))
+    page.queue = lambda **options: calls.append(blocks.queue(page, **options))
+    page.launch = lambda **options: calls.append(blocks.launch(page, **options))
     app.serve(page, "127.0.0.1", 7860)
     assert len(calls) == 2

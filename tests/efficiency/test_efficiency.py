@@ -1,4 +1,4 @@
-"""The table of efficiency: measured at a tiny size, written to a page, bad input refused."""
+"""The efficiency table: measured at a tiny size; invalid input is refused."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from commands import status
 from stepprune_jax import testing
 from stepprune_jax.cli import efficiency
 from stepprune_jax.efficiency import measure
-from stepprune_jax.efficiency import rows as rows_of
+from stepprune_jax.efficiency import rows as bench
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.flops import llm_flops
 from stepprune_jax.models.llava.config import LlavaConfig
@@ -28,92 +28,101 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(model, tmp_path_factory):
-    """Two rows at batch 2, one turn: the results, and what was printed."""
+def results(model, tmp_path_factory):
+    """Returns two rows at batch 2 with one round: their results, the output, and first answers."""
     out = tmp_path_factory.mktemp("out") / "result.json"
     flags = ["--model", model, "--json", str(out), "--rows", "stepprune@mean:4", "all"]
     flags += ["--text", str(TEXT), "--new_tokens", "2", "--rounds", "1", "--decoder_layers", "1"]
     flags += ["--batch", "2", "--first_answer"]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         assert efficiency.main(flags) == 0
     result = json.loads(out.read_text())
-    return result["batches"]["2"], said.getvalue(), result["first_answer"]
+    return result["batches"]["2"], printed.getvalue(), result["first_answer"]
 
 
 @pytest.mark.slow
-def test_rows_are_measured_in_turns(made):
-    (whole, own), said, _ = made
-    assert [row["row"] for row in (whole, own)] == ["all", "stepprune@mean:4"]
-    assert whole["kept"] == [N, N, N] and own["kept"][0] == pytest.approx(4, abs=0.5)
-    for row in (whole, own):
-        assert all(least <= median <= most for median, least, most in row["ms"].values())
+def test_rows_alternate_with_the_row_of_all_tokens(results):
+    (all_tokens, pruned), printed, _ = results
+    assert [row["row"] for row in (all_tokens, pruned)] == ["all", "stepprune@mean:4"]
+    assert all_tokens["kept"] == [N, N, N] and pruned["kept"][0] == pytest.approx(4, abs=0.5)
+    for row in (all_tokens, pruned):
+        assert all(minimum <= median <= maximum for median, minimum, maximum in row["ms"].values())
         assert row["cache_bytes"] > 0 and row["working_bytes"] > row["cache_bytes"]
-        assert row["kernels"] is None  # no CPU counts them
-    # One turn: the ratio is that of its two times.
-    ratio = own["ms"]["whole_baseline"][0] / own["ms"]["whole"][0]
-    assert own["speed_up"] == pytest.approx([ratio] * 3) and whole["speed_up"] == [1, 1, 1]
-    line = next(line for line in said.splitlines() if line.startswith("| stepprune@mean:4"))
+        assert row["kernels"] is None  # CPUs do not count kernels.
+    # With one round, the ratio is the ratio of two times.
+    ratio = pruned["ms"]["whole_baseline"][0] / pruned["ms"]["whole"][0]
+    assert pruned["speed_up"] == pytest.approx([ratio] * 3) and all_tokens["speed_up"] == [1, 1, 1]
+    line = next(line for line in printed.splitlines() if line.startswith("| stepprune@mean:4"))
     assert f"| {ratio:.3g} (" in line
 
 
 @pytest.mark.slow
-def test_a_second_process_finds_the_programs_of_the_first(made):
-    _, said, (first, second) = (*made[:2], made[2].values())
-    compiling = "compiling for the whole answer"
-    assert 0 < second[compiling] < first[compiling]
-    assert said.count("first token of a process, ") == 2
+def test_a_second_process_reads_the_programs_of_the_first(results):
+    _, printed, (first, second) = (*results[:2], results[2].values())
+    field = "compiling for the whole answer"
+    assert 0 < second[field] < first[field]
+    assert printed.count("first token of a process, ") == 2
 
 
 @pytest.mark.slow
-def test_operations_are_those_of_the_tokens_that_are_there(made):
-    whole, own = made[0]
+def test_operations_do_not_count_padding(results):
+    all_tokens, pruned = results[0]
     text = LlavaConfig.from_hf(FIELDS).text
-    kept = round(own["kept"][0])
-    for row, count in ((whole, N), (own, kept)):
+    kept = round(pruned["kept"][0])
+    for row, count in ((all_tokens, N), (pruned, kept)):
         assert row["tflops"]["prefill"] == 2e-12 * llm_flops(text, TEXT + count).flops
-    assert whole["tflops"]["choice"] == 0 < own["tflops"]["choice"]
-    assert whole["tflops"]["tower"] == own["tflops"]["tower"]
+    assert all_tokens["tflops"]["choice"] == 0 < pruned["tflops"]["choice"]
+    assert all_tokens["tflops"]["tower"] == pruned["tflops"]["tower"]
 
 
 @pytest.mark.slow
-def test_a_row_that_fails_costs_no_other(model, tmp_path, monkeypatch, capsys):
-    measured, out = measure.measure, tmp_path / "result.json"
+def test_a_row_that_fails_does_not_affect_other_rows(model, tmp_path, monkeypatch, capsys):
+    measure_row, out = measure.measure, tmp_path / "result.json"
 
     def failing(bench, base, row, batch):
-        if len(batch.prompts.length) == 2:  # the baseline, too: no ratios
+        if len(batch.prompts.length) == 2:  # The baseline fails, so there are no ratios.
             assert base is None or row is base
             if row.name == "all":
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: for two")
-        elif row.name == "grid@4":  # what was measured before is in the file
-            (saved,) = json.loads(out.read_text())["batches"]["1"]
-            assert saved["row"] == "all"
+        elif row.name == "grid@4":  # The file has the rows before this one.
+            (saved_row,) = json.loads(out.read_text())["batches"]["1"]
+            assert saved_row["row"] == "all"
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand so on")
         elif row.name == "grid@8":
             raise TypeError("a bug")
-        return measured(bench, base, row, batch)
+        return measure_row(bench, base, row, batch)
 
     monkeypatch.setattr(measure, "measure", failing)
     rows = ["grid@4", "grid@8", "cls@4", "all"]
     flags = ["--model", model, "--json", str(out), "--rows", *rows, "--batch", "2", "1"]
-    run = [*flags, "--text", str(TEXT), "--new_tokens", "1", "--rounds", "1"]
-    assert efficiency.main(run) == 1
+    command = [*flags, "--text", str(TEXT), "--new_tokens", "1", "--rounds", "1"]
+    assert efficiency.main(command) == 1
     result = json.loads(out.read_text())
     assert [row["row"] for row in result["batches"]["1"]] == ["all", "cls@4"]
     assert [row["row"] for row in result["batches"]["2"]] == ["grid@4", "grid@8", "cls@4"]
     assert not any(row["speed_up"] for row in result["batches"]["2"])
     assert result["left_out"]["all, batch 2"] == "JaxRuntimeError: RESOURCE_EXHAUSTED: for two"
-    said = capsys.readouterr()
-    assert "grid@4 is left out: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory\n" in said.err
-    assert "grid@8 is left out: TypeError: a bug\n" in said.err and "in failing\n" in said.err
-    one = said.out[said.out.index("batch 1") :].splitlines()
-    assert [line.split(" | ")[0] for line in one[2:6]] == ["| row", "| ---", "| all", "| cls@4"]
-    assert one[5].split(" | ")[11] != "-" == said.out.splitlines()[4].split(" | ")[11]
+    captured = capsys.readouterr()
+    assert (
+        "grid@4 is left out: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory\n" in captured.err
+    )
+    assert (
+        "grid@8 is left out: TypeError: a bug\n" in captured.err and "in failing\n" in captured.err
+    )
+    first_table = captured.out[captured.out.index("batch 1") :].splitlines()
+    assert [line.split(" | ")[0] for line in first_table[2:6]] == [
+        "| row",
+        "| ---",
+        "| all",
+        "| cls@4",
+    ]
+    assert first_table[5].split(" | ")[11] != "-" == captured.out.splitlines()[4].split(" | ")[11]
 
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    """Nothing can be allocated."""
+    """Makes an allocation of weights fail."""
     monkeypatch.setattr(efficiency, "random_weights", None)
 
 
@@ -130,38 +139,42 @@ def no_weights(monkeypatch):
         (["--model", "qwen-mid", "--tokens", "230"], "--tokens is 230, expected a square number"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_allocated(flags, message, model, tmp_path, capsys):
-    given = ["--model", model, "--json", str(tmp_path / "o.json"), "--rows", "grid@4", *flags]
-    assert status("efficiency", efficiency.main, *given) == 2
+def test_invalid_input_is_refused_before_weights_are_allocated(
+    flags, message, model, tmp_path, capsys
+):
+    command = ["--model", model, "--json", str(tmp_path / "o.json"), "--rows", "grid@4", *flags]
+    assert status("efficiency", efficiency.main, *command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_dry_run_counts_what_the_paper_has_for_all_tokens(capsys):
+def test_a_dry_run_prints_operations_and_the_size_of_the_weights(capsys):
     names = ["all", "visionzip@64", "stepprune@64", "stepprune@288", "stepprune"]
-    how = ["--dtype", "bfloat16", "--weights", "int8"]
-    efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", *names, *how])
-    header, _, *rows, most, own, weights = capsys.readouterr().out.strip().splitlines()
+    flags = ["--dtype", "bfloat16", "--weights", "int8"]
+    efficiency.main(["--model", "llava-7b", "--dry_run", "--rows", *names, *flags])
+    header, _, *rows, fixed_count, by_stop, weights = capsys.readouterr().out.strip().splitlines()
     assert header.startswith("| row | tower, TFLOPs | choice, TFLOPs | projector, TFLOPs | prefill")
     assert rows[0] == "| all | 0.366 | 0 | 0.0242 | 8.5 | 8.89 |"
     assert [row.split(" | ")[-1] for row in rows[1:]] == ["2.04 |", "2.08 |"]
-    assert own.split(" | ")[3:5] == most.split(" | ")[3:5]  # its own stop: up to T_max
-    # 6.61e9 numbers in a byte each, .46e9 in two, and the scales in 6 MB.
+    assert (
+        by_stop.split(" | ")[3:5] == fixed_count.split(" | ")[3:5]
+    )  # A learned stop keeps up to T_max.
+    # 6.61e9 numbers of one byte, 0.46e9 numbers of two bytes, and scales of 6 MB.
     assert weights == "weights in bfloat16, int8: 7.01 GiB"
     with pytest.raises(SystemExit):
         efficiency.main(["--model", "llava-7b"])
     assert "required: --json, or --dry_run" in capsys.readouterr().err
 
 
-def test_the_default_rows_are_the_papers_budgets_as_far_as_they_can_be_kept(capsys):
+def test_the_default_rows_have_the_papers_budgets_that_are_possible(capsys):
     config = find_backbone("mid").config
-    rows = rows_of.default_rows(config)
+    rows = bench.default_rows(config)
     assert rows[0] == "all" and {"cls@192", "fastv@128", "stepprune@64"} <= set(rows)
     assert {"stepprune@mean:192", "stepprune@mean:128", "stepprune@mean:64"} <= set(rows)
-    assert "pyramiddrop@192" in rows and "pyramiddrop@64" not in rows  # of 24 layers
+    assert "pyramiddrop@192" in rows and "pyramiddrop@64" not in rows  # The model has 24 layers.
     assert "pyramiddrop@64 is left out: " in capsys.readouterr().err
-    made = rows_of.read_rows(rows, config, 1, "float32")
-    assert [row.name for row in made] == rows and len({*rows}) == len(rows)
-    (grouped,) = rows_of.read_rows(["stepprune@64 group=4"], config, 1, "float32")
+    bench_rows = bench.read_rows(rows, config, 1, "float32")
+    assert [row.name for row in bench_rows] == rows and len({*rows}) == len(rows)
+    (grouped,) = bench.read_rows(["stepprune@64 group=4"], config, 1, "float32")
     assert grouped.pruner.group == 4

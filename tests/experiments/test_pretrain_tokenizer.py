@@ -1,3 +1,5 @@
+"""The word tokenizer of small models."""
+
 import pytest
 
 from experiments.pretrain.small_llava import TEMPLATE
@@ -13,7 +15,7 @@ def tokenizer():
     return build_tokenizer(TEXTS, TEMPLATE)
 
 
-def test_words_go_in_and_come_out(tokenizer):
+def test_texts_survive_tokenization_up_to_case(tokenizer):
     for text in TEXTS:
         ids = tokenizer(text).input_ids
         assert ids[0] == tokenizer.bos_token_id == 1
@@ -23,7 +25,7 @@ def test_words_go_in_and_come_out(tokenizer):
     assert len(tokenizer("12").input_ids) == 3
 
 
-def test_the_system_sentence_is_one_token(tokenizer):
+def test_the_system_prompt_is_one_token(tokenizer):
     system = Llava.conversation([None]).partition(" USER:")[0]
     assert len(tokenizer(system).input_ids) == 2
     prompt = Llava.conversation(["<image>\nWhat color is the circle?", "red"])
@@ -33,7 +35,7 @@ def test_the_system_sentence_is_one_token(tokenizer):
     assert ids[-1] == tokenizer.eos_token_id == 2 and 0 not in ids
 
 
-def test_ids_depend_on_the_words_and_not_on_their_order():
-    one, two = build_tokenizer(TEXTS, TEMPLATE), build_tokenizer(TEXTS[::-1], TEMPLATE)
-    assert one.get_vocab() == two.get_vocab()
-    assert len(build_tokenizer(TEXTS, TEMPLATE, most_words=3)) == 3 + 3 + 2
+def test_ids_do_not_depend_on_the_order_of_texts():
+    first, second = build_tokenizer(TEXTS, TEMPLATE), build_tokenizer(TEXTS[::-1], TEMPLATE)
+    assert first.get_vocab() == second.get_vocab()
+    assert len(build_tokenizer(TEXTS, TEMPLATE, max_words=3)) == 3 + 3 + 2

@@ -1,21 +1,21 @@
-"""Scenes are read in the order of their questions, and refused by line and field."""
+"""Files of scenes: the order of their rows, and errors that name line and field."""
 
 import pytest
 
-from experiments.datasets.scenes import Scene, read_scenes
+from experiments.shapes.scene_files import SceneFacts, read_scenes
 from stepprune_jax.data.json_files import write_json_lines
 from stepprune_jax.data.llava import Question
 
-ASKED = [Question(name, None, "What?", "c") for name in ("q1", "2")]
+QUESTIONS = [Question(name, None, "What?", "c") for name in ("q1", "2")]
 LINES = [{"question_id": q, "complexity": 3, "relevant": r} for q, r in ((2, []), ("q1", [4]))]
 
 
-def test_scenes_are_those_of_the_questions(tmp_path):
+def test_scenes_have_the_order_of_the_questions(tmp_path):
     write_json_lines(tmp_path / "s", LINES)
-    assert read_scenes(tmp_path / "s", ASKED) == [Scene(3, (4,)), Scene(3, ())]
+    assert read_scenes(tmp_path / "s", QUESTIONS) == [SceneFacts(3, (4,)), SceneFacts(3, ())]
     write_json_lines(tmp_path / "s", LINES[:1])
     with pytest.raises(ValueError, match="s: no scene for question_id 'q1'"):
-        read_scenes(tmp_path / "s", ASKED)
+        read_scenes(tmp_path / "s", QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_scenes_are_those_of_the_questions(tmp_path):
         ({"complexity": -1}, 'line 2: "complexity" is -1'),
     ],
 )
-def test_bad_lines_are_refused_by_line_and_field(tmp_path, fields, message):
+def test_an_error_names_the_invalid_line_and_field(tmp_path, fields, message):
     write_json_lines(tmp_path / "s", [line | fields for line in LINES])
     with pytest.raises(ValueError, match=message):
-        read_scenes(tmp_path / "s", ASKED)
+        read_scenes(tmp_path / "s", QUESTIONS)

@@ -1,3 +1,5 @@
+"""Training on several seeds: which runs are trained and evaluated, and parallel processes."""
+
 import json
 import os
 import signal
@@ -28,46 +30,48 @@ def changes(llava_folder, tmp_path_factory):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Stands in for training: writes a policy at once, and notes which runs there were."""
+    """Replaces training by writing a policy, and records the names of the runs."""
     calls = []
 
     def train(config, folder):
         calls.append(folder.name)
-        one = config.method == "autoselect"
-        save_policy((one_shot if one else stepprune)(config.seed), folder / "policy.safetensors")
-        (folder / FOLDER / "100").mkdir(parents=True)  # a folder with a checkpoint is claimed
+        is_scorer = config.method == "autoselect"
+        save_policy(
+            (one_shot if is_scorer else stepprune)(config.seed), folder / "policy.safetensors"
+        )
+        (folder / FOLDER / "100").mkdir(parents=True)  # A folder with a checkpoint is claimed.
 
     monkeypatch.setattr(seeds.training, "train", train)
     return calls
 
 
 @pytest.mark.slow
-def test_every_row_is_trained_on_every_seed_and_evaluated_once(changes, trained, tmp_path, capsys):
-    def run(rows=("default", "autoselect"), numbers=(0, 1), more=()):
-        return seeds.run_seeds(CONFIG, tmp_path, numbers, rows, changes=[*changes, *more])
+def test_each_row_and_seed_is_trained_and_evaluated_once(changes, trained, tmp_path, capsys):
+    def run(rows=("default", "autoselect"), seed_list=(0, 1), more_changes=()):
+        return seeds.run_seeds(CONFIG, tmp_path, seed_list, rows, changes=[*changes, *more_changes])
 
-    found = run()
+    result = run()
     assert trained == ["default-0", "autoselect-0", "default-1", "autoselect-1"]
-    table = {(r["method"], r["mode"], r["pruning_rate"]): r for r in found["rows"]}
+    table = {(row["method"], row["mode"], row["pruning_rate"]): row for row in result["rows"]}
     assert table["StepPrune", "exact", 55.6]["seeds"] == 2
     assert table["StepPrune", "adaptive", 77.8]["accuracy_std"] is not None
     assert table["AutoSelect-like", "exact", 77.8]["seeds"] == 2
     assert table["all tokens", "exact", 0.0]["seeds"] == 1
-    assert json.loads((tmp_path / "report" / "seeds.json").read_text()) == found
-    shown = (tmp_path / "report" / "seeds.md").read_text()
-    assert "| method | mode | runs | 4 | 2 |" in shown and "| StepPrune | adaptive | 2 |" in shown
-    # All is there: neither trained nor evaluated again, not even the model is loaded.
+    assert json.loads((tmp_path / "report" / "seeds.json").read_text()) == result
+    report = (tmp_path / "report" / "seeds.md").read_text()
+    assert "| method | mode | runs | 4 | 2 |" in report and "| StepPrune | adaptive | 2 |" in report
+    # The second run neither trains nor evaluates, nor loads the model.
     capsys.readouterr()
-    assert run() == found and len(trained) == 4
-    # A policy that changed is evaluated again, and that one alone.
+    assert run() == result and len(trained) == 4
+    # Only a changed policy is evaluated again.
     save_policy(stepprune(9), tmp_path / "default-1" / "policy.safetensors")
     run()
     lines = [line for line in capsys.readouterr().out.splitlines() if "evaluating" in line]
     assert lines == ["evaluating StepPrune, seed 1"]
-    modes = {(r["method"], r["mode"]) for r in found["rows"]}
+    modes = {(row["method"], row["mode"]) for row in result["rows"]}
     assert ("StepPrune, own stop", "adaptive") in modes
     assert ("AutoSelect-like, own stop", "adaptive") not in modes
-    # A run with other settings is not taken for this one.
+    # A run with other settings is refused.
     with pytest.raises(ValueError, match=r"folder of another run(.|\n)*config.steps: 100 -> 200"):
         run(numbers=[0], more=["steps=200"])
 
@@ -77,14 +81,14 @@ def test_every_row_is_trained_on_every_seed_and_evaluated_once(changes, trained,
     [
         ({"rows": ["default", "best"]}, r"--rows is \['default', 'best'\], expected distinct"),
         ({"seeds": [1, 1]}, r"--seeds is \[1, 1\], expected distinct"),
-        ({"seeds": [3]}, r"default-3 holds no policy.*was interrupted"),
+        ({"seeds": [3]}, r"default-3 has no policy.*was interrupted"),
     ],
 )
-def test_bad_arguments_are_named(changes, tmp_path, monkeypatch, arguments, message):
+def test_an_error_names_the_invalid_argument(changes, tmp_path, monkeypatch, arguments, message):
     monkeypatch.setattr(seeds.training, "train", lambda config, folder: None)
-    given = {"seeds": [0], "rows": ["default"]} | arguments
+    options = {"seeds": [0], "rows": ["default"]} | arguments
     with pytest.raises(ValueError, match=message):
-        seeds.run_seeds(CONFIG, tmp_path, **given, changes=changes)
+        seeds.run_seeds(CONFIG, tmp_path, **options, changes=changes)
 
 
 def test_a_variant_changes_the_configuration():
@@ -115,14 +119,14 @@ print('met' if other.exists() else 'alone', sys.argv[1])
 """
 
 
-def test_jobs_run_at_the_same_time_and_write_logs(tmp_path):
-    places = [str(tmp_path / name) for name in "ab"]
-    codes = [MEET.format(places), MEET.format(places[::-1])]
+def test_jobs_run_in_parallel_and_write_logs(tmp_path):
+    files = [str(tmp_path / name) for name in "ab"]
+    codes = [MEET.format(files), MEET.format(files[::-1])]
     run_jobs([job(tmp_path, name, code) for name, code in zip("ab", codes, strict=True)], 2)
-    assert {(tmp_path / f"{n}.log").read_text() for n in "ab"} == {"met --cpus\n"}
+    assert {(tmp_path / f"{name}.log").read_text() for name in "ab"} == {"met --cpus\n"}
 
 
-def test_failed_jobs_are_reported_with_their_last_words(tmp_path):
+def test_the_error_of_a_failed_job_has_the_end_of_its_log(tmp_path):
     with pytest.raises(ValueError, match=r"a failed with exit code 3(.|\n)*alas"):
         run_jobs([job(tmp_path, "a", "print('alas'); raise SystemExit(3)")], 2)
     good = job(tmp_path, "good", f"open({str(tmp_path / 'good')!r}, 'w')")
@@ -130,20 +134,20 @@ def test_failed_jobs_are_reported_with_their_last_words(tmp_path):
         run_jobs([good, job(tmp_path, "b", "pass")], 1)
 
 
-def test_a_job_ends_with_the_process_that_started_it(tmp_path):
+def test_sigterm_ends_the_jobs_of_a_process(tmp_path):
     code = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)"
-    endless = job(tmp_path, "a", code)
+    endless_job = job(tmp_path, "a", code)
 
     def terminate():
-        while not (endless.log.is_file() and endless.log.read_text().endswith("\n")):
+        while not (endless_job.log.is_file() and endless_job.log.read_text().endswith("\n")):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    before, thread = signal.getsignal(signal.SIGTERM), threading.Thread(target=terminate)
+    previous, thread = signal.getsignal(signal.SIGTERM), threading.Thread(target=terminate)
     thread.start()
     with pytest.raises(SystemExit):
-        run_jobs([endless], 1)
+        run_jobs([endless_job], 1)
     thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is previous
     with pytest.raises(ProcessLookupError):
-        os.kill(int(endless.log.read_text()), 0)
+        os.kill(int(endless_job.log.read_text()), 0)

@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL from scratch, on images that differ in their number of tokens."""
+"""Pretraining of a small Qwen2.5-VL, on images with different numbers of tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from experiments.pretrain.language import (
     VisibleTokens,
     Words,
     language_loss,
-    noised,
+    mix_noise,
     run_packed,
-    thinned,
+    sample_tokens,
 )
 from experiments.pretrain.packing import pack
 from experiments.pretrain.run import pretrain
@@ -36,7 +36,7 @@ from stepprune_jax.models.attention import attention_weights
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, tower
 from stepprune_jax.models.qwen2_5_vl.images import Patches
 
-# The models are made and kept; these run when pretraining changes.
+# Slow: shipped models are already trained, so these tests run only when pretraining changes.
 pytestmark = pytest.mark.slow
 
 TURNS = (("Red?", "yes", "What color is it?", "blue"), ("How many?", "two"))
@@ -59,11 +59,11 @@ def model():
 
 @pytest.fixture(scope="module")
 def images(model):
-    """One image of 2 x 2 tokens, one of 3 x 3, padded to 16."""
+    """An image of 2 x 2 tokens and an image of 3 x 3 tokens, padded to 16 tokens."""
     return Images(Patches(random_bytes(1, 2, 64, 48), GRIDS), GRIDS)
 
 
-def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
+def test_initial_heads_of_window_blocks_attend_to_one_neighbor():
     run = make_run(**{"model.vision_heads": 4, "model.vision_width": 64, "model.window_size": 64})
     backbone = small_qwen.make_backbone(run.model, build_tokenizer([], small_qwen.TEMPLATE))
     params, config = small_qwen.init_params(jax.random.key(3), backbone), backbone.config
@@ -73,108 +73,129 @@ def test_heads_of_window_blocks_begin_as_looks_at_one_neighbour():
     weights = jax.tree.map(lambda leaf: leaf[0], params["vision"]["layers"]["attention"])
     x = jax.random.normal(jax.random.key(4), (1, 4 * side**2, 64))
     block = tower.QwenVisionAttention(config.vision)
-    found = jax.jit(block.apply, static_argnums=3)({"params": weights}, x, context, False)
-    keys = [tower.Segment(found.key, found.value, None)]
-    looked = np.asarray(attention_weights(found.query, keys)[0]).argmax(-1)
-    # Of each patch, in the order of the tower: merged patches row by row, and rows in them.
+    outputs = jax.jit(block.apply, static_argnums=3)({"params": weights}, x, context, False)
+    keys = [tower.Segment(outputs.key, outputs.value, None)]
+    attended = np.asarray(attention_weights(outputs.query, keys)[0]).argmax(-1)
+    # Row and column of each patch in the tower's order: merged patches are adjacent.
     row, column = np.divmod(np.arange(side**2), side)
-    within = np.divmod(np.arange(4), 2)
-    at = np.stack([2 * row[:, None] + within[0], 2 * column[:, None] + within[1]]).reshape(2, -1)
-    inner = ((at > 0) & (at < 2 * side - 1)).all(0)
+    offsets = np.divmod(np.arange(4), 2)
+    patches = np.stack([2 * row[:, None] + offsets[0], 2 * column[:, None] + offsets[1]]).reshape(
+        2, -1
+    )
+    is_interior = ((patches > 0) & (patches < 2 * side - 1)).all(0)
     for head, step in enumerate(AROUND[:4]):
-        assert (at[:, looked[head]] - at == np.array(step)[:, None]).all(0)[inner].mean() > 0.9
+        assert (patches[:, attended[head]] - patches == np.array(step)[:, None]).all(0)[
+            is_interior
+        ].mean() > 0.9
 
 
-def test_packed_logits_are_those_of_each_prompt_alone(model, images):
+def test_packed_logits_equal_the_logits_of_separate_prompts(model, images):
     params, backbone, tokenizer = model
     encoder = ConversationEncoder(tokenizer, Qwen2_5_VL.place_images, Qwen2_5_VL.conversation)
     packed = pack(encoder, [Sample(None, turns, n) for n, turns in enumerate(TURNS)])
     features, _ = jax.jit(backbone.encode_image)(params, images.pixels)
-    # The smaller image has two of its tokens and padding, the larger three.
+    # The smaller image shows two tokens and padding, and the larger image shows three tokens.
     index = jnp.array([[0, 3, 5], [1, 5, 8]])
     real = index < GRIDS.prod(1)[:, None]
     tokens = jnp.take_along_axis(features, index[..., None], axis=1)
-    seen, none = VisibleTokens(tokens, index, real, real, GRIDS), jnp.zeros((2, 0), jnp.int32)
-    ours, halfway = jax.jit(run_packed, static_argnums=1)(params, backbone, seen, packed, none)
-    assert halfway.visual.shape == (2, 3, 16)
+    visible, no_slots = (
+        VisibleTokens(tokens, index, real, real, GRIDS),
+        jnp.zeros((2, 0), jnp.int32),
+    )
+    packed_logits, middle = jax.jit(run_packed, static_argnums=1)(
+        params, backbone, visible, packed, no_slots
+    )
+    assert middle.visual.shape == (2, 3, 16)
 
     @jax.jit
-    def alone(ids, length, tokens, index, real, grid):
+    def separate_logits(ids, length, tokens, index, real, grid):
         parts = (tokens, real, index, index, grid)
         visual = vlm.Visual(*(part[None, None] for part in parts))
         sequence = vlm.assemble(params, backbone, ids[None], length[None], visual)
         return vlm.prefill(params, backbone.config, sequence, 1, all_logits=True).logits[0]
 
     for row, turns in enumerate(TURNS):
-        at = 0
+        target = 0
         for number in range(0, len(turns), 2):
             encoded = encoder.encode(turns[number : number + 2], 1)
             ids = np.zeros(24, np.int32)
             ids[: len(encoded.ids)] = encoded.ids
-            shown = int(real[row].sum())
-            logits = alone(ids, np.int32(len(encoded.ids)), *(x[row] for x in seen[:3]), GRIDS[row])
-            for place, label in enumerate(encoded.labels):
+            num_visual = int(real[row].sum())
+            logits = separate_logits(
+                ids, np.int32(len(encoded.ids)), *(field[row] for field in visible[:3]), GRIDS[row]
+            )
+            for position, label in enumerate(encoded.labels):
                 if label >= 0:
-                    np.testing.assert_allclose(ours[row, at], logits[place + shown - 2], atol=1e-4)
-                    assert packed.label[row, at] == label
-                    at += 1
-        assert (packed.label[row, at:] == -1).all()
+                    np.testing.assert_allclose(
+                        packed_logits[row, target], logits[position + num_visual - 2], atol=1e-4
+                    )
+                    assert packed.label[row, target] == label
+                    target += 1
+        assert (packed.label[row, target:] == -1).all()
 
 
-def test_padding_changes_no_loss(model, images):
-    """Of an image of 2 x 2 tokens, and of the same with rows for 16."""
+def test_padding_does_not_change_losses(model, images):
+    """Compares an image of 2 x 2 tokens with the same image padded to 16 tokens."""
     params, backbone, tokenizer = model
     encoder = ConversationEncoder(tokenizer, Qwen2_5_VL.place_images, Qwen2_5_VL.conversation)
     packed = jax.tree.map(jnp.asarray, pack(encoder, [Sample(None, TURNS[0], 0)]))
     padded = jax.tree.map(lambda x: x[:1], images)
-    bare = padded._replace(pixels=padded.pixels._replace(values=padded.pixels.values[:, :16]))
+    unpadded = padded._replace(pixels=padded.pixels._replace(values=padded.pixels.values[:, :16]))
     assert np.asarray(token_mask(backbone, padded, 16)).sum() == 4
     tokens = jnp.asarray(tokenizer.convert_tokens_to_ids(["red", "blue"]))
-    kind, share = np.array([[0, 1, 1, 0]]), np.array([[0.2, np.nan, 0.9, 0.5]], np.float32)
-    junk = np.array([[1] * 5])  # behind the labels of a smaller image
+    kind, probability = np.array([[0, 1, 1, 0]]), np.array([[0.2, np.nan, 0.9, 0.5]], np.float32)
+    padding_labels = np.array([[1] * 5])  # Follows the labels of a smaller image.
     loss = jax.jit(language_loss, static_argnums=(2, 5))
-    found = []
-    for seen, labels in ((bare, kind), (padded, np.concatenate([kind, junk], axis=1))):
-        words = [Words(jnp.asarray(labels), tokens), Words(jnp.asarray(share), tokens)]
-        batch = Exchanges(seen, packed, None, words)
-        found.append(loss(params, {}, backbone, jax.random.key(0), batch, Display())[0])
-    np.testing.assert_allclose(*found, rtol=1e-5)
+    losses = []
+    for batch_images, labels in (
+        (unpadded, kind),
+        (padded, np.concatenate([kind, padding_labels], axis=1)),
+    ):
+        words = [Words(jnp.asarray(labels), tokens), Words(jnp.asarray(probability), tokens)]
+        batch = Exchanges(batch_images, packed, None, words)
+        losses.append(loss(params, {}, backbone, jax.random.key(0), batch, Display())[0])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
     labels = {"class_a": kind, "value_b": np.ones((1, 4, 2))}
     heads = jax.tree.map(lambda x: x + 0.1, init_heads(labels, 16))
-    trained, learn = params | {"heads": heads}, jax.jit(tower_loss, static_argnums=1)
-    longer = {name: fit_labels(jnp.asarray(label), 9) for name, label in labels.items()}
-    one, two = (learn(trained, backbone, *x)[0] for x in ((bare, labels), (padded, longer)))
-    np.testing.assert_allclose(one, two, rtol=1e-5)
+    trained, loss_function = params | {"heads": heads}, jax.jit(tower_loss, static_argnums=1)
+    padded_labels = {name: fit_labels(jnp.asarray(label), 9) for name, label in labels.items()}
+    first, second = (
+        loss_function(trained, backbone, *x)[0]
+        for x in ((unpadded, labels), (padded, padded_labels))
+    )
+    np.testing.assert_allclose(first, second, rtol=1e-5)
 
 
-def test_padding_is_neither_drawn_nor_kept_in_noise():
+def test_padding_is_neither_sampled_nor_spared_from_noise():
     real = jnp.arange(12) < jnp.array([[5], [12]])
     for sharpness in (0.0, 2.0):
-        drawn = thinned(jax.random.key(0), jnp.zeros((2, 12)), 5, jnp.full(2, sharpness), real)
-        assert drawn[0].tolist() == [0, 1, 2, 3, 4]
+        indices = sample_tokens(
+            jax.random.key(0), jnp.zeros((2, 12)), 5, jnp.full(2, sharpness), real
+        )
+        assert indices[0].tolist() == [0, 1, 2, 3, 4]
     features = jax.random.normal(jax.random.key(1), (2, 12, 3))
-    score = jnp.tile(jnp.arange(12.0), (2, 1))  # that of padding is the highest
-    _, clear = noised(jax.random.key(2), features, score, real)
+    score = jnp.tile(jnp.arange(12.0), (2, 1))  # Padding has the highest scores.
+    _, clear = mix_noise(jax.random.key(2), features, score, real)
     assert not clear[0, 5:].any() and 2 <= clear[0].sum() <= 5
 
 
-def test_the_batches_of_an_epoch_have_images_of_one_size():
+def test_all_images_of_a_batch_have_one_size():
     groups = np.array([0, 1, 0, 0, 1, 1, 0, 2, 1])
     epoch = [batch_indices(5, step, 2, groups) for step in range(4)]
     assert all(len(set(groups[rows])) == 1 for rows in epoch)
-    assert len({*np.concatenate(epoch).tolist()}) == 8  # 2 has too few
+    assert len({*np.concatenate(epoch).tolist()}) == 8  # Group 2 is smaller than a batch.
     assert sorted(groups[rows[0]] for rows in epoch) == [0, 0, 1, 1]
-    later = [batch_indices(5, step, 2, groups) for step in range(4, 8)]
-    assert np.concatenate(epoch).tolist() != np.concatenate(later).tolist()
+    next_epoch = [batch_indices(5, step, 2, groups) for step in range(4, 8)]
+    assert np.concatenate(epoch).tolist() != np.concatenate(next_epoch).tolist()
 
 
-def test_a_run_goes_through_all_stages_and_answers_about_images_of_both_sizes(tmp_path):
+def test_a_run_trains_all_stages_and_answers_about_images_of_both_sizes(tmp_path):
     sizes = {"train": 8, "validation": 0, "test": 0, "sizes": (16, 24)}
     data = write_world(tmp_path / "data", seed=1, patches=True, **sizes)
-    made = pretrain(make_run(), tmp_path / "run", data)
-    for stage, shown in (("tower", "class_kind"), ("language", "lm_loss"), ("noise", "told")):
-        assert all(np.isfinite(row[shown]) for row in tiny_run.metrics(tmp_path / "run" / stage))
-    model = load_vlm(made, dtype=jnp.float32, progress=False)
+    model_folder = pretrain(make_run(), tmp_path / "run", data)
+    for stage, scalar in (("tower", "class_kind"), ("language", "lm_loss"), ("noise", "told")):
+        assert all(np.isfinite(row[scalar]) for row in tiny_run.metrics(tmp_path / "run" / stage))
+    model = load_vlm(model_folder, dtype=jnp.float32, progress=False)
     shape = small_qwen.make_backbone(make_run().model, model.tokenizer).config
     assert model.config == shape and (shape.min_pixels, shape.max_pixels) == (256, 576)
     images = [[data / "images" / f"train_00000{number}.png"] for number in range(2)]

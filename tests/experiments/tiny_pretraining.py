@@ -1,4 +1,4 @@
-"""Fields of a pretraining run of a few steps on images of a few patches."""
+"""Settings of a pretraining run of a few steps on images of a few patches."""
 
 SIZES = {"width": 16, "mlp": 16, "heads": 2, "layers": 1}
 FIELDS = {f"model.{part}_{n}": size for part in ("vision", "text") for n, size in SIZES.items()}

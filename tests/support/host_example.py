@@ -1,4 +1,4 @@
-"""Examples in front of other models, run once for the tests of what they define and say."""
+"""Runs the examples with other models for tests."""
 
 import contextlib
 import io
@@ -10,12 +10,13 @@ HOSTS = pathlib.Path(__file__).parents[2] / "examples" / "hosts"
 
 
 def run_example(name):
-    """Returns what an example defines and, as `printed`, says."""
-    path, names, printed = HOSTS / name, {"__name__": "__main__"}, io.StringIO()
+    """Runs an example, and returns its global names and its output (`printed`)."""
+    path, namespace, printed = HOSTS / name, {"__name__": "__main__"}, io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(path.read_text(), str(path), "exec"), names)
-    return SimpleNamespace(**names, printed=printed.getvalue())
+        exec(compile(path.read_text(), str(path), "exec"), namespace)
+    return SimpleNamespace(**namespace, printed=printed.getvalue())
 
 
 def numbers(pattern, text):
+    """Returns the numbers that a pattern finds in a text."""
     return [float(number) for number in re.findall(pattern, text)]

@@ -57,10 +57,10 @@ def integration() -> Iterator[types.ModuleType]:
     try:
         yield importlib.import_module(name)
     finally:
-        for module, former in replaced.items():
+        for module, original in replaced.items():
             sys.modules.pop(module, None)
-            if former is not None:
-                sys.modules[module] = former
+            if original is not None:
+                sys.modules[module] = original
 
 
 Instance = _dataclass("Instance")

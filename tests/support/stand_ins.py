@@ -1,7 +1,8 @@
-"""Stand-ins for packages of others, made from signatures that were read from the real packages.
+"""Fake modules of optional packages, made from recorded signatures of the real packages.
 
 `signatures.json` has the version of each package, and the parameters of the functions and classes
-that this project calls or overrides: a default is written as 0. A null is no function.
+that this project calls or overrides. A default is written as 0. Null marks a name that is no
+function.
 """
 
 import importlib
@@ -16,12 +17,12 @@ RECORD = json.loads(pathlib.Path(__file__).with_name("signatures.json").read_tex
 
 
 def signature(parameters):
-    """Reads the text of parameters."""
+    """Parses the text of parameters."""
     return inspect.signature(eval(f"lambda {parameters}: None"))
 
 
 def _function(parameters):
-    """A function that accepts what the real one accepts, and returns anything."""
+    """Returns a function with these parameters, which returns a mock."""
     bind = signature(parameters).bind
 
     def stand_in(*positional, **named):
@@ -33,7 +34,7 @@ def _function(parameters):
 
 
 def _class(name, parameters):
-    """A class whose objects have any attribute, and enter a `with` as themselves."""
+    """Returns a class with these parameters, whose objects are mocks and context managers."""
     bind = signature(parameters).bind
 
     class StandIn(mock.MagicMock):
@@ -54,7 +55,7 @@ def stand_in_modules(package):
     modules = {}
     for name, parameters in RECORD[package]["signatures"].items():
         parts = name.split(".")
-        # A class starts with a capital letter, and has methods.
+        # Names of classes start with a capital letter. All parts before are modules.
         depth = next((n for n, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
         for n in range(1, depth + 1):
             module = ".".join(parts[:n])
@@ -73,7 +74,7 @@ def stand_in_modules(package):
 
 
 def install(monkeypatch, package):
-    """Lets `import` find the modules of `stand_in_modules`; returns them."""
+    """Installs the modules of `stand_in_modules` for `import`, and returns them."""
     modules = stand_in_modules(package)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -81,7 +82,7 @@ def install(monkeypatch, package):
 
 
 def _find(name):
-    """Returns what a dotted name denotes."""
+    """Returns the object of a dotted name."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -95,7 +96,7 @@ def _find(name):
 
 
 def _shape(parameters):
-    """Names and kinds of parameters, and which of them have defaults."""
+    """Returns name, kind and presence of a default of each parameter."""
     return [(p.name, p.kind, p.default is p.empty) for p in parameters.parameters.values()]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark runs, finds our logits equal to the reference's, and refuses what cannot work."""
+"""The benchmark of the language model compares equal logits with the reference."""
 
 import pytest
 
@@ -8,15 +8,15 @@ SMALL = ["--preset=tiny", "--length=8", "--batch=2", "--new_tokens=2", "--repeat
 
 
 def cells(output, start):
-    """Rows of the printed table whose first header starts with `start`, by column."""
+    """Returns the rows of the printed table whose first header begins with `start`, by column."""
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in output.splitlines()]
-    first = next(i for i, line in enumerate(lines) if line[0].startswith(start))
-    rows = [line for line in lines[first + 2 :] if len(line) == len(lines[first])]
-    return [dict(zip(lines[first], line, strict=True)) for line in rows]
+    header_index = next(index for index, line in enumerate(lines) if line[0].startswith(start))
+    rows = [line for line in lines[header_index + 2 :] if len(line) == len(lines[header_index])]
+    return [dict(zip(lines[header_index], line, strict=True)) for line in rows]
 
 
 @pytest.mark.slow
-def test_ours_and_the_reference_agree_in_the_timed_run(capsys):
+def test_our_program_agrees_with_the_reference_in_the_timed_run(capsys):
     backbone.main([*SMALL, "--dtype", "float32", "--attention", "matmul", "xla"])
     output = capsys.readouterr().out
     prefill, decode = cells(output, "prefill"), cells(output, "decode")

@@ -1,4 +1,4 @@
-"""All sections for a card run with small shapes; one that fails or hangs costs no other."""
+"""The measurement of a GPU: sections run with small shapes, and failures stay in their section."""
 
 import json
 
@@ -18,16 +18,26 @@ figures.add(Path(sys.argv[1]), "one", ms=[1.23456, 1.0, 2.0])
 
 
 @pytest.mark.slow
-def test_a_section_that_fails_or_hangs_costs_no_other(tmp_path, monkeypatch, capsys):
-    def made(out, scratch, small):
-        ends = {"crash": "raise ValueError('broken')", "hang": "time.sleep(600)", "good": ""}
-        programs = {name: ("-c", FIGURE + end, f"{out / name}.jsonl") for name, end in ends.items()}
+def test_a_section_that_fails_or_hangs_does_not_affect_other_sections(
+    tmp_path, monkeypatch, capsys
+):
+    def make_sections(out, scratch, small):
+        code_by_name = {
+            "crash": "raise ValueError('broken')",
+            "hang": "time.sleep(600)",
+            "good": "",
+        }
+        programs = {
+            name: ("-c", FIGURE + end, f"{out / name}.jsonl") for name, end in code_by_name.items()
+        }
         seconds = {"hang": 8}
-        known = [Section(name, seconds.get(name, 60), x) for name, x in programs.items()]
-        return [*known, Section("elsewhere", 60, ("-c", ""), needs_gpu=True)]
+        sections_list = [
+            Section(name, seconds.get(name, 60), command) for name, command in programs.items()
+        ]
+        return [*sections_list, Section("elsewhere", 60, ("-c", ""), needs_gpu=True)]
 
-    monkeypatch.setattr(card, "sections", made)
-    monkeypatch.setattr(card, "_LEAST", 1)
+    monkeypatch.setattr(card, "sections", make_sections)
+    monkeypatch.setattr(card, "_MIN_SECONDS", 1)
     monkeypatch.setattr(card, "_DRIVER", tmp_path / "none")
     (tmp_path / "good.jsonl").write_text("of an earlier run")
     card.main(["--out", str(tmp_path)])
@@ -44,32 +54,39 @@ def test_a_section_that_fails_or_hangs_costs_no_other(tmp_path, monkeypatch, cap
     assert status("card", card.main, "--out", tmp_path, "--sections", "goods") == 2
 
 
-def test_graphs_are_read_off_the_log():
+def test_statistics_of_graphs_are_read_from_the_log():
     log = ["[0] Execute command buffer; num_executions=1"] * 20
     log += ["x.cc:1] [0] Updated command buffer in 350 μs; num_commands=900\n"] * 10
     log += ["x.cc:1] [0] Recorded command buffer in 9999 μs; num_commands=900\n"]
     counts = {"graph_launches": 2, "graph_updates": 1, "update_us": 350, "updated_commands": 900}
-    assert host.graphs(log) == counts
-    assert host.graphs([]) == dict.fromkeys(counts, 0)
+    assert host.graph_statistics(log) == counts
+    assert host.graph_statistics([]) == dict.fromkeys(counts, 0)
 
 
-def test_the_limits_of_the_first_sections_fit_the_time(tmp_path):
+def test_the_first_sections_fit_into_the_default_time(tmp_path):
     (tmp_path / "out").mkdir()
-    found = sections(tmp_path / "out", tmp_path, small=False)
-    assert [x.name for x in found][:4] == ["rows", "programs", "host", "products"]
-    assert sum(section.seconds for section in found[:6]) < 9 * 60
-    (tests,) = (x for x in found if x.needs_gpu)
+    all_sections = sections(tmp_path / "out", tmp_path, small=False)
+    assert [section.name for section in all_sections][:4] == [
+        "rows",
+        "programs",
+        "host",
+        "products",
+    ]
+    assert sum(section.seconds for section in all_sections[:6]) < 9 * 60
+    (tests,) = (section for section in all_sections if section.needs_gpu)
     assert "tests/training/test_on_a_gpu.py" in tests.command
 
 
 @pytest.mark.slow
-def test_every_section_yields_figures_or_says_why_not(tmp_path, monkeypatch):
+def test_every_section_has_a_result_or_a_reason(tmp_path, monkeypatch):
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     monkeypatch.setenv("XLA_FLAGS", flags)
     card.main(["--out", str(tmp_path), "--small", "--minutes", "30"])
     parts = (tmp_path / "summary.md").read_text().split("## ")[1:]
-    found = dict(part.split(": ", 1) for part in parts)
-    assert [*found] == [x.name for x in sections(tmp_path, tmp_path, small=True)]
+    text_by_section = dict(part.split(": ", 1) for part in parts)
+    assert [*text_by_section] == [
+        section.name for section in sections(tmp_path, tmp_path, small=True)
+    ]
     for name, row in {
         "rows": "| stepprune@4 group=4 |",
         "programs": ".jit_decode |",
@@ -80,8 +97,10 @@ def test_every_section_yields_figures_or_says_why_not(tmp_path, monkeypatch):
         "int8": "| stepprune@4 |",
         "batch8": "| visionzip@4 |",
     }.items():
-        assert found[name].startswith("done in ") and row in found[name], found[name]
-    assert "attention 'cudnn' needs a GPU" in found["cudnn"]
-    assert found["tests"].startswith(("needs a GPU", "done in"))
+        assert text_by_section[name].startswith("done in ") and row in text_by_section[name], (
+            text_by_section[name]
+        )
+    assert "attention 'cudnn' needs a GPU" in text_by_section["cudnn"]
+    assert text_by_section["tests"].startswith(("needs a GPU", "done in"))
     (rows,) = json.loads((tmp_path / "rows.json").read_text())["batches"].values()
     assert len(rows) == 4

@@ -1,4 +1,4 @@
-"""The measurement of `tools.bench.serving`: prepared answers, and a clock that the test sets."""
+"""The measurement of `tools.bench.serving`, with prepared answers and a fake clock."""
 
 import asyncio
 import json
@@ -12,22 +12,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tools.bench import serving as bench
-from tools.bench.serving import MODES, load
+from tools.bench.serving import MODES, measure_load
 
-VLLM, FRONT = MODES[:2]
+VLLM, SERVER = MODES[:2]
 ROLE, TOKEN = {"role": "assistant", "content": ""}, {"content": "red"}
 
 
 def answer(*deltas, **usage):
-    """The stream of an answer with its usage."""
+    """Returns the streamed response of an answer."""
     events = [{"choices": [{"delta": delta}]} for delta in deltas]
     events += [{"choices": [], "usage": usage}] if usage else []
     lines = [f"data: {json.dumps(event)}\n\n" for event in events]
     return Response("".join([*lines, "data: [DONE]\n\n"]), media_type="text/event-stream")
 
 
-def measure(way, answers, monkeypatch=None, clock=()):
-    """Loads a server that gives the answers one after the other, with one client."""
+def measure(mode, answers, monkeypatch=None, clock=()):
+    """Measures a server that sends the answers in turn to one client."""
     answers, bodies = list(answers), []
 
     async def chat(request):
@@ -36,30 +36,32 @@ def measure(way, answers, monkeypatch=None, clock=()):
 
     app = Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
     if monkeypatch:
-        set_clock = SimpleNamespace(perf_counter=iter(clock).__next__)
-        monkeypatch.setattr(bench, "time", set_clock)
+        fake_time = SimpleNamespace(perf_counter=iter(clock).__next__)
+        monkeypatch.setattr(bench, "time", fake_time)
     with run_server(app) as address:
-        figures = asyncio.run(load(address, "tiny", way, 1, len(answers), 3, 0))
-    return figures, bodies
+        measurements = asyncio.run(
+            measure_load(address, "tiny", mode, clients=1, requests=len(answers), tokens=3, seed=0)
+        )
+    return measurements, bodies
 
 
-def test_a_load_is_measured_from_the_question_to_the_first_token(monkeypatch):
+def test_the_first_token_is_timed_from_the_request(monkeypatch):
     answers = [answer(TOKEN, TOKEN, visual_tokens_kept=kept) for kept in (9, 9, 6)]
-    # The load begins; each of three questions is asked and gets its first token; the load ends.
+    # The clock at the start, at each of three requests and its first token, and at the end.
     clock = [0, *(0, 2), *(10, 13), *(20, 25), 40]
-    figures, bodies = measure(FRONT, answers, monkeypatch, clock)
-    assert figures == pytest.approx((3 / 40, 3, 3 + 0.98 * 2, 8))
+    measurements, bodies = measure(SERVER, answers, monkeypatch, clock)
+    assert measurements == pytest.approx((3 / 40, 3, 3 + 0.98 * 2, 8))
     assert [body["max_tokens"] for body in bodies] == [3] * 3
     images = {body["messages"][0]["content"][1]["image_url"]["url"] for body in bodies}
     assert len(images) == 3 and {body["pruner"] for body in bodies} == {"all"}
 
 
-def test_the_role_that_vllm_sends_first_is_no_token():
-    figures, _ = measure(VLLM, [answer(ROLE, TOKEN, prompt_tokens=5)])
-    assert figures.median > 0 and math.isnan(figures.kept)
+def test_an_event_with_only_the_role_is_no_token():
+    measurements, _ = measure(VLLM, [answer(ROLE, TOKEN, prompt_tokens=5)])
+    assert measurements.median > 0 and math.isnan(measurements.kept)
     with pytest.raises(RuntimeError, match="an answer was cut off"):
         measure(VLLM, [answer(ROLE, prompt_tokens=5)])
-    measure(FRONT, [answer(ROLE | TOKEN, visual_tokens_kept=9)])
+    measure(SERVER, [answer(ROLE | TOKEN, visual_tokens_kept=9)])
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,6 @@ def test_the_role_that_vllm_sends_first_is_no_token():
         (JSONResponse({"error": "the engine is away"}, 503), "the engine is away"),
     ],
 )
-def test_an_answer_that_is_not_complete_ends_the_load(response, message):
+def test_an_incomplete_answer_is_an_error(response, message):
     with pytest.raises(RuntimeError, match=message):
-        measure(FRONT, [response])
+        measure(SERVER, [response])

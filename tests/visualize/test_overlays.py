@@ -1,4 +1,4 @@
-"""Kept patches and their drawing, on small numbers worked by hand."""
+"""Kept patches and their drawing, on small examples worked by hand."""
 
 import numpy as np
 from PIL import Image
@@ -7,7 +7,7 @@ from stepprune_jax.registry import PRUNERS
 from stepprune_jax.visualize import overlays, patches, style
 
 
-def test_kept_patches_stay_and_the_rest_is_darker():
+def test_dropped_patches_are_darker_than_kept_patches():
     pixels = np.full((60, 60, 3), 200, np.uint8)
     # The end of the first row and the start of the second.
     dimmed = patches.dim(pixels, np.isin(np.arange(9), [2, 3]).reshape(3, 3))
@@ -16,7 +16,7 @@ def test_kept_patches_stay_and_the_rest_is_darker():
     assert (dimmed[40:] < 120).all()
 
 
-def test_patches_tile_any_square():
+def test_patches_tile_a_square_of_any_size():
     for side, grid in ((36, 12), (50, 7)):
         covered = np.zeros((side, side), int)
         for token in range(grid * grid):
@@ -28,22 +28,25 @@ def test_patches_tile_any_square():
         assert (covered == 1).all()
 
 
-def test_patches_in_the_padded_square_by_hand():
-    # Two rows of three patches, at the top of the square; -1: merged.
+def test_patches_in_the_padded_square_match_a_worked_example():
+    # Two rows of three patches are at the top of the square; -1 is a merged token.
     assert patches.square_patches([0, 3, -1, 5, -1], (2, 3)).tolist() == [0, 3, 5]
-    assert patches.square_patches([2, 0], (3, 1)).tolist() == [7, 1]  # a column, in the middle
+    assert patches.square_patches([2, 0], (3, 1)).tolist() == [
+        7,
+        1,
+    ]  # A column is in the middle of the square.
 
 
-def test_wide_pictures_are_padded_as_the_tower_sees_them(tmp_path):
+def test_wide_images_are_padded_as_for_the_tower(tmp_path):
     Image.new("RGB", (80, 40), "white").save(tmp_path / "wide.png")
     square = patches.read_square(tmp_path / "wide.png", 80)
     assert (square[30:50] > 250).all() and (square[:15] < 5).all() and (square[65:] < 5).all()
-    for grid in (12, 24):  # with numbers, and with dots, as there is no room for numbers
+    for grid in (12, 24):  # The second grid has no room for numbers, so its marks are dots.
         panel = patches.draw_panel(tmp_path / "wide.png", np.arange(30), grid, 240)
         assert panel.size == (240, 240)
 
 
-def test_answers_are_cut_to_a_length():
+def test_long_answers_are_shortened():
     assert overlays.format_answer("a  dog", "a dog", True) == "a dog"
     assert (
         overlays.format_answer("w" * 30, "狗" * 20, False)
@@ -51,7 +54,7 @@ def test_answers_are_cut_to_a_length():
     )
 
 
-def test_text_is_broken_to_fit():
+def test_text_is_wrapped_to_a_width():
     typeface = patches.font(14)
     lines = overlays.wrap_pixels("word " * 40, 200, typeface, max_lines=2)
     assert len(lines) == 2 and lines[-1].endswith("…")
@@ -60,8 +63,8 @@ def test_text_is_broken_to_fit():
     assert len(overlays.wrap_pixels("w" * 300, 200, typeface, max_lines=2)) == 2
 
 
-def test_every_row_has_a_look_of_its_own_and_own_stops_are_stars():
-    names = [kind.label for kind in PRUNERS.values()]
+def test_methods_have_different_markers_and_learned_stops_are_stars():
+    names = [pruner_type.label for pruner_type in PRUNERS.values()]
     looks = style.looks([*names, "StepPrune, own stop"])
     assert len({*looks.values()}) == len(names) + 1
     assert looks["StepPrune, own stop"] == (looks["StepPrune"][0], "*")

@@ -1,4 +1,4 @@
-"""The page of an evaluation, from scores and answer files alone."""
+"""The report of an evaluation, from scores and answer files."""
 
 import json
 
@@ -41,28 +41,34 @@ SCORES = [
 
 
 def row(folder, mode="adaptive", budget=4):
-    made = Provenance("folder", "q", 4, "StepPrune", mode, budget, 9, 0.5, "model")
-    file = AnswerFile.of(folder, made)
+    provenance = Provenance("folder", "q", 4, "StepPrune", mode, budget, 9, 0.5, "model")
+    file = AnswerFile.of(folder, provenance)
     file.path.parent.mkdir(parents=True, exist_ok=True)
     return file
 
 
 @pytest.fixture
 def answered(tmp_path):
-    """Four questions about one image, and their answers."""
+    """Returns four answered questions about one image."""
     Image.new("RGB", (24, 24), "red").save(tmp_path / "a.png")
     image, text = tmp_path / "a.png", "Is <i>it</i> $x$?"
-    questions = [BenchmarkQuestion(f"q{n}", text, text, image) for n in range(4)]
+    questions = [BenchmarkQuestion(f"q{number}", text, text, image) for number in range(4)]
     file = row(tmp_path)
-    drawn = {"grid": [3, 3], "visual_tokens": 9}
+    image_fields = {"grid": [3, 3], "visual_tokens": 9}
     lines = [
-        {"question_id": f"q{n}", "prompt": text, "text": "yes", "kept": n, "order": list(range(n))}
-        | drawn
-        for n in range(4)
+        {
+            "question_id": f"q{number}",
+            "prompt": text,
+            "text": "yes",
+            "kept": number,
+            "order": list(range(number)),
+        }
+        | image_fields
+        for number in range(4)
     ]
     write_lines(file.path, lines)
-    truths = [{"question_id": f"q{n}", "answer": "yes"} for n in range(4)]
-    write_lines(tmp_path / "test_answers.jsonl", truths)
+    correct_answers = [{"question_id": f"q{number}", "answer": "yes"} for number in range(4)]
+    write_lines(tmp_path / "test_answers.jsonl", correct_answers)
     folder = BENCHMARKS["folder"]
     return AnsweredBenchmark(folder, tmp_path, [file], questions)
 
@@ -73,7 +79,7 @@ def page(tmp_path, answered, **options):
     return path.read_text()
 
 
-def test_the_page_is_one_file_in_which_names_are_texts(tmp_path, answered):
+def test_the_page_is_one_file_with_escaped_names(tmp_path, answered):
     text = page(tmp_path, [answered], command="eval.py '<x>' \udcff")
     assert text.count('<img src="data:image/png;base64,') == 3
     assert "&lt;u&gt;grid&lt;/u&gt;" in text and "eval.py &#x27;&lt;x&gt;&#x27; \\udcff" in text
@@ -81,59 +87,76 @@ def test_the_page_is_one_file_in_which_names_are_texts(tmp_path, answered):
     assert text.count("<tr class=ours>") == 3 and "K of StepPrune, adaptive, 4 of 9" in text
 
 
-def test_the_page_begins_with_what_is_retained_and_with_examples(tmp_path, answered):
+def test_the_page_begins_with_retention_and_examples(tmp_path, answered):
     text = page(tmp_path, [answered])
     body = text[text.index("<body>") :]
-    said = "With 3.0 of 9 visual tokens on average, StepPrune, own stop has 62.5 % of the score"
-    order = (said, "Kept tokens of StepPrune", "Retention: score in %", "<table>", "K of StepPrune")
-    places = [body.index(part) for part in order]
+    summary = "With 3.0 of 9 visual tokens on average, StepPrune, own stop has 62.5 % of the score"
+    parts = (
+        summary,
+        "Kept tokens of StepPrune",
+        "Retention: score in %",
+        "<table>",
+        "K of StepPrune",
+    )
+    places = [body.index(part) for part in parts]
     assert places == sorted(places)
-    plain = merge_scores({"run": [row for row in SCORES if "own stop" not in row["method"]]})
-    text = write_page(tmp_path / "plain.html", plain, [], samples=0).read_text()
+    table_without_stop = merge_scores(
+        {"run": [row for row in SCORES if "own stop" not in row["method"]]}
+    )
+    text = write_page(tmp_path / "plain.html", table_without_stop, [], samples=0).read_text()
     assert "With 4.0 of 9 visual tokens on average, StepPrune has 75.0 % of the score" in text
-    unknown = merge_scores({"run": SCORES[-1:]})
-    text = write_page(tmp_path / "unknown.html", unknown, [], samples=0).read_text()
+    incomplete_table = merge_scores({"run": SCORES[-1:]})
+    text = write_page(tmp_path / "unknown.html", incomplete_table, [], samples=0).read_text()
     assert "is not known" in text
 
 
-def test_what_is_unknown_is_left_out(tmp_path, answered):
-    def figures(shown, **options):
-        return page(tmp_path, [shown], **options).count("<img src=")
+def test_figures_without_data_are_omitted(tmp_path, answered):
+    def count_figures(benchmark, **options):
+        return page(tmp_path, [benchmark], **options).count("<img src=")
 
-    assert figures(answered._replace(questions=())) == figures(answered, samples=0) == 2
-    assert figures(answered._replace(files=[])) == 1
+    assert count_figures(answered._replace(questions=())) == count_figures(answered, samples=0) == 2
+    assert count_figures(answered._replace(files=[])) == 1
     path = answered.files[0].path
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    write_lines(path, [{k: v for k, v in line.items() if k != "grid"} for line in lines])
-    assert figures(answered) == 2
-    nothing = merge_scores({"run": [row | {"headline": 0.0} for row in SCORES]})
-    assert draw_retention(nothing) is None
+    write_lines(
+        path, [{key: value for key, value in line.items() if key != "grid"} for line in lines]
+    )
+    assert count_figures(answered) == 2
+    zero_table = merge_scores({"run": [row | {"headline": 0.0} for row in SCORES]})
+    assert draw_retention(zero_table) is None
 
 
-def test_counts_are_sorted_into_six_buckets_of_equal_width_in_logarithms():
+def test_counts_are_sorted_into_six_log_spaced_buckets():
     # Of 16 to 127 tokens, the paper's range: edges 16, 22.6, 32, 45.3, 64, 90.5, 128.
     count = np.array([16, 22, 23, 31, 32, 64, 90, 127])
-    worth = np.array([1, 0, 1, np.nan, np.nan, 0.25, 0.75, 1])
-    edges, questions, grade = count_buckets(count, worth)
+    grades = np.array([1, 0, 1, np.nan, np.nan, 0.25, 0.75, 1])
+    edges, questions, mean_grade = count_buckets(count, grades)
     np.testing.assert_allclose(edges, 16 * 2 ** (np.arange(7) / 2), atol=1e-6)
     assert questions.tolist() == [2, 2, 1, 0, 2, 1]
-    np.testing.assert_array_equal(grade, [50, 100, np.nan, np.nan, 50, 100])
-    one = np.full(3, 5)  # all alike
-    assert count_buckets(one, np.ones(3))[1].sum() == 3
-    assert count_buckets(0 * one, np.ones(3))[1].sum() == 3
-    for counts, grades in ((count, worth), (0 * one, np.full(3, np.nan))):
-        assert draw_counts(counts, grades, 576).startswith(b"\x89PNG")
+    np.testing.assert_array_equal(mean_grade, [50, 100, np.nan, np.nan, 50, 100])
+    equal_counts = np.full(3, 5)  # Equal counts.
+    assert count_buckets(equal_counts, np.ones(3))[1].sum() == 3
+    assert count_buckets(0 * equal_counts, np.ones(3))[1].sum() == 3
+    for counts, grade_case in ((count, grades), (0 * equal_counts, np.full(3, np.nan))):
+        assert draw_counts(counts, grade_case, 576).startswith(b"\x89PNG")
 
 
-def test_the_default_policy_is_shown_at_its_middle_budget(tmp_path):
+def test_the_figure_shows_the_policy_at_its_middle_budget(tmp_path):
     files = [row(tmp_path, mode, budget) for mode in ("exact", "adaptive") for budget in (2, 4, 6)]
     assert default_file(files).provenance[4:6] == ("adaptive", 4)
     assert default_file(files[:3]).provenance[4:6] == ("exact", 4)
-    own = row(tmp_path, "adaptive", None)
-    own = own._replace(provenance=own.provenance._replace(method="StepPrune, own stop"))
-    assert default_file([own]) is own and default_file([]) is None
-    scorer = [f._replace(provenance=f.provenance._replace(method="scorer")) for f in files[:3]]
-    assert default_file(scorer) is None  # of a method without weights
-    made = [f._replace(provenance=f.provenance._replace(made={"policy": "x"})) for f in scorer]
-    assert default_file(made).provenance[3:6] == ("scorer", "exact", 4)
-    assert default_file([*made, *files]).provenance[3:6] == ("StepPrune", "adaptive", 4)
+    stop_file = row(tmp_path, "adaptive", None)
+    stop_file = stop_file._replace(
+        provenance=stop_file.provenance._replace(method="StepPrune, own stop")
+    )
+    assert default_file([stop_file]) is stop_file and default_file([]) is None
+    untrained = [
+        file._replace(provenance=file.provenance._replace(method="scorer")) for file in files[:3]
+    ]
+    assert default_file(untrained) is None  # The method has no policy.
+    trained = [
+        file._replace(provenance=file.provenance._replace(made={"policy": "x"}))
+        for file in untrained
+    ]
+    assert default_file(trained).provenance[3:6] == ("scorer", "exact", 4)
+    assert default_file([*trained, *files]).provenance[3:6] == ("StepPrune", "adaptive", 4)

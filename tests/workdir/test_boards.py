@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases keep what training logs, with `make test-boards`' packages."""
+"""TensorBoard and Weights & Biases with their real packages: `make test-boards`."""
 
 import os
 import subprocess
@@ -26,17 +26,17 @@ for step in (1, 2):
 """
 
 
-def test_the_recorded_signatures_are_those_of_the_packages():
+def test_the_packages_have_the_recorded_signatures():
     assert record_in(sys.executable, "boards", **SETTINGS) == read_record("boards")
 
 
-def test_scalars_of_a_run_and_of_its_continuation_are_written(tmp_path):
+def test_scalars_of_a_run_and_of_its_resumed_run_are_written(tmp_path):
     (tmp_path / "run").mkdir()
     environment = os.environ | SETTINGS
     subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, env=environment, check=True)
     events = b"".join(file.read_bytes() for file in tmp_path.glob("run/tensorboard/*"))
     runs = [*tmp_path.glob("run/wandb/offline-run-*/*.wandb")]
     assert len(runs) == 2 and len({file.stem for file in runs}) == 1
-    logged = b"".join(file.read_bytes() for file in runs)
+    wandb_content = b"".join(file.read_bytes() for file in runs)
     for name in (b"loss_of_step_1", b"loss_of_step_2"):
-        assert name in events and name in logged
+        assert name in events and name in wandb_content

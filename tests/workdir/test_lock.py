@@ -1,4 +1,4 @@
-"""A folder belongs to one process at a time, and a kill frees it."""
+"""Locks of run folders."""
 
 import errno
 import fcntl
@@ -24,18 +24,18 @@ HOLD = (
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     folder = tmp_path / "a" / "run"
     with locked(folder):
-        with pytest.raises(ValueError) as refused, locked(folder):
+        with pytest.raises(ValueError) as error, locked(folder):
             pass
-        me = f"process {os.getpid()} on {socket.gethostname()}"
-        assert str(refused.value).startswith(f"{folder} is in use by {me}: wait")
-        assert isinstance(refused.value, UserError)
-        with locked(tmp_path):  # another folder
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        assert str(error.value).startswith(f"{folder} is in use by {holder}: wait")
+        assert isinstance(error.value, UserError)
+        with locked(tmp_path):  # Another folder is free.
             pass
     with locked(folder):
         pass
 
 
-def test_a_lock_left_by_a_kill_does_not_block(tmp_path):
+def test_a_killed_process_does_not_keep_its_lock(tmp_path):
     (tmp_path / LOCK_FILE).write_text("process 1 on elsewhere\n")
     command = [sys.executable, "-S", "-c", HOLD, tmp_path / LOCK_FILE]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
@@ -47,7 +47,7 @@ def test_a_lock_left_by_a_kill_does_not_block(tmp_path):
         assert (tmp_path / LOCK_FILE).read_text().split()[1] == str(os.getpid())
 
 
-def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -57,7 +57,7 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, capsy
     assert "cannot be locked (No locks available)" in capsys.readouterr().err
 
 
-def test_windows_has_one_line_instead_of_a_traceback(tmp_path, monkeypatch):
+def test_windows_is_a_user_error(tmp_path, monkeypatch):
     """Windows has no module fcntl."""
     monkeypatch.setitem(sys.modules, "fcntl", None)
     windows, line = importlib.reload(lock), "run on Linux and macOS; on Windows, use WSL"
@@ -68,7 +68,7 @@ def test_windows_has_one_line_instead_of_a_traceback(tmp_path, monkeypatch):
     importlib.reload(lock)
 
 
-def test_a_lock_that_is_no_file_is_named(tmp_path):
+def test_an_error_of_the_lock_file_names_the_file(tmp_path):
     os.mkfifo(tmp_path / LOCK_FILE)
     with pytest.raises(OSError, match=f"'{tmp_path}/{LOCK_FILE}'"), locked(tmp_path):
         pass

@@ -147,8 +147,15 @@ def message(rng: np.random.Generator) -> dict[str, Any]:
     return {"role": "user", "content": parts}
 
 
-async def load(
-    address: str, name: str, mode: Mode, clients: int, requests: int, tokens: int, seed: int
+async def measure_load(
+    address: str,
+    name: str,
+    mode: Mode,
+    *,
+    clients: int,
+    requests: int,
+    tokens: int,
+    seed: int,
 ) -> Load:
     """Sends requests from several clients, each after its last answer, and measures them.
 
@@ -238,7 +245,8 @@ def _measure(engine: Vllm, server_address: str, flags: argparse.Namespace) -> No
 
     def run(mode: Mode, clients: int, requests: int, seed: int) -> Load:
         target = (server_address, "model") if mode.has_server else (engine.address, engine.name)
-        return asyncio.run(load(*target, mode, clients, requests, flags.tokens, seed))
+        sizes = {"clients": clients, "requests": requests, "tokens": flags.tokens}
+        return asyncio.run(measure_load(*target, mode, **sizes, seed=seed))
 
     for mode in MODES:
         for size in (1, 2, 4, 8) if mode.has_server else (1,):

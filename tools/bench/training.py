@@ -238,7 +238,7 @@ def report(measured: Measured, devices: int, name: str | None) -> Iterator[str]:
         recomputed = f"{measured.flops / measured.update / peak:.1%} with recomputation by remat"
         yield f"MFU           {rate / peak:.1%} of {devices} {name} ({recomputed}); {rate_text}"
     else:
-        yield f"MFU           none: no peak is known of this device; {rate_text}"
+        yield f"MFU           none: the peak of this device is not known; {rate_text}"
     planned = f"the compiler planned {measured.planned.total / 2**30:.2f} GiB"
     if measured.peak is None:
         yield f"peak memory   not reported by this device; {planned}"

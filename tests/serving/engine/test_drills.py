@@ -25,7 +25,7 @@ from servers import (
 from visual import noise
 
 from stepprune_jax.checkpoints.load import load_vlm
-from tools.bench.serving import MODES, load
+from tools.bench.serving import MODES, measure_load
 
 MOST, LONG, CROWD = 64, 1500, 2_000
 # Requests pass tower and policy one by one, so that one program of each is compiled.
@@ -136,9 +136,10 @@ def test_thousands_of_requests_at_once(model, wide_llava, start):
 def test_a_load_reads_the_answers_of_vllm_and_of_the_front(model, wide_llava, start):
     """The figures of a load are those of `tests/tools/test_serving_benchmark.py`."""
     engine = start(wide_llava)
+    sizes = {"clients": 4, "requests": 8, "tokens": 3, "seed": 0}
     with serve_with_engine(engine.address, model, batching=ONE_BY_ONE) as address:
-        alone = asyncio.run(load(engine.address, engine.name, MODES[0], 4, 8, 3, 0))
-        behind = asyncio.run(load(address, "tiny", MODES[1], 4, 8, 3, 0))
+        alone = asyncio.run(measure_load(engine.address, engine.name, MODES[0], **sizes))
+        behind = asyncio.run(measure_load(address, "tiny", MODES[1], **sizes))
     assert math.isnan(alone.kept) and behind.kept == 9
 
 

@@ -1,4 +1,4 @@
-"""Targets of the tests, or the reason why there are none here."""
+"""Targets of tests."""
 
 import jax
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from stepprune_jax.parallel import aot_targets
 
 
-def made(name):
-    """A target, or a CPU; skips a test where the target's compiler is missing."""
+def find_target(name):
+    """Returns a target or the CPU. Skips the test if the target's compiler is missing."""
     if name == "cpu":
         return aot_targets.Target(name, tuple(jax.devices()[:1]), {})
     if problem := aot_targets.missing(name):

@@ -1,11 +1,11 @@
-"""No weight is copied by the programs that answer: read off what the compilers wrote."""
+"""Compiled programs of an answer copy no weights."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from aot_targets import made
+from aot_targets import find_target
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -26,9 +26,9 @@ TOKENS = 40
 
 @functools.cache
 def config_of(name):
-    """A few layers, as wide as LLaVA-7B's: what a compiler does depends on the widths."""
+    """Returns a model of a few layers with the widths of LLaVA-7B, which affect the compiler."""
     text, vision = {"num_hidden_layers": 2}, {"num_hidden_layers": 3}
-    if name == "cpu":  # to be quick
+    if name == "cpu":  # Small widths compile faster.
         text |= {"hidden_size": 384, "intermediate_size": 640}
         vision |= {"hidden_size": 320, "intermediate_size": 768}
     else:
@@ -38,16 +38,18 @@ def config_of(name):
 
 
 def copies(name, program, answers=True, weights="full"):
-    """What a program writes in the shape of a weight, compiled for a target."""
-    to, config = made(name), config_of(name)
-    whole = NamedSharding(Mesh(to.devices, "x"), P())
+    """Returns the copies of weights in a program that is compiled for a target."""
+    target, config = find_target(name), config_of(name)
+    replicated = NamedSharding(Mesh(target.devices, "x"), P())
 
     def place(tree):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), tree
+        )
 
     dtype = jnp.bfloat16
     params = vlm.abstract_params(Llava(config), dtype, weights)
-    if uses_joined_weights(to.devices[0].platform, None):
+    if uses_joined_weights(target.devices[0].platform, None):
         params = jax.eval_shape(join_kernels, params)
     params = place(params)
     side, rows = config.vision.image_size, jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -66,7 +68,7 @@ def copies(name, program, answers=True, weights="full"):
         ),
     }[program]
     lowered = jit_for_weights(function, (), (), answers).trace(params, *place(inputs)).lower()
-    text = to.compile(lowered).as_text()
+    text = target.compile(lowered).as_text()
     part = flatten(params["vision" if program == "tower" else "language"])
     kernels = {leaf.shape[-2:] for path, leaf in part.items() if path.endswith("kernel")}
     return copied_weights(text, kernels)
@@ -74,8 +76,8 @@ def copies(name, program, answers=True, weights="full"):
 
 @pytest.mark.parametrize("program", ["tower", "prefill", "decode"])
 @pytest.mark.parametrize("name", ["cpu", "h200", "a6000", "v5e"])
-def test_the_programs_that_answer_copy_no_weight(name, program, monkeypatch):
-    if name == "cpu":  # where layers are small, to be quick
+def test_programs_of_an_answer_copy_no_weight(name, program, monkeypatch):
+    if name == "cpu":  # The layers of the CPU model are small.
         monkeypatch.setattr(stack, "_LARGE_LAYER_BYTES", 0)
     assert copies(name, program) == ()
 
@@ -90,5 +92,5 @@ def test_int8_matrices_are_converted_within_their_products(name, program, monkey
 
 @pytest.mark.parametrize("name", ["cpu", "h200"])
 def test_a_scan_copies_every_matrix_of_a_layer(name):
-    """Why layers are unstacked there; when it fails, they need not be any more."""
+    """This is the reason why layers are unstacked. If the test fails, stacks may be used again."""
     assert len(copies(name, "decode", answers=False)) >= (4 if name == "h200" else 7)

@@ -1,4 +1,4 @@
-"""Kernels of loops, counted by hand in a program of a few lines, and in one that XLA wrote."""
+"""Counts of kernels and copies, in small programs counted by hand and in a program of XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -66,26 +66,26 @@ metadata={op_name="jit(f)/while"}
 """
 
 
-def test_loops_by_hand():
-    # Outside: a fusion behind the call, the product, the sum over devices, the longer branch's two
-    # copies. Inside: a fusion, and another in the condition.
+def test_kernels_of_loops_match_a_worked_example():
+    # The outer loop has the fusion of the call, the product, the sum over devices, and two copies
+    # of the longer branch. The inner loop has a fusion, and another fusion in its condition.
     assert loops(PROGRAM) == (Loop("jit(f)/while", 5), Loop("jit(f)/while/body/while", 2))
 
 
-def test_branches_by_predicate_are_read_too():
+def test_branches_of_a_predicate_are_read():
     old = "branch_computations={%small, %large}"
     for branch, kernels in (("large", 5), ("small", 4)):
         new = f"true_computation=%{branch}, false_computation=%small"
         assert loops(PROGRAM.replace(old, new))[0].kernels == kernels
 
 
-def test_a_program_of_xla_is_read():
+def test_a_compiled_program_is_read():
     def f(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: jnp.sort(x) * 2, x)
 
     text = jax.jit(f).lower(jnp.ones(4)).compile().as_text()
     (loop,) = loops(text)
-    assert loop.name == "jit(f)/while" and loop.kernels >= 2  # a sort and a product
+    assert loop.name == "jit(f)/while" and loop.kernels >= 2  # A sort and a product.
     assert loops(jax.jit(jnp.sin).lower(1.0).compile().as_text()) == ()
 
 
@@ -111,18 +111,18 @@ ENTRY %main (w: bf16[2,6,10], x: bf16[4,6]) -> f32[4,10] {
 """
 
 
-def test_copied_weights_by_hand():
-    """A slice, a conversion and a joined one; not views, fetches, activations, or what is fused."""
+def test_copied_weights_match_a_worked_example():
+    """Slices, conversions and concatenations count. Views, fetches and fused slices do not."""
     assert copied_weights(COPIES, [(6, 10)]) == ("bf16[6,10]", "f32[10,6]", "bf16[6,30]")
     assert copied_weights(COPIES, [(10, 6)]) == copied_weights(COPIES, [(6, 10)])
     assert copied_weights(COPIES, [(6, 11)]) == ()
 
 
-def test_products_are_counted_by_who_computes_them():
+def test_products_are_counted_by_their_library():
     triton = 'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}'
     lines = [f"  %f.{n} = f32[4]{{0}} fusion(%p), kind=kCustom, calls=%g, {triton}" for n in (1, 2)]
-    found = backends("\n".join([PROGRAM, *lines]))
-    assert found == {"__cublas$gemm": 1, "__triton_nested_gemm_fusion": 2}
+    counts = backends("\n".join([PROGRAM, *lines]))
+    assert counts == {"__cublas$gemm": 1, "__triton_nested_gemm_fusion": 2}
 
 
 KNOWN = 'backend_config={"known_trip_count":{"n":"3"}}'
@@ -154,7 +154,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
 """
 
 
-def test_loops_count_as_often_as_they_run():
-    # The inner loop has two kernels and runs three times; around it stand one kernel and a test.
+def test_kernels_of_loops_are_multiplied_by_their_iterations():
+    # The inner loop has two kernels and three iterations. The outer loop has two more kernels.
     assert [count_kernels(LOOPED, trips) for trips in (1, 4)] == [1 + 8, 1 + 4 * 8]
     assert count_kernels("HloModule") == 0

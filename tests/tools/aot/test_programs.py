@@ -1,4 +1,4 @@
-"""The programs that a user runs, and the table of what compiles."""
+"""The programs of a run, and the table of the compile check."""
 
 import dataclasses
 import json
@@ -23,13 +23,13 @@ ALL = TRAINING | ANSWERING | SELECT | PICK | {f"select own {rows}" for rows in R
 
 @pytest.fixture(autouse=True)
 def at_root(monkeypatch, pytestconfig):
-    """Configurations are named from the repository's root, and import each other."""
+    """Runs in the root of the repository, because configurations import each other from there."""
     monkeypatch.chdir(pytestconfig.rootpath)
     monkeypatch.syspath_prepend(str(pytestconfig.rootpath))
 
 
 def tiny(tmp_path):
-    """The run of the shapes world with a model of a few weights."""
+    """Returns the run of the shapes world with a tiny model."""
     run = configurations.load("configs/shapes.py")
     (tmp_path / "config.json").write_text(json.dumps(testing.tiny_hf_config()))
     sizes = {"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1, "min_tokens": 1}
@@ -43,20 +43,22 @@ def tiny(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_program_has_the_dtypes_that_were_asked_for(tmp_path):
+def test_every_program_has_the_requested_dtypes(tmp_path):
     mesh = build_mesh("data", jax.devices()[:2])
     programs = Programs(tiny(tmp_path), mesh, "mixed")
     assert set(programs.names()) == ALL
     for name in programs.names():
         dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(programs.trace(name).in_avals)}
-        # The frozen model's weights and features; the policy alone is float32 here.
+        # Weights and features of the frozen model are bfloat16, and the policy is float32.
         assert ("bfloat16" in dtypes) != (name in PICK), name
-        learned = name in PICK | TRAINING - {"validation"} or name.startswith(("select", "rank"))
-        assert not learned or "float32" in dtypes, name
+        uses_policy = name in PICK | TRAINING - {"validation"} or name.startswith(
+            ("select", "rank")
+        )
+        assert not uses_policy or "float32" in dtypes, name
 
 
 @pytest.mark.slow
-def test_programs_of_a_model_whose_images_differ_in_size_are_traced(tmp_path):
+def test_programs_of_a_model_with_varying_image_sizes_are_traced(tmp_path):
     run = tiny(tmp_path)
     model = dataclasses.replace(run.model, folder=str(tiny_qwen(tmp_path / "qwen")))
     policy = dataclasses.replace(run.policy, max_steps=None)
@@ -65,13 +67,13 @@ def test_programs_of_a_model_whose_images_differ_in_size_are_traced(tmp_path):
         assert programs.trace(name).jaxpr, name
 
 
-def test_fields_of_a_configuration_are_changed():
+def test_flags_change_fields_of_a_configuration():
     changes = command.parse(["--set", "model.max_pixels=3211264"]).groups[0].changes
     run = configurations.load("configs/qwen25vl_7b.py", changes)
     assert backbone_of(run).config.max_image_tokens == 4096
 
 
-def test_a_selector_without_a_stop_is_asked_for_counts_alone(tmp_path):
+def test_a_selector_without_a_stop_has_only_programs_of_exact_counts(tmp_path):
     run = configurations.load("configs/shapes.py", ["method=autoselect"])
     run = dataclasses.replace(run, model=tiny(tmp_path).model)
     assert set(Programs(run, build_mesh(), "float32").names()) == TRAINING | ANSWERING | SELECT
@@ -79,11 +81,11 @@ def test_a_selector_without_a_stop_is_asked_for_counts_alone(tmp_path):
 
 @pytest.fixture
 def card(monkeypatch):
-    """A CPU in place of a card, with what it has compiled."""
-    target = types.SimpleNamespace(devices=jax.devices()[:1], given=[])
+    """A CPU in place of a GPU, which records the lowered programs in `lowered_programs`."""
+    target = types.SimpleNamespace(devices=jax.devices()[:1], lowered_programs=[])
 
     def compile_here(lowered):
-        target.given.append(lowered)
+        target.lowered_programs.append(lowered)
         return lowered.compile()
 
     target.compile = compile_here
@@ -92,7 +94,7 @@ def card(monkeypatch):
     return target
 
 
-def test_a_line_for_each_program_and_what_configurations_share_is_compiled_once(card, capsys):
+def test_each_program_has_a_row_and_shared_programs_are_compiled_once(card, capsys):
     configs = [command.SHAPES, f"{command.SHAPES}:literal"]
     flags = ["--target", "h200", "--config", *configs, "--program", "take", "policy.pick 1"]
     assert command.main(flags) == 0
@@ -102,25 +104,28 @@ def test_a_line_for_each_program_and_what_configurations_share_is_compiled_once(
         for config in configs
         for program in ("take", "policy.pick 1")
     ]
-    assert len(card.given) == 3 and lines[2][-2:] == ["0", f"ok (as {command.SHAPES}, float32)"]
-    # The stop of the literal reading is another.
+    assert len(card.lowered_programs) == 3 and lines[2][-2:] == [
+        "0",
+        f"ok (as {command.SHAPES}, float32)",
+    ]
+    # The literal configuration has another stop.
     assert lines[0][-1] == lines[1][-1] == lines[3][-1] == "ok"
     in_loops, _, in_all = lines[1][6].partition("; ")
     assert lines[0][6] == lines[2][6] and lines[0][6].startswith("-; ")
     once, twice = map(int, in_all.split(", "))
-    assert twice - once > int(in_loops.split()[0]) > 10  # StepPrune's loop, and the one in it
+    assert twice - once > int(in_loops.split()[0]) > 10  # StepPrune's loop and its inner loop.
 
 
-def test_results_are_kept_for_the_next_run(card, capsys, tmp_path):
+def test_the_next_run_reads_saved_results(card, capsys, tmp_path):
     flags = ["--target", "h200", "--program", "take", "--results", str(tmp_path / "results.jsonl")]
     assert command.main(flags) == 0
     first = capsys.readouterr().out
-    card.compile = None  # there is nothing left to compile
+    card.compile = None  # All programs have results.
     assert command.main(flags) == 0
     assert capsys.readouterr().out == first
     (tmp_path / "results.jsonl").write_text("[]\n")
     assert status(command.NAME, command.main, *flags) == 2
-    assert "results.jsonl, line 1: expected a result" in capsys.readouterr().err
+    assert "results.jsonl, line 1: expected a JSON list of texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,7 @@ def test_results_are_kept_for_the_next_run(card, capsys, tmp_path):
         ("RESOURCE_EXHAUSTED: Ran out of memory in hbm", "does not fit", False),
     ],
 )
-def test_what_does_not_compile_is_a_line(card, capsys, reason, cell, failed):
+def test_a_program_that_fails_to_compile_has_a_row(card, capsys, reason, cell, failed):
     def fail(lowered):
         raise jax.errors.JaxRuntimeError(reason)
 
