@@ -22,13 +22,13 @@ def layout(root):
     questions, answers = [], []
     for split, cases in CASES.items():
         rows = []
-        for number, (label, text) in enumerate(cases, start=1):
+        for number, (label, reply) in enumerate(cases, start=1):
             image, name = f"COCO_val2014_{number // 3:012d}.jpg", OFFSETS[split] + number
             text = f"Is there a thing {number} in the image?"
             rows.append({"image": image, "text": text, "label": label})
             text += "\nAnswer the question using a single word or phrase."
             questions.append({"question_id": name, "image": image, "text": text, "category": split})
-            answers.append(answer(name, text, text))
+            answers.append(answer(name, reply, text))
         write_lines(root / "pope" / "coco" / f"coco_pope_{split}.json", rows)
     write_lines(root / "pope" / "llava_pope_test.jsonl", questions)
     return answers

@@ -73,7 +73,7 @@ def test_each_row_and_seed_is_trained_and_evaluated_once(changes, trained, tmp_p
     assert ("AutoSelect-like, own stop", "adaptive") not in modes
     # A run with other settings is refused.
     with pytest.raises(ValueError, match=r"folder of another run(.|\n)*config.steps: 100 -> 200"):
-        run(numbers=[0], more=["steps=200"])
+        run(seed_list=[0], more_changes=["steps=200"])
 
 
 @pytest.mark.parametrize(

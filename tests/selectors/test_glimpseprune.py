@@ -53,7 +53,7 @@ def test_a_threshold_decides_between_bounds(options, expected):
     image = jnp.array([[0, 0, 0, 0, 0, -1, 1, 1, -1]])
     logits = jnp.array([[1.0, -1, 0.5, 2, -3, 9, -1, -2, 9]])
     pruner = GlimpsePrune(Budget("own"), config=CONFIG, **options)
-    assert pruner._above(logits, image, 2).tolist() == [expected]
+    assert pruner._count_above_threshold(logits, image, 2).tolist() == [expected]
 
 
 def test_a_share_is_rounded_down_as_the_authors_program_does():

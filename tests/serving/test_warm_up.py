@@ -126,7 +126,7 @@ def test_every_batch_of_requests_has_a_planned_shape(models, name, pruner, budge
             messages = [user_message(text, *[image() for _ in range(count)])]
             messages += [{"role": "system", "content": "a"}] if rng.random() < 0.5 else []
             body = {"model": "tiny", "messages": messages[::-1], "max_tokens": rng.randint(1, 4)}
-            chat = parser.read(json.dumps(body | {"temperature": temperature}).encode())
+            chat = parser.parse(json.dumps(body | {"temperature": temperature}).encode())
             if len(chat.request.ids[0]) - count <= extent.text:
                 chats.append(chat)
         shape, _ = backend.shape(chats)
