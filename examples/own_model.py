@@ -126,7 +126,7 @@ policy = sp.load_policy(path)
 # --- Pruning ---
 
 batch = draw(jax.random.key(4), 256)
-for budget in ("own", "mean:3", 4):
+for budget in ("adaptive", "mean:3", 4):
     pruned = policy.with_budget(budget).prune(batch.image, batch.text)
     loss, right = losses(frozen, pruned.tokens, batch, pruned.valid)
     share = f"{100 * right.mean():.1f} % right"

@@ -133,7 +133,7 @@ def build_pruner(
     if policy is None:
         return kind(budget=budget, **fields)
     if stop_bias is not None:
-        learned_stop = Budget("own") if budget.kind == "mean" else budget
+        learned_stop = Budget("adaptive") if budget.kind == "mean" else budget
         return policy.replace(budget=learned_stop, stop_bias=stop_bias, **fields)
     return policy.replace(**fields).with_budget(budget)
 

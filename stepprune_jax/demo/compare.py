@@ -41,7 +41,7 @@ class Choice(NamedTuple):
         budget = {
             EXACTLY: Budget("count", int(count)),
             ON_AVERAGE: Budget("mean", count),
-            BY_ITSELF: Budget("own"),
+            BY_ITSELF: Budget("adaptive"),
         }[mode]
         return build_pruner(self.pruner, budget, policy=self.policy)
 

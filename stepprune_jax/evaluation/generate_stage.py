@@ -287,7 +287,7 @@ def _bound(row: TableRow, kept: int, num_tokens: int) -> dict[str, str]:
         row without a learned stop.
     """
     pruner = row.pruner
-    if row.budget.kind != "own" or not isinstance(pruner, Policy) or not pruner.has_stop:
+    if row.budget.kind != "adaptive" or not isinstance(pruner, Policy) or not pruner.has_stop:
         return {}
     max_tokens = min(num_tokens, pruner.longest(num_tokens))
     if pruner.min_tokens < max_tokens <= kept:

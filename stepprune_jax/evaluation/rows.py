@@ -129,7 +129,7 @@ def _plan_policy_rows(
         TableRow(name, budget, build_pruner(None, budget, policy=policy, options=options), name)
         for budget in budgets
     ]
-    counts_by_threshold = not policy.has_stop and "own" in policy.budgets
+    counts_by_threshold = not policy.has_stop and "adaptive" in policy.budgets
     if biases is None and not counts_by_threshold:
         return rows
     if biases is not None and policy.has_stop:
@@ -139,7 +139,7 @@ def _plan_policy_rows(
             pruner = build_pruner(None, budget, policy=policy, stop_bias=bias)
             rows.append(TableRow(name, budget, pruner, name))
     if name in settings.learned_stops:
-        budget = Budget("own")
+        budget = Budget("adaptive")
         if counts_by_threshold:
             pruner = build_pruner(None, budget, policy=policy, options=options)
         else:

@@ -175,7 +175,7 @@ class Limits:
             slots enter the history in order of choice and the last of them is the next query, as if
             they had been taken one by one, so a policy needs no retraining for another g. All other
             quantities are computed per token: p_t(i) over the remaining tokens, the stop (a hazard
-            is evaluated before each token, the other stops use the group's logits), A_t and beta^t.
+            is evaluated before each token, all other stops use the group's logits), A_t and beta^t.
             The gradient of each of the g tokens flows to the group's logits. The last group ends
             with the episode.
         draw: temperature at which tokens are sampled; 0 takes the most probable tokens; static.

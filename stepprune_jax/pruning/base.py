@@ -176,7 +176,7 @@ class Pruner:
 
     Attributes:
         budget: tokens to keep per image: a `Budget`, or what `Budget.parse` reads, such as 64,
-            "1/9" or "own"; None for `default_budget`.
+            "1/9" or "adaptive"; None for `default_budget`.
     """
 
     budget: Any = None  # a `Budget` after construction
@@ -227,12 +227,12 @@ class Pruner:
     def default_budget(cls, options: Iterable[str] = ()) -> Budget:
         """Returns the budget of a pruner that is built without one.
 
-        It is "own" for a method that decides the number, and "all" for a method that keeps all
+        It is "adaptive" for a method that decides the number, and "all" for a method that keeps all
         tokens, or whose `options` are a schedule of numbers. Any other method needs a budget: its
         budget is "unset", which `check` refuses.
         """
-        if "own" in cls.budgets:
-            return Budget("own")
+        if "adaptive" in cls.budgets:
+            return Budget("adaptive")
         decides = cls.budgets == ("all",) or bool({*cls.schedules} & {*options})
         return Budget("all" if decides else "unset")
 

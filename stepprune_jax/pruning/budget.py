@@ -25,10 +25,10 @@ _VALUES = {
     "count": "an integer from 1",
     "rate": "a share in (0, 1]",
     "mean": "a positive number",
-    "own": "no number",
+    "adaptive": "no number",
 }
 # Forms that `Budget.parse` reads, for error messages.
-_READABLE = "a count such as 64, a share such as 1/3 or 22.2%, mean:32, own, or all"
+_READABLE = "a count such as 64, a share such as 1/3 or 22.2%, mean:32, adaptive, or all"
 # Largest denominator of a fraction that is a leaf: products in `Budget.counts` fit in int32.
 _LARGEST_LEAF = 10_000
 
@@ -48,10 +48,10 @@ class Budget:
     Attributes:
         kind: "all" keeps all tokens. "count" is the same number for every image. "rate" is a
             fraction of each image's tokens. "mean" is the mean number of a learned stop with a
-            calibrated bias. "own" leaves the number to the method, such as an uncalibrated learned
-            stop. "unset" is a missing budget of a method that needs one; see
-            `Pruner.default_budget`.
-        value: the number or fraction; None for "all", "own" and "unset".
+            calibrated bias. "adaptive" leaves the number to the method, such as an uncalibrated
+            learned stop; "own" is accepted as an older name. "unset" is a missing budget of a
+            method that needs one; see `Pruner.default_budget`.
+        value: the number or fraction; None for "all", "adaptive" and "unset".
 
     Raises:
         ValueError: an unknown kind, or a value that the kind does not allow.
@@ -61,10 +61,12 @@ class Budget:
     value: int | float | Fraction | None = None
 
     def __post_init__(self):
+        if self.kind == "own":
+            object.__setattr__(self, "kind", "adaptive")
         value = self.value
         if self.kind not in _VALUES:
             raise UserError(f"budget of kind {self.kind!r}, expected one of {', '.join(_VALUES)}")
-        if self.kind in ("all", "own", "unset"):
+        if self.kind in ("all", "adaptive", "unset"):
             is_valid = value is None
         elif not isinstance(value, int | float | Fraction) or isinstance(value, bool):
             is_valid = False
@@ -77,7 +79,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: "Budget | str | int | float") -> "Budget":
-        """Reads a budget: "64", "1/3", "22.2%", "mean:32", "own" or "all".
+        """Reads a budget: "64", "1/3", "22.2%", "mean:32", "adaptive" or "all".
 
         Args:
             text: the text or a count. A budget is returned unchanged.
@@ -94,7 +96,7 @@ class Budget:
             kind = type(text).__name__
             raise UserError(f"budget is a {kind}, expected {_READABLE}")
         text = str(text)
-        if text in ("all", "own"):
+        if text in ("all", "adaptive", "own"):
             return cls(text)
         # Fraction("1e999999999") would not finish, so exponents are not read.
         has_no_exponent = "e" not in text.lower()

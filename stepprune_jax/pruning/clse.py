@@ -162,14 +162,14 @@ def low_pass(sequence: Sequence, cutoff: float) -> Float[Array, "b s s"]:
     sigma = jnp.maximum(cutoff * half_side, jnp.finfo(jnp.float32).tiny ** 0.5)
     patch = jnp.maximum(sequence.index, 0)
     columns = jnp.take_along_axis(grid[..., 1], image, axis=1)
-    places = (patch // columns, patch % columns)
+    coordinates = (patch // columns, patch % columns)
     k = jnp.arange(s // 2 + 1)
     weights = _same_image(sequence)
-    for axis, coordinate in enumerate(places):
+    for axis, coordinate in enumerate(coordinates):
         side = grid[..., axis, None]  # [b, j, 1]
-        # Frequencies from -(m // 2) on: k and -k are alike, and -m / 2 stands alone.
-        times = jnp.where((k == 0) | (2 * k == side), 1, 2) * (2 * k <= side)
-        gain = times * jnp.exp(-jnp.square(k / sigma[..., None]) / 2) / side
+        # Only frequencies k >= 0 are summed. Each counts for k and -k, except 0 and m / 2.
+        multiplicity = jnp.where((k == 0) | (2 * k == side), 1, 2) * (2 * k <= side)
+        gain = multiplicity * jnp.exp(-jnp.square(k / sigma[..., None]) / 2) / side
         # The integer phase is reduced by the period, so that the cosine has a small argument.
         phase = (jnp.arange(s)[:, None] * k) % side[..., None]
         cosine = jnp.cos(2 * jnp.pi * phase / side[..., None])

@@ -63,15 +63,15 @@ class HiPrune(Pruner):
         return Tap("received", layer - 1), Tap("received", last_block), *tile_taps(config)
 
     def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Returns the kept tokens in raster order."""
+        """Keeps anchors, their neighbours and registers, in raster order."""
         object_attention, last_attention, *tile = view.taps
         r, n = object_attention.shape
         real = jnp.ones((r, n), bool) if view.valid is None else view.valid
         num_tiles = 1 + tile[0].max(1) if tile else jnp.ones(r, jnp.int32)
         tokens_per_tile = view.count // num_tiles
-        num_anchors = num_tiles * jnp.round(tokens_per_tile * self.alpha / 5).astype(
-            jnp.int32
-        )  # halves to even
+        # An anchor and its four neighbours take five tokens. `round` rounds halves to even.
+        anchors_per_tile = jnp.round(tokens_per_tile * self.alpha / 5).astype(jnp.int32)
+        num_anchors = num_tiles * anchors_per_tile
         order = by_score(object_attention, real)
         rank = jnp.argsort(in_turns(order, *tile) if tile else order, axis=1)
         is_anchor, columns = rank < num_anchors[:, None], view.grid[:, 1]

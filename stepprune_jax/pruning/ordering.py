@@ -112,10 +112,10 @@ def map_tokens(
         [r, n, ...] the results of all chunks.
     """
 
-    def chunk(chunk: Array, *chunk_arrays: Array) -> Array:
+    def apply_chunk(chunk: Array, *chunk_arrays: Array) -> Array:
         return function(chunk[:, 0], *chunk_arrays)
 
-    return map_queries(part, tokens[:, None], *token_arrays, axis=1)
+    return map_queries(apply_chunk, tokens[:, None], *token_arrays, axis=1)
 
 
 def group_means(

@@ -44,7 +44,7 @@ class PruMerge(Pruner):
     name = "prumerge"
     label = "PruMerge"
     version: ClassVar[int] = 2
-    budgets: ClassVar[tuple[str, ...]] = ("own", *EXACT)
+    budgets: ClassVar[tuple[str, ...]] = ("adaptive", *EXACT)
     positions: ClassVar[str] = "compact"
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
@@ -98,7 +98,7 @@ class PruMerge(Pruner):
 
     @property
     def _is_adaptive(self) -> bool:
-        return self.budget.kind == "own"
+        return self.budget.kind == "adaptive"
 
     def _most_attended(
         self, attention: Float[Array, "r n"], count: Int[Array, "r"]

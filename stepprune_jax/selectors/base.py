@@ -211,13 +211,13 @@ class TrainedPruner(Pruner):
 
         Programs read exact counts from `PrunerInputs.count` and the learned stop from `stop_bias`.
         """
-        kind = "all" if self.budget.is_exact else "own"
+        kind = "all" if self.budget.is_exact else "adaptive"
         return self.replace(budget=Budget(kind), stop_bias=self.bias, calibration=None)
 
     def prepare(self: AnyTrained) -> AnyTrained:
         """Returns a copy for many calls; a mean budget is replaced by its stop bias."""
         if self.budget.kind == "mean":
-            return self.replace(budget=Budget("own"), stop_bias=self.bias)
+            return self.replace(budget=Budget("adaptive"), stop_bias=self.bias)
         return self
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:

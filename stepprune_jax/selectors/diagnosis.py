@@ -264,7 +264,7 @@ def measure(
 
 def measure_stop(method: Selector, inputs: Inputs) -> StopCounts:
     """Measures the counts at which the learned stop of a method ends the rows of some inputs."""
-    method = method.with_budget("own")
+    method = method.with_budget("adaptive")
     picks = run_choose(method.program(), inputs, method.as_arrays(inputs, Limits()))
     num_tokens = np.asarray(jnp.sum(inputs.real, axis=1))
     longest = np.array([min(size, method.longest(size)) for size in num_tokens.tolist()])

@@ -204,7 +204,7 @@ class GlimpsePrune(TrainedPruner, LayerPruner):
 
     name = "glimpseprune"
     label = "GlimpsePrune"
-    budgets: ClassVar[tuple[str, ...]] = (*EXACT, "own")
+    budgets: ClassVar[tuple[str, ...]] = (*EXACT, "adaptive")
     config_type: ClassVar[type | None] = GlimpsePruneConfig
 
     def specs(self) -> Weights:

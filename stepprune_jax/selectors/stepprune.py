@@ -37,8 +37,8 @@ class StepPrune(Policy):
     """Keeps the tokens that a trained pointer policy chooses.
 
     Attributes:
-        budget: an exact count or fraction; a mean count, which needs a calibration; or "own" for
-            the learned stop.
+        budget: an exact count or fraction; a mean count, which needs a calibration; or "adaptive"
+            for the learned stop.
         config: configuration of the policy.
         group: number of tokens per pointer distribution; None for the configuration's number.
         seed: seed of the sampled tokens.
@@ -52,7 +52,7 @@ class StepPrune(Policy):
 
     name = "stepprune"
     label = "StepPrune"
-    budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "own")
+    budgets: ClassVar[tuple[str, ...]] = (*EXACT, "mean", "adaptive")
     has_stop: ClassVar[bool] = True
     samples_subsets: ClassVar[bool] = True
     config_type: ClassVar[type | None] = PolicyConfig

@@ -240,4 +240,6 @@ def _stop_at_once(pruner: Pruner) -> Pruner:
     """
     if not isinstance(pruner, TrainedPruner) or not pruner.has_stop:
         return pruner
-    return dataclasses.replace(pruner, budget=Budget("own"), stop_bias=pruner.bias + _STOP_BIAS)
+    return dataclasses.replace(
+        pruner, budget=Budget("adaptive"), stop_bias=pruner.bias + _STOP_BIAS
+    )

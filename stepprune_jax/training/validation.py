@@ -152,7 +152,7 @@ class Validation:
     def _generator(self, policy: Policy) -> Generator:
         """A policy without a stop keeps a quarter of the tokens if no budget is set."""
         budget = self._settings.budget
-        free = Budget("own") if policy.has_stop else Budget("rate", Fraction(1, 4))
+        free = Budget("adaptive") if policy.has_stop else Budget("rate", Fraction(1, 4))
         kept = Budget("count", budget) if budget else free
         return Generator(self._model, policy.with_budget(kept), options=self._run)
 

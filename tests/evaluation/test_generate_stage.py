@@ -169,7 +169,7 @@ def test_every_row_answers_every_question_in_order(run, root):
         ("stepprune-adaptive-77.8", {"policy": stepprune()}),
         ("stepprune-own-stop", {"policy": stepprune()}),
         ("glimpseprune-exact-77.8", {"policy": GLIMPSE, "budget": 2}),
-        ("glimpseprune-own-stop", {"policy": GLIMPSE, "budget": Budget("own")}),
+        ("glimpseprune-own-stop", {"policy": GLIMPSE, "budget": Budget("adaptive")}),
     ],
 )
 def test_answers_equal_those_of_generate(run, root, model, name, method, options):

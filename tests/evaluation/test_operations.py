@@ -31,7 +31,7 @@ def test_tokens_dropped_before_the_projector_cost_nothing_after_it():
     policy, scorer = stepprune(), one_shot()
     for trained, budget, work in (
         (policy, Budget("count", 4), policy_flops(policy.config, N, 5, 4, exact=True)["total"]),
-        (policy, Budget("own"), policy_flops(policy.config, N, 5, 4, exact=False)["total"]),
+        (policy, Budget("adaptive"), policy_flops(policy.config, N, 5, 4, exact=False)["total"]),
         # A one-shot scorer takes no steps.
         (scorer, Budget("count", 4), policy_flops(scorer.encoder_config, N, 5, 4)["encoder"]),
     ):
@@ -45,7 +45,7 @@ def test_tokens_dropped_before_the_projector_cost_nothing_after_it():
     [
         FastV(Budget("count", 4), layer=1),
         GlimpsePrune(Budget("count", 4), config=GLIMPSE),
-        GlimpsePrune(Budget("own"), config=GLIMPSE),
+        GlimpsePrune(Budget("adaptive"), config=GLIMPSE),
     ],
 )
 def test_tokens_dropped_inside_the_model_cost_operations_in_earlier_layers(pruner):

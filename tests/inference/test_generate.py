@@ -438,7 +438,7 @@ class CountsAtACut(LayerPruner):
     forgets: bool = False
 
     name: ClassVar[str] = "counts at a cut"
-    budgets: ClassVar[tuple[str, ...]] = ("own",)
+    budgets: ClassVar[tuple[str, ...]] = ("adaptive",)
 
     def cuts(self, config, num_tokens):
         return (LayerCut(1, forgets=self.forgets),)
@@ -452,7 +452,7 @@ class CountsAtACut(LayerPruner):
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_answers_behind_a_cut_that_drops_nothing_are_those_without_it(model, forgets):
-    cut = CountsAtACut("own", forgets=forgets)
+    cut = CountsAtACut("adaptive", forgets=forgets)
     options = RunOptions(24)  # longer than the padding of a row
     plain, same = (
         generate(model, PROMPTS[:1], IMAGES[:1], method, options=options)
@@ -483,7 +483,7 @@ def test_a_generator_checks_and_reads_before_weights_are_there(model):
         (FastV(budget=10, layer=1), "fastv: budget is 10, expected at most 9 of 9 visual tokens"),
         (FastV(budget=4, layer=2), "fastv: layer is 2, expected 1 to 1"),
         (StepPrune(), "the pruner 'stepprune' is trained: it needs a policy"),
-        (Random(budget="own"), "random does not support the budget own"),
+        (Random(budget="own"), "random does not support the budget adaptive"),
         (FastV(layer=1), r"the pruner 'fastv' needs a budget \(budget=64 in Python"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):

@@ -1,8 +1,8 @@
-"""The policy again, in plain numpy: float64, one row, one step, one head, one token at a time.
+"""A second implementation of the policy in plain numpy, in float64 and with loops.
 
-Written from the paper and from the docstrings of the package, sharing no code with it. Padding is
-not masked but left out: a padded token does not exist here, so it cannot reach anything. Nothing is
-cached: each step recomputes the whole decoder from the queries so far.
+It was written from the paper and the docstrings of the package, and shares no code with it. Padding
+is removed instead of masked, so a padded token cannot influence results. There is no cache: each
+step recomputes the decoder from all queries of the episode.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-IMPOSSIBLE = -1e9  # What log-probabilities of impossible events are documented to be.
+IMPOSSIBLE = -1e9  # the documented log-probability of impossible events
 
 
 def layer_norm(weights, x):
@@ -66,7 +66,7 @@ def encoder_block(weights, config, x, num_image, gate):
     log_gate = math.log(gate) if gate > 0 else -math.inf
     out = []
     for i, row in enumerate(x):
-        seen = []
+        visible = []
         for j in range(len(x)):
             if config.encoder_attention == "causal":
                 hidden = j > i if i < num_image and j < num_image else j < num_image
@@ -74,12 +74,12 @@ def encoder_block(weights, config, x, num_image, gate):
             else:
                 hidden = False
             if not hidden:
-                seen.append(j)
+                visible.append(j)
         biased = config.text_gate == "attention"
-        bias = [log_gate if biased and j >= num_image else 0.0 for j in seen]
+        bias = [log_gate if biased and j >= num_image else 0.0 for j in visible]
         query = dense(attention["query"], y[i])
         mixed = attend(
-            query, [keys[j] for j in seen], [values[j] for j in seen], config.num_heads, bias
+            query, [keys[j] for j in visible], [values[j] for j in visible], config.num_heads, bias
         )
         row = row + dense(attention["out"], mixed)
         out.append(row + mlp(weights["mlp"], layer_norm(weights["norm2"], row)))
@@ -106,7 +106,7 @@ def encode_row(weights, config, image, text, image_mask, text_mask, gate):
 
 
 def first_query_row(weights, config, text, text_mask, gate):
-    """What the question adds to the start token."""
+    """Returns the question's addition to the start token."""
     words = [] if text is None else [text[j] for j in range(len(text)) if text_mask[j]]
     if config.first_query == "learned" or not words:
         return np.zeros(config.policy_width)
@@ -122,7 +122,7 @@ def memory_row(weights, encoded):
 
 
 def history(weights, config, x):
-    """Causal self-attention over all queries so far."""
+    """Applies causal self-attention over the queries."""
     attention, out = weights["attention"], []
     y = [layer_norm(weights["norm"], row) for row in x]
     keys = [dense(attention["key"], row) for row in y]
@@ -135,11 +135,11 @@ def history(weights, config, x):
 
 
 def decoder_layer(layer, config, slots, x):
-    """A whole decoder layer over all queries so far."""
+    """Applies a decoder layer to all queries."""
     x, cross = history(layer["history"], config, x), layer["cross"]
-    seen = [layer_norm(cross["memory_norm"], slot) for slot in slots]
-    keys = [dense(cross["attention"]["key"], row) for row in seen]
-    values = [dense(cross["attention"]["value"], row) for row in seen]
+    normed = [layer_norm(cross["memory_norm"], slot) for slot in slots]
+    keys = [dense(cross["attention"]["key"], row) for row in normed]
+    values = [dense(cross["attention"]["value"], row) for row in normed]
     for t, row in enumerate(x):
         query = dense(cross["attention"]["query"], layer_norm(cross["norm"], row))
         mixed = attend(query, keys, values, config.num_heads)
@@ -186,22 +186,32 @@ def _log(x):
     return math.log(x) if x > 0 else IMPOSSIBLE
 
 
-def step_probabilities(config, logits, stop_logit, step, least, most):
+def step_probabilities(config, logits, stop_logit, step, min_tokens, max_tokens):
     """(p(i) over the tokens left, p(stop), 1 - p(stop)) from a dict of logits, Eqs. (8)-(9)."""
-    if step >= most:
+    if step >= max_tokens:
         return dict.fromkeys(logits, 0.0), 1.0, 0.0
-    left = list(logits)
-    shares = dict(zip(left, softmax([logits[i] / config.temperature for i in left]), strict=True))
-    if step < least:
-        return shares, 0.0, 1.0
+    tokens = list(logits)
+    conditional = dict(
+        zip(tokens, softmax([logits[i] / config.temperature for i in tokens]), strict=True)
+    )
+    if step < min_tokens:
+        return conditional, 0.0, 1.0
     if config.stop == "softmax":
-        scaled = [logits[i] / config.temperature for i in left]
-        full = softmax([*scaled, stop_logit / config.temperature])
-        return dict(zip(left, full[:-1], strict=True)), full[-1], sum(full[:-1])
-    rival = 0.0 if config.stop == "hazard" else max(logits.values())
-    odds = (stop_logit - rival) / config.stop_temperature
-    stop, go = 1 / (1 + math.exp(-odds)), 1 / (1 + math.exp(odds))
-    return {i: go * share for i, share in shares.items()}, stop, go
+        scaled = [logits[i] / config.temperature for i in tokens]
+        probabilities = softmax([*scaled, stop_logit / config.temperature])
+        return (
+            dict(zip(tokens, probabilities[:-1], strict=True)),
+            probabilities[-1],
+            sum(probabilities[:-1]),
+        )
+    max_logit = 0.0 if config.stop == "hazard" else max(logits.values())
+    odds = (stop_logit - max_logit) / config.stop_temperature
+    stop_prob, continue_prob = 1 / (1 + math.exp(-odds)), 1 / (1 + math.exp(odds))
+    return (
+        {i: continue_prob * probability for i, probability in conditional.items()},
+        stop_prob,
+        continue_prob,
+    )
 
 
 def select_row(
@@ -214,16 +224,16 @@ def select_row(
     min_tokens,
     max_tokens,
     stop_bias,
-    asked=0.0,
+    question=0.0,
     logits_fn=pointer_logits,
 ):
-    """The selection loop of one row."""
+    """Runs the selection loop of one row."""
     n = len(memory) - 1
-    left = [i for i in range(n) if image_mask[i]]
-    most = min(max_tokens, len(left))
-    least = min(min_tokens, most)
-    slots = [memory[i] for i in left] + [memory[n]]
-    slot_of = {i: position for position, i in enumerate(left)}
+    remaining = [i for i in range(n) if image_mask[i]]
+    count_limit = min(max_tokens, len(remaining))
+    min_count = min(min_tokens, count_limit)
+    slots = [memory[i] for i in remaining] + [memory[n]]
+    slot_of = {i: position for position, i in enumerate(remaining)}
     row = Row(
         np.full(steps, n),
         np.zeros(steps, int),
@@ -237,31 +247,31 @@ def select_row(
         np.zeros(n, bool),
         np.zeros(steps, bool),
     )
-    queries, alive, count = [weights["decoder"]["start"] + asked], True, 0
+    queries, alive, count = [weights["decoder"]["start"] + question], True, 0
     for t in range(steps):
         row.alive[t] = alive
-        if not left:
+        if not remaining:
             alive = False
             continue
         row.open[t] = True
         raw = logits_fn(weights, config, slots, queries)
-        logits = {i: raw[slot_of[i]] for i in left}
+        logits = {i: raw[slot_of[i]] for i in remaining}
         stop_logit = raw[-1] + config.stop_bias + stop_bias
-        best = left[0]
-        for i in left:
+        best = remaining[0]
+        for i in remaining:
             if logits[i] > logits[best]:
                 best = i
-        prob, stop, go = step_probabilities(config, logits, stop_logit, t, least, most)
-        for i in left:
+        prob, stop, go = step_probabilities(config, logits, stop_logit, t, min_count, count_limit)
+        for i in remaining:
             row.prob[t, i], row.log_prob[t, i] = prob[i], _log(prob[i])
         row.stop_prob[t], row.log_continue[t] = stop, _log(go)
         row.margin[t] = stop_logit - (0.0 if config.stop == "hazard" else logits[best])
-        if t >= most or (t >= least and row.margin[t] > 0):
+        if t >= count_limit or (t >= min_count and row.margin[t] > 0):
             alive = False
         if alive:
             row.action[t], row.selected[best], count = best, True, count + 1
         row.choice[t] = best
-        left.remove(best)
+        remaining.remove(best)
         queries.append(memory[best])
     return row._replace(count=count)
 
@@ -271,7 +281,7 @@ def alive_probability(stop_prob):
 
 
 def expected_count(stop_prob):
-    """E[K] by enumerating every sequence of stop / go decisions."""
+    """Computes E[K] by enumerating all sequences of stop decisions."""
     total = 0.0
     for stops in itertools.product([False, True], repeat=len(stop_prob)):
         weight = math.prod(p if s else 1 - p for p, s in zip(stop_prob, stops, strict=True))
@@ -281,7 +291,7 @@ def expected_count(stop_prob):
 
 def soft_scores(prob, stop_prob, decay, aggregation):
     alive, scores = alive_probability(stop_prob), np.zeros(prob.shape[1])
-    steps = [t for t in range(len(prob)) if prob[t].any()]  # nothing is left behind a bound
+    steps = [t for t in range(len(prob)) if prob[t].any()]  # no token can be chosen beyond a bound
     for i in range(prob.shape[1]):
         for t in range(len(prob)):
             weight = {

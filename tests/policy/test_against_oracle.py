@@ -145,7 +145,7 @@ def run_oracle(config, steps, case, row):
         min_tokens=case["min_tokens"][row],
         max_tokens=case["max_tokens"][row],
         stop_bias=case["stop_bias"][row],
-        asked=oracle.first_query_row(case["params"], config, text, text_mask, case["gate"]),
+        question=oracle.first_query_row(case["params"], config, text, text_mask, case["gate"]),
     )
     return encoded, trajectory
 

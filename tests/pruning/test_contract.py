@@ -334,7 +334,7 @@ def alone(inputs, row):
     return of_row._replace(tokens=of_row.tokens[:, :size], valid=None)
 
 
-STOPS = [("stepprune", "own", 2.0), ("stepprune", "own", -1000.0)]
+STOPS = [("stepprune", "adaptive", 2.0), ("stepprune", "adaptive", -1000.0)]
 
 
 @pytest.mark.parametrize(
@@ -350,12 +350,12 @@ def test_images_share_a_batch_and_what_is_kept_has_its_invariants(model, name, b
     sizes = _sizes(inputs)
     batch = batch_of(model, pruner, inputs)
     kept = chosen_of(model, pruner, *batch)
-    count = np.array(kept.count) if budget == "own" else np.array(inputs.count)
+    count = np.array(kept.count) if budget == "adaptive" else np.array(inputs.count)
     tokens = project(model.params, model.backbone, pruner, inputs.tokens)
     check(name, kept, inputs._replace(tokens=tokens), count)
     max_counts = [pruner.schedule(model.config, int(size)).most for size in sizes]
     assert (count <= max_counts).all()
-    if budget == "own":  # it stops early, or never but at T_max of each image
+    if budget == "adaptive":  # it stops early, or never but at T_max of each image
         assert (count < max_counts).any() == (bias > 0)
     for row, size in list(enumerate(sizes))[1:]:
         single = chosen_of(model, pruner, *batch_of(model, pruner, alone(inputs, row)))
@@ -387,10 +387,10 @@ def test_a_ranking_serves_every_budget(model, name):
     ranking = jax.device_get(pipeline.rank(model, chosen, *batch, steps))
     np.testing.assert_array_equal(np.sort(ranking.order, axis=1), [np.arange(N)] * 3)
     budgets = [(1, None), (K, None), (N, None)]
-    if "own" in kind.budgets:  # two rows of three stop by themselves, then one
+    if "adaptive" in kind.budgets:  # two rows of three stop by themselves, then one
         peaks = np.sort(ranking.margin[:, 1:].max(1))
         biases = -(peaks[1:] + peaks[:-1]) / 2
-        budgets += [("own", float(bias)) for bias in biases]
+        budgets += [("adaptive", float(bias)) for bias in biases]
     counts = set()
     for budget, bias in budgets:
         chosen = method(name, budget, stop_bias=bias)
@@ -403,5 +403,5 @@ def test_a_ranking_serves_every_budget(model, name):
         ranked = ranked._replace(tokens=selected.tokens)
         jax.tree.map(np.testing.assert_array_equal, ranked, selected)
         counts.add(tuple(ranked.count.tolist()))
-        assert budget == "own" or counts >= {(budget,) * 3}
-    assert any(len(set(count)) > 1 for count in counts) == ("own" in kind.budgets)
+        assert budget == "adaptive" or counts >= {(budget,) * 3}
+    assert any(len(set(count)) > 1 for count in counts) == ("adaptive" in kind.budgets)

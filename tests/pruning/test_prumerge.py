@@ -23,9 +23,9 @@ def plain(attention, keys, tokens, name, count=None, neighbours=32):
         grid = range(0, n - 1, max(1, int(int(1 / max(share, 1 / n)) / 3)))
         kept += [i for i in grid if i not in kept]
     elif name == "prumerge_plus":
-        num_left = [i for i in range(n) if i not in kept]
-        count = count - 1 - number
-        kept += [num_left[i * len(num_left) // count] for i in range(count)]
+        candidates = [i for i in range(n) if i not in kept]
+        num_grid = count - 1 - number
+        kept += [candidates[i * len(candidates) // num_grid] for i in range(num_grid)]
     remaining = [i for i in range(n) if i not in kept]
     unit = [key / np.sqrt((key**2).sum()) for key in keys]
     result = []
@@ -55,7 +55,7 @@ def seen(random, r, n, count):
 def test_many_images_equal_a_plain_loop(name, count, neighbours):
     n = 49  # 1 / 49 of 49 patches is less than one patch in double precision
     inputs, rows = seen(np.random.default_rng(0), 20, n, count or n)
-    budget = "own" if count is None else count
+    budget = "adaptive" if count is None else count
     pruner = build_pruner(name, budget, options={"neighbours": neighbours})
     kept = select(pruner.program(), inputs, n + 1)
     actual = set()

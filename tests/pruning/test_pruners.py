@@ -31,7 +31,8 @@ LEARNED, SCORER = stepprune(), one_shot()
     ("text", "budget"),
     [
         ("all", Budget()),
-        ("own", Budget("own")),
+        ("adaptive", Budget("adaptive")),
+        ("own", Budget("adaptive")),
         (64, Budget("count", 64)),
         ("1/3", Budget("rate", Fraction(1, 3))),
         ("22.2%", Budget("rate", Fraction(222, 1000))),
@@ -53,7 +54,7 @@ def test_what_is_no_budget_is_refused(text):
         Budget.parse(text)
 
 
-@pytest.mark.parametrize(("kind", "value"), [("count", True), ("own", 3), ("some", 3)])
+@pytest.mark.parametrize(("kind", "value"), [("count", True), ("adaptive", 3), ("some", 3)])
 def test_budgets_check_themselves(kind, value):
     with pytest.raises(ValueError, match=r"^budget"):
         Budget(kind, value)
@@ -67,10 +68,10 @@ def test_shares_are_exact_and_rounded_half_up():
     assert [halves.count(n) for n in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
     assert Budget("rate", Fraction(1, 100)).count(9) == 1  # one at least
     assert Budget("count", 5).count(3) == 3
-    assert Budget("own").count(9) is Budget("mean", 2).count(9) is None
+    assert Budget("adaptive").count(9) is Budget("mean", 2).count(9) is None
 
 
-@pytest.mark.parametrize("given", [64, "64", "1/9", "22.2%", "all", "own", Budget("count", 3)])
+@pytest.mark.parametrize("given", [64, "64", "1/9", "22.2%", "all", "adaptive", Budget("count", 3)])
 def test_a_budget_is_what_can_be_read_and_the_rest_is_kept(given):
     pruner, expected = FastV(budget=given, layer=3), Budget.parse(given)
     assert pruner == FastV(expected, layer=3) == FastV(layer=3).with_budget(given)
@@ -89,7 +90,7 @@ def test_a_policy_refuses_budgets_that_it_cannot_keep_at_once():
     for policy, budget, message in (
         (LEARNED, "all", "stepprune does not support the budget all, only "),
         (LEARNED, "mean:3", "the policy has no calibration, which a mean budget needs"),
-        (SCORER, "own", "autoselect does not support the budget own, only count, rate"),
+        (SCORER, "own", "autoselect does not support the budget adaptive, only count, rate"),
         (SCORER, "mean:3", "autoselect does not support the budget mean:3"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
@@ -101,8 +102,11 @@ NEEDS = r"^the pruner '{}' needs a budget \(budget=64 in Python, --budget 64\); 
 
 @pytest.mark.parametrize("name", PRUNERS)
 def test_a_method_that_needs_a_budget_is_refused_without_one(name):
-    pruner, decides = PRUNERS[name](), {"all": "all", "prumerge": "own", "prumerge_plus": "own"}
-    decides |= {"stepprune": "own", "glimpseprune": "own"}
+    pruner, decides = (
+        PRUNERS[name](),
+        {"all": "all", "prumerge": "adaptive", "prumerge_plus": "adaptive"},
+    )
+    decides |= {"stepprune": "adaptive", "glimpseprune": "adaptive"}
     assert pruner.budget.kind == decides.get(name, "unset")
     policy = pruner if pruner.config_type else None
     if name in decides:
@@ -139,7 +143,7 @@ def test_methods_are_made_from_what_a_user_says():
     zipped = build_pruner("visionzip", 6, options={"contextual": 2})
     assert zipped == VisionZip(budget=Budget("count", 6), contextual=2)
     learned = build_pruner(policy=stepprune())
-    assert learned.name == "stepprune" and learned.budget == Budget("own")
+    assert learned.name == "stepprune" and learned.budget == Budget("adaptive")
     assert build_pruner("stepprune", 3, policy=stepprune(), stop_bias=0.5).stop_bias == 0.5
     assert build_pruner(policy=one_shot(), budget=3).name == "autoselect"
 
@@ -150,7 +154,7 @@ def test_methods_are_made_from_what_a_user_says():
         ({"name": "fastvv"}, r"unknown pruner 'fastvv'.* Did you mean fastv\?$"),
         ({"name": "", "policy": LEARNED}, "unknown pruner ''"),
         ({"budget": 3}, "--budget.*--pruner"),
-        ({"name": "random", "budget": "own"}, "budget own, only all, count, rate"),
+        ({"name": "random", "budget": "own"}, "budget adaptive, only all, count, rate"),
         ({"name": "sparsevlm", "options": {"noise": 0}}, "'sparsevlm' needs a budget"),
         ({"name": "autoselect", "policy": SCORER, "budget": "mean:3"}, "budget mean:3"),
         ({"name": "autoselect", "budget": 3}, "'autoselect' is trained.*--policy"),
@@ -214,7 +218,7 @@ TEN = Budget("count", 10)
         (TopV(9, beta=-1.0), "beta"),
         (VisionZip(Budget("count", 1)), "budget"),
         (VisionZip(Budget("count", 5), contextual=5), "contextual"),
-        (PruMerge(Budget("own"), neighbours=-1), "neighbours"),
+        (PruMerge(Budget("adaptive"), neighbours=-1), "neighbours"),
         (HoloV(Budget("count", 4), crops=0), "crops"),
         (HoloV(Budget("count", 4), alpha=-1.0), "alpha"),
         (CDPruner(9, theta=1.0), "theta"),

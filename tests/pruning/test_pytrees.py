@@ -23,9 +23,9 @@ def test_one_without_weights_has_no_leaves_and_is_its_own_key(kind):
     assert pruner.without_weights is pruner and {pruner: 1}[jax.tree.unflatten(tree, [])] == 1
 
 
-@pytest.mark.parametrize("made", TRAINED.values(), ids=TRAINED)
-def test_leaves_are_weights_statistics_and_stop_bias(pruner):
-    pruner = pruner()
+@pytest.mark.parametrize("make", TRAINED.values(), ids=TRAINED)
+def test_leaves_are_weights_statistics_and_stop_bias(make):
+    pruner = make()
     named = jax.tree_util.tree_leaves_with_path(pruner)
     assert {path[0].name for path, _ in named} == {"params", "stats", "stop_bias"}
     parts = (pruner.params, pruner.stats, pruner.stop_bias)
@@ -33,7 +33,7 @@ def test_leaves_are_weights_statistics_and_stop_bias(pruner):
     without_weights = pruner.without_weights
     assert (
         jax.tree.leaves(without_weights) == []
-        and {without_weights: 1}[pruner(3).without_weights] == 1
+        and {without_weights: 1}[make(3).without_weights] == 1
     )
     assert without_weights != pruner.with_budget(3).without_weights
 

@@ -52,13 +52,13 @@ def test_attention_is_logits_or_logarithms_of_weights():
 def test_a_threshold_decides_between_bounds(options, expected):
     image = jnp.array([[0, 0, 0, 0, 0, -1, 1, 1, -1]])
     logits = jnp.array([[1.0, -1, 0.5, 2, -3, 9, -1, -2, 9]])
-    pruner = GlimpsePrune(Budget("own"), config=CONFIG, **options)
+    pruner = GlimpsePrune(Budget("adaptive"), config=CONFIG, **options)
     assert pruner._count_above_threshold(logits, image, 2).tolist() == [expected]
 
 
 def test_a_share_is_rounded_down_as_the_authors_program_does():
     assert 0.29 * 100 < 29  # in float32 it is 29
-    pruner = GlimpsePrune(Budget("own"), config=CONFIG, max_remain_ratio=0.29)
+    pruner = GlimpsePrune(Budget("adaptive"), config=CONFIG, max_remain_ratio=0.29)
     assert pruner.schedule(llava(), 100).after == (Survivors(28),)
 
 
@@ -74,8 +74,8 @@ def linear(layer, x):
     return x @ layer["kernel"] + layer.get("bias", 0)
 
 
-def turned(x, number):
-    """Queries or keys of one head [n, w]: half of the pairs turn by the row, half by the column."""
+def rotated(x, number):
+    """Rotates queries or keys of one head [n, w]: half of the pairs by row, half by column."""
     quarter = x.shape[1] // 4
     speeds = 10000.0 ** (-np.arange(quarter) / quarter)
     row, column = divmod(number, SIDE)
@@ -84,24 +84,24 @@ def turned(x, number):
     return np.concatenate([pairs.real, pairs.imag], axis=1)
 
 
-def judged(weights, attention, states):
-    """Logits [n] of an image's tokens, from [n, a] and the states [n, c] that each block reads."""
+def predicted_logits(weights, attention, states):
+    """Returns logits [n], given attention [n, a] and the states [n, c] that each block reads."""
     weights, number = plain(weights), np.arange(len(attention))
     x = linear(weights["attention_in"], attention)
-    for at, state in enumerate(states):
-        block = weights[f"block_{at}"]
+    for i, state in enumerate(states):
+        block = weights[f"block_{i}"]
         normed = norm(block["norm1"], x)
-        seen = np.concatenate([normed, state], axis=1)
+        conditioned = np.concatenate([normed, state], axis=1)
         heads = []
         for parts in zip(
-            np.split(linear(block["query"], seen), 2, axis=1),
-            np.split(linear(block["key"], seen), 2, axis=1),
+            np.split(linear(block["query"], conditioned), 2, axis=1),
+            np.split(linear(block["key"], conditioned), 2, axis=1),
             np.split(linear(block["value"], normed), 2, axis=1),
             strict=True,
         ):
-            query, key = (turned(part, number) for part in parts[:2])
-            share = np.exp(query @ key.T / math.sqrt(query.shape[1]))
-            heads.append(share / share.sum(1, keepdims=True) @ parts[2])
+            query, key = (rotated(part, number) for part in parts[:2])
+            weights_of_head = np.exp(query @ key.T / math.sqrt(query.shape[1]))
+            heads.append(weights_of_head / weights_of_head.sum(1, keepdims=True) @ parts[2])
         x = x + linear(block["out"], np.concatenate(heads, axis=1))
         normed = norm(block["norm2"], x)
         gate = linear(block["gate"], normed)
@@ -109,32 +109,36 @@ def judged(weights, attention, states):
     return linear(weights["out"], x)[:, 0]
 
 
-def drawn(seed=3):
-    """Weights of which biases and norms matter, too."""
+def random_policy(seed=3):
+    """Returns a policy whose biases and norms are random as well."""
     policy = GlimpsePrune.init(jax.random.key(seed), CONFIG, None)
     leaves, tree = jax.tree.flatten(policy.params)
     keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    moved = [
+    perturbed = [
         leaf + 0.3 * jax.random.normal(k, leaf.shape) for leaf, k in zip(leaves, keys, strict=True)
     ]
-    return policy.replace(params=tree.unflatten(moved))
+    return policy.replace(params=tree.unflatten(perturbed))
 
 
 PROMPTS = ["is the red dog in a chat or no", "What?", "two"]
-SHOWN = [[noise(0, (32, 32))], [noise(1, (32, 32)), noise(2, (32, 32))], []]
+IMAGES = [[noise(0, (32, 32))], [noise(1, (32, 32)), noise(2, (32, 32))], []]
 
 
 def reference(model, policy, request, row):
-    """Logits [images, n] of the images of a prompt, by running the glimpse token with it."""
+    """Returns logits [images, n] of a prompt's images, computed without a cache."""
     taps = policy.taps(model.config)
     images = pipeline.encode(model, request.images, taps)
     tokens = np.asarray(model.backbone.project(model.params, images.features))
     table = np.asarray(model.params["language"]["embed"]["embedding"])
-    shown, n = request.image_of[row], tokens.shape[1]
-    laid, following = loop_assemble(request.ids[row], [range(n)] * len(shown), n, "original")
-    hidden = [table[w] if at < 0 else tokens[shown[at], i] for w, at, i, _ in laid]
+    image_numbers, n = request.image_of[row], tokens.shape[1]
+    layout, following = loop_assemble(
+        request.ids[row], [range(n)] * len(image_numbers), n, "original"
+    )
+    hidden = [
+        table[w] if image < 0 else tokens[image_numbers[image], i] for w, image, i, _ in layout
+    ]
     hidden = np.float64([*hidden, np.zeros(48)])
-    position = np.array([*(place for *_, place in laid), following])
+    position = np.array([*(place for *_, place in layout), following])
     glimpse, scores = plain(policy.params["glimpse"]), []
     vectors = norm(
         glimpse["scale"], linear(glimpse, glimpse["embeddings"][:, 0]), CONFIG.rms_norm_eps
@@ -143,62 +147,68 @@ def reference(model, policy, request, row):
     language, text = model.params["language"], model.config.text
     for layer in range(CONFIG.reduce_layer + 1):
         hidden[-1] += vector_of.get(layer, 0)
-        given = (language, text, layer, hidden, position, np.ones(len(hidden), bool))
-        hidden, logits = plain_layer(*given)
-        own = logits[:, -1]
-        scores.append(own - np.log(np.exp(own).sum(1, keepdims=True)))
+        arguments = (language, text, layer, hidden, position, np.ones(len(hidden), bool))
+        hidden, logits = plain_layer(*arguments)
+        last_logits = logits[:, -1]
+        scores.append(last_logits - np.log(np.exp(last_logits).sum(1, keepdims=True)))
     attention = np.concatenate(scores).T
-    found = []
-    for at, number in enumerate(shown):
+    image_logits = []
+    for image, number in enumerate(image_numbers):
         states = [
             linear(plain(policy.params[f"state_{i}"]), np.float64(images.taps[tap][number, 1:]))
             for i, tap in enumerate(taps)
         ]
-        slots = [slot for slot, (_, own, _, _) in enumerate(laid) if own == at]
-        found.append(judged(policy.params, attention[slots], states))
-    return np.array(found)
+        slots = [slot for slot, (_, last_logits, _, _) in enumerate(layout) if last_logits == image]
+        image_logits.append(predicted_logits(policy.params, attention[slots], states))
+    return np.array(image_logits)
 
 
 def answered(model, policy, budget=None, **options):
-    method, begun = build_pruner("glimpseprune", budget, policy=policy, options=options), []
+    method, prefills = build_pruner("glimpseprune", budget, policy=policy, options=options), []
     answers = generate(
-        *(model, PROMPTS, SHOWN, method),
+        *(model, PROMPTS, IMAGES, method),
         sampling=Sampling(stop_ids=()),
         options=RunOptions(3),
-        trace=lambda batch: begun.append(jax.tree.map(jnp.copy, batch)),
+        trace=lambda batch: prefills.append(jax.tree.map(jnp.copy, batch)),
     )
-    return answers, begun[0]
+    return answers, prefills[0]
 
 
 def test_tokens_above_the_threshold_or_the_best_ones_remain(model):
-    policy = drawn()
-    request = read_request(model, PROMPTS, SHOWN)
+    policy = random_policy()
+    request = read_request(model, PROMPTS, IMAGES)
     logits = [reference(model, policy, request, row) for row in (0, 1)]
-    # Between two probabilities, so that the images keep different numbers.
+    # A threshold between two logits makes the images keep different numbers of tokens.
     ordered = np.sort(np.concatenate(logits).ravel())
     middle = (ordered[29] + ordered[30]) / 2
     assert ordered[30] - ordered[29] > 1e-3
     threshold = 1 / (1 + math.exp(-middle))
     for options, budget in [({"reduce_threshold": threshold}, None), ({}, 5)]:
-        answers, begun = answered(model, policy, budget, **options)
+        answers, prefill = answered(model, policy, budget, **options)
         remaining = []
         for row in (0, 1):
-            least = [middle if budget is None else np.sort(found)[-6] for found in logits[row]]
-            kept = [np.flatnonzero(x > most) for x, most in zip(logits[row], least, strict=True)]
+            thresholds = [
+                middle if budget is None else np.sort(image_logits)[-6]
+                for image_logits in logits[row]
+            ]
+            kept = [
+                np.flatnonzero(x > threshold_logit)
+                for x, threshold_logit in zip(logits[row], thresholds, strict=True)
+            ]
             assert [list(x) for x in answers[row].kept_indices] == [x.tolist() for x in kept]
             remaining.append(sum(map(len, kept)))
         remaining.append(0)
         assert budget or len({len(x) for answer in answers for x in answer.kept_indices}) > 1
-        assert [answer.kept for answer in answers] == begun.kept.tolist() == remaining
-        # The first layers forget, too.
-        text = [len(ids) - len(shown) for ids, shown in zip(request.ids, SHOWN, strict=True)]
-        for cache in begun.state.cache:
+        assert [answer.kept for answer in answers] == prefill.kept.tolist() == remaining
+        # The caches of the first layers drop tokens as well.
+        text = [len(ids) - len(images) for ids, images in zip(request.ids, IMAGES, strict=True)]
+        for cache in prefill.state.cache:
             assert cache.length.tolist() == np.add(text, remaining).tolist()
-            assert cache.key.shape[3] < begun.trace.stages[0].index.shape[1]
+            assert cache.key.shape[3] < prefill.trace.stages[0].index.shape[1]
 
 
-def test_it_does_not_prune_in_front_of_a_model(model):
-    policy = drawn()
+def test_pruning_in_front_of_a_model_is_refused(model):
+    policy = random_policy()
     with pytest.raises(ValueError, match="glimpseprune prunes inside a language model"):
         policy.prune(np.zeros((1, 4, 32), np.float32), budget=2)
 
@@ -214,7 +224,7 @@ def test_it_does_not_prune_in_front_of_a_model(model):
         ({"config": dataclasses.replace(CONFIG, selected_visual_layers=(1, 9))}, "visual_layers"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, message):
+def test_weights_and_options_that_do_not_fit_are_refused(options, message):
     method = GlimpsePrune(**{"config": CONFIG} | options)
     pruner = method.replace(params=method.init_params(jax.random.key(0)))
     with pytest.raises(ValueError, match=message):

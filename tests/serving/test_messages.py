@@ -56,7 +56,7 @@ def test_a_request_is_tokenized_like_a_prompt_of_generate(llava_parser, llava_mo
     np.testing.assert_array_equal(chat.request.images.pixels, expected.images.pixels)
     assert (chat.options.max_tokens, chat.sampling[:3]) == (7, (3, 0.5, 0.9))
     assert chat.engine_fields == {"seed": 3}
-    assert chat.pruner.budget.kind == "own" and not chat.is_streamed
+    assert chat.pruner.budget.kind == "adaptive" and not chat.is_streamed
 
 
 def test_images_are_rotated_and_flattened_as_viewers_display_them(llava_parser):
@@ -97,7 +97,7 @@ def test_requests_without_a_seed_have_different_seeds(llava_parser):
     [
         ({"budget": "1/3"}, "stepprune", "1/3"),
         ({"pruner": "grid", "budget": 4}, "grid", "4"),
-        ({"pruner": None, "budget": None}, "stepprune", "own"),
+        ({"pruner": None, "budget": None}, "stepprune", "adaptive"),
     ],
 )
 def test_a_request_may_choose_its_method_and_budget(llava_parser, fields, name, budget):

@@ -114,10 +114,10 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
 class ByQuestion(Pruner):
     """Keeps a number of tokens of each image that depends on the question, down to none."""
 
-    budget: Budget = dataclasses.field(default_factory=lambda: Budget("own"))
+    budget: Budget = dataclasses.field(default_factory=lambda: Budget("adaptive"))
 
     name = "by question"
-    budgets: ClassVar[tuple[str, ...]] = ("own",)
+    budgets: ClassVar[tuple[str, ...]] = ("adaptive",)
     reads_text: ClassVar[bool] = True
 
     def keep(self, view, capacity):

@@ -1,4 +1,4 @@
-"""Answers to the questions of the shapes world, read off a scene by brute force."""
+"""Answers the questions of the shapes world from a scene, by brute force."""
 
 import re
 from collections import Counter
@@ -20,30 +20,30 @@ def yes(value):
 
 
 def matching(scene, words):
-    """Shapes that a description fits: a colour, a kind, both, or "shapes"."""
-    found = []
+    """Returns the shapes that match a description: a colour, a kind, both, or "shapes"."""
+    shapes = []
     for shape in scene.shapes:
         plural = {"crosses"} if shape.kind == "cross" else {shape.kind + "s"}
-        known = {shape.color, shape.kind, "shape", "shapes"} | plural
-        if set(words.split()) <= known:
-            found.append(shape)
-    return found
+        known_words = {shape.color, shape.kind, "shape", "shapes"} | plural
+        if set(words.split()) <= known_words:
+            shapes.append(shape)
+    return shapes
 
 
 def the(scene, words):
-    """The one shape that a description fits."""
+    """Returns the only shape that matches a description."""
     (shape,) = matching(scene, words)
     return shape
 
 
 def _existence(scene, words):
-    found = matching(scene, words)
-    return yes(found), found
+    shapes = matching(scene, words)
+    return yes(shapes), shapes
 
 
 def _counting(scene, words):
-    found = matching(scene, words)
-    return NUMBERS[len(found)], found
+    shapes = matching(scene, words)
+    return NUMBERS[len(shapes)], shapes
 
 
 def _comparison(scene, one, two):
@@ -104,7 +104,7 @@ RULES = [
 
 
 def answer(scene, text):
-    """(family, answer, the shapes or dots that were asked about)."""
-    found = [(family, re.fullmatch(rule, text), act) for family, rule, act in RULES]
-    ((family, match, act),) = [entry for entry in found if entry[1]]
+    """Returns (family, answer, the shapes or dots that the question is about)."""
+    rules = [(family, re.fullmatch(rule, text), act) for family, rule, act in RULES]
+    ((family, match, act),) = [entry for entry in rules if entry[1]]
     return family, *act(scene, *match.groups())

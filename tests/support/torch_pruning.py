@@ -11,7 +11,7 @@ from stepprune_jax.models.vlm import IMAGE_TOKEN
 
 
 class Prompted(NamedTuple):
-    """Embeddings of a prompt [1, s, e], and the slots of each image's tokens."""
+    """Embeddings [1, s, e] of a prompt, and the slots of each image's tokens."""
 
     embeddings: torch.Tensor
     spans: list[np.ndarray]
@@ -19,26 +19,26 @@ class Prompted(NamedTuple):
 
 @torch.no_grad()
 def prompted(pair, prompt, images, visual_fn, projected_fn=lambda tokens, tower, pixels: tokens):
-    """Puts visual tokens in the places of the images.
+    """Replaces the image tokens of a prompt by visual tokens.
 
     Args:
         pair: the models.
         prompt: a question.
-        images: of the question.
-        visual_fn: from the tower and pixels to tokens [k, d] before the projector.
-        projected_fn: from projected tokens [k, e], the tower and pixels to those to be put there.
+        images: images of the question.
+        visual_fn: maps the tower and pixels to tokens [k, d] before the projector.
+        projected_fn: maps projected tokens [k, e], the tower and pixels to inserted tokens.
     """
-    asked, core = request(pair.ours, prompt, images), pair.theirs.model
-    table, parts, spans, length, shown = core.get_input_embeddings(), [], [], 0, 0
-    for token in asked.ids[0]:
+    request_of_ours, core = request(pair.ours, prompt, images), pair.theirs.model
+    table, parts, spans, length, num_images = core.get_input_embeddings(), [], [], 0, 0
+    for token in request_of_ours.ids[0]:
         if token == IMAGE_TOKEN:
-            seen = pair.ours.backbone.normalise(asked.images.pixels)
-            pixels = torch.tensor(seen[asked.image_of[0][shown]][None])
+            normalised = pair.ours.backbone.normalise(request_of_ours.images.pixels)
+            pixels = torch.tensor(normalised[request_of_ours.image_of[0][num_images]][None])
             tokens = visual_fn(core.vision_tower, pixels)
             projected = core.multi_modal_projector(tokens[None])[0]
             parts.append(projected_fn(projected, core.vision_tower, pixels))
             spans.append(np.arange(length, length + len(parts[-1])))
-            shown += 1
+            num_images += 1
         else:
             parts.append(table(torch.tensor([token])))
         length += len(parts[-1])
@@ -46,7 +46,7 @@ def prompted(pair, prompt, images, visual_fn, projected_fn=lambda tokens, tower,
 
 
 def all_patches(tower, pixels):
-    """The tokens that an unpruned model projects."""
+    """Returns the tokens that an unpruned model projects."""
     return tower(pixels, output_hidden_states=True).hidden_states[-2][0, 1:]
 
 
@@ -60,37 +60,40 @@ def tower_signals(tower, pixels):
 
 @torch.no_grad()
 def received(tower, pixels, block):
-    """The attention [n] that patches receive in a block from all tokens, in the mean over heads."""
+    """Returns the attention [n] that patches receive in a block, averaged over heads and tokens."""
     return _block_signals(tower, pixels, block)[1].mean((0, 1))[1:].numpy()
 
 
 def _block_signals(tower, pixels, block):
-    """Output [m, d], attention [h, m, m] and keys [h, m, c] of a block, counted from the last."""
+    """Returns output [m, d], attention [h, m, m] and keys [h, m, c] of a block."""
     model = getattr(tower, "vision_model", tower)
     states = tower(pixels, output_hidden_states=True).hidden_states
     layer = model.encoder.layers[block]
-    own, normed = layer.self_attn, layer.layer_norm1(states[block - 1])[0]
-    heads = (len(normed), own.num_heads, own.head_dim)
-    query, key = (f(normed).view(heads).transpose(0, 1) for f in (own.q_proj, own.k_proj))
-    return states[block][0], (query @ key.transpose(1, 2) * own.scale).softmax(-1), key
+    attention_layer, normed = layer.self_attn, layer.layer_norm1(states[block - 1])[0]
+    heads = (len(normed), attention_layer.num_heads, attention_layer.head_dim)
+    query, key = (
+        f(normed).view(heads).transpose(0, 1)
+        for f in (attention_layer.q_proj, attention_layer.k_proj)
+    )
+    return states[block][0], (query @ key.transpose(1, 2) * attention_layer.scale).softmax(-1), key
 
 
 @torch.no_grad()
 def next_logits(pair, embeddings):
-    """Logits [v] behind a prompt at positions 0, 1, 2, ..."""
+    """Returns logits [v] after a prompt at positions 0, 1, 2, ..."""
     hidden = pair.theirs.model.language_model(inputs_embeds=embeddings).last_hidden_state
     return pair.theirs.lm_head(hidden[0, -1]).numpy()
 
 
-def check(pair, asked, choose, projected=False):
-    """Holds what is kept of a question's images, and the logits, against the torch model.
+def check(pair, example, choose, projected=False):
+    """Compares kept tokens and logits with the torch model.
 
     Args:
         pair: the models.
-        asked: our answer, with compact positions.
-        choose: from the tower and pixels to indices and tokens [k, d] before the projector; if
-            `projected`, from projected tokens, the tower and pixels to those to be put there.
-        projected: where it chooses.
+        example: our answer, with compact positions.
+        choose: maps the tower and pixels to indices and tokens [k, d] before the projector; if
+            `projected`, maps projected tokens, the tower and pixels to indices and tokens [k, e].
+        projected: whether `choose` reads projected tokens.
     """
     indices = []
 
@@ -100,24 +103,28 @@ def check(pair, asked, choose, projected=False):
         return torch.as_tensor(tokens, dtype=torch.float32)
 
     functions = (all_patches, chosen) if projected else (chosen,)
-    embeddings, _ = prompted(pair, asked.prompt, asked.images, *functions)
-    np.testing.assert_array_equal(asked.arrays["kept_0"], indices)
-    np.testing.assert_array_equal(asked.arrays["position_0"], np.arange(embeddings.shape[1]))
-    np.testing.assert_allclose(asked.arrays["logits"], next_logits(pair, embeddings), atol=1e-4)
-    assert asked.answer.kept == len(indices)
+    embeddings, _ = prompted(pair, example.prompt, example.images, *functions)
+    np.testing.assert_array_equal(example.arrays["kept_0"], indices)
+    np.testing.assert_array_equal(example.arrays["position_0"], np.arange(embeddings.shape[1]))
+    np.testing.assert_allclose(example.arrays["logits"], next_logits(pair, embeddings), atol=1e-4)
+    assert example.answer.kept == len(indices)
 
 
 @torch.no_grad()
 def pruned_answer(pair, prompt, images, positions, max_tokens):
-    """Greedy ids from what `ByQuestion` keeps, everything recomputed for each token."""
+    """Returns greedy ids after pruning with `ByQuestion`, computed without a cache."""
     ours, theirs = pair
-    asked, n, core = request(ours, prompt, images), ours.config.max_image_tokens, theirs.model
-    kept = chosen(n, len(asked.question_ids[0]))
-    tokens, place = loop_assemble(asked.ids[0], [kept] * len(images), n, positions)
-    hidden, _ = prompted(pair, prompt, images, lambda *seen: all_patches(*seen)[kept])
+    request_of_ours, n, core = (
+        request(ours, prompt, images),
+        ours.config.max_image_tokens,
+        theirs.model,
+    )
+    kept = chosen(n, len(request_of_ours.question_ids[0]))
+    tokens, place = loop_assemble(request_of_ours.ids[0], [kept] * len(images), n, positions)
+    hidden, _ = prompted(pair, prompt, images, lambda *arguments: all_patches(*arguments)[kept])
     places, answer = [token[3] for token in tokens], []
     while len(answer) < max_tokens and theirs.generation_config.eos_token_id not in answer:
-        # Without a mask, gaps between positions would be taken for borders of sequences.
+        # Without a mask, transformers reads gaps between positions as borders of sequences.
         states = core.language_model(
             inputs_embeds=hidden,
             position_ids=torch.tensor(places)[None],

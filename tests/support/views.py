@@ -1,4 +1,4 @@
-"""What a pruner is shown, without a model."""
+"""Inputs of pruners, without a model."""
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,14 @@ from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.pruning import PrunerInputs
 from stepprune_jax.testing import tiny_hf_config
 
-# Compiled once for each pruner and capacity; the pruner is not trained.
+# Compiled once for each untrained pruner and capacity.
 select = jax.jit(lambda pruner, view, capacity: pruner.keep(view, capacity), static_argnums=2)
 
 
-def view(tokens, *taps, count, **others):
-    """A view of tokens [r, n, d] and intermediates; `count` is one number or one a row."""
+def view(tokens, *taps, count, **fields):
+    """Returns inputs of a pruner; `count` is a number or one per row."""
     r = len(tokens)
-    seen = PrunerInputs(
+    inputs = PrunerInputs(
         tokens=jnp.asarray(tokens),
         valid=None,
         grid=jnp.ones((r, 2), jnp.int32),
@@ -26,17 +26,17 @@ def view(tokens, *taps, count, **others):
         count=jnp.broadcast_to(jnp.asarray(count, jnp.int32), (r,)),
         taps=tuple(map(jnp.asarray, taps)),
     )
-    return seen._replace(**{name: jnp.asarray(value) for name, value in others.items()})
+    return inputs._replace(**{name: jnp.asarray(value) for name, value in fields.items()})
 
 
 def llava(layers=32, side=24, feature_layer=-2, **text):
-    """A LLaVA of (side / 8)^2 visual tokens."""
+    """Returns the configuration of a LLaVA with (side / 8)^2 visual tokens."""
     raw = tiny_hf_config(text={"num_hidden_layers": layers} | text, vision={"image_size": side})
     return LlavaConfig.from_hf(raw | {"vision_feature_layer": feature_layer})
 
 
 def rows(image, hidden=None, length=None, index=None, grid=None):
-    """Rows of tokens whose images [b, s] are known, -1 for text; by default each is its index."""
+    """Returns a `Sequence` of rows; `image` [b, s] is the image of each slot, -1 for text."""
     image = jnp.asarray(image, jnp.int32)
     b, s = image.shape
     slots = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))

@@ -4,7 +4,7 @@ from tools.bench import buckets
 
 
 def test_the_librarys_sizes_need_few_programs(capsys):
-    rows = ["all", "random@2/9", "stepprune@own"]
+    rows = ["all", "random@2/9", "stepprune@adaptive"]
     flags = ["--models", "qwen3-vl-8b", "--images", "60", "--seeds", "2", "--rows", *rows]
     buckets.main(flags)
     printed = capsys.readouterr().out

@@ -109,7 +109,7 @@ class Programs:
             table[f"answer {rows}"] = functools.partial(self._answer, rows)
         if self._setup.method.has_stop:
             for rows in ROWS:
-                select_by_stop = functools.partial(self._select, Budget("own"), rows)
+                select_by_stop = functools.partial(self._select, Budget("adaptive"), rows)
                 table[f"select own {rows}"] = select_by_stop
             table["policy.select_parallel"] = functools.partial(
                 self._choose, select_parallel, self._rows

@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None):
     """Runs the command: prints a table for each model and budget."""
     parser = Parser(prog="tools.bench.buckets", description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["qwen3-vl-8b", "qwen2.5-vl-7b"])
-    parser.add_argument("--rows", nargs="+", default=["all", "stepprune@2/9", "stepprune@own"])
+    parser.add_argument("--rows", nargs="+", default=["all", "stepprune@2/9", "stepprune@adaptive"])
     parser.add_argument("--sides", type=integer_from(1), nargs=2, default=[200, 2000])
     parser.add_argument("--text", type=integer_from(1), nargs=2, default=[30, 30])
     parser.add_argument("--images", type=integer_from(FIRST), default=400)
