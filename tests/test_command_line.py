@@ -84,7 +84,7 @@ def test_errors_of_other_classes_are_not_changed(kind):
     assert error.value is bug
 
 
-@pytest.mark.parametrize("function", ["request.open_image", "programs.run_begin"])
+@pytest.mark.parametrize("function", ["request.open_image", "programs.run_first_tokens"])
 def test_a_bug_inside_the_library_keeps_its_traceback(monkeypatch, function, tmp_path):
     """Only a UserError is a user's mistake. A plain ValueError of our code is a bug."""
 

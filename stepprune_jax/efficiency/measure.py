@@ -18,6 +18,7 @@ from stepprune_jax.evaluation.operations import first_token_flops
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import Images, Prompts, RunOptions, read_images
 from stepprune_jax.inference.dataset import rank_all
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.parallel.placement import to_host
@@ -188,11 +189,12 @@ def _time_answer(bench: Bench, row: BenchRow, batch: BenchInputs) -> _Turn:
     taps, start_time = row.pruner.taps(model.config), time.perf_counter()
     vision = jax.block_until_ready(pipeline.encode(model, batch.images, taps, options.execution))
     tower, start_time = time.perf_counter() - start_time, time.perf_counter()
-    jax.block_until_ready(pipeline.choose(model, row.pruner, batch.prompts, vision)[0])
+    planned = plan_batch(model, row.pruner, batch.prompts, vision, options)
+    jax.block_until_ready(pipeline.select(model, planned).kept)
     selector = time.perf_counter() - start_time
     start_time = time.perf_counter()
-    prepared = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
-    prefill = pipeline.begin(model, prepared, sampling)
+    inputs = model, row.pruner, batch.prompts, batch.images, options, sampling
+    prefill = pipeline.first_tokens(*inputs)
     jax.block_until_ready(prefill.state.token)
     first_token_time = time.perf_counter()
     caches = jax.tree.leaves(prefill.state.cache, is_leaf=lambda node: isinstance(node, Cache))
@@ -213,8 +215,8 @@ def _program_costs(bench: Bench, row: BenchRow, batch: BenchInputs) -> dict[str,
     """
     model, options, sampling = bench.model, bench.options, greedy(())
     with watch_programs() as first_token_programs:
-        prepared = pipeline.prepare(model, row.pruner, batch.prompts, batch.images, options)
-        prefill = pipeline.begin(model, prepared, sampling)
+        inputs = model, row.pruner, batch.prompts, batch.images, options, sampling
+        prefill = pipeline.first_tokens(*inputs)
     with watch_programs() as decode_programs:
         jax.block_until_ready(pipeline.finish(model, prefill.state, sampling, options).token)
     executions = [*first_token_programs, *decode_programs]

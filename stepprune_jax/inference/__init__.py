@@ -1,7 +1,8 @@
 """From a loaded model, prompts and images to answers.
 
-A `Generator` does all of it; `generate` and `stream` are shorthands. `pipeline` has the steps of a
-batch, `programs` the compiled programs, and `sets` answers whole sets. The types are in `base`.
+`Generator` answers requests; `generate` and `stream` are shorthands. `plan` plans a batch on the
+host, `pipeline` has the stages of a batch, `programs` the compiled programs, `dataset` answers data
+sets, and `text` turns ids into text. The types are in `base`.
 """
 
 from stepprune_jax.inference.base import Decoding, Images, Prompts, RunOptions, Trace
@@ -11,7 +12,7 @@ from stepprune_jax.inference.encode import EncodedQuestions, encode_questions
 from stepprune_jax.inference.generate import Answer, Generator, generate, stream, trace_arrays
 from stepprune_jax.inference.request import Request, read_request
 from stepprune_jax.inference.sampling import Sampling, greedy, nucleus, sample
-from stepprune_jax.inference.text import TextStream, answer_text
+from stepprune_jax.inference.text import TextStream, answer_text, stream_text
 
 __all__ = [
     "Answer",
@@ -37,5 +38,6 @@ __all__ = [
     "read_request",
     "sample",
     "stream",
+    "stream_text",
     "trace_arrays",
 ]

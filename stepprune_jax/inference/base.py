@@ -1,8 +1,11 @@
-"""Types of a batch on its way from prompts and images to answers."""
+"""Types of a batch between its prompts and images and its first tokens.
+
+Prompts, Images -> Batch -> Kept -> Sequence -> Decoding
+"""
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 import jax
@@ -14,21 +17,22 @@ from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.decoder import Cache
 from stepprune_jax.models.images import Pixels, join_images
+from stepprune_jax.models.sequence import Kept, Sequence
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.models.vlm import PausedPrefill
-from stepprune_jax.pruning import Kept, LayerCut, Pruner
+from stepprune_jax.pruning import LayerCut, Pruner
 
 
 class Prompts(NamedTuple):
-    """A set of prompts in the form that programs read; arrays are on the host.
+    """Prompts as padded arrays on the host, from `Request.prompts` or `encode_questions`.
 
     Attributes:
         ids: [q, l] right-padded ids, with -200 in place of an image.
         length: [q] number of ids.
-        words: [q, w] ids of the user's words, for pruners that read them.
-        num_words: [q] number of these.
-        image_of: [q, j] row of each of its images in the `Images`; -1 for none.
-        number: [q] number of each prompt in its set, by which messages name it.
+        words: [q, w] right-padded ids of the user's words, for pruners that read text.
+        num_words: [q] number of these ids.
+        image_of: [q, j] row in the `Images` of each image of a prompt; -1 for no image.
+        number: [q] number of each prompt in its data set, which messages name.
     """
 
     ids: Int[np.ndarray, "q l"]
@@ -40,24 +44,29 @@ class Prompts(NamedTuple):
 
     @property
     def has_image(self) -> Bool[np.ndarray, "q"]:
-        """Mask of the prompts that show an image."""
+        """Mask of the prompts that have an image."""
         return (self.image_of >= 0).any(axis=1)
 
+    @property
+    def num_text(self) -> Int[np.ndarray, "q"]:
+        """Number of text tokens of each prompt."""
+        return self.length - (self.image_of >= 0).sum(axis=1)
+
     def take(self, rows: Int[np.ndarray, "r"]) -> "Prompts":
-        """Returns some of the prompts."""
+        """Returns the prompts of some rows."""
         return Prompts(*(part[rows] for part in self))
 
 
 class Images(NamedTuple):
-    """A set of images, before or after the tower.
+    """Images before or after the tower.
 
     Attributes:
         grid: [i, 2] rows and columns of the patches; on the host.
-        sizes: [i] tokens of each image; on the host.
-        seed: [i] uint32 checksum of each image's pixels, for random draws; on the host.
+        sizes: [i] number of visual tokens of each image; on the host.
+        seed: [i] uint32 checksum of each image's pixels, for random numbers; on the host.
         pixels: [i, ...] result of the family's preprocessing; None after the tower.
-        features: [i, n, w] visual tokens, with their deep features behind them, on the host or on
-            devices; a smaller image's are a prefix of its row. None before the tower.
+        features: [i, n, w] visual tokens with their deep features appended, on the host or on
+            devices. The tokens of a smaller image are a prefix of its row. None before the tower.
         taps: [i, ...] intermediates of the tower for pruners; None before the tower.
     """
 
@@ -69,16 +78,16 @@ class Images(NamedTuple):
     taps: dict[Tap, Array] | None = None
 
 
-def read_images(backbone: Backbone, parts: Sequence[Pixels]) -> Images:
+def read_images(backbone: Backbone, parts: Ordered[Pixels]) -> Images:
     """Builds `Images` from the results of the family's preprocessing, one for each image."""
     pixels = join_images(parts)
     grid = np.asarray(backbone.grids(pixels), np.int32)
     sizes = np.asarray(backbone.num_tokens(grid), np.int32)
-    # An image is checked before it is padded to the others, so that these change nothing; as the
-    # tower sees it, not as bytes, because the draws of all published rows follow from that.
-    seen = (jax.tree.leaves(backbone.normalise(part)) for part in parts)
-    checks = [zlib.crc32(b"".join(map(bytes, leaves))) for leaves in seen]
-    return Images(grid, sizes, np.array(checks, np.uint32), pixels)
+    # The checksum is of one image without the padding of a batch, so it does not depend on other
+    # images. It is of normalized pixels, because the published results were drawn from it.
+    normalized = (jax.tree.leaves(backbone.normalise(part)) for part in parts)
+    checksums = [zlib.crc32(b"".join(map(bytes, leaves))) for leaves in normalized]
+    return Images(grid, sizes, np.array(checksums, np.uint32), pixels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +97,11 @@ class RunOptions:
     Attributes:
         max_tokens: longest answer, in tokens.
         positions: position ids of kept tokens: "own", as in the program of the method's authors,
-            or "original" or "compact", see `vlm.assemble`. "compact" renumbers the remaining tokens
-            after each cut between layers.
-        context_limit: longest row after expansion, with the kept tokens; longer ones are truncated
-            at the right end, with a warning. None for that of the model's family.
+            or "original" or "compact", see `assembly.assemble`. "compact" renumbers the remaining
+            tokens after each cut between layers.
+        context_limit: longest row, with the kept tokens in place of the images. Longer rows are
+            truncated at the right end, with a warning. None selects the limit of the model's
+            family.
         execution: how the layers of tower and language model are run.
     """
 
@@ -103,16 +113,28 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The static part of a batch; hashable, and so the key of its compiled programs.
+    """The static part of a program of a batch; hashable.
 
-    A program's plan sets only what the program depends on, so that others share it.
+    A program's plan sets only the fields that the program depends on, so that more batches share
+    the program.
+
+    Attributes:
+        capacity: padded number of tokens kept of an image.
+        is_projected: whether the kept tokens are behind the projector.
+        slots: row length of each stage of the language model.
+        cuts: cuts between the stages.
+        text_slots: padded number of text tokens, for cuts that read all text; otherwise 0.
+        positions: position ids of kept tokens, "original" or "compact".
+        max_tokens: longest answer, in tokens.
+        execution: how the layers are run.
+        mesh: mesh of the weights; None on a single device.
     """
 
-    capacity: int = 0  # padded number of tokens kept of an image
-    projected: bool = False  # whether the kept tokens are
-    slots: tuple[int, ...] = ()  # length of the rows of each stage of the language model
-    cuts: tuple[LayerCut, ...] = ()  # between the stages
-    text: int = 0  # padded number of text tokens, for cuts that read all of them
+    capacity: int = 0
+    is_projected: bool = False
+    slots: tuple[int, ...] = ()
+    cuts: tuple[LayerCut, ...] = ()
+    text_slots: int = 0
     positions: str = "original"
     max_tokens: int = 1
     execution: Execution = Execution()
@@ -120,42 +142,127 @@ class Plan:
 
 
 class Pairs(NamedTuple):
-    """The (image, prompt) pairs of a batch, which are the rows of a pruner."""
+    """The (image, prompt) pairs of a batch: the arrays that `programs.select` reads.
 
-    images: Pixels  # [i, ...] the distinct images: pixels, or features [i, n, w] if there are taps
-    taps: tuple[Array, ...] | None  # [i, ...] in the order of `Pruner.taps`
-    image: Int[Array, "r"]  # row of its image
+    Attributes:
+        pixels: [i, ...] the distinct images; None after the tower.
+        features: [i, n, w] visual tokens of the distinct images; None before the tower.
+        taps: [i, ...] intermediates in the order of `Pruner.taps`; empty before the tower.
+        image: [r] row of each pair's image in `pixels` or `features`.
+        grid: [r, 2] rows and columns of the image's patches.
+        size: [r] number of tokens of the image; None if every image has n tokens.
+        words: [r, w] right-padded ids of the user's words.
+        num_words: [r] number of these ids.
+        number: [r] number of the prompt in its data set.
+        seed: [r] seed of the row's random numbers.
+        count: [r] number of tokens to keep if the image's size decides it, otherwise the size.
+    """
+
+    pixels: Pixels | None
+    features: Float[Array, "i n w"] | None
+    taps: tuple[Array, ...]
+    image: Int[Array, "r"]
     grid: Int[Array, "r 2"]
-    size: Int[Array, "r"] | None  # tokens of its image; None where all have n
+    size: Int[Array, "r"] | None
     words: Int[Array, "r w"]
     num_words: Int[Array, "r"]
-    number: Int[Array, "r"]  # number of its prompt
-    seed: UInt32[Array, "r"]  # seed of its random draws
-    count: Int[Array, "r"]  # tokens to keep if known, otherwise all
+    number: Int[Array, "r"]
+    seed: UInt32[Array, "r"]
+    count: Int[Array, "r"]
 
 
 class PromptLayout(NamedTuple):
-    """Prompts with the places of their images."""
+    """Prompts with the places of their images: the arrays that `programs.prefill` reads.
+
+    Attributes:
+        ids: [b, l] right-padded ids, with -200 in place of an image.
+        length: [b] number of ids.
+        pair: [b, j] row in the kept tokens of each image of a prompt.
+        has_image: [b, j] True = image.
+        grid: [b, j, 2] rows and columns of the image's patches.
+        counts: [b, j] for each cut, the tokens of each image that remain, without merged tokens.
+    """
 
     ids: Int[Array, "b l"]
     length: Int[Array, "b"]
-    pair: Int[Array, "b j"]  # row of each image in `Pairs`
-    shown: Bool[Array, "b j"]  # True = image
+    pair: Int[Array, "b j"]
+    has_image: Bool[Array, "b j"]
     grid: Int[Array, "b j 2"]
-    counts: tuple[Int[Array, "b j"], ...] = ()  # tokens that remain after each cut
+    counts: tuple[Int[Array, "b j"], ...] = ()
+
+
+class PairPlan(NamedTuple):
+    """The pairs of a batch on the host, and how many tokens of each a pruner may keep.
+
+    Attributes:
+        image: [r] row of each pair's image in the images.
+        prompt: [r] row of each pair's prompt in the batch.
+        pair: [b, j] pair of each image of each prompt.
+        has_image: [b, j] True = image.
+        size: [r] number of tokens of each pair's image.
+        counts: [r] number of tokens to keep if the size decides it, otherwise the size.
+        n: padded number of tokens of an image.
+        capacity: padded number of tokens to keep; an upper bound where a learned stop decides.
+        sizes: padded numbers to choose from, ascending.
+    """
+
+    image: Int[np.ndarray, "r"]
+    prompt: Int[np.ndarray, "r"]
+    pair: Int[np.ndarray, "b j"]
+    has_image: Bool[np.ndarray, "b j"]
+    size: Int[np.ndarray, "r"]
+    counts: Int[np.ndarray, "r"]
+    n: int = 0
+    capacity: int = 0
+    sizes: Ordered[int] = ()
 
 
 class Batch(NamedTuple):
-    """A batch that is ready for its last program before decoding, `programs.begin`."""
+    """A batch between its plan and its first tokens.
 
-    plan: Plan
-    pruner: Pruner | None  # `Pruner.program`, if that program reads it
-    tokens: (
-        Kept | Pairs | PausedPrefill
-    )  # the kept tokens, what to choose them from, or rows at a cut
-    texts: PromptLayout
-    visual_tokens: Int[np.ndarray, "b"]  # of each row before pruning
-    kept: Int[np.ndarray, "b"]  # of these after the last cut
+    `plan.plan_batch` creates a batch. `pipeline.select` and `pipeline.prefill_to_cut` return the
+    batch with their results. `pipeline.prefill` and `pipeline.embed` read it.
+
+    Attributes:
+        prompts: the prompts; on the host.
+        options: how the model is run.
+        width: slots of a row for text; None pads rows to a bucket.
+        pruner: the pruner; all tokens for a batch without images.
+        pairing: the pairs; on the host.
+        grid: [r, 2] rows and columns of each pair's image; on the host.
+        pairs: inputs of the pruner; None for a batch without images or with a ranking.
+        ranked: inputs of `programs.run_take`: features, order and counts of the pairs; None for a
+            batch without a ranking.
+        visual_tokens: [b] visual tokens of each row before pruning.
+        plan: static part of the prefill; None until the number of kept tokens is known.
+        layout: prompts with the places of their images; None until the number of kept tokens is
+            known.
+        num_kept: [b] visual tokens of each row after the last cut; None until the number of kept
+            tokens is known.
+        kept: the selected tokens; None before the selection, and where it is part of the prefill.
+        paused: the prefill at a cut that decides the number of tokens; None for other pruners.
+    """
+
+    prompts: Prompts
+    options: RunOptions
+    width: int | None
+    pruner: Pruner
+    pairing: PairPlan
+    grid: Int[np.ndarray, "r 2"]
+    pairs: Pairs | None
+    ranked: tuple[Array, Array, Array] | None
+    visual_tokens: Int[np.ndarray, "b"]
+    plan: Plan | None = None
+    layout: PromptLayout | None = None
+    num_kept: Int[np.ndarray, "b"] | None = None
+    kept: Kept | None = None
+    paused: PausedPrefill | None = None
+
+    @property
+    def selects_in_prefill(self) -> bool:
+        """Whether one program runs from images before the tower to the first tokens."""
+        pairs = self.pairs
+        return pairs is not None and pairs.features is None and self.pruner.budget.is_exact
 
 
 class Decoding(NamedTuple):
@@ -167,8 +274,8 @@ class Decoding(NamedTuple):
         finished: [b] True = a stop id was generated; later tokens are not recorded.
         finite: [b] False = the logits of a token were not finite, which also finishes the row.
         count: [b] tokens generated, including the stop id.
-        key: [b] PRNG keys, one per row, so that draws do not depend on the rest of the batch; None
-            if nothing is drawn.
+        key: [b] PRNG keys, one per row, so that sampling does not depend on other rows; None for
+            greedy decoding.
         step: number of the next step; the prefill was step 0.
         tokens: [b, max_tokens] int32 the answers, padded with -1.
         seen: [b, v] True at tokens of prompt and answer; None without a repetition penalty.
@@ -185,34 +292,33 @@ class Decoding(NamedTuple):
     seen: Bool[Array, "b v"] | None = None
 
 
-class Places(NamedTuple):
-    """The tokens in the rows of a stage; the fields are those of `models.sequence.Sequence`."""
-
-    image: Int[Array, "b s"]
-    index: Int[Array, "b s"]
-    position: Int[Array, "b p s"]
-    length: Int[Array, "b"]
-
-
 class Trace(NamedTuple):
     """Record of a prefill.
 
     Attributes:
         logits: [b, v] float32 at each prompt's last token.
-        stages: the rows that enter the language model, then those after each cut.
-        order: [b, j, t] int32 tokens of each image kept before the language model, in order of
-            choice, -1 in the padding; None for a method that chooses a set.
+        stages: the rows before the first layer, then the rows after each cut; without hidden
+            states, notes and deep features, which are None.
+        order: [b, j, t] int32 indices of the tokens of each image that enter the language model, in
+            the order of selection, -1 in the padding; None for a method that selects a set.
     """
 
     logits: Float[Array, "b v"]
-    stages: tuple[Places, ...]
+    stages: tuple[Sequence, ...]
     order: Int[Array, "b j t"] | None = None
 
 
 class PrefillResult(NamedTuple):
-    """A batch after its first tokens."""
+    """A batch after its first tokens.
+
+    Attributes:
+        state: the decoding state.
+        trace: the record of the prefill.
+        visual_tokens: [b] visual tokens of each row before pruning, over all its images.
+        kept: [b] visual tokens of each row after the last cut.
+    """
 
     state: Decoding
     trace: Trace
-    visual_tokens: Int[np.ndarray, "b"]  # of each row before pruning, over all its images
-    kept: Int[np.ndarray, "b"]  # of these after the last cut
+    visual_tokens: Int[np.ndarray, "b"]
+    kept: Int[np.ndarray, "b"]

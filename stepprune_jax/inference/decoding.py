@@ -1,8 +1,9 @@
-"""Prefill, one decode step, and the loop over it, as pure functions.
+"""The start of decoding after a prefill, one decoding step, and the loop over the steps.
 
-A whole answer and one that is read token by token run the same step in the same program, so both
-give the same tokens: a loop up to a limit that is one higher each time, or a step that the host
-repeats, where layers are large and the device a GPU (`placement.decodes_by_step`).
+Pure functions. An answer and a stream of tokens run the same step in the same program, so both give
+the same tokens. The program is a loop up to a limit, which a stream raises by one each time; or one
+step that the host repeats, where layers are large and the device is a GPU
+(`placement.decodes_by_step`).
 """
 
 from collections.abc import Sequence as Ordered
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference.base import Decoding, Places, Plan, PromptLayout, Trace
+from stepprune_jax.inference.base import Decoding
 from stepprune_jax.inference.sampling import Sampling, penalise, sample
 from stepprune_jax.models import vlm
 from stepprune_jax.models.config import ModelConfig
@@ -23,42 +24,85 @@ from stepprune_jax.models.sequence import Sequence
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_replicated, constrain_rows
 from stepprune_jax.parallel.programs import jit_for_weights
-from stepprune_jax.pruning import Pruner
 from stepprune_jax.user_input import UserError
 
 
-def row_keys(key: Array, rows: int) -> Array:
-    """Returns one PRNG key per row, independent of the number of rows."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
+def row_keys(key: Array, num_rows: int) -> Array:
+    """Returns one PRNG key per row, where the key of a row does not depend on `num_rows`."""
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(num_rows))
 
 
-def seen_ids(config: ModelConfig, ids: Int[Array, "b l"], sequence: Sequence) -> Bool[Array, "b v"]:
-    """Marks the tokens of prompts; an image counts as the model's own id for images."""
+def mark_tokens(
+    config: ModelConfig, ids: Int[Array, "b l"], sequence: Sequence
+) -> Bool[Array, "b v"]:
+    """Marks the tokens of each prompt; an image counts as the model's own id for images.
+
+    Args:
+        config: the model's shape.
+        ids: [b, l] ids of the prompts, with -200 in place of an image.
+        sequence: the rows of the prompts, which may be truncated.
+
+    Returns:
+        [b, v] True = the token occurs in the prompt.
+    """
     vocabulary = config.text.vocab_size
     image = vocabulary if config.image_token_id is None else config.image_token_id
     # A truncated row has fewer text tokens than its prompt.
-    text = (sequence.rows.valid & (sequence.image < 0)).sum(1)
-    read = jnp.cumsum(ids != IMAGE_TOKEN, axis=1) <= text[:, None]
+    num_text = (sequence.rows.valid & (sequence.image < 0)).sum(1)
+    is_read = jnp.cumsum(ids != IMAGE_TOKEN, axis=1) <= num_text[:, None]
     # Ids beyond the vocabulary are dropped.
-    ids = jnp.where(read, jnp.where(ids == IMAGE_TOKEN, image, ids), vocabulary)
+    ids = jnp.where(is_read, jnp.where(ids == IMAGE_TOKEN, image, ids), vocabulary)
     rows = jnp.arange(ids.shape[0])[:, None]
     return jnp.zeros((ids.shape[0], vocabulary), bool).at[rows, ids].set(True, mode="drop")
 
 
+def start(
+    prefill: vlm.Prefill,
+    prompt_tokens: Bool[Array, "b v"] | None,
+    sampling: Sampling,
+    max_tokens: int,
+) -> Decoding:
+    """Samples the first token of each row after a prefill.
+
+    Args:
+        prefill: the prefill, with logits at each row's last token.
+        prompt_tokens: [b, v] True = token of the prompt; None without a repetition penalty.
+        sampling: how tokens are sampled, resolved.
+        max_tokens: longest answer, in tokens.
+
+    Returns:
+        The state before the first decoding step.
+    """
+    b = len(prefill.logits)
+    zeros = jnp.zeros(b, jnp.int32)
+    state = Decoding(
+        cache=prefill.cache,
+        token=zeros,
+        finished=zeros > 0,
+        finite=zeros == 0,
+        count=zeros,
+        key=None if sampling.key is None else row_keys(sampling.key, b),
+        step=jnp.int32(0),
+        tokens=jnp.full((b, max_tokens), -1, jnp.int32),
+        seen=prompt_tokens,
+    )
+    return _record(state, prefill.logits, sampling)
+
+
 def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
-    """Draws every row's next token and records it, unless the row is finished."""
-    seen, drawn_from, keys = state.seen, logits, None
+    """Samples every row's next token and records it, unless the row is finished."""
+    seen, penalised, keys = state.seen, logits, None
     if seen is not None:
-        drawn_from = penalise(logits, seen, sampling.repetition_penalty)
+        penalised = penalise(logits, seen, sampling.repetition_penalty)
     if state.key is not None:
         keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(state.key, state.step)
-    draw = jax.vmap(sample, in_axes=(0, 0, None, None))
-    token = draw(keys, drawn_from, sampling.temperature, sampling.top_p)
+    sample_rows = jax.vmap(sample, in_axes=(0, 0, None, None))
+    token = sample_rows(keys, penalised, sampling.temperature, sampling.top_p)
     token = jnp.where(state.finished, state.token, token)
     if seen is not None:
         seen = seen.at[jnp.arange(token.size), token].set(True)
-    noted = jnp.where(state.finished, -1, token)
-    # The maximum is NaN if any value is.
+    recorded = jnp.where(state.finished, -1, token)
+    # The maximum is NaN if any logit is NaN.
     finite = state.finite & (state.finished | jnp.isfinite(logits.max(axis=-1)))
     return state._replace(
         token=token,
@@ -66,67 +110,9 @@ def _record(state: Decoding, logits: Array, sampling: Sampling) -> Decoding:
         finite=finite,
         count=state.count + ~state.finished,
         step=state.step + 1,
-        tokens=jax.lax.dynamic_update_slice(state.tokens, noted[:, None], (0, state.step)),
+        tokens=jax.lax.dynamic_update_slice(state.tokens, recorded[:, None], (0, state.step)),
         seen=seen,
     )
-
-
-def make_cuts(pruner: Pruner | None, texts: PromptLayout, plan: Plan) -> list[vlm.Cut]:
-    """Builds the cuts of a plan, with the functions of its pruner."""
-    rows = {"last": 1, "text": plan.text}
-
-    def drop(cut, count):
-        return lambda rows, taps: pruner.drop(cut, rows, taps, count)
-
-    return [
-        vlm.Cut(
-            layer=cut.layer,
-            slots=slots,
-            drop=drop(cut, count),
-            taps=cut.taps,
-            rows=rows[cut.rows],
-            renumber=plan.positions == "compact",
-            forgets=cut.forgets,
-            probe=pruner.probe(),
-        )
-        for cut, slots, count in zip(plan.cuts, plan.slots[1:], texts.counts, strict=True)
-    ]
-
-
-def start(
-    params: Params,
-    config: ModelConfig,
-    pruner: Pruner | None,
-    sequence: Sequence,
-    texts: PromptLayout,
-    sampling: Sampling,
-    plan: Plan,
-    halted: vlm.PausedPrefill | None = None,
-) -> tuple[Decoding, Trace]:
-    """Runs the prefill, with the pruner's cuts, and draws the first tokens."""
-    cuts = make_cuts(pruner, texts, plan)
-    slots = plan.max_tokens - 1  # the last token is never read, so it needs none
-    result = vlm.prefill(
-        params, config, sequence, slots, cuts, execution=plan.execution, halted=halted
-    )
-    b = len(texts.length)
-    zeros, penalised = jnp.zeros(b, jnp.int32), sampling.repetition_penalty is not None
-    state = Decoding(
-        cache=result.cache,
-        token=zeros,
-        finished=zeros > 0,
-        finite=zeros == 0,
-        count=zeros,
-        key=None if sampling.key is None else row_keys(sampling.key, b),
-        step=jnp.int32(0),
-        tokens=jnp.full((b, plan.max_tokens), -1, jnp.int32),
-        seen=seen_ids(config, texts.ids, sequence) if penalised else None,
-    )
-    stages = tuple(
-        Places(*(getattr(row, name) for name in Places._fields)) for row in (sequence, *result.cuts)
-    )
-    state = _record(state, result.logits, sampling)
-    return constrain_rows(plan.mesh, (state, Trace(result.logits, stages)))
 
 
 def decode(
@@ -138,40 +124,41 @@ def decode(
     execution: Execution = Execution(),
     mesh: Mesh | None = None,
 ) -> tuple[Decoding, Int[Array, "3 b"]]:
-    """Reads the last tokens and draws the next, until all rows are finished or have `limit` tokens.
+    """Samples further tokens until all rows are finished or have `limit` tokens.
 
     Args:
-        params: the model's weights, of which only the language model's are read.
+        params: the model's weights; only the language model's weights are read.
         config: the model's shape.
         state: state before the step; donate it under jit.
-        sampling: how tokens are drawn, resolved.
-        limit: maximum number of tokens per row, at most the `max_tokens` of the state; None for
+        sampling: how tokens are sampled, resolved.
+        limit: maximum number of tokens per row, at most the `max_tokens` of the state. None runs
             exactly one step, which changes no row that is finished.
         execution: how the layers are run.
-        mesh: mesh of the weights.
+        mesh: mesh of the weights; None on a single device.
 
     Returns:
-        The final state; and apart from it, as the next step takes the state's memory, what the host
-        reads of it: token, finished and finite of each row, the same on all devices.
+        The final state, and a copy of its token, finished and finite, [3, b], replicated over all
+        devices. The host reads the copy, since the next step reuses the memory of the state.
     """
 
-    def going(state):
+    def is_unfinished(state):
         return (state.step < limit) & ~jnp.all(state.finished)
 
     def step(state):
         logits, cache = vlm.decode_step(params, config, state.token, state.cache, execution)
         return constrain_rows(mesh, _record(state._replace(cache=cache), logits, sampling))
 
-    state = step(state) if limit is None else jax.lax.while_loop(going, step, state)
+    state = step(state) if limit is None else jax.lax.while_loop(is_unfinished, step, state)
     return state, constrain_replicated(mesh, jnp.stack([state.token, state.finished, state.finite]))
 
 
 class NotFiniteError(UserError):
-    """The model's logits are not finite for some prompts of a batch or of a set.
+    """The model's logits are not finite for some prompts of a batch or of a data set.
 
     Attributes:
         numbers: numbers of these prompts.
-        answers: the answers to the batch, with None for these prompts, or the `Answers` to the set.
+        answers: the answers to the batch, with None for these prompts, or the `Answers` to the data
+            set.
     """
 
     REASON = (
@@ -180,13 +167,13 @@ class NotFiniteError(UserError):
     )
 
     def __init__(self, numbers: Ordered[int], answers: Any = ()):
-        """Names the prompts, but no more than ten of them."""
+        """Builds a message that names at most ten of the prompts."""
         self.numbers, self.answers = tuple(map(int, numbers)), answers
         super().__init__(f"{listed('prompt', self.numbers)}: {self.REASON}")
 
 
 def listed(noun: str, names: Ordered[object]) -> str:
-    """Returns names after a noun: "prompt 3", "prompts 3, 7", at most ten and how many more."""
+    """Returns a noun with up to ten names, such as "prompt 3" or "prompts 3, 7 and 4 more"."""
     text = ", ".join(map(str, names[:10]))
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"{noun}{'s' if len(names) > 1 else ''} {text}{more}"

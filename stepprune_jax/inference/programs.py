@@ -1,9 +1,10 @@
-"""From pixels to the first token, as pure functions and as the few programs that run them.
+"""From pixels to the first tokens, as pure functions and as the few programs that run them.
 
-A batch whose counts are known on the host runs as one program, `begin`; one whose pruner stops by
-itself as two, `choose` and `begin`, with its counts read back between them; one whose pruner counts
-at a cut as `choose`, `halt` and `begin`. Shared work has its own programs: the tower once per image
-(`encode`), and a ranking once for all budgets (`rank`). Weights are arguments of every program.
+If the images' sizes decide the number of kept tokens, one program runs a batch: `first_tokens`. A
+learned stop runs `select` and `prefill`, and the host reads the counts in between. A pruner that
+counts at a cut runs `select`, `prefill_to_cut` and `resume`. Shared work has separate programs: the
+tower once per image (`encode`), and a ranking once for all budgets (`rank`). Weights are arguments
+of every program.
 """
 
 from collections.abc import Sequence as Ordered
@@ -17,6 +18,7 @@ from stepprune_jax.inference import decoding
 from stepprune_jax.inference.base import Decoding, Pairs, Plan, PromptLayout, Trace
 from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models import decoder, vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
@@ -26,7 +28,7 @@ from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy.jax_settings import jax_defaults
 from stepprune_jax.pruning import Kept, Pruner, PrunerInputs, Ranker, Ranking
-from stepprune_jax.pruning.base import take_first
+from stepprune_jax.pruning.packing import take_first
 
 
 def encode(
@@ -37,18 +39,23 @@ def encode(
     taps: Ordered[Tap],
     plan: Plan,
 ) -> tuple[Float[Array, "i n w"], tuple[Array, ...]]:
-    """Runs the tower over images; returns the features and the taps in their order."""
-    tokens, tapped = backbone.encode_image(params, pixels, taps, plan.execution)
-    chosen = tuple(tapped[f"{tap.kind}.{tap.layer}"] for tap in taps)
-    return constrain_rows(plan.mesh, (tokens, chosen))
+    """Runs the tower over images.
+
+    Returns:
+        The visual tokens before the projector, with their deep features appended, and the taps in
+        the given order.
+    """
+    tokens, by_name = backbone.encode_image(params, pixels, taps, plan.execution)
+    in_order = tuple(by_name[f"{tap.kind}.{tap.layer}"] for tap in taps)
+    return constrain_rows(plan.mesh, (tokens, in_order))
 
 
 def make_pruner_inputs(
     params: Params, backbone: Backbone, pairs: Pairs, *, plan: Plan
 ) -> PrunerInputs:
-    """Builds a pruner's view of encoded images, with a row for each pair."""
-    n, tokens = pairs.images.shape[1], pairs.images[pairs.image]
-    if plan.projected:
+    """Builds the inputs of a pruner from encoded images, with a row for each pair."""
+    n, tokens = pairs.features.shape[1], pairs.features[pairs.image]
+    if plan.is_projected:
         tokens = backbone.project(params, tokens)
     tokens, deep = split_deep(backbone.config, tokens)
     return constrain_rows(
@@ -68,12 +75,12 @@ def make_pruner_inputs(
     )
 
 
-def choose(params: Params, backbone: Backbone, pruner: Pruner, pairs: Pairs, *, plan: Plan) -> Kept:
-    """Keeps tokens of each pair, from images before or after the tower."""
-    if pairs.taps is None:
+def select(params: Params, backbone: Backbone, pruner: Pruner, pairs: Pairs, *, plan: Plan) -> Kept:
+    """Selects tokens of each pair, from images before or after the tower."""
+    if pairs.features is None:
         taps = pruner.taps(backbone.config)
-        tokens, taps = encode(params, backbone, pairs.images, taps=taps, plan=plan)
-        pairs = pairs._replace(images=tokens, taps=taps)
+        features, taps = encode(params, backbone, pairs.pixels, taps=taps, plan=plan)
+        pairs = pairs._replace(features=features, taps=taps)
     return pruner.keep(make_pruner_inputs(params, backbone, pairs, plan=plan), plan.capacity)
 
 
@@ -90,78 +97,171 @@ def rank(
     return pruner.rank(make_pruner_inputs(params, backbone, pairs, plan=plan), steps)
 
 
-def place(
-    params: Params, backbone: Backbone, kept: Kept, texts: PromptLayout, *, plan: Plan
+def build_sequence(
+    params: Params, backbone: Backbone, kept: Kept, layout: PromptLayout, *, plan: Plan
 ) -> Sequence:
-    """Projects the kept tokens and puts them in place of the images."""
-    # No image fills more slots than a row has; one more slot reveals that the row is truncated.
+    """Projects the kept tokens and puts them in place of the images of each prompt."""
+    # An image fills at most the slots of a row; one more token reveals that the row is truncated.
     capacity = plan.slots[0]
-    parts = (kept.index, kept.place, kept.tokens, kept.valid)
-    index, at, tokens, valid = (part[:, : capacity + 1] for part in parts)
-    tokens = tokens if plan.projected else backbone.project(params, tokens)
-    index, at, tokens, valid = (part[texts.pair] for part in (index, at, tokens, valid))
-    note = None if kept.note is None else kept.note[:, : capacity + 1][texts.pair]
-    visual = vlm.Visual(tokens, valid & texts.shown[..., None], index, at, texts.grid, note)
-    sequence = vlm.assemble(
-        params, backbone, texts.ids, texts.length, visual, plan.positions, capacity
+    kept = jax.tree.map(
+        lambda part: part if part.ndim == 1 else part[:, : capacity + 1],
+        kept._replace(order=None),
+    )
+    if not plan.is_projected:
+        kept = kept._replace(tokens=backbone.project(params, kept.tokens))
+    kept = jax.tree.map(lambda part: part[layout.pair], kept)
+    sequence = assemble(
+        params,
+        backbone,
+        layout.ids,
+        layout.length,
+        kept._replace(valid=kept.valid & layout.has_image[..., None]),
+        layout.grid,
+        positions=plan.positions,
+        capacity=capacity,
     )
     return constrain_rows(plan.mesh, sequence)
 
 
-def halt(
+def prefill_to_cut(
     params: Params,
     backbone: Backbone,
     pruner: Pruner,
     kept: Kept,
-    texts: PromptLayout,
+    layout: PromptLayout,
     *,
     plan: Plan,
 ) -> tuple[vlm.PausedPrefill, Int[Array, "b 2"]]:
-    """Runs the language model to a pruner's cut, whose choice sets the number of tokens.
+    """Runs the language model to a pruner's cut, whose selection decides the number of tokens.
 
-    Returns the rows, and how many of their tokens remain: in all, and of the images.
+    Returns:
+        The rows at the cut, and how many tokens of each row remain: all, and visual tokens.
     """
-    sequence = place(params, backbone, kept, texts, plan=plan)
-    (cut,) = decoding.make_cuts(pruner, texts, plan)
-    room = plan.max_tokens - 1  # as in `decoding.start`
-    halted = vlm.halt(params, backbone.config, sequence, cut, room=room, execution=plan.execution)
-    remain = halted.keep & sequence.rows.valid
-    visual = remain & (sequence.image >= 0)
-    count = jnp.stack([remain.sum(1), visual.sum(1)], axis=1)
-    return constrain_rows(plan.mesh, (halted, count))
+    sequence = build_sequence(params, backbone, kept, layout, plan=plan)
+    (cut,) = _make_cuts(pruner, layout, plan)
+    paused = vlm.prefill_to_cut(
+        params,
+        backbone.config,
+        sequence,
+        cut,
+        room=_cache_room(plan),
+        execution=plan.execution,
+    )
+    remains = paused.keep & sequence.rows.valid
+    is_visual = remains & (sequence.image >= 0)
+    counts = jnp.stack([remains.sum(1), is_visual.sum(1)], axis=1)
+    return constrain_rows(plan.mesh, (paused, counts))
 
 
-def begin(
+def prefill(
     params: Params,
     backbone: Backbone,
     pruner: Pruner | None,
-    tokens: Kept | Pairs | vlm.PausedPrefill,
-    texts: PromptLayout,
+    kept: Kept,
+    layout: PromptLayout,
     sampling: Sampling,
     *,
     plan: Plan,
 ) -> tuple[Decoding, Trace]:
-    """Runs the language model over prompts with kept tokens, and draws the first tokens.
-
-    Tokens that have not been kept before are chosen here, by `choose`.
-    """
-    if isinstance(tokens, vlm.PausedPrefill):
-        return decoding.start(
-            params, backbone.config, pruner, tokens.sequence, texts, sampling, plan, tokens
-        )
-    kept = tokens
-    if isinstance(tokens, Pairs):
-        kept = choose(params, backbone, pruner, tokens, plan=plan)
-    sequence = place(params, backbone, kept, texts, plan=plan)
-    state, trace = decoding.start(params, backbone.config, pruner, sequence, texts, sampling, plan)
+    """Runs the language model over prompts with kept tokens, and samples the first tokens."""
+    sequence = build_sequence(params, backbone, kept, layout, plan=plan)
+    state, trace = _prefill_rows(params, backbone, pruner, sequence, layout, sampling, plan)
     if kept.order is not None:
-        order = jnp.where(texts.shown[..., None], kept.order[texts.pair], -1)
+        order = jnp.where(layout.has_image[..., None], kept.order[layout.pair], -1)
         trace = trace._replace(order=constrain_rows(plan.mesh, order))
     return state, trace
 
 
+def first_tokens(
+    params: Params,
+    backbone: Backbone,
+    pruner: Pruner,
+    pairs: Pairs,
+    layout: PromptLayout,
+    sampling: Sampling,
+    *,
+    plan: Plan,
+) -> tuple[Decoding, Trace]:
+    """Runs `select` and `prefill` as one program, for counts that the images' sizes decide."""
+    kept = select(params, backbone, pruner, pairs, plan=plan)
+    return prefill(params, backbone, pruner, kept, layout, sampling, plan=plan)
+
+
+def resume(
+    params: Params,
+    backbone: Backbone,
+    pruner: Pruner,
+    paused: vlm.PausedPrefill,
+    layout: PromptLayout,
+    sampling: Sampling,
+    *,
+    plan: Plan,
+) -> tuple[Decoding, Trace]:
+    """Runs the language model from the cut of `prefill_to_cut`, and samples the first tokens."""
+    return _prefill_rows(
+        params, backbone, pruner, paused.sequence, layout, sampling, plan, paused=paused
+    )
+
+
+def _prefill_rows(
+    params: Params,
+    backbone: Backbone,
+    pruner: Pruner | None,
+    sequence: Sequence,
+    layout: PromptLayout,
+    sampling: Sampling,
+    plan: Plan,
+    *,
+    paused: vlm.PausedPrefill | None = None,
+) -> tuple[Decoding, Trace]:
+    """Runs the language model over rows, with the pruner's cuts, and samples the first tokens."""
+    config = backbone.config
+    result = vlm.prefill(
+        params,
+        config,
+        sequence,
+        _cache_room(plan),
+        _make_cuts(pruner, layout, plan),
+        execution=plan.execution,
+        paused=paused,
+    )
+    prompt_tokens = None
+    if sampling.repetition_penalty is not None:
+        prompt_tokens = decoding.mark_tokens(config, layout.ids, sequence)
+    state = decoding.start(result, prompt_tokens, sampling, plan.max_tokens)
+    stages = tuple(rows.without_values() for rows in (sequence, *result.cuts))
+    return constrain_rows(plan.mesh, (state, Trace(result.logits, stages)))
+
+
+def _cache_room(plan: Plan) -> int:
+    """Returns the cache slots for new tokens; the last token is never read, so it needs none."""
+    return plan.max_tokens - 1
+
+
+def _make_cuts(pruner: Pruner | None, layout: PromptLayout, plan: Plan) -> list[vlm.Cut]:
+    """Builds the cuts of a plan, with the functions of its pruner."""
+    num_queries = {"last": 1, "text": plan.text_slots}
+
+    def make_drop(cut, count):
+        return lambda rows, taps: pruner.drop(cut, rows, taps, count)
+
+    return [
+        vlm.Cut(
+            layer=cut.layer,
+            slots=slots,
+            drop=make_drop(cut, count),
+            taps=cut.taps,
+            rows=num_queries[cut.rows],
+            renumber=plan.positions == "compact",
+            forgets=cut.forgets,
+            probe=pruner.probe(),
+        )
+        for cut, slots, count in zip(plan.cuts, plan.slots[1:], layout.counts, strict=True)
+    ]
+
+
 def resize(kept: Kept, *, capacity: int, mesh: Mesh | None) -> Kept:
-    """Cuts or pads the kept tokens to a capacity that holds every row."""
+    """Pads or truncates the kept tokens to a capacity that holds every row."""
 
     def fit(part: Array, padding: int | bool) -> Array:
         part = part[:, :capacity]
@@ -183,19 +283,20 @@ def resize(kept: Kept, *, capacity: int, mesh: Mesh | None) -> Kept:
 
 
 run_encode = jit_for_weights(encode, ("backbone", "taps", "plan"), answers=True)
-run_make_pruner_inputs = jit_for_weights(make_pruner_inputs, ("backbone", "plan"))
-run_choose = jit_for_weights(choose, ("backbone", "plan"), answers=True)
+run_select = jit_for_weights(select, ("backbone", "plan"), answers=True)
 run_rank = jit_for_weights(rank, ("backbone", "plan", "steps"))
-run_place = jit_for_weights(place, ("backbone", "plan"))
-run_halt = jit_for_weights(halt, ("backbone", "plan"), answers=True)
-run_begin = jit_for_weights(begin, ("backbone", "plan"), answers=True)
+run_build_sequence = jit_for_weights(build_sequence, ("backbone", "plan"))
+run_prefill_to_cut = jit_for_weights(prefill_to_cut, ("backbone", "plan"), answers=True)
+run_prefill = jit_for_weights(prefill, ("backbone", "plan"), answers=True)
+run_first_tokens = jit_for_weights(first_tokens, ("backbone", "plan"), answers=True)
+run_resume = jit_for_weights(resume, ("backbone", "plan"), answers=True)
 run_take = jax.jit(jax_defaults()(take_first), static_argnames="capacity")
 run_resize = jax.jit(jax_defaults()(resize), static_argnames=("capacity", "mesh"))
 
 
 def num_compiled() -> int:
-    """Counts these programs and those of decoding compiled so far in this process."""
-    programs = (run_encode, run_choose, run_rank, run_place, run_halt, run_begin)
-    programs += (decoding.run_decode,)
+    """Returns how many of these programs, and of decoding, this process has compiled so far."""
+    programs = run_encode, run_select, run_rank, run_prefill_to_cut
+    programs += run_prefill, run_first_tokens, run_resume, decoding.run_decode
     count = run_take._cache_size() + run_resize._cache_size()
     return count + sum(program.num_compiled() for program in programs)

@@ -15,21 +15,21 @@ from stepprune_jax.user_input import expect
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn; its numbers may change from call to call without a compilation.
+    """Settings of sampling. Another value of a number compiles no program.
 
-    `generate` takes it as it is written, with a seed and with None for the model's own; `resolve`
-    turns these into the arrays that programs read. Greedy sampling and a penalty have programs of
-    their own.
+    Users write a seed, and None for the values of the model. `resolve` turns these into the arrays
+    that programs read, the *resolved* form. Greedy decoding, sampling and a repetition penalty have
+    different programs.
 
     Attributes:
-        key: a seed, or a PRNG key; each row of a batch draws from its own, see
-            `decoding.row_keys`. The same key gives the same answer.
-        temperature: divisor of the logits; 0 is greedy. In a resolved one that is None, as are the
-            key and `top_p`, which nothing reads then.
-        top_p: probability mass to sample from, see `nucleus`.
-        stop_ids: [t] ids that end a row; None for those of the model's configuration.
-        repetition_penalty: penalty of `penalise`. None for that of the model's folder; in a
-            resolved one it means none.
+        key: a seed, or a PRNG key; each row of a batch samples from its own key, see
+            `decoding.row_keys`. The same key gives the same answer. Resolved: None if greedy.
+        temperature: sampling temperature, the divisor of the logits; 0 is greedy. Resolved: None if
+            greedy.
+        top_p: probability mass to sample from, see `nucleus`. Resolved: None if greedy.
+        stop_ids: [t] ids that end a row; None selects the ids of the model's configuration.
+        repetition_penalty: penalty of `penalise`; None selects the penalty of the model's folder.
+            Resolved: None if there is no penalty.
     """
 
     key: int | Array | None = 0
@@ -40,38 +40,42 @@ class Sampling(NamedTuple):
 
     def check(self) -> None:
         """Raises a ValueError that names a value out of its range."""
-        heat, mass, penalty, seed = (
+        temperature, top_p, penalty, seed = (
             value.item() if isinstance(value, np.generic) else value
             for value in (self.temperature, self.top_p, self.repetition_penalty, self.key)
         )
         if isinstance(seed, jax.Array | np.ndarray):
-            counts = not threefry(seed).shape
+            is_seed = not threefry(seed).shape
         else:
-            counts = is_count(seed, 0) and seed < 1 << 32
-        known = penalty is None or (is_number(penalty) and penalty > 0)
-        greedy = "a number >= 0 (0 is greedy)"
-        expect("temperature", heat, is_number(heat) and heat >= 0, greedy)
-        expect("top_p", mass, is_number(mass) and 0 < mass <= 1, "a number in (0, 1]")
-        expect("repetition_penalty", penalty, known, "a number > 0 (1: none)")
-        expect("seed", seed, counts, "an integer from 0, below 2**32")
+            is_seed = is_count(seed, 0) and seed < 1 << 32
+        is_temperature = is_number(temperature) and temperature >= 0
+        is_penalty = penalty is None or (is_number(penalty) and penalty > 0)
+        expect("temperature", temperature, is_temperature, "a number >= 0 (0 is greedy)")
+        expect("top_p", top_p, is_number(top_p) and 0 < top_p <= 1, "a number in (0, 1]")
+        expect("repetition_penalty", penalty, is_penalty, "a number > 0 (1: none)")
+        expect("seed", seed, is_seed, "an integer from 0, below 2**32")
 
     def resolve(self, stop_ids: Sequence[int], repetition_penalty: float) -> "Sampling":
-        """Returns the arrays that programs read.
+        """Returns the resolved form, the arrays that programs read.
 
         Args:
-            stop_ids: the model's, where it has none.
-            repetition_penalty: the model's, where it has none.
+            stop_ids: stop ids of the model, in place of None.
+            repetition_penalty: penalty of the model, in place of None.
         """
-        penalty, key, drawn = self.repetition_penalty, self.key, (None, None, None)
+        key, temperature, top_p, penalty = None, None, None, self.repetition_penalty
         penalty = repetition_penalty if penalty is None else penalty
         if self.temperature:
+            key = self.key
             if not isinstance(key, jax.Array | np.ndarray):
                 key = jax.random.key(key, impl=THREEFRY)
-            drawn = threefry(key), np.float32(self.temperature), np.float32(self.top_p)
+            key = threefry(key)
+            temperature, top_p = np.float32(self.temperature), np.float32(self.top_p)
         return Sampling(
-            *drawn,
-            np.array(stop_ids if self.stop_ids is None else self.stop_ids, np.int32),
-            None if penalty == 1 else np.float32(penalty),
+            key=key,
+            temperature=temperature,
+            top_p=top_p,
+            stop_ids=np.array(stop_ids if self.stop_ids is None else self.stop_ids, np.int32),
+            repetition_penalty=None if penalty == 1 else np.float32(penalty),
         )
 
 
@@ -83,7 +87,7 @@ def greedy(stop_ids: Iterable[int]) -> Sampling:
 def penalise(
     logits: Float[Array, "*b v"], seen: Bool[Array, "*b v"], penalty: ArrayLike
 ) -> Float[Array, "*b v"]:
-    """Penalises tokens that have been read or generated before.
+    """Lowers the logits of tokens that occur in the prompt or in the answer.
 
     Keskar et al. (https://arxiv.org/abs/1909.05858), Sec. 4.1, as interpreted by `transformers`:
     positive logits are divided by the penalty, negative ones multiplied.
@@ -104,7 +108,7 @@ def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v
     """Returns the smallest set of tokens whose probabilities sum to at least `top_p`.
 
     Holtzman et al. (https://arxiv.org/abs/1904.09751), Sec. 3.1. The most likely token is always in
-    the set; of equally likely ones, the one with the lower id comes first.
+    the set. Of equally likely tokens, the token with the lower id comes first.
 
     Args:
         logits: [..., v] float32, already divided by the temperature.
@@ -117,7 +121,7 @@ def nucleus(logits: Float[Array, "*b v"], top_p: ArrayLike) -> Bool[Array, "*b v
     order = jnp.argsort(-prob, axis=-1, stable=True)
     ranked = jnp.take_along_axis(prob, order, axis=-1)
     mass = jnp.cumsum(ranked, axis=-1)
-    # A token is needed as long as those before it fall short.
+    # A token belongs to the set if the mass of all likelier tokens is below `top_p`.
     before = jnp.concatenate([jnp.zeros_like(mass[..., :1]), mass[..., :-1]], axis=-1)
     kept = (before < top_p).at[..., 0].set(True)
     rank = jnp.argsort(order, axis=-1)
@@ -130,17 +134,17 @@ def sample(
     temperature: ArrayLike | None,
     top_p: ArrayLike | None,
 ) -> Int[Array, "*b"]:
-    """Draws one token per row.
+    """Samples one token per row.
 
-    Temperature and `top_p` may be traced: changing them compiles nothing, and computation that a
-    setting does not need is skipped.
+    Temperature and `top_p` may be traced: another value compiles nothing, and computation that a
+    value does not need is skipped.
 
     Args:
-        key: PRNG key; consumed. None if the temperature is.
+        key: PRNG key; consumed. None if `temperature` is None.
         logits: [..., v] logits of the next token; converted to float32.
-        temperature: divisor of logits; 0 takes the largest logit, lowest id first, and so does
-            None, without the computation of a draw.
-        top_p: draws come from `nucleus(logits / temperature, top_p)`; 1 keeps all tokens.
+        temperature: divisor of the logits. 0 selects the largest logit, lowest id first. None does
+            the same in a program without sampling.
+        top_p: tokens are sampled from `nucleus(logits / temperature, top_p)`; 1 keeps all tokens.
 
     Returns:
         [...] int32 ids.
@@ -154,8 +158,8 @@ def sample(
         return greedy()
     temperature, top_p = jnp.float32(temperature), jnp.float32(top_p)
 
-    def drawn():
-        # Shifted first: a tiny temperature would overflow otherwise.
+    def sampled():
+        # The logits are shifted first, because a tiny temperature would overflow otherwise.
         scaled = (logits - logits.max(axis=-1, keepdims=True)) / temperature
         lowest = jnp.finfo(jnp.float32).min
         scaled = jnp.maximum(scaled, lowest)
@@ -166,4 +170,4 @@ def sample(
         )
         return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
 
-    return jax.lax.cond(temperature > 0, drawn, greedy)
+    return jax.lax.cond(temperature > 0, sampled, greedy)

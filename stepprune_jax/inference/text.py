@@ -1,13 +1,16 @@
-"""Text of tokens as they are generated."""
+"""From generated ids to text: the layer above the generators of ids."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 from stepprune_jax.data.prompts import TOKENIZER_LOCK
 from stepprune_jax.models.config import Tokenizer
 
+Answers = TypeVar("Answers")
+
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-# Written by a decoder for bytes that are not (yet) a character.
+# A decoder writes this character for bytes that are not a character, or not yet.
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -28,13 +31,13 @@ def _decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 class TextStream:
     """Turns tokens into pieces of text that concatenate to `answer_text` of all of them.
 
-    Text that a later token could still change is held back: white space at the end, which may turn
-    out to be the end of the answer; incomplete characters; a run of byte tokens, which is decoded
-    as a whole (one bad byte makes all of them unknown); and what may be the beginning of a text
-    that ends the answer.
+    Text that a later token could still change is held back: white space at the end, because the
+    text of an answer is stripped; incomplete characters; a run of byte tokens, because one bad byte
+    makes all of them unknown; and a possible beginning of a stop text.
 
     Attributes:
-        stopped: whether the answer has been ended by a text, which is no part of it.
+        stopped: whether a stop text has ended the answer. The answer does not include the stop
+            text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
@@ -42,7 +45,7 @@ class TextStream:
 
         Args:
             tokenizer: a `transformers` tokenizer.
-            stop: texts that end the answer.
+            stop: stop texts, which end the answer.
         """
         self._tokenizer, self._stop, self.stopped = tokenizer, stop, False
         self._ids: list[int] = []
@@ -50,10 +53,10 @@ class TextStream:
         self._written = ""
 
     def add(self, token: int) -> str:
-        """Reads a token; those behind the end are skipped.
+        """Adds a token; tokens after a stop text are ignored.
 
         Args:
-            token: its id.
+            token: the id.
 
         Returns:
             The text that has become final; often empty.
@@ -61,9 +64,9 @@ class TextStream:
         if self.stopped:
             return ""
         self._ids.append(token)
-        if self._stop:  # also in bytes that are not settled: the model would go on for nothing
-            whole = _decode(self._tokenizer, self._ids)
-            self.stopped = any(text in whole for text in self._stop)
+        if self._stop:  # a stop text may be complete before its bytes are final
+            decoded = _decode(self._tokenizer, self._ids)
+            self.stopped = any(text in decoded for text in self._stop)
             if self.stopped:
                 return self.finish()
         name = self._tokenizer.convert_ids_to_tokens(token)
@@ -72,17 +75,17 @@ class TextStream:
         if not is_byte and _decode(self._tokenizer, [token]):
             self._settled = len(self._ids)
         text = _decode(self._tokenizer, self._ids[: self._settled]).rstrip(_UNKNOWN)
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        return self._advance(text[: len(text) - held].strip())
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        return self._advance(text[: len(text) - num_held].strip())
 
     def finish(self) -> str:
-        """Returns the rest of the text, once no token follows."""
+        """Returns the text that was held back, after the last token."""
         text = _decode(self._tokenizer, self._ids)
         ends = [text.find(stop) for stop in self._stop if stop in text]
         return self._advance(text[: min(ends, default=None)].strip())
 
     def _advance(self, text: str) -> str:
-        """Returns the part of `text` that has not been written yet."""
+        """Returns the part of `text` after the text that earlier calls returned."""
         if not text.startswith(self._written):
             return ""
         piece = text[len(self._written) :]
@@ -91,6 +94,33 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns how many characters at the end of a text may begin a longer one."""
+    """Returns how many characters at the end of a text are the beginning of a stop text."""
     longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+    return next((count for count in range(longest, 0, -1) if text.endswith(stop[:count])), 0)
+
+
+def stream_text(
+    tokenizer: Tokenizer, tokens: Generator[tuple[int, int], None, Answers]
+) -> Generator[str, None, Answers]:
+    """Turns the ids of one answer into pieces of text.
+
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        tokens: (row, id) of each token of a single row, as from `Generator.stream`.
+
+    Yields:
+        One piece per token: the text that has become final, often empty. After the last token one
+        more piece, the text that was held back.
+
+    Returns:
+        The value of `tokens`.
+    """
+    text = TextStream(tokenizer)
+    while True:
+        try:
+            _, token = next(tokens)
+        except StopIteration as end:
+            yield text.finish()
+            return end.value
+        if token >= 0:
+            yield text.add(token)

@@ -1,4 +1,4 @@
-"""Measures an answer, and how much of it was spent making programs, for those who report it."""
+"""Times of an answer: to the first token, for compilation, and between tokens."""
 
 import time
 from collections.abc import Callable
@@ -9,13 +9,14 @@ import jax
 from stepprune_jax.inference.base import PrefillResult
 from stepprune_jax.inference.generate import Answer, Generator
 from stepprune_jax.inference.request import Request
+from stepprune_jax.inference.text import stream_text
 
 
 class Compiling:
-    """Seconds that jax spends on making programs while it is entered.
+    """Context manager that measures the seconds of tracing, lowering and compiling.
 
-    Tracing, lowering and compiling are reported at their ends, and nested ones within the outer
-    one: what counts is the time that at least one of them covers. ::
+    jax reports each span at its end, and a span may lie within another span. Time that several
+    spans cover counts once. ::
 
         with Compiling() as compiling:
             answer = generator.answer(request)
@@ -45,16 +46,16 @@ class Compiling:
 
     @property
     def seconds(self) -> float:
-        """The time so far."""
+        """Seconds until now."""
         return sum((end - begin for begin, end in self._spans), 0.0)
 
 
 class Times(NamedTuple):
-    """How long an answer took.
+    """Times of an answer.
 
     Attributes:
         first_token: seconds from the request to the first token.
-        compiling: of these, seconds in which programs were made.
+        compiling: seconds of compilation before the first token.
         tokens_per_s: decoding steps per second after the first token, without compilation; each
             step generates one token per row. 0 if there was no further step.
     """
@@ -64,9 +65,10 @@ class Times(NamedTuple):
     tokens_per_s: float
 
     def __str__(self) -> str:
-        made = f", {self.compiling:.1f} of it compiling" if self.compiling else ""
-        first = f"{1000 * self.first_token:.1f} ms" if not made else f"{self.first_token:.1f} s"
-        return f"first token after {first}{made}, {self.tokens_per_s:.1f} tokens/s"
+        first = f"{1000 * self.first_token:.1f} ms"
+        if self.compiling:
+            first = f"{self.first_token:.1f} s, {self.compiling:.1f} of it compiling"
+        return f"first token after {first}, {self.tokens_per_s:.1f} tokens/s"
 
 
 def timed_answer(
@@ -75,29 +77,31 @@ def timed_answer(
     write: Callable[[str], None] = lambda piece: None,
     trace: Callable[[PrefillResult], None] | None = None,
 ) -> tuple[Answer, Times]:
-    """Answers a request of one prompt token by token, and measures it.
+    """Answers a request of one prompt token by token, and measures the times.
 
     Args:
-        generator: what answers.
-        request: the prompt, read before.
+        generator: answers the request.
+        request: the request.
         write: called with each piece of text as it becomes final.
         trace: as in `Generator.stream`.
 
     Returns:
         The answer, and its times.
     """
-    begin, times, steps = time.perf_counter(), (0.0, 0.0), 0
+    start, first_token, first_compiling, num_pieces = time.perf_counter(), 0.0, 0.0, 0
     with Compiling() as compiling:
-        events = generator.stream(request, trace)
+        pieces = stream_text(generator.model.tokenizer, generator.stream(request, trace))
         while True:
             try:
-                _, _, piece = next(events)
+                piece = next(pieces)
             except StopIteration as end:
                 (answer,) = end.value
                 break
-            if not steps:
-                times = time.perf_counter() - begin, compiling.seconds
-            steps += 1
+            if not num_pieces:
+                first_token, first_compiling = time.perf_counter() - start, compiling.seconds
+            num_pieces += 1
             write(piece)
-        rest = time.perf_counter() - begin - compiling.seconds - (times[0] - times[1])
-    return answer, Times(*times, (steps - 1) / rest if steps > 1 else 0.0)
+        total = time.perf_counter() - start - compiling.seconds
+    num_steps = len(answer.token_ids) - 1
+    decoding = total - (first_token - first_compiling)
+    return answer, Times(first_token, first_compiling, num_steps / decoding if num_steps else 0.0)

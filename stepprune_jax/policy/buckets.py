@@ -1,9 +1,13 @@
-"""Sizes that shapes are padded to, so that few programs are compiled; computed on the host."""
+"""The rules for padding shapes, so that few programs are compiled; computed on the host.
+
+A bucket is a size that shapes are padded to. A ladder is an ascending tuple of buckets.
+"""
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax.typing import ArrayLike
+from jaxtyping import Int
 
 
 def bucket_ladder(max_tokens: int) -> tuple[int, ...]:
@@ -70,3 +74,53 @@ def row_bucket(count: int, exact: Iterable[int] = ()) -> int:
         base *= 2
         sizes |= {base, base * 3 // 2}
     return min(size for size in (*sizes, *exact) if size >= count)
+
+
+def length_bucket(length: int, limit: int, smallest: int = 64) -> int:
+    """Rounds a number of tokens up to the next size of `ladder(limit, smallest)`, or to `limit`."""
+    return next((size for size in ladder(limit, smallest) if size >= length), limit)
+
+
+def power_of_two(count: int) -> int:
+    """Rounds a number up to 1, 2, 4, 8, ..."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def round_up(sizes: ArrayLike, multiple: int) -> Int[np.ndarray, "*n"]:
+    """Rounds sizes up to multiples of a number."""
+    return -(-np.asarray(sizes) // multiple) * multiple
+
+
+def fraction_ladder(largest: int, divisors: Sequence[int] = (8, 4, 2, 1)) -> tuple[int, ...]:
+    """Returns fractions of the largest size, rounded up: an eighth, a quarter, a half, all."""
+    return tuple(sorted({-(-largest // divisor) for divisor in divisors}))
+
+
+def pad_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
+    """Returns the row numbers 0, 1, ..., count - 1, padded with row 0 to a bucket.
+
+    Buckets are the sizes of `row_bucket` and the multiples of `batch`, so that a batch whose rows
+    have the same number of images needs no padding.
+    """
+    rows = np.arange(row_bucket(count, range(batch, count + batch, batch)), dtype=np.int32)
+    rows[count:] = 0
+    return rows
+
+
+def pad_ids(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b width"]:
+    """Pads ids with zeros at the right end, or truncates them, to a width."""
+    if ids.shape[1] >= width:
+        return ids[:, :width]
+    padded = np.zeros((len(ids), width), ids.dtype)
+    padded[:, : ids.shape[1]] = ids
+    return padded
+
+
+# Widths of the prompts of a data set, and of the user's words, so that all sets share programs.
+# Padding the shortest prompts to 32 ids costs less time than one more program for each budget.
+WIDTHS = tuple(width for width in bucket_ladder(1 << 16) if width >= 32)
+
+
+def prompt_width(longest: int, widths: Sequence[int] = WIDTHS) -> int:
+    """Returns the smallest width that holds the longest prompt, or its length if none does."""
+    return next((width for width in widths if width >= longest), longest)

@@ -1,34 +1,33 @@
-"""The interface of all pruning methods: what a method sees, what it keeps, and where.
+"""The interface of all pruning methods.
 
 A `Pruner` is a frozen dataclass with pure functions, and a pytree: it is an argument of the
-programs that use it, with the weights of a trained method as its leaves. It chooses before the
-language model (`keep`), between its layers (`cuts`, `drop`), or both. A `Ranker` puts tokens in an
-order whose prefixes are its choices, so that one pass serves every budget.
+programs that use it, with the weights of a trained method as its leaves. A pruner selects tokens
+before the language model (`keep`), between layers of the language model (`cuts`, `drop`), or both.
+A `Ranker` orders the tokens once for every budget, and its selections are prefixes of the order.
 """
 
 import abc
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.sequence import POSITIONS as MODEL_POSITIONS
-from stepprune_jax.models.sequence import Sequence
-from stepprune_jax.policy import Picks, gather
-from stepprune_jax.policy.jax_settings import THREEFRY
-from stepprune_jax.policy.selection import first_picks
+from stepprune_jax.models.sequence import Kept, Sequence
 from stepprune_jax.pruning.budget import EXACT, Budget
 from stepprune_jax.pruning.ordering import keep_best
-from stepprune_jax.user_input import UserError, require
+from stepprune_jax.pruning.packing import take, take_first
+from stepprune_jax.pruning.types import LayerCut, PrunerInputs, Ranking, Schedule, Survivors
+from stepprune_jax.user_input import UserError
 
-# Choices of position ids for kept tokens; "own" is what the method's authors use.
+# Choices of position ids for kept tokens; "own" selects the choice of the method's authors.
 POSITIONS = (*MODEL_POSITIONS, "own")
 
 # The end of a message about a method or a budget.
@@ -37,172 +36,48 @@ BUDGETS_PAGE = "see 'Choose a method' and 'Budgets' in docs/pruners.md"
 AnyPruner = TypeVar("AnyPruner", bound="Pruner")
 
 
-class PrunerInputs(NamedTuple):
-    """Inputs of a pruner; a row is an (image, prompt) pair.
-
-    Attributes:
-        tokens: [r, n, d] visual tokens in raster order, before the projector; after it for pruners
-            that are `after_projector`.
-        valid: [r, n] True = token, a prefix of each row; None where all are.
-        grid: [r, 2] int32 rows and columns of the image's patches.
-        text: [r, l, e] word embeddings of the user's turns.
-        text_valid: [r, l] True = word.
-        number: [r] int32 number of its prompt in its set.
-        seed: [r] uint32 checksum of image and question, the seed of its random draws.
-        count: [r] int32 tokens to keep, where the budget is exact.
-        taps: intermediates of the tower, in the order of `Pruner.taps`.
-        deep: [r, n, D] deep features of each token, which travel with it and are not compared; None
-            for a model without them.
-    """
-
-    tokens: Float[Array, "r n d"]
-    valid: Bool[Array, "r n"] | None
-    grid: Int[Array, "r 2"]
-    text: Float[Array, "r l e"]
-    text_valid: Bool[Array, "r l"]
-    number: Int[Array, "r"]
-    seed: UInt32[Array, "r"]
-    count: Int[Array, "r"]
-    taps: tuple[Array, ...] = ()
-    deep: Float[Array, "r n D"] | None = None
-
-    @property
-    def whole(self) -> Float[Array, "r n w"]:
-        """The tokens with their deep features behind them: what is kept, added or averaged."""
-        if self.deep is None:
-            return self.tokens
-        return jnp.concatenate([self.tokens, self.deep], axis=2)
-
-    def keys(self, seed: int) -> Key[Array, "r"]:
-        """Returns a PRNG key for each row, of `seed` and of what the row shows."""
-        key = jax.random.key(seed, impl=THREEFRY)
-        return jax.vmap(jax.random.fold_in, (None, 0))(key, self.seed)
-
-
-class Kept(NamedTuple):
-    """The tokens that enter the language model, padded to a static size; real ones come first.
-
-    Attributes:
-        index: [r, k] int32 index of each among the image's n; -1 for merged and added tokens, and
-            in the padding.
-        place: [r, k] int32 index of the image token whose position ids it has.
-        tokens: [r, k, w] the tokens, of the same kind as `PrunerInputs.whole`; zero in the padding.
-        valid: [r, k] True = token.
-        count: [r] int32 their number.
-        order: [r, t] int32 the indices in order of choice, -1 in the padding; None for a method
-            that chooses a set.
-        note: [r, k, w] values of each token for `LayerPruner.drop`; None if it needs none.
-    """
-
-    index: Int[Array, "r k"]
-    place: Int[Array, "r k"]
-    tokens: Float[Array, "r k w"]
-    valid: Bool[Array, "r k"]
-    count: Int[Array, "r"]
-    order: Int[Array, "r t"] | None = None
-    note: Float[Array, "r k w"] | None = None
-
-
-class Ranking(NamedTuple):
-    """An order of the tokens; choices are its prefixes.
-
-    Attributes:
-        order: [r, t] int32 indices in order of choice.
-        margin: [r, t] stop margins before each step, see `policy.count_at_bias`; None for a method
-            without a learned stop.
-    """
-
-    order: Int[Array, "r t"]
-    margin: Float[Array, "r t"] | None = None
-
-
-class LayerCut(NamedTuple):
-    """A place between layers where a pruner drops tokens.
-
-    Attributes:
-        layer: number of layers before it, at least 1.
-        taps: intermediates of the language model that the choice depends on: of the layers since
-            the previous cut, and the attention of the layer after it.
-        rows: queries of "attention" and "scores" taps: "last", that of the prompt's last token or
-            of the `probe` behind it, or "text", as many last tokens as the longest text has, which
-            are `models.sequence.last_slots`.
-        forgets: whether the caches of the layers before it lose the dropped tokens, too.
-    """
-
-    layer: int
-    taps: tuple[Tap, ...] = ()
-    rows: str = "last"
-    forgets: bool = False
-
-
-class Survivors(NamedTuple):
-    """Number of tokens of an image that remain after a cut.
-
-    Attributes:
-        kept: tokens kept of those before it.
-        merged: additional tokens that dropped ones were merged into.
-    """
-
-    kept: int
-    merged: int = 0
-
-
-class Schedule(NamedTuple):
-    """How many tokens of an image are in the language model.
-
-    Attributes:
-        enter: tokens that enter it; None if that depends on more than the image's size.
-        most: the most tokens that may enter it.
-        after: the tokens that remain after each cut between its layers.
-    """
-
-    enter: int | None
-    most: int
-    after: tuple[Survivors, ...] = ()
-
-    @property
-    def bound(self) -> int:
-        """The tokens that enter, or the most that may where their number is not known."""
-        return self.most if self.enter is None else self.enter
-
-
 @dataclasses.dataclass(frozen=True)
 class Pruner:
-    """Base class of pruning methods, which keeps everything.
+    """Base class of pruning methods, which keeps all tokens.
 
-    Subclasses are frozen dataclasses that add their options as fields, and override the methods in
-    which they differ. Every subclass is a pytree: the fields that `leaves` names are its children,
-    all others are static.
+    Subclasses are frozen dataclasses that add their options as fields, and override methods. Every
+    subclass is a pytree: the fields that `leaves` names are its children, all other fields are
+    static.
 
     Attributes:
-        budget: tokens to keep per image: a `Budget`, or what `Budget.parse` reads, such as 64,
-            "1/9" or "adaptive"; None for `default_budget`.
+        budget: tokens to keep per image: a `Budget`, or an argument of `Budget.parse`, such as 64,
+            "1/9" or "adaptive"; None selects `default_budget`.
+        name: name of the method in commands.
+        label: name of the method in tables.
+        leaves: names of the fields that are numbers, arrays or trees of arrays.
+        budgets: supported kinds of budgets.
+        schedules: options that set the number of tokens in place of a budget.
+        positions: position ids of kept tokens in the authors' program, for models with one id per
+            token.
+        reads_text: whether the method reads the user's text.
+        after_projector: whether the method reads and returns projected tokens, instead of tokens
+            before the projector.
+        is_random: whether the tokens are random ones. The method then has an option `seed`, which
+            commands set to their own seed.
+        config_type: class of the configuration, for a pruner with weights.
+        has_stop: whether the method has a learned stop, and so stop biases and mean budgets.
+        version: incremented when the selected tokens change, so that answer files of two versions
+            are not mixed.
     """
 
     budget: Any = None  # a `Budget` after construction
 
     name: ClassVar[str]
-    # Its name in tables.
     label: ClassVar[str]
-    # The fields that are numbers, arrays or trees of arrays.
     leaves: ClassVar[tuple[str, ...]] = ()
-    # Supported kinds of budgets.
     budgets: ClassVar[tuple[str, ...]] = ("all", *EXACT)
-    # Options that set the number of tokens in place of a budget.
     schedules: ClassVar[tuple[str, ...]] = ()
-    # Position ids of kept tokens in the authors' program, for models with one id per token.
     positions: ClassVar[str] = "original"
-    # Whether it reads the user's text.
     reads_text: ClassVar[bool] = False
-    # Whether it sees and returns projected tokens instead of those before the projector.
     after_projector: ClassVar[bool] = False
-    # Whether its tokens are random ones, by an option `seed`, which commands set to their own.
     is_random: ClassVar[bool] = False
-    # The class of its configuration, for a pruner with weights.
     config_type: ClassVar[type | None] = None
-    # Whether it has a learned stop, and so stop biases and mean budgets.
     has_stop: ClassVar[bool] = False
-    # Incremented when the choice of tokens changes, so that answers are not mixed.
     version: ClassVar[int] = 1
 
     def __init_subclass__(cls, **keywords: Any):
@@ -220,25 +95,29 @@ class Pruner:
         object.__setattr__(self, "budget", Budget.parse(budget))
 
     def with_budget(self: AnyPruner, budget: Budget | int | str | None) -> AnyPruner:
-        """Returns a copy with another budget, as `Budget.parse` reads it; None as at first."""
+        """Returns a copy with another budget, an argument of `Budget.parse`; None resets it."""
         return dataclasses.replace(self, budget=budget)
 
     @classmethod
     def default_budget(cls, options: Iterable[str] = ()) -> Budget:
-        """Returns the budget of a pruner that is built without one.
+        """Returns the budget of a pruner that is built without a budget.
 
-        It is "adaptive" for a method that decides the number, and "all" for a method that keeps all
-        tokens, or whose `options` are a schedule of numbers. Any other method needs a budget: its
-        budget is "unset", which `check` refuses.
+        Args:
+            options: names of the options that are set.
+
+        Returns:
+            "adaptive" for a method that decides the number of tokens. "all" for a method that keeps
+            all tokens, or if an option is one of `schedules`. Otherwise "unset", which `check`
+            refuses.
         """
         if "adaptive" in cls.budgets:
             return Budget("adaptive")
-        decides = cls.budgets == ("all",) or bool({*cls.schedules} & {*options})
-        return Budget("all" if decides else "unset")
+        keeps_all = cls.budgets == ("all",) or bool({*cls.schedules} & {*options})
+        return Budget("all" if keeps_all else "unset")
 
     @property
     def without_weights(self: AnyPruner) -> AnyPruner:
-        """A copy without arrays, which can be hashed: a key for what depends on the method."""
+        """A hashable copy without arrays, as a key for results that depend on the method."""
         arrays = [name for name in self.leaves if name != "budget"]
         return dataclasses.replace(self, **dict.fromkeys(arrays)) if arrays else self
 
@@ -255,13 +134,13 @@ class Pruner:
         budget = self.budget
         self.require_kind(budget)
         if budget.kind in EXACT:
-            most = self.schedule(config, num_tokens).most
+            limit = self.schedule(config, num_tokens).most
             count = budget.number if budget.kind == "count" else budget.exact_count(num_tokens)
-            self.expect("budget", count <= most, f"at most {most} of {num_tokens} visual tokens")
+            self.expect("budget", count <= limit, f"at most {limit} of {num_tokens} visual tokens")
 
     @property
     def budget_counts(self) -> str:
-        """What a budget counts, in words for those who compare methods."""
+        """Description of the tokens that a budget counts, for comparisons of methods."""
         return "tokens of an image that enter the language model"
 
     @classmethod
@@ -275,59 +154,59 @@ class Pruner:
                 f"{cls.name} does not support the budget {budget}, only {', '.join(cls.budgets)}"
             )
 
-    def expect(self, option: str, fits: bool, expected: str) -> None:
-        """Raises a UserError that names the option and what was `expected`, unless it fits."""
-        value = getattr(self, option)
-        shown = str(value) if isinstance(value, Budget) else repr(value)
-        require(fits, f"{self.name}: {option} is {shown}, expected {expected}")
+    def expect(self, option: str, is_valid: bool, expected: str) -> None:
+        """Raises a UserError with the option and the `expected` values, unless it is valid."""
+        if not is_valid:
+            value = getattr(self, option)
+            value = str(value) if isinstance(value, Budget) else repr(value)
+            raise UserError(f"{self.name}: {option} is {value}, expected {expected}")
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Counts an image's tokens in the language model; all other counts derive from it.
+        """Counts an image's tokens in the language model; all other counts follow from these.
 
         Args:
             config: the model's configuration.
             num_tokens: tokens of the image.
 
         Returns:
-            The counts, with an entry of `Schedule.after` for each of `cuts`.
+            The counts, with an entry of `Schedule.after` for each cut of `cuts`.
         """
         return Schedule(self.budget.count(num_tokens), num_tokens)
 
     def method_positions(self, config: ModelConfig) -> str:
-        """Returns `positions`, or "original" in a model whose tokens have several ids each."""
+        """Returns `positions`, or "original" for a model whose tokens have several position ids."""
         return self.positions if config.position_axes == 1 else "original"
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns the intermediates of the tower that it needs."""
+        """Returns the intermediates of the tower that the method reads."""
         return ()
 
     def program(self) -> "Pruner":
-        """Returns the pruner without its exact count, on which no compiled program depends.
+        """Returns the pruner without its exact count, so that all counts share programs.
 
-        `keep` reads exact counts from the view, and `drop` takes them as an argument, so that all
-        counts share programs.
+        `keep` reads exact counts from its inputs, and `drop` gets them as an argument.
         """
         return dataclasses.replace(self, budget=Budget()) if self.budget.kind in EXACT else self
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Chooses the tokens that enter the language model.
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+        """Selects the tokens that enter the language model.
 
         Args:
-            view: inputs of the pruner.
-            capacity: static size of the result; at least every row's count.
+            inputs: inputs of the pruner.
+            capacity: static size k of the result; at least every row's count.
 
         Returns:
             The kept tokens.
         """
-        (r, n), valid = view.tokens.shape[:2], view.valid
+        (r, n), valid = inputs.tokens.shape[:2], inputs.valid
         count = jnp.full(r, n, jnp.int32) if valid is None else valid.sum(1, dtype=jnp.int32)
         index = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (r, n))
         if valid is None and capacity == n:
-            return Kept(index, index, view.whole, jnp.ones((r, n), bool), count)
-        return take(view.whole, index, count, capacity)
+            return Kept(index, index, inputs.whole, jnp.ones((r, n), bool), count)
+        return take(inputs.whole, index, count, capacity)
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
-        """Returns the layers of the language model before which it drops tokens.
+        """Returns the layers of the language model before which the method drops tokens.
 
         Args:
             config: the model's configuration.
@@ -346,17 +225,18 @@ class Pruner:
         Args:
             config: the model's configuration.
             num_tokens: tokens of the image.
-            kept: how many of them it has kept, if it decides; by default the most.
+            kept: number of tokens that a learned stop kept; `num_tokens` by default.
 
         Returns:
-            A count for each layer, as `flops.llm_flops` takes them once the text is added.
+            A count for each layer. With the text added, they are an argument of `flops.llm_flops`.
         """
-        enter = self.schedule(config, num_tokens).enter
-        if enter is None:
-            enter = num_tokens if kept is None else kept
-        cuts, counts = self.cuts(config, num_tokens), [enter] * config.text.num_layers
-        for cut, left in zip(cuts, self.schedule(config, enter).after, strict=True):
-            counts[cut.layer :] = [sum(left) if kept is None else kept] * (len(counts) - cut.layer)
+        first_count = self.schedule(config, num_tokens).enter
+        if first_count is None:
+            first_count = num_tokens if kept is None else kept
+        cuts, counts = self.cuts(config, num_tokens), [first_count] * config.text.num_layers
+        for cut, survivors in zip(cuts, self.schedule(config, first_count).after, strict=True):
+            count = sum(survivors) if kept is None else kept
+            counts[cut.layer :] = [count] * (len(counts) - cut.layer)
         return counts
 
 
@@ -375,7 +255,7 @@ def _flatten_with_keys(pruner: Pruner) -> tuple[tuple[Any, ...], tuple[Any, ...]
 
 
 def _unflatten(cls: type[Pruner], static: tuple[Any, ...], children: Iterable[Any]) -> Pruner:
-    """Builds a pruner without checks: its children may be tracers, or anything a tree may hold."""
+    """Builds a pruner without checks, because its children may be tracers."""
     pruner = object.__new__(cls)
     names = [field.name for field in dataclasses.fields(cls) if field.name not in cls.leaves]
     for name, value in zip((*names, *cls.leaves), (*static, *children), strict=True):
@@ -384,14 +264,14 @@ def _unflatten(cls: type[Pruner], static: tuple[Any, ...], children: Iterable[An
 
 
 class Ranker(Pruner, abc.ABC):
-    """A pruner that puts tokens in an order and keeps a prefix of it."""
+    """A pruner that orders the tokens and keeps a prefix of the order."""
 
     @abc.abstractmethod
-    def rank(self, view: PrunerInputs, steps: int) -> Ranking:
-        """Puts the tokens of each row in an order.
+    def rank(self, inputs: PrunerInputs, steps: int) -> Ranking:
+        """Orders the tokens of each row.
 
         Args:
-            view: inputs of the pruner.
+            inputs: inputs of the pruner.
             steps: static length of the order.
 
         Returns:
@@ -399,32 +279,36 @@ class Ranker(Pruner, abc.ABC):
         """
 
     def counts(self, ranking: Ranking, exact: Int[ArrayLike, "r"]) -> Int[ArrayLike, "r"]:
-        """Returns the length of the prefix kept of each row's order; runs on the host.
+        """Returns the number of tokens kept of each row's order; runs on the host.
 
         Args:
             ranking: the orders.
-            exact: [r] tokens that enter of each row's image, or the image's number of tokens where
-                a learned stop decides.
+            exact: [r] number of tokens that enter the language model; the number of the image's
+                tokens where a learned stop decides.
 
         Returns:
             [r] counts.
         """
         return exact
 
-    def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Keeps the first `view.count` tokens of the order, in raster order."""
-        ranking = self.rank(view, capacity)
-        return take_first(view.whole, ranking.order, view.count, capacity)
+    def keep(self, inputs: PrunerInputs, capacity: int) -> Kept:
+        """Keeps the first `inputs.count` tokens of the order, in raster order."""
+        ranking = self.rank(inputs, capacity)
+        return take_first(inputs.whole, ranking.order, inputs.count, capacity)
 
 
 class LayerPruner(Pruner, abc.ABC):
-    """A pruner that passes all tokens to the language model and drops some between its layers."""
+    """A pruner that passes all tokens to the language model and drops tokens between layers.
 
-    average: bool = False  # whether its budget is a mean over layers, of one with the option
+    Attributes:
+        average: whether the budget is a mean over layers; an option of some subclasses.
+    """
+
+    average: bool = False
 
     @property
     def budget_counts(self) -> str:
-        """The tokens after the last cut, or their mean over layers with the option `average`."""
+        """Description: the tokens after the last cut, or their mean over layers if `average`."""
         if self.average:
             return "the mean over all layers of an image's tokens"
         return "tokens of an image after the last cut between layers"
@@ -435,21 +319,24 @@ class LayerPruner(Pruner, abc.ABC):
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
         """Counts all tokens before a single cut, and the budget after it."""
-        left = Survivors(self.budget.exact_count(num_tokens))
-        return Schedule(num_tokens, num_tokens, (left,))
+        survivors = Survivors(self.budget.exact_count(num_tokens))
+        return Schedule(num_tokens, num_tokens, (survivors,))
 
     def probe(self) -> Float[Array, "layers e"] | None:
-        """Returns vectors of a token behind each prompt before a cut; see `models.vlm.Cut`."""
+        """Returns the vectors of the `models.vlm.Cut.probe`; None for a method without a probe."""
         return None
 
     def scores(self, sequence: Sequence, taps: dict[str, Array]) -> Float[Array, "b s"]:
-        """Scores all slots at a cut; the best of each image remain, unless `drop` is overridden.
+        """Scores all slots at a cut; `drop` keeps the slots of each image with the best scores.
 
-        By default by the attention of the last token in the only tap, averaged over heads.
+        The default score is the attention of the last token in the only tap, averaged over heads.
 
         Args:
-            sequence: the rows before it.
+            sequence: the rows before the cut.
             taps: the cut's intermediates by name.
+
+        Returns:
+            [b, s] scores.
         """
         (attention,) = taps.values()
         return attention[:, :, 0].mean(1)
@@ -461,43 +348,17 @@ class LayerPruner(Pruner, abc.ABC):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Chooses the tokens that remain after a cut.
+        """Selects the tokens that remain after a cut.
 
         Args:
             cut: the cut.
-            sequence: the rows before it.
+            sequence: the rows before the cut.
             taps: the cut's intermediates by name.
-            count: [b, j] tokens to keep of each image, not counting merged ones: `Survivors.kept`.
+            count: [b, j] number of tokens to keep of each image, without merged tokens:
+                `Survivors.kept`.
 
         Returns:
-            The rows, whose visual tokens may have been merged, and which slots remain; text always
-            does.
+            The rows, whose visual tokens may have been merged, and the mask of slots that remain.
+            Text always remains.
         """
         return sequence, keep_best(self.scores(sequence, taps), sequence.image, count)
-
-
-def take(
-    tokens: Float[Array, "r n d"],
-    order: Int[Array, "r t"],
-    count: Int[Array, "r"],
-    capacity: int,
-) -> Kept:
-    """Applies `take_first` for a method that chooses a set."""
-    return take_first(tokens, order, count, capacity)._replace(order=None)
-
-
-def take_first(
-    tokens: Float[Array, "r n d"],
-    order: Int[Array, "r t"],
-    count: Int[Array, "r"],
-    capacity: int,
-) -> Kept:
-    """Gathers the first `count` tokens of an order, in raster order; past `capacity` none."""
-    return from_picks(tokens, first_picks(order, count, tokens.shape[1]), capacity)
-
-
-def from_picks(tokens: Float[Array, "r n d"], picks: Picks, capacity: int) -> Kept:
-    """Gathers the picked tokens, in raster order; past `capacity` none."""
-    order = jnp.where(picks.action < tokens.shape[1], picks.action, -1)[:, :capacity]
-    index, tokens, valid, count = gather(picks, tokens, capacity)
-    return Kept(index, jnp.maximum(index, 0), tokens, valid, count, order)

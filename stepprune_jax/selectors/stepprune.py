@@ -26,8 +26,9 @@ from stepprune_jax.policy.objective import pointer_entropy
 from stepprune_jax.policy.params import param_specs
 from stepprune_jax.policy.rollout import max_steps_per_row
 from stepprune_jax.policy.trajectory import count_at_bias
-from stepprune_jax.pruning.base import Kept, PrunerInputs, Ranking, from_picks, take_first
+from stepprune_jax.pruning.base import Kept, PrunerInputs, Ranking
 from stepprune_jax.pruning.budget import EXACT
+from stepprune_jax.pruning.packing import from_picks, take_first
 from stepprune_jax.selectors.base import Aux, Weights, zeros_last
 from stepprune_jax.selectors.policy import Policy
 

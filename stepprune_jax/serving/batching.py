@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Summary, disable_created_metrics
 
+from stepprune_jax.policy.buckets import power_of_two
+
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -70,8 +72,7 @@ class AnswerTokens(NamedTuple):
 
 def pad_requests(requests: Sequence[T]) -> list[T]:
     """Repeats the first request up to a power of two, which bounds the number of programs."""
-    size = 1 << (len(requests) - 1).bit_length()
-    return [*requests, *[requests[0]] * (size - len(requests))]
+    return [*requests, *[requests[0]] * (power_of_two(len(requests)) - len(requests))]
 
 
 class Job:

@@ -20,8 +20,9 @@ from jaxtyping import Float
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Images
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.inference.request import join_requests
-from stepprune_jax.policy.buckets import row_bucket
+from stepprune_jax.policy.buckets import pad_rows
 from stepprune_jax.serving.batching import (
     AnswerStart,
     AnswerTokens,
@@ -67,14 +68,16 @@ def embed_prompts(model: VLM, chats: Sequence[ChatRequest]) -> list[PromptRow]:
     prompts, images = request.prompts(), request.images
     if images is not None:
         num_images = len(images.grid)
-        indices = np.arange(row_bucket(num_images))
-        indices = np.where(indices < num_images, indices, 0)
+        indices = pad_rows(num_images, 1)
         pixels = jax.tree.map(lambda leaf: leaf[indices], images.pixels)
         images = Images(*(field[indices] for field in images[:3]), pixels)
         images = pipeline.encode(model, images, pruner.taps(model.config), options.execution)
-    batch = pipeline.prepare(model, pruner, prompts, images, options)
+    batch = plan_batch(model, pruner, prompts, images, options)
+    batch = pipeline.complete_plan(model, batch)
     hidden, length = pipeline.embed(model, batch)
-    counts = zip(length.tolist(), batch.visual_tokens.tolist(), batch.kept.tolist(), strict=True)
+    counts = zip(
+        length.tolist(), batch.visual_tokens.tolist(), batch.num_kept.tolist(), strict=True
+    )
     rows = zip(hidden, map(AnswerStart._make, counts), strict=True)
     padded_rows = [PromptRow(row[: start.prompt_tokens], start) for row, start in rows]
     return padded_rows[: len(chats)]

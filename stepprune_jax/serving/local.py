@@ -15,7 +15,9 @@ from stepprune_jax.inference import pipeline
 from stepprune_jax.inference.base import Batch, PrefillResult
 from stepprune_jax.inference.decoding import NotFiniteError
 from stepprune_jax.inference.generate import Generator
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.inference.request import Request, join_requests
+from stepprune_jax.policy.buckets import power_of_two
 from stepprune_jax.serving.batching import (
     AnswerStart,
     AnswerTokens,
@@ -76,7 +78,7 @@ class LocalBackend:
     def _padded_max_tokens(self, chat: ChatRequest) -> int:
         """Returns the length limit of the program: a power of two, to bound their number."""
         max_tokens = max(chat.options.max_tokens, self._max_tokens)
-        return min(1 << (max_tokens - 1).bit_length(), self._model.config.text.max_positions)
+        return min(power_of_two(max_tokens), self._model.config.text.max_positions)
 
     def _batch_key(self, chat: ChatRequest) -> Hashable:
         """Returns a key that is equal for requests that may share a batch, or None.
@@ -107,14 +109,15 @@ class LocalBackend:
         """
         generator, request = self._join_batch(chats)
         prompts, options = request.prompts(), generator.options
-        batch = pipeline.prepare(self._model, generator.placed, prompts, request.images, options)
+        batch = plan_batch(self._model, generator.placed, prompts, request.images, options)
+        batch = pipeline.complete_plan(self._model, batch)
         key = bool(chats[0].sampling.temperature), _batch_shape(batch)
         if key not in shapes:
             shapes.add(key)
-            state = pipeline.begin(self._model, batch, generator.resolved).state
+            state = pipeline.prefill(self._model, batch, generator.resolved).state
             steps = pipeline.decode(self._model, state, generator.resolved, options)
             jax.block_until_ready(next(steps, None))
-        return int(batch.kept[0])
+        return int(batch.num_kept[0])
 
     def _run(self, jobs: Sequence[Job]) -> None:
         """Answers a batch, and reports each token or that a row's logits are not finite."""
@@ -131,7 +134,7 @@ class LocalBackend:
         generator, request = self._join_batch([job.chat for job in jobs])
         # The client of each failed row has received its error by then.
         with contextlib.suppress(NotFiniteError):
-            for row, token, _ in generator.stream(request, report_start):
+            for row, token in generator.stream(request, report_start):
                 if row < len(jobs) and remaining[row]:
                     remaining[row] -= 1
                     finish = "stop" if token in eos_ids else None if remaining[row] else "length"
@@ -157,5 +160,8 @@ def _batch_shape(batch: Batch) -> Hashable:
 
     The program also depends on pruner and sampling.
     """
-    leaves, structure = jax.tree.flatten((batch.tokens, batch.texts))
+    # The result of the last stage before the prefill is the input of the prefill.
+    stages = batch.paused, batch.kept, batch.pairs
+    inputs = next(stage for stage in stages if stage is not None)
+    leaves, structure = jax.tree.flatten((inputs, batch.layout))
     return batch.plan, structure, tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)

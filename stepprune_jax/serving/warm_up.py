@@ -16,15 +16,15 @@ import numpy as np
 
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference.base import Images, RunOptions, read_images
-from stepprune_jax.inference.plan import (
+from stepprune_jax.inference.programs import num_compiled
+from stepprune_jax.inference.request import Request, read_request
+from stepprune_jax.inference.sampling import Sampling
+from stepprune_jax.inference.shapes import (
     enters_known,
     exact_counts,
     has_joint_bucket,
     list_texts,
 )
-from stepprune_jax.inference.programs import num_compiled
-from stepprune_jax.inference.request import Request, read_request
-from stepprune_jax.inference.sampling import Sampling
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.parallel.programs import num_evicted
 from stepprune_jax.policy.buckets import text_bucket

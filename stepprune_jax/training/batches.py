@@ -22,6 +22,7 @@ from stepprune_jax.data.prompts import pad_batch
 from stepprune_jax.data.source import DataSettings, Source
 from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.models.images import Pixels, join_images, stack_images
+from stepprune_jax.policy.buckets import round_up
 from stepprune_jax.training.language_loss import Targets
 from stepprune_jax.training.settings import Run
 from stepprune_jax.training.step import TrainingBatch
@@ -247,9 +248,9 @@ def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
     # A batch holds shorter rows as well, so the other widths never fall.
     text = np.maximum.accumulate(np.maximum(lengths.text[order], 1))
     targets = np.maximum.accumulate(np.maximum(lengths.targets[order], 1))
-    widths = _round_up(lengths.ids[order], multiple)
+    widths = round_up(lengths.ids[order], multiple)
     last = np.flatnonzero(np.append(widths[1:] != widths[:-1], True))
-    shapes = np.stack([widths, _round_up(text, multiple), targets], axis=1)[last]
+    shapes = np.stack([widths, round_up(text, multiple), targets], axis=1)[last]
     return tuple(Bucket(*shape) for shape in shapes.tolist())
 
 
@@ -293,7 +294,3 @@ def open_batches(
         group=data.length_group,
         loading=Loading(data.threads, local, data.missing == "skip"),
     )
-
-
-def _round_up(size: np.ndarray, multiple: int) -> np.ndarray:
-    return -(-size // multiple) * multiple

@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from stepprune_jax.models import decoder, vlm
+from stepprune_jax.models import decoder
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.sequence import Kept
 from stepprune_jax.models.stack import Execution, Params
 from stepprune_jax.parallel.placement import constrain_rows
 from stepprune_jax.policy import Pruned
@@ -143,18 +145,19 @@ def row_scores(
     """Computes the cross-entropy of conversations with some of their visual tokens.
 
     Also whether every target is the most probable token at its place. Position ids are those of
-    `vlm.assemble`.
+    `assembly.assemble`.
     """
     k = kept.tokens.shape[1]
     tokens = backbone.project(params, kept.tokens)
-    visual = vlm.Visual(tokens, kept.valid, kept.index, kept.index, targets.grid)
-    sequence = vlm.assemble(
+    visual = Kept(kept.index, kept.index, tokens, kept.valid, kept.count)
+    sequence = assemble(
         params,
         backbone,
         targets.ids,
         targets.length,
         jax.tree.map(lambda part: part[:, None], visual),
-        positions,
+        targets.grid[:, None],
+        positions=positions,
         capacity=targets.ids.shape[1] - 1 + k,
     )
     hidden, deep = constrain_rows(options.mesh, (sequence.hidden, sequence.deep))

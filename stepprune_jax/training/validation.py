@@ -15,14 +15,15 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.evaluation.split import Split
 from stepprune_jax.inference.base import RunOptions
 from stepprune_jax.inference.dataset import Answers, Batching, batches, rank_all
-from stepprune_jax.inference.encode import check_lengths, encode_questions
+from stepprune_jax.inference.encode import encode_questions
 from stepprune_jax.inference.generate import Generator
 from stepprune_jax.inference.programs import run_take
+from stepprune_jax.inference.truncation import check_lengths
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import mesh_of, place_rows, to_host
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import Pruned
-from stepprune_jax.policy.buckets import choose_bucket
+from stepprune_jax.policy.buckets import choose_bucket, fraction_ladder
 from stepprune_jax.pruning import Budget
 from stepprune_jax.selectors import Policy
 from stepprune_jax.selectors.calibration import StopCounts, describe_counts
@@ -40,8 +41,6 @@ from stepprune_jax.training.language_loss import ForwardOptions, Targets, row_sc
 from stepprune_jax.training.settings import Run
 
 FOLDER = "overlays"
-# Sizes that kept tokens are padded to, as shares of all; each size in use is a program.
-_SHARES = (8, 4, 2, 1)
 
 # The cases of a diagnosis, as they are named in a validation's row.
 _CASES = {
@@ -74,9 +73,8 @@ class Validation:
         )
         self._targets = self._read_answers()
         prompts = self._encoded.prompts._replace(length=self._targets.length)  # with the answers
-        check_lengths(self._encoded._replace(prompts=prompts), model.backbone.CONTEXT_LIMIT)
-        sizes = tuple(sorted({-(-n // share) for share in _SHARES}))
-        self._batching = Batching(self._size, sizes)
+        check_lengths(prompts, self._encoded.sizes[:, None], model.backbone.CONTEXT_LIMIT)
+        self._batching = Batching(self._size, fraction_ladder(n))
         self._run = RunOptions(self._settings.max_new_tokens, execution=execution)
         self._options = ForwardOptions(execution, mesh=mesh_of(model.params))
         real = np.arange(n) < self._encoded.sizes[:, None]

@@ -13,7 +13,9 @@ from visual import noise, preprocess_clip, random_bytes, visual_of
 from stepprune_jax import testing
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.llava.config import LlavaConfig
 from stepprune_jax.models.weights import join_kernels
 from stepprune_jax.parallel import sharding
@@ -49,9 +51,9 @@ def _logits(model, pixels):
     def logits(params, pixels):
         features, _ = model.backbone.encode_image(params, pixels)
         tokens = model.backbone.project(params, features)
-        ids, length = jnp.array([_ids(vlm.IMAGE_TOKEN)]), jnp.array([7])
+        ids, length = jnp.array([_ids(IMAGE_TOKEN)]), jnp.array([7])
         visual = visual_of(model.config, tokens[None])
-        sequence = vlm.assemble(params, model.backbone, ids, length, visual)
+        sequence = assemble(params, model.backbone, ids, length, *visual)
         return vlm.prefill(params, model.config, sequence, 1, all_logits=True).logits
 
     return logits(model.params, pixels)

@@ -12,8 +12,9 @@ from stepprune_jax.efficiency import measure
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.efficiency.rows import read_rows
 from stepprune_jax.flops import traced_flops
-from stepprune_jax.inference import greedy, pipeline, programs
+from stepprune_jax.inference import greedy, programs
 from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.models import vlm
 from stepprune_jax.policy import FeatureStats
 from stepprune_jax.registry import PRUNERS
@@ -44,18 +45,19 @@ def test_the_operations_of_a_row_equal_the_operations_of_its_program(model, batc
     if isinstance(pruner, TrainedPruner):
         params = jax.eval_shape(pruner.init_params, jax.random.key(0))
         pruner = pruner.replace(params=params, stats=FeatureStats.start(config.feature_width))
-    prepared = pipeline.prepare(model, pruner, batch.prompts, batch.images, RunOptions(2))
+    ready = plan_batch(model, pruner, batch.prompts, batch.images, RunOptions(2))
     schedule = pruner.schedule(config, config.max_image_tokens)
-    row_tokens = (schedule.enter, *map(sum, schedule.after))
-    # The rows have no padding, because the formula does not count padding.
-    plan = dataclasses.replace(prepared.plan, slots=tuple(TEXT + tokens for tokens in row_tokens))
-    texts = prepared.texts._replace(ids=prepared.texts.ids[:, : TEXT + 1])
+    rows = (schedule.enter, *map(sum, schedule.after))
+    # Rows without padding, which the formula does not count.
+    plan = dataclasses.replace(ready.plan, slots=tuple(TEXT + tokens for tokens in rows))
+    layout = ready.layout._replace(ids=ready.layout.ids[:, : TEXT + 1])
 
-    def begin(params, pruner, tokens, texts):
-        return programs.begin(params, model.backbone, pruner, tokens, texts, greedy(()), plan=plan)
+    def run(params, pruner, pairs, layout):
+        inputs = pruner, pairs, layout, greedy(())
+        return programs.first_tokens(params, model.backbone, *inputs, plan=plan)
 
-    traced = jax.make_jaxpr(begin)(model.params, prepared.pruner, prepared.tokens, texts).jaxpr
-    live_jaxpr, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
-    expected = sum(measure.count_tflops(model.backbone, row, batch).values())
-    assert 1e-12 * traced_flops(live_jaxpr) == pytest.approx(expected, rel=0.004)
-    assert 1e-12 * traced_flops(live_jaxpr) >= 0.9999 * expected
+    traced = jax.make_jaxpr(run)(model.params, pruner.program(), ready.pairs, layout).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    counted = sum(measure.count_tflops(model.backbone, row, batch).values())
+    assert 1e-12 * traced_flops(needed) == pytest.approx(counted, rel=0.004)
+    assert 1e-12 * traced_flops(needed) >= 0.9999 * counted

@@ -35,8 +35,9 @@ from stepprune_jax.inference import (
     read_request,
 )
 from stepprune_jax.inference.decoding import run_decode
-from stepprune_jax.inference.encode import check_lengths, cut_prompts, encode_questions
-from stepprune_jax.inference.programs import run_begin, run_rank
+from stepprune_jax.inference.encode import encode_questions
+from stepprune_jax.inference.programs import run_first_tokens, run_prefill, run_rank
+from stepprune_jax.inference.truncation import check_lengths, truncate_prompts
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.stack import Execution
 from stepprune_jax.parallel.placement import mesh_of, row_count
@@ -93,7 +94,8 @@ def new_run(folder):
 
 
 def num_compiled():
-    return [program.num_compiled() for program in (run_begin, run_decode, run_rank)]
+    num_prefills = run_first_tokens.num_compiled() + run_prefill.num_compiled()
+    return [num_prefills, run_decode.num_compiled(), run_rank.num_compiled()]
 
 
 @pytest.fixture(scope="module")
@@ -532,19 +534,21 @@ def test_prompts_beyond_the_context_are_truncated_or_refused(model, root):
     encoded = encode_questions(
         model, read_questions("scienceqa", root), batch_size=4, numbers=numbers
     )
-    prompts = encoded.prompts
-    long = encoded._replace(prompts=prompts._replace(length=np.full_like(prompts.length, limit)))
-    with pytest.warns(UserWarning, match="question 7 and 1 more take more than 2048 embeddings"):
-        truncated = cut_prompts(long, limit)
-    assert truncated.prompts.length.tolist() == [limit - 8, limit] * 2
-    check_lengths(truncated, limit)
+    prompts, image_tokens = encoded.prompts, encoded.sizes[:, None]
+    long = prompts._replace(length=np.full_like(prompts.length, limit))
+    message = "prompt 7 of 2056 embeddings was truncated to its first 2048: .*; so were 1 other"
+    with pytest.warns(UserWarning, match=message):
+        truncated = truncate_prompts(long, image_tokens, limit)
+    assert truncated.length.tolist() == [limit - 8, limit] * 2
+    check_lengths(truncated, image_tokens, limit)
     with pytest.raises(ValueError, match=f"question 0 takes {limit + 8} embeddings"):
-        check_lengths(long, limit)
+        check_lengths(long, image_tokens, limit)
 
 
 def test_a_prompt_may_be_longer_than_any_width(model):
     text = "red " * 70_000
     questions = [BenchmarkQuestion(0, text, text, None)]
-    with pytest.warns(UserWarning, match="question 0 and 0 more take more than 2048 embeddings"):
+    message = r"prompt 0 of \d+ embeddings was truncated to its first 2048"
+    with pytest.warns(UserWarning, match=message):
         encoded = encode_questions(model, questions, batch_size=1)
     assert encoded.prompts.ids.shape[1] > 1 << 16

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_run
 from tiny_pretraining import FIELDS
-from visual import random_bytes
+from visual import kept_at, random_bytes
 
 from experiments.pretrain import small_qwen
 from experiments.pretrain.conversations import Sample
@@ -32,6 +32,7 @@ from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.inference import RunOptions, generate
 from stepprune_jax.models import vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.attention import attention_weights
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, tower
 from stepprune_jax.models.qwen2_5_vl.images import Patches
@@ -109,9 +110,9 @@ def test_packed_logits_equal_the_logits_of_separate_prompts(model, images):
 
     @jax.jit
     def separate_logits(ids, length, tokens, index, real, grid):
-        parts = (tokens, real, index, index, grid)
-        visual = vlm.Visual(*(part[None, None] for part in parts))
-        sequence = vlm.assemble(params, backbone, ids[None], length[None], visual)
+        tokens, real, index, grid = (part[None, None] for part in (tokens, real, index, grid))
+        visual = kept_at(tokens, real, index), grid
+        sequence = assemble(params, backbone, ids[None], length[None], *visual)
         return vlm.prefill(params, backbone.config, sequence, 1, all_logits=True).logits[0]
 
     for row, turns in enumerate(TURNS):

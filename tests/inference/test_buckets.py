@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from generation_reference import ByQuestion
 from tiny_llava_next import tiny_next_config
@@ -12,8 +13,9 @@ from visual import noise
 
 from stepprune_jax.checkpoints.load import VLM
 from stepprune_jax.data.prompts import IMAGE_TOKEN
-from stepprune_jax.inference import Generator, Request, RunOptions, pipeline
+from stepprune_jax.inference import Generator, Request, RunOptions
 from stepprune_jax.inference.base import read_images
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.inference.programs import num_compiled
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava
@@ -22,6 +24,16 @@ from stepprune_jax.models.llava_next import LlavaNext
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.images import QwenImageSettings
 from stepprune_jax.models.qwen3_vl import Qwen3_VL
+from stepprune_jax.policy.buckets import (
+    fraction_ladder,
+    ladder,
+    pad_ids,
+    pad_rows,
+    power_of_two,
+    prompt_width,
+    round_up,
+    row_bucket,
+)
 from stepprune_jax.pruning import AllTokens
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.testing import tiny_hf_config
@@ -73,8 +85,8 @@ def make_request(backbone, settings, size, text, words):
 
 def shapes(model, pruner, request):
     """Returns the plan and the shapes that decide the program of a request."""
-    batch = pipeline.prepare(model, pruner, request.prompts(), request.images, RunOptions(1))
-    leaves, tree = jax.tree.flatten((batch.tokens, batch.texts))
+    batch = plan_batch(model, pruner, request.prompts(), request.images, RunOptions(1))
+    leaves, tree = jax.tree.flatten((batch.pairs, batch.layout))
     return batch.plan, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
@@ -115,3 +127,24 @@ def test_images_of_one_padded_size_share_the_programs_of_a_learned_stop():
         counts.append(num_compiled())
     # The first two have rows of two lengths; the others have rows of one of them.
     assert counts[0] < counts[1] == counts[2] == counts[3]
+
+
+def test_buckets_hold_their_sizes_with_little_padding():
+    sizes = ladder(2048)
+    assert sizes[:5] == (64, 80, 96, 112, 128) and sizes[-1] == 2048 and 640 in sizes
+    assert all(larger <= 1.25 * size for size, larger in itertools.pairwise(sizes))
+    assert ladder(50) == (50,) and ladder(100) == (64, 80, 96, 100)
+    assert [row_bucket(n) for n in (0, 1, 2, 3, 4, 5, 7, 9)] == [0, 1, 2, 3, 4, 6, 8, 12]
+    assert row_bucket(5, (5, 10)) == 5 and row_bucket(7, (10,)) == 8
+
+
+def test_sizes_are_rounded_up_by_one_rule_each():
+    assert [power_of_two(count) for count in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+    assert round_up(np.array([0, 1, 8, 9]), 8).tolist() == [0, 8, 8, 16]
+    assert fraction_ladder(576) == (72, 144, 288, 576) and fraction_ladder(3) == (1, 2, 3)
+    assert pad_rows(5, 2).tolist() == [0, 1, 2, 3, 4, 0] and pad_rows(10, 5).tolist() == [
+        *range(10)
+    ]
+    ids = np.array([[1, 2, 3]])
+    assert pad_ids(ids, 5).tolist() == [[1, 2, 3, 0, 0]] and pad_ids(ids, 2).tolist() == [[1, 2]]
+    assert (prompt_width(30), prompt_width(33), prompt_width(70_000)) == (32, 48, 70_000)

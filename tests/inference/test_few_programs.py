@@ -34,14 +34,13 @@ def compilations():
 @pytest.mark.parametrize("name", METHODS)
 def test_a_batch_takes_one_program_or_two_and_a_look(name, llava_model, compilations, monkeypatch):
     images = [[random_image(1)], None, [random_image(2), random_image(3)]]
-    asked = read_request(llava_model, ["What is this?", "two", "red"], images)
+    request = read_request(llava_model, ["What is this?", "two", "red"], images)
     method, sampling = pipeline.place_pruner(llava_model, METHODS[name]()), greedy([2])
-    looks, to_host = [], pipeline.to_host
-    monkeypatch.setattr(pipeline, "to_host", lambda tree: looks.append(tree) or to_host(tree))
-    prompts, options, before = asked.prompts(), RunOptions(max_tokens=2), len(compilations)
-    batch = pipeline.prepare(llava_model, method, prompts, asked.images, options)
-    begun = pipeline.begin(llava_model, batch, sampling)
-    jax.block_until_ready(begun)
+    reads, to_host = [], pipeline.to_host
+    monkeypatch.setattr(pipeline, "to_host", lambda tree: reads.append(tree) or to_host(tree))
+    prompts, options, before = request.prompts(), RunOptions(max_tokens=2), len(compilations)
+    result = pipeline.first_tokens(llava_model, method, prompts, request.images, options, sampling)
+    jax.block_until_ready(result)
     # An operation outside of a program would be one more: nothing has been compiled before.
     expected = (2, 1) if name == "own stop" else (1, 0)
-    assert (len(compilations) - before, len(looks)) == expected
+    assert (len(compilations) - before, len(reads)) == expected

@@ -36,9 +36,9 @@ def files(tmp_path_factory, llava_folder):
 
 
 def run(files, *arguments, images=("1.png",)):
-    shown = [part for name in images for part in ("--image", files / name)]
-    how = ("--max_tokens", 6, "--dtype", "float32")
-    return status(NAME, main, "--model", files / "model", *shown, *how, *arguments)
+    image_flags = [part for name in images for part in ("--image", files / name)]
+    flags = ("--max_tokens", 6, "--dtype", "float32")
+    return status(NAME, main, "--model", files / "model", *image_flags, *flags, *arguments)
 
 
 def as_json(files, capsys, *arguments, **options):
@@ -47,8 +47,8 @@ def as_json(files, capsys, *arguments, **options):
 
 
 def test_the_answer_and_then_the_figures(files, llava_model, capfd):
-    pruned = ("--policy", files / "policy", "--budget", 3)
-    assert run(files, "--prompt", "red dog?", *pruned) == 0
+    pruning = ("--policy", files / "policy", "--budget", 3)
+    assert run(files, "--prompt", "red dog?", *pruning) == 0
     *text, figures = capfd.readouterr().out.rstrip("\n").split("\n")
     method = build_pruner(None, 3, policy=load_policy(files / "policy"))
     (expected,) = generate(llava_model, ["red dog?"], [files / "1.png"], method, options=SIX)
@@ -58,27 +58,30 @@ def test_the_answer_and_then_the_figures(files, llava_model, capfd):
 
 
 def test_one_json_object_a_trace_and_an_overlay(files, llava_model, capfd):
-    names, seen = ("1.png", "2.png"), []
+    names, traces = ("1.png", "2.png"), []
     trace, overlay = files / "trace.npz", files / "kept.png"
     options = ("--pruner", "fastv", "--budget", 3, "--pruner_options", "layer=1")
-    written = ("--trace", trace, "--overlay", overlay)
-    assert run(files, "--prompt", "two?", "--json", *options, *written, images=names) == 0
+    outputs = ("--trace", trace, "--overlay", overlay)
+    assert run(files, "--prompt", "two?", "--json", *options, *outputs, images=names) == 0
     out, err = capfd.readouterr()
     assert "loading model" in err
-    method, shown = build_pruner("fastv", 3, options={"layer": 1}), [files / n for n in names]
-    note = lambda begun: seen.append(trace_arrays(begun))  # noqa: E731
-    (expected,) = generate(llava_model, ["two?"], [shown], method, options=SIX, trace=note)
-    found = json.loads(out)
-    about = {"model": str(files / "model"), "policy": None, "budget": "3"}
-    about |= {"pruner": "fastv", "pruner_options": {"layer": "1"}}
-    about |= json.loads(json.dumps(expected._asdict()))
-    assert found.items() >= about.items()
-    assert found["ttft_ms"] > found["compile_ms"] >= 0 and found["tokens_per_s"] > 0
+    method, images = build_pruner("fastv", 3, options={"layer": 1}), [files / n for n in names]
+    record = lambda result: traces.append(trace_arrays(result))  # noqa: E731
+    (expected,) = generate(llava_model, ["two?"], [images], method, options=SIX, trace=record)
+    record_of_answer = json.loads(out)
+    expected_fields = {"model": str(files / "model"), "policy": None, "budget": "3"}
+    expected_fields |= {"pruner": "fastv", "pruner_options": {"layer": "1"}}
+    expected_fields |= json.loads(json.dumps(expected._asdict()))
+    assert record_of_answer.items() >= expected_fields.items()
+    assert (
+        record_of_answer["ttft_ms"] > record_of_answer["compile_ms"] >= 0
+        and record_of_answer["tokens_per_s"] > 0
+    )
     with np.load(trace) as arrays:
-        assert set(arrays) == set(seen[0])
+        assert set(arrays) == set(traces[0])
         for name, array in arrays.items():
-            np.testing.assert_array_equal(array, seen[0][name])
-        assert arrays["logits"].argmax() == found["token_ids"][0]
+            np.testing.assert_array_equal(array, traces[0][name])
+        assert arrays["logits"].argmax() == record_of_answer["token_ids"][0]
     with Image.open(overlay) as image:
         assert image.width > image.height
 
@@ -87,36 +90,38 @@ def test_a_mean_budget_is_a_bias_of_the_calibration(files, capsys):
     policy = load_policy(files / "policy")
     table = Calibration((1.0, 4.0), (6.0, -6.0), (1.0, 0.0), (0.0, 1.0), 9.0, 5)
     save_policy(policy.replace(calibration=table), files / "calibrated")
-    asked = ("--prompt", "two?", "--policy", files / "calibrated")
-    found = [
-        as_json(files, capsys, *asked, *how)["kept_indices"]
-        for how in (("--mean_budget", 2.5), ("--stop_bias", 0.0), ("--budget", "mean:2.5"))
+    question = ("--prompt", "two?", "--policy", files / "calibrated")
+    kept_indices = [
+        as_json(files, capsys, *question, *budget)["kept_indices"]
+        for budget in (("--mean_budget", 2.5), ("--stop_bias", 0.0), ("--budget", "mean:2.5"))
     ]
-    assert found[0] == found[1] == found[2] and len(found[0][0]) in range(1, 5)
+    assert kept_indices[0] == kept_indices[1] == kept_indices[2] and len(
+        kept_indices[0][0]
+    ) in range(1, 5)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        assert run(files, *asked, "--mean_budget", 3.99) == 0
+        assert run(files, *question, "--mean_budget", 3.99) == 0
     assert capsys.readouterr().err.count("warning: at a mean of 3.99 tokens the count of") == 1
 
 
 def test_sampling_is_repeatable_from_the_command_line(files, capsys):
-    asked = ("--prompt", "two?", "--temperature", 1.5, "--top_p", 0.95)
-    texts = [as_json(files, capsys, *asked, "--seed", n)["token_ids"] for n in (1, 1, 2)]
+    question = ("--prompt", "two?", "--temperature", 1.5, "--top_p", 0.95)
+    texts = [as_json(files, capsys, *question, "--seed", n)["token_ids"] for n in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_the_system_speaks_as_it_is_told_to(files, llava_model, capsys, monkeypatch):
     request = read_request(llava_model, ["two?"], [files / "1.png"], system="be a red dog")
     (expected,) = Generator(llava_model, options=SIX).answer(request)
-    asked = ("--prompt", "two?", "--system", "be a red dog")
-    found = as_json(files, capsys, *asked)
-    assert (found["system"], found["token_ids"]) == ("be a red dog", [*expected.token_ids])
-    assert found["token_ids"] != as_json(files, capsys, "--prompt", "two?")["token_ids"]
+    question = ("--prompt", "two?", "--system", "be a red dog")
+    answer = as_json(files, capsys, *question)
+    assert (answer["system"], answer["token_ids"]) == ("be a red dog", [*expected.token_ids])
+    assert answer["token_ids"] != as_json(files, capsys, "--prompt", "two?")["token_ids"]
     monkeypatch.setattr(sys, "stdin", None)
-    assert run(files, *asked, "--interactive") == 0
+    assert run(files, *question, "--interactive") == 0
     assert capsys.readouterr().out.startswith(f"{expected.text}\n[kept 9 of 9")
-    assert run(files, *asked[:2], "--system", "<image>") == 2
-    assert "the system's text has <image>, which the user's may" in capsys.readouterr().err
+    assert run(files, *question[:2], "--system", "<image>") == 2
+    assert "<image> is not allowed in the system prompt" in capsys.readouterr().err
 
 
 def test_a_conversation_until_exit(files, llava_model, capsys, monkeypatch):
@@ -132,8 +137,8 @@ def test_a_conversation_until_exit(files, llava_model, capsys, monkeypatch):
     (second,) = generate(
         llava_model, [["What is this?", first.text, "red"]], images, options=options
     )
-    said = [line for line in out.split("\n") if line and not line.startswith("[kept")]
-    assert "\n".join(said) == "\n".join(
+    answer_lines = [line for line in out.split("\n") if line and not line.startswith("[kept")]
+    assert "\n".join(answer_lines) == "\n".join(
         line for text in (first.text, second.text) for line in text.split("\n") if line
     )
 
@@ -146,21 +151,23 @@ def test_without_stdin_only_the_first_prompt_is_answered(files, capsys, monkeypa
 
 
 def test_int8_weights_are_those_of_the_library(files, capsys):
-    found = as_json(files, capsys, "--prompt", "two?", "--weights", "int8")
-    how = {"dtype": "float32", "weights": "int8", "progress": False}
-    model = load_vlm(files / "model", **how)
+    answer = as_json(files, capsys, "--prompt", "two?", "--weights", "int8")
+    loading = {"dtype": "float32", "weights": "int8", "progress": False}
+    model = load_vlm(files / "model", **loading)
     (expected,) = generate(model, ["two?"], [files / "1.png"], options=SIX)
-    assert (found["language_weights"], found["token_ids"]) == ("int8", [*expected.token_ids])
+    assert (answer["language_weights"], answer["token_ids"]) == ("int8", [*expected.token_ids])
     assert as_json(files, capsys, "--prompt", "two?")["language_weights"] == "full"
     assert run(files, "--prompt", "two?", "--weights", "int4") == 2
     assert "argument --weights: invalid choice: 'int4' (choose from" in capsys.readouterr().err
 
 
 def test_a_mesh_by_name(files, capsys):
-    asked = ("--prompt", "two?")
-    here, there = (as_json(files, capsys, *asked, *m) for m in ((), ("--mesh", "data_tensor")))
-    assert here["token_ids"] == there["token_ids"]
-    assert run(files, *asked, "--mesh", "tensor") == 2
+    question = ("--prompt", "two?")
+    unsharded, sharded = (
+        as_json(files, capsys, *question, *m) for m in ((), ("--mesh", "data_tensor"))
+    )
+    assert unsharded["token_ids"] == sharded["token_ids"]
+    assert run(files, *question, "--mesh", "tensor") == 2
     out, err = capsys.readouterr()
     assert out == "" and "not divisible by the 8 devices" in err
 
@@ -202,9 +209,9 @@ QUESTIONS = ("red dog?", "two?", "is it a cat?", "yes or no?", "what color?")
 
 def ask(files, *arguments):
     # Without draws, which depend on a question's number.
-    how = ("--policy", files / "policy", "--budget", 3, "--pruner_options", "draw=0")
-    how += ("--max_tokens", 6, "--dtype", "float32")
-    return status(NAME, main, "--model", files / "model", *how, "--batch_size", 2, *arguments)
+    flags = ("--policy", files / "policy", "--budget", 3, "--pruner_options", "draw=0")
+    flags += ("--max_tokens", 6, "--dtype", "float32")
+    return status(NAME, main, "--model", files / "model", *flags, "--batch_size", 2, *arguments)
 
 
 @pytest.fixture
@@ -222,29 +229,29 @@ def test_a_file_of_questions_is_answered_as_each_alone_and_resumed(
     files, llava_model, question_file, tmp_path, monkeypatch, capfd
 ):
     out = tmp_path / "out.jsonl"
-    asked = ("--questions", question_file, "--image_folder", files, "--out", out)
-    assert ask(files, *asked) == 0
-    whole = [json.loads(line) for line in out.read_text().splitlines()]
+    questions = ("--questions", question_file, "--image_folder", files, "--out", out)
+    assert ask(files, *questions) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
     policy = load_policy(files / "policy")
-    for number, line in enumerate(whole):
+    for number, line in enumerate(answers):
         image = random_image(number % 2 + 1)
         method = build_pruner(None, 3, policy=policy, options={"draw": 0})
-        (alone,) = generate(llava_model, [QUESTIONS[number]], [image], method, options=SIX)
-        assert (line["question_id"], line["text"]) == (f"q{number}", alone.text)
+        (answer,) = generate(llava_model, [QUESTIONS[number]], [image], method, options=SIX)
+        assert (line["question_id"], line["text"]) == (f"q{number}", answer.text)
         assert (line["kept"], line["visual_tokens"], line["pruner"]) == (3, 9, "stepprune")
-        assert line["kept_indices"] == [*alone.kept_indices[0]]
+        assert line["kept_indices"] == [*answer.kept_indices[0]]
         assert line["ms"] is None or line["ms"] > 0
     # Killed within the third line: it and the rest are answered again, and nothing else.
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:2]) + lines[2][:20])
-    assert ask(files, *asked) == 0
-    again = [json.loads(line) for line in out.read_text().splitlines()]
-    assert again[-1]["ms"] > 0  # nothing was compiled any more
-    forget = {"ms": 0}
-    assert [line | forget for line in again] == [line | forget for line in whole]
+    assert ask(files, *questions) == 0
+    resumed = [json.loads(line) for line in out.read_text().splitlines()]
+    assert resumed[-1]["ms"] > 0  # nothing was compiled any more
+    without_time = {"ms": 0}
+    assert [line | without_time for line in resumed] == [line | without_time for line in answers]
     assert out.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
     monkeypatch.setattr("stepprune_jax.cli.generate.load_params", None)  # not needed any more
-    assert ask(files, *asked) == 0
+    assert ask(files, *questions) == 0
     assert "has an answer to every question" in capfd.readouterr().err
 
 
@@ -252,40 +259,43 @@ def test_a_question_with_broken_logits_is_named_once_all_others_are_answered(
     files, question_file, tmp_path, monkeypatch, capfd
 ):
     out = tmp_path / "out.jsonl"
-    asked = ("--questions", question_file, "--image_folder", files, "--out", out)
+    questions = ("--questions", question_file, "--image_folder", files, "--out", out)
     answer = Generator.answer_set
 
-    def answer_broken(generator, *given, **options):
+    def answer_broken(generator, *arguments, **options):
         model = broken_at(generator.model, "▁dog")
-        return answer(dataclasses.replace(generator, model=model), *given, **options)
+        return answer(dataclasses.replace(generator, model=model), *arguments, **options)
 
     monkeypatch.setattr(Generator, "answer_set", answer_broken)
-    assert ask(files, *asked) == 2
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert "error: question q0: the model's logits are not finite." in said
-    assert said.endswith(f"All other answers are in {out}")
+    assert ask(files, *questions) == 2
+    message = capfd.readouterr().err.splitlines()[-1]
+    assert "error: question q0: the model's logits are not finite." in message
+    assert message.endswith(f"All other answers are in {out}")
     monkeypatch.setattr(Generator, "answer_set", answer)
     ids = [json.loads(line)["question_id"] for line in out.read_text().splitlines()]
     assert ids == ["q1", "q2", "q3", "q4"]
-    assert ask(files, *asked) == 0  # the question is asked again
+    assert ask(files, *questions) == 0  # the question is asked again
     assert json.loads(out.read_text().splitlines()[-1])["question_id"] == "q0"
 
 
 def test_what_a_file_of_questions_does_not_go_with(files, question_file, tmp_path, capfd):
     out = tmp_path / "out.jsonl"
-    asked = ("--questions", question_file, "--image_folder", files, "--out", out)
-    assert ask(files, *asked) == 0
-    for arguments, said in (
-        ((*asked, "--max_tokens", 5), "was answered with another max_tokens; give another --out"),
-        ((*asked, "--temperature", 1), "--temperature does not belong to --questions"),
-        ((*asked, "--system", "?"), "--system does not belong to --questions"),
+    questions = ("--questions", question_file, "--image_folder", files, "--out", out)
+    assert ask(files, *questions) == 0
+    for arguments, message in (
+        (
+            (*questions, "--max_tokens", 5),
+            "was answered with another max_tokens; give another --out",
+        ),
+        ((*questions, "--temperature", 1), "--temperature does not belong to --questions"),
+        ((*questions, "--system", "?"), "--system does not belong to --questions"),
         (("--questions", question_file), "--questions and --out are given together"),
         (("--questions", question_file, "--out", "/no/where"), "--out is '/no/where', expected"),
         (("--questions", question_file, "--out", out), "1.png"),
     ):
         capfd.readouterr()
         assert ask(files, *arguments) == 2
-        assert said in capfd.readouterr().err
+        assert message in capfd.readouterr().err
 
 
 def test_answers_about_other_images_or_by_another_policy_are_not_continued(
@@ -295,13 +305,13 @@ def test_answers_about_other_images_or_by_another_policy_are_not_continued(
     (tmp_path / "images" / "more").mkdir(parents=True)
     for number, name in enumerate(("1.png", "2.png", "more/1.png")):
         random_image(number).save(tmp_path / "images" / name)
-    asked = ("--questions", question_file, "--image_folder", tmp_path / "images", "--out", out)
-    assert ask(files, *asked, "--policy", policy) == 0
+    questions = ("--questions", question_file, "--image_folder", tmp_path / "images", "--out", out)
+    assert ask(files, *questions, "--policy", policy) == 0
     text = question_file.read_text()
     question_file.write_text(text.replace("1.png", "more/1.png", 1))
-    assert ask(files, *asked, "--policy", policy) == 2
+    assert ask(files, *questions, "--policy", policy) == 2
     assert "question 'q0' is not one of --questions, or is about" in capfd.readouterr().err
     question_file.write_text(text)
     save_policy(stepprune(5), policy)
-    assert ask(files, *asked, "--policy", policy) == 2
+    assert ask(files, *questions, "--policy", policy) == 2
     assert "was answered with another policy_weights; give" in capfd.readouterr().err

@@ -30,9 +30,9 @@ def test_pieces_concatenate_to_the_whole(ids):
 @pytest.mark.parametrize("text", ["  a €5 \U0001f415 dog\n\nred ", ""])
 def test_text_survives(text):
     ids = TOKENIZER(text, add_special_tokens=False).input_ids
-    found = pieces([*ids, 2])
-    assert "".join(found) == text.strip()
-    assert "\N{REPLACEMENT CHARACTER}" not in "".join(found)
+    text_pieces = pieces([*ids, 2])
+    assert "".join(text_pieces) == text.strip()
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(text_pieces)
 
 
 def test_a_character_comes_whole_and_words_come_early():
@@ -53,17 +53,20 @@ def test_bytes_that_are_no_text_do_not_change_what_was_said():
 @settings(max_examples=300, deadline=None)
 @given(TOKENS, st.lists(st.sampled_from(["\n", "r", "re", "red", " red", "g d", "€", "a\n"])))
 def test_nothing_is_said_from_a_stop_on(ids, stop):
-    whole, stream = TOKENIZER.decode(ids, skip_special_tokens=True), TextStream(TOKENIZER, stop)
-    said = ""
+    decoded, stream = TOKENIZER.decode(ids, skip_special_tokens=True), TextStream(TOKENIZER, stop)
+    written = ""
     for number, token in enumerate(ids):
-        said += stream.add(token)
+        written += stream.add(token)
         if stream.stopped:
-            whole = TOKENIZER.decode(ids[: number + 1], skip_special_tokens=True)
-            assert any(text in whole for text in stop)
+            decoded = TOKENIZER.decode(ids[: number + 1], skip_special_tokens=True)
+            assert any(text in decoded for text in stop)
             break
-    said += stream.finish()
-    assert not any(text in said for text in stop)
-    assert said == whole[: min((whole.find(x) for x in stop if x in whole), default=None)].strip()
+    written += stream.finish()
+    assert not any(text in written for text in stop)
+    assert (
+        written
+        == decoded[: min((decoded.find(x) for x in stop if x in decoded), default=None)].strip()
+    )
 
 
 def test_what_may_begin_a_stop_is_held_back():

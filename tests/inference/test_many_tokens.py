@@ -47,18 +47,21 @@ def test_an_image_of_many_tokens_is_pruned_and_answered(tokens, name, tmp_path):
     )
     model = load_vlm(folder, dtype=jnp.float32, progress=False)
     key, stats = jax.random.key(0), FeatureStats.start(48)
-    own = (
+    policy_of_method = (
         StepPrune(params=policy.init_policy(key, POLICY), config=POLICY, stats=stats)
         if name == "stepprune"
         else None
     )
-    columns, method = 32 if tokens == MANY else 128, build_pruner(name, 100, policy=own)
+    columns, method = (
+        32 if tokens == MANY else 128,
+        build_pruner(name, 100, policy=policy_of_method),
+    )
     for missing in (0, 2, 3):
         before, rows = num_compiled(), tokens // columns - missing
-        shown = [noise(rows, (8 * rows, 8 * columns))]  # a token has 8 x 8 pixels
+        images = [noise(rows, (8 * rows, 8 * columns))]  # a token has 8 x 8 pixels
         options = RunOptions(2)
-        (found,) = generate(model, ["Is it red?"], [shown], method, options=options)
-        assert (found.visual_tokens, found.kept) == (rows * columns, 100)
+        (answer,) = generate(model, ["Is it red?"], [images], method, options=options)
+        assert (answer.visual_tokens, answer.kept) == (rows * columns, 100)
     # A whole bucket of tokens has a program, and all smaller images in it share another one.
     assert num_compiled() == before
 
@@ -81,15 +84,15 @@ def test_no_program_holds_all_scores_of_16_384_tokens():
         inputs = policy.Inputs(image, text)
         return policy.choose(params, POLICY, inputs), policy.rank(params, POLICY, inputs)
 
-    given = shape((1, MOST, 48), jnp.bfloat16), shape((1, 64, 48), jnp.bfloat16)
-    programs["select"] = jax.jit(select).lower(params, *given).compile()
-    whole = {
+    shapes = shape((1, MOST, 48), jnp.bfloat16), shape((1, 64, 48), jnp.bfloat16)
+    programs["select"] = jax.jit(select).lower(params, *shapes).compile()
+    all_scores = {
         "encode": scores(config.vision.num_heads, MOST * config.vision.unit),
         "prefill": scores(config.text.num_heads, length),
         "select": scores(POLICY.num_heads, MOST),
     }
     for name, program in programs.items():
-        assert program.memory_analysis().temp_size_in_bytes < whole[name] / 2, name
+        assert program.memory_analysis().temp_size_in_bytes < all_scores[name] / 2, name
 
 
 def test_attention_is_the_same_a_few_queries_at_a_time(monkeypatch):
@@ -111,7 +114,7 @@ def test_attention_is_the_same_a_few_queries_at_a_time(monkeypatch):
 
         return jax.jit(jax.value_and_grad(run))(query)
 
-    whole = both()
+    at_once = both()
     monkeypatch.setattr(layers, "MANY_QUERIES", 6)
     monkeypatch.setattr(layers, "QUERIES", {"default": 4})
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), both(), whole)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), both(), at_once)

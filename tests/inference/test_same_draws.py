@@ -5,6 +5,7 @@ import io
 import jax
 import numpy as np
 import pytest
+from generation_reference import pruner_inputs
 from PIL import Image
 from small_world import WIDTHS, random_params
 
@@ -55,8 +56,8 @@ PICTURES = [picture(0), picture(1, 32), picture(2)]
 ASKED = [(prompt, image) for prompt in PROMPTS for image in PICTURES]
 
 
-def kept(model, asked, method):
-    prompts, images = zip(*asked, strict=True)
+def kept(model, questions, method):
+    prompts, images = zip(*questions, strict=True)
     answers = generate(model, prompts, images, method, options=TWO)
     return [answer.kept_indices[0] for answer in answers]
 
@@ -80,18 +81,20 @@ def test_the_seed_of_a_row_is_that_of_its_image_and_question(name, request):
     pruner = METHODS["random"](model, 0)
 
     def seeds(prompts, images):
-        return np.asarray(pipeline.make_pruner_inputs(model, pruner, prompts, images).seed).tolist()
+        return np.asarray(pruner_inputs(model, pruner, prompts, images).seed).tolist()
 
-    def of_request(*asked):
-        asked = read_request(model, *asked)
-        return seeds(asked.prompts(), pipeline.encode(model, asked.images))
+    def of_request(*questions):
+        questions = read_request(model, *questions)
+        return seeds(questions.prompts(), pipeline.encode(model, questions.images))
 
-    own, other, same, *_ = of_request(["red", "dog", "red"], [*PICTURES[:1] * 2, out.getvalue()])
-    assert own == same != other
+    seed, seed_of_other_question, seed_of_same_bytes, *_ = of_request(
+        ["red", "dog", "red"], [*PICTURES[:1] * 2, out.getvalue()]
+    )
+    assert seed == seed_of_same_bytes != seed_of_other_question
     # Beside a larger image and a longer question, and in an evaluation.
     images = [picture(5, 96), None, PICTURES[:2]]
-    wide, first, second, *_ = of_request([PROMPTS[3], "a", "red"], images)
-    assert first == own and len({wide, first, second}) == 3
-    asked = [BenchmarkQuestion(n, text, text, out.getvalue()) for n, text in enumerate(PROMPTS)]
-    encoded = encode_questions(model, asked, batch_size=4, numbers=[7, 5, 6, 9])
-    assert seeds(encoded.prompts, encoded.images)[1] == own
+    large_image_seed, first, second, *_ = of_request([PROMPTS[3], "a", "red"], images)
+    assert first == seed and len({large_image_seed, first, second}) == 3
+    questions = [BenchmarkQuestion(n, text, text, out.getvalue()) for n, text in enumerate(PROMPTS)]
+    encoded = encode_questions(model, questions, batch_size=4, numbers=[7, 5, 6, 9])
+    assert seeds(encoded.prompts, encoded.images)[1] == seed

@@ -17,14 +17,14 @@ def test_a_program_that_is_made_is_counted_once():
     begin = time.perf_counter()
     with Compiling() as compiling:
         outer(jnp.ones(7)).block_until_ready()
-    made = compiling.seconds
+    seconds = compiling.seconds
     # Functions within it are reported, too, and are a part of it.
-    assert 0 < made <= time.perf_counter() - begin
+    assert 0 < seconds <= time.perf_counter() - begin
     jax.jit(lambda x: x * 3)(jnp.ones(7))
-    assert compiling.seconds == made
-    with Compiling() as again:
+    assert compiling.seconds == seconds
+    with Compiling() as second_call:
         outer(jnp.ones(7)).block_until_ready()
-    assert again.seconds == 0.0
+    assert second_call.seconds == 0.0
 
 
 def test_spans_within_others_add_nothing(monkeypatch):
@@ -42,16 +42,16 @@ def test_the_first_answer_tells_its_compilation_and_the_second_has_none(llava_mo
     # An answer of a length that no other test asks for.
     options = RunOptions(max_tokens=11)
     generator = Generator(llava_model, stepprune().with_budget(3), options=options)
-    request, pieces, traced = generator.read(["red dog?"], [random_image(1)]), [], []
-    first, compiled = timed_answer(generator, request, pieces.append, traced.append)
-    again, plain = timed_answer(generator, request)
-    assert [first] == generator.answer(request) == [again]
-    assert "".join(pieces) == first.text and len(pieces) == len(first.token_ids)
-    assert len(traced) == 1
-    assert 0 < compiled.compiling < compiled.first_token
-    assert plain.compiling == 0.0 < plain.first_token < compiled.first_token
-    assert plain.tokens_per_s > 0 and compiled.tokens_per_s > 0
-    assert "of it compiling" in str(compiled) and "compiling" not in str(plain)
+    request, pieces, traces = generator.read(["red dog?"], [random_image(1)]), [], []
+    first, first_times = timed_answer(generator, request, pieces.append, traces.append)
+    second, second_times = timed_answer(generator, request)
+    assert [first] == generator.answer(request) == [second]
+    assert "".join(pieces) == first.text and len(pieces) == len(first.token_ids) + 1
+    assert len(traces) == 1
+    assert 0 < first_times.compiling < first_times.first_token
+    assert second_times.compiling == 0.0 < second_times.first_token < first_times.first_token
+    assert second_times.tokens_per_s > 0 and first_times.tokens_per_s > 0
+    assert "of it compiling" in str(first_times) and "compiling" not in str(second_times)
 
 
 def test_a_single_token_has_no_rate(llava_model):

@@ -11,10 +11,12 @@ from hf_reference import NUM_PATCHES, TEXT, VISION, as_torch, normal
 from plain_decoder import loop_assemble
 from visual import visual_of
 
-from stepprune_jax.models import vlm
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.models import assembly
 from stepprune_jax.models.llava import Llava, LlavaConfig
+from stepprune_jax.models.sequence import Kept
 
-S = vlm.IMAGE_TOKEN
+S = IMAGE_TOKEN
 CONFIG = LlavaConfig.from_hf({"model_type": "llava", "vision_config": VISION, "text_config": TEXT})
 # Rows of ids: two images between text, one image, images at both ends, only text, and an image
 # without kept tokens.
@@ -37,13 +39,15 @@ KEPT = [
 # Without `jax.jit`, each of the many small operations would be compiled separately.
 @functools.partial(jax.jit, static_argnames=("config", "positions", "capacity"))
 def assemble(params, config, *batch, positions="original", capacity=None):
-    return vlm.assemble(params, Llava(config), *batch, positions, capacity)
+    backbone = Llava(config)
+    return assembly.assemble(params, backbone, *batch, positions=positions, capacity=capacity)
 
 
 class Batch(NamedTuple):
     ids: jax.Array
     text_length: jax.Array
-    visual: vlm.Visual
+    visual: Kept
+    grid: jax.Array
 
 
 def batch(noise=0.0):
@@ -60,7 +64,7 @@ def batch(noise=0.0):
             visual[row, image, : len(kept)] = np.asarray(image_tokens(row, image))[kept]
     lengths = jnp.array(list(map(len, ROWS)), jnp.int32)
     tokens, valid, index = map(jnp.asarray, (visual, valid, index))
-    return Batch(jnp.asarray(ids), lengths, visual_of(CONFIG, tokens, index, valid))
+    return Batch(jnp.asarray(ids), lengths, *visual_of(CONFIG, tokens, index, valid))
 
 
 def image_tokens(row, image):

@@ -5,13 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from visual import kept_at
 
-from stepprune_jax.models import vlm
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.config import LlamaConfig
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL, QwenConfig
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
 
-S = vlm.IMAGE_TOKEN
+S = IMAGE_TOKEN
 CONFIG = QwenConfig(
     QwenVisionConfig(4, 4, 1, 1, full_blocks=(), out_size=2),
     LlamaConfig(10, 2, 4, 1, 1, 1, 6, rope_sections=(1, 1, 1)),
@@ -33,10 +35,13 @@ def rows(positions, capacity=None):
     valid = jnp.array([[[1, 1], [1, 0]], [[0, 0], [0, 0]]], bool)
     tokens = (100.0 * (1 + jnp.arange(2))[:, None] + index)[..., None]
     tokens = jnp.broadcast_to(tokens, (2, 2, 2, 2))
-    visual = vlm.Visual(tokens, valid, index, index, grid)
+    kept = kept_at(tokens, valid, index)
     ids = jnp.array([[1, 2, S, 3, S, 4], [S, 5, 6, 0, 0, 0]])
     lengths = jnp.array([6, 3])
-    return vlm.assemble(PARAMS, Qwen2_5_VL(CONFIG), ids, lengths, visual, positions, capacity)
+    backbone = Qwen2_5_VL(CONFIG)
+    return assemble(
+        PARAMS, backbone, ids, lengths, kept, grid, positions=positions, capacity=capacity
+    )
 
 
 def test_kept_tokens_keep_their_positions_in_the_unpruned_image():

@@ -17,7 +17,7 @@ def test_later_tokens_and_padding_do_not_influence_earlier_tokens(llava):
         """Computes the largest gradient [b, output slot, input slot] of three summed logits."""
 
         def outputs(x):
-            result = vlm.prefill(params, config, sequence._replace(hidden=x), 0, (), True)
+            result = vlm.prefill(params, config, sequence._replace(hidden=x), 0, all_logits=True)
             return result.logits[..., :3].sum(-1)
 
         # One reverse pass per output slot computes the gradients of all rows, which do not mix.

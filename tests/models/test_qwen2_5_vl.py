@@ -23,7 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     smart_resize,
 )
 from transformers.vision_utils import get_vision_window_index
-from visual import noise
+from visual import kept_at, noise
 
 from stepprune_jax.checkpoints.folder import inspect_folder
 from stepprune_jax.checkpoints.load import VLM, load_vlm
@@ -33,6 +33,7 @@ from stepprune_jax.data.encoding import ConversationEncoder
 from stepprune_jax.data.prompts import IMAGE_TOKEN, pad_batch
 from stepprune_jax.inference import RunOptions, Sampling, generate
 from stepprune_jax.models import vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.qwen2_5_vl import Qwen2_5_VL
 from stepprune_jax.models.qwen2_5_vl.config import QwenVisionConfig
@@ -265,15 +266,11 @@ def assemble_rows(pair, rows, features, grid):
     counts = np.where(image_numbers >= 0, np.prod(grid, 1)[image_numbers], 0)
     n = features.shape[1]
     index = np.broadcast_to(np.arange(n, dtype=np.int32), (*image_numbers.shape, n))
-    visual = vlm.Visual(
-        features[image_numbers],
-        index < counts[..., None],
-        index,
-        index,
-        jnp.asarray(grid)[image_numbers],
-    )
-    assemble = jax.jit(vlm.assemble, static_argnames=("backbone", "capacity"))
-    return assemble(pair.model.params, pair.model.backbone, ids, length, visual, capacity=128)
+    kept = kept_at(features[image_numbers], index < counts[..., None], index)
+    run = jax.jit(assemble, static_argnames=("backbone", "capacity"))
+    params, backbone = pair.model.params, pair.model.backbone
+    grids = jnp.asarray(grid)[image_numbers]
+    return run(params, backbone, ids, length, kept, grids, capacity=128)
 
 
 def inputs_of_reference(pair, processed, row):

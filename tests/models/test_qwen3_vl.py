@@ -13,18 +13,20 @@ import torch
 import transformers
 from hf_reference import assert_close, random_reference
 from quick import quick_or_slow
-from small_world import drawn, glimpse
+from small_world import glimpse, random_params
 from tiny_qwen import qwen_tokenizer, tiny_qwen3, tiny_qwen3_config
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl import modeling_qwen3_vl as reference
 from views import rows, select, view
-from visual import noise
+from visual import kept_at, noise
 
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.save import save_vlm
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.flops import traced_flops
 from stepprune_jax.inference import RunOptions, Sampling, generate, trace_arrays
 from stepprune_jax.models import vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.attention import Tap
 from stepprune_jax.models.families import find_family
 from stepprune_jax.models.qwen2_5_vl.images import num_padded_tokens
@@ -248,16 +250,11 @@ def test_answers_positions_and_logits_equal_the_reference(pair, processed):
 def test_a_batch_without_images_has_zero_deepstack_features(pair):
     """The batch also has no slots for images."""
     no_images = jnp.zeros((1, 0, 1), jnp.int32)
-    visual = vlm.Visual(
-        jnp.zeros((1, 0, 1, 3 * E)),
-        no_images > 0,
-        no_images,
-        no_images,
-        jnp.zeros((1, 0, 2), jnp.int32),
-    )
-    assemble = jax.jit(vlm.assemble, static_argnames="backbone")
-    ids = jnp.array([[1, 4, 5]])
-    sequence = assemble(pair.model.params, pair.model.backbone, ids, jnp.array([3]), visual)
+    kept = kept_at(jnp.zeros((1, 0, 1, 3 * E)), no_images > 0, no_images)
+    grid, ids = jnp.zeros((1, 0, 2), jnp.int32), jnp.array([[1, 4, 5]])
+    run = jax.jit(assemble, static_argnames="backbone")
+    params, backbone = pair.model.params, pair.model.backbone
+    sequence = run(params, backbone, ids, jnp.array([3]), kept, grid)
     assert sequence.hidden.shape == (1, 3, E) and sequence.deep.shape == (1, 3, 2, E)
     assert not sequence.deep.any()
 
@@ -318,13 +315,13 @@ def test_joined_and_unrolled_weights_give_the_same_logits(pair, processed, tower
     params, config = pair.model.params, pair.model.config
     tokens, grid = tower[0][:1, None], jnp.asarray(processed.ours.grid[:1])[:, None]
     index = jnp.arange(tokens.shape[2], dtype=jnp.int32)[None, None]
-    visual = vlm.Visual(tokens, index < TOKENS[0], index, index, grid)
+    visual = kept_at(tokens, index < TOKENS[0], index), grid
     joined = join_kernels(jax.tree.map(jnp.copy, params))
-    ids, length = jnp.array([[1, vlm.IMAGE_TOKEN, 5]]), jnp.array([3])
+    ids, length = jnp.array([[1, IMAGE_TOKEN, 5]]), jnp.array([3])
 
     @jax.jit
     def logits(params):
-        sequence = vlm.assemble(params, pair.model.backbone, ids, length, visual)
+        sequence = assemble(params, pair.model.backbone, ids, length, *visual)
         return vlm.prefill(params, config, sequence, 1).logits
 
     assert_close(logits(unstack(joined)), logits(params))
@@ -386,7 +383,7 @@ def random_policy(name="stepprune"):
     if name not in CONFIGS:
         return None
     untrained = PRUNERS[name](config=CONFIGS[name])
-    return untrained.replace(params=drawn(untrained.specs(), 1))
+    return untrained.replace(params=random_params(untrained.specs(), 1))
 
 
 @pytest.mark.parametrize("name", [*BEFORE, "stepprune"])

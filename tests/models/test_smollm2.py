@@ -26,7 +26,9 @@ from stepprune_jax import FeatureStats, PolicyConfig, init_policy
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import RunOptions, generate, pipeline, read_request
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.models import vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.pruning import FastV
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.selectors import StepPrune
@@ -127,7 +129,7 @@ def our_logits(params, backbone, ids, pixels):
     features, _ = backbone.encode_image(params, pixels)
     visual = visual_of(backbone.config, backbone.project(params, features)[None])
     length = jnp.full(1, ids.size, jnp.int32)
-    sequence = vlm.assemble(params, backbone, ids[None], length, visual)
+    sequence = assemble(params, backbone, ids[None], length, *visual)
     return vlm.prefill(params, backbone.config, sequence, 0, all_logits=True).logits[0]
 
 
@@ -179,7 +181,8 @@ def test_answers_from_kept_tokens_equal_transformers(pair, name):
     answers = generate(ours, prompts, images, method, options=COMPACT)
     image_request = read_request(ours, prompts, images)
     encoded = pipeline.encode(ours, image_request.images, method.taps(ours.config))
-    batch = pipeline.prepare(ours, method, image_request.prompts(), encoded, COMPACT)
+    batch = plan_batch(ours, method, image_request.prompts(), encoded, COMPACT)
+    batch = pipeline.complete_plan(ours, batch)
     for row, (answer, hidden, length) in enumerate(
         zip(answers, *pipeline.embed(ours, batch), strict=True)
     ):

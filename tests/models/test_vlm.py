@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from plain_decoder import loop_assemble
 from visual import random_bytes, visual_of
 
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.models import vlm
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.models.sequence import POSITIONS, Sequence, compress, last_slots, renumber
 
-S = vlm.IMAGE_TOKEN
+S = IMAGE_TOKEN
 ANSWER = jnp.array([[33, 34, 35], [36, 37, 38], [39, 40, 41], [43, 44, 45], [46, 47, 48]])
 prefill = jax.jit(vlm.prefill, static_argnums=(1, 3), static_argnames=("all_logits",))
 decode_step = jax.jit(vlm.decode_step, static_argnums=1)

@@ -9,8 +9,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from visual import random_bytes, visual_of
 
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.efficiency.model_shapes import KNOWN, MODELS, find_backbone
 from stepprune_jax.models import vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.models.llava.weights import SHARDING_RULES
 from stepprune_jax.models.weights import join_kernels
@@ -173,7 +175,7 @@ def test_a_sharded_model_computes_the_results_of_one_device():
     pixels = random_bytes(0, 4, 3, 28, 28)
     index = jnp.broadcast_to(jnp.array([0, 3, 9]), (4, 1, 3))
     valid = jnp.arange(3) < jnp.arange(4)[:, None, None]
-    ids = jnp.array([[1, vlm.IMAGE_TOKEN, 5, 6]] * 4)
+    ids = jnp.array([[1, IMAGE_TOKEN, 5, 6]] * 4)
     length = jnp.array([4, 3, 4, 2])
 
     @jax.jit
@@ -181,7 +183,7 @@ def test_a_sharded_model_computes_the_results_of_one_device():
         features, _ = backbone.encode_image(params, pixels)
         kept = jnp.take_along_axis(features[:, None], index[..., None], axis=2)
         visual = visual_of(config, backbone.project(params, kept), index, valid)
-        sequence = vlm.assemble(params, backbone, ids, length, visual)
+        sequence = assemble(params, backbone, ids, length, *visual)
         first, cache, *_ = vlm.prefill(params, config, sequence, 2)
         second, cache = vlm.decode_step(params, config, jnp.argmax(first, -1), cache)
         return first, second, cache

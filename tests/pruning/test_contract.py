@@ -15,6 +15,7 @@ from views import view
 from visual import noise
 
 from stepprune_jax import PolicyConfig
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 from stepprune_jax.inference import (
     Images,
     Prompts,
@@ -27,7 +28,8 @@ from stepprune_jax.inference import (
     trace_arrays,
 )
 from stepprune_jax.inference.base import PrefillResult
-from stepprune_jax.inference.programs import run_choose
+from stepprune_jax.inference.plan import plan_batch
+from stepprune_jax.inference.programs import run_select
 from stepprune_jax.models import vlm
 from stepprune_jax.pruning import Ranker
 from stepprune_jax.registry import PRUNERS, build_pruner
@@ -68,9 +70,9 @@ RANKERS = tuple(name for name in NAMES if issubclass(PRUNERS[name], Ranker))
 
 def chosen_of(*arguments, **options):
     """What is kept, once its counts on the host have been held against those on the devices."""
-    kept, counts = pipeline.choose(*arguments, **options)
-    np.testing.assert_array_equal(kept.count, counts)
-    return kept
+    batch = pipeline.select(arguments[0], plan_batch(*arguments, RunOptions(), **options))
+    np.testing.assert_array_equal(batch.kept.count, batch.pairing.counts)
+    return batch.kept
 
 
 def method(name, budget=K, policy=None, **options):
@@ -128,8 +130,8 @@ def begin(model, chosen, batch=BATCH, **padding):
     request = read_request(model, *batch)
     images = pipeline.encode(model, request.images, chosen.taps(model.config))
     prompts, options = request.prompts(), RunOptions(STEPS, "original")
-    ready = pipeline.prepare(model, chosen, prompts, images, options, **padding)
-    return pipeline.begin(model, ready, greedy(()))
+    inputs = model, chosen, prompts, images, options, greedy(())
+    return pipeline.first_tokens(*inputs, **padding)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +316,7 @@ def batch_of(model, pruner, inputs):
     words = (37 * seed[:, None].astype(np.int32) + np.array([3, 14, 25, 36], np.int32)) % 100
     num_words = np.asarray(inputs.text_valid.sum(1, dtype=jnp.int32))
     image_of = np.arange(r, dtype=np.int32)[:, None]
-    ids = np.full((r, 1), vlm.IMAGE_TOKEN, np.int32)
+    ids = np.full((r, 1), IMAGE_TOKEN, np.int32)
     taps = dict(zip(pruner.taps(model.config), map(np.asarray, inputs.taps), strict=True))
     tokens = np.asarray(inputs.tokens)
     images = Images(np.asarray(inputs.grid), sizes, seed, features=tokens, taps=taps)
@@ -368,14 +370,14 @@ def test_images_share_a_batch_and_what_is_kept_has_its_invariants(model, name, b
 
 @pytest.mark.parametrize("name", RANKERS)
 def test_all_budgets_share_few_programs(model, name):
-    n, before = 24, run_choose.num_compiled()
+    n, before = 24, run_select.num_compiled()
     policy = stepprune(max_steps=n) if PRUNERS[name].config_type is PolicyConfig else None
     for budget in range(1, 21):
         chosen = method(name, budget, policy=policy)
         inputs = made_view(chosen, model.config, [(4, 6)] * 2)
         kept = chosen_of(model, chosen, *batch_of(model, chosen, inputs))
         np.testing.assert_array_equal(kept.count, [budget, budget])
-    assert run_choose.num_compiled() - before <= 2  # the buckets 16 and 24
+    assert run_select.num_compiled() - before <= 2  # the buckets 16 and 24
 
 
 @pytest.mark.parametrize("name", RANKERS)

@@ -24,6 +24,7 @@ from small_world import stepprune
 from visual import noise
 
 from stepprune_jax.inference import RunOptions, pipeline, programs, read_request
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.serving.images import RequestLimits
 
@@ -78,7 +79,8 @@ def expected_row(model, pruner, turns, images):
     """Returns the row that enters the language model for one prompt, computed without a server."""
     request = read_request(model, [turns], [images])
     encoded = pipeline.encode(model, request.images, pruner.taps(model.config))
-    batch = pipeline.prepare(model, pruner, request.prompts(), encoded, COMPACT)
+    batch = plan_batch(model, pruner, request.prompts(), encoded, COMPACT)
+    batch = pipeline.complete_plan(model, batch)
     hidden, length = pipeline.embed(model, batch)
     assert length[0] == len(request.ids[0]) - len(images) + batch.kept[0]
     return hidden[0, : length[0]]

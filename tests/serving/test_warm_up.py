@@ -16,6 +16,7 @@ from visual import noise
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.cli import serve
 from stepprune_jax.inference import pipeline
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.serving import local as local_module
 from stepprune_jax.serving.app import ChatApp
 from stepprune_jax.serving.batching import Metrics
@@ -53,9 +54,10 @@ class PlanningBackend(LocalBackend):
     def shape(self, chats):
         generator, request = self._join_batch(chats)
         options, prompts = generator.options, request.prompts()
-        batch = pipeline.prepare(self._model, generator.placed, prompts, request.images, options)
+        batch = plan_batch(self._model, generator.placed, prompts, request.images, options)
+        batch = pipeline.complete_plan(self._model, batch)
         is_sampled = bool(chats[0].sampling.temperature)
-        return (is_sampled, local_module._batch_shape(batch)), int(batch.kept[0])
+        return (is_sampled, local_module._batch_shape(batch)), int(batch.num_kept[0])
 
 
 @pytest.fixture(scope="module")

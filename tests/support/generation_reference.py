@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from stepprune_jax.inference import (
     RunOptions,
     Sampling,
     generate,
+    programs,
     read_request,
     trace_arrays,
 )
+from stepprune_jax.inference.base import Plan
+from stepprune_jax.inference.plan import make_pairs, plan_pairs
 from stepprune_jax.pruning import Budget, Pruner
-from stepprune_jax.pruning.base import take
+from stepprune_jax.pruning.packing import take
 
 torch.set_num_threads(1)
 
@@ -69,6 +73,13 @@ def request(model, prompt, images):
     return read_request(model, [prompt], [images])
 
 
+def pruner_inputs(model, pruner, prompts, images):
+    """Inputs of a pruner for encoded images, a row for each pair of image and prompt."""
+    pairs = make_pairs(model, pruner, prompts, images, plan_pairs(model, pruner, prompts, images))
+    run = jax.jit(programs.make_pruner_inputs, static_argnames=("backbone", "plan"))
+    return run(model.params, model.backbone, pairs, plan=Plan(is_projected=pruner.after_projector))
+
+
 class Asked(NamedTuple):
     """A question, our answer, and the arrays of its trace."""
 
@@ -80,11 +91,15 @@ class Asked(NamedTuple):
 
 def traced(pair, questions, method, max_tokens, positions="own"):
     """Our answers to the result of `ask`."""
-    begun, (prompts, images) = [], questions
+    results, (prompts, images) = [], questions
     options = RunOptions(max_tokens, positions)
-    how = {"sampling": Sampling(stop_ids=()), "options": options, "trace": begun.append}
-    answers = generate(pair.ours, prompts, images, method, **how)
-    arrays = [trace_arrays(begun[0], row) for row in range(len(prompts))]
+    options_of_run = {
+        "sampling": Sampling(stop_ids=()),
+        "options": options,
+        "trace": results.append,
+    }
+    answers = generate(pair.ours, prompts, images, method, **options_of_run)
+    arrays = [trace_arrays(results[0], row) for row in range(len(prompts))]
     return list(map(Asked, prompts, images, answers, arrays))
 
 
@@ -92,14 +107,14 @@ def traced(pair, questions, method, max_tokens, positions="own"):
 def reference_answer(pair, prompt, images, max_tokens, **options):
     """New ids of the reference's own generation, the stop id included."""
     ours, theirs = pair
-    asked = request(ours, prompt, images)
+    read = request(ours, prompt, images)
     n, token = ours.config.max_image_tokens, theirs.config.image_token_index
-    ids = [t for x in asked.ids[0] for t in ([token] * n if x == IMAGE_TOKEN else [x])]
+    ids = [t for x in read.ids[0] for t in ([token] * n if x == IMAGE_TOKEN else [x])]
     ids = torch.tensor([ids])
     pixels = {}
     if images:
-        pixels["pixel_values"] = torch.tensor(ours.backbone.normalise(asked.images.pixels))
-    found = theirs.generate(
+        pixels["pixel_values"] = torch.tensor(ours.backbone.normalise(read.images.pixels))
+    generated = theirs.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         **pixels,
@@ -107,7 +122,7 @@ def reference_answer(pair, prompt, images, max_tokens, **options):
         do_sample=False,
         **options,
     )
-    return tuple(found[0, ids.shape[1] :].tolist())
+    return tuple(generated[0, ids.shape[1] :].tolist())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +135,10 @@ class ByQuestion(Pruner):
     budgets: ClassVar[tuple[str, ...]] = ("adaptive",)
     reads_text: ClassVar[bool] = True
 
-    def keep(self, view, capacity):
-        n, asked = view.tokens.shape[1], view.text_valid.sum(1)
-        order = (7 * jnp.arange(n) + asked[:, None]) % n
-        return take(view.tokens, order, asked % (n - 1), capacity)
+    def keep(self, inputs, capacity):
+        n, num_words = inputs.tokens.shape[1], inputs.text_valid.sum(1)
+        order = (7 * jnp.arange(n) + num_words[:, None]) % n
+        return take(inputs.tokens, order, num_words % (n - 1), capacity)
 
 
 def chosen(n, question_length):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from stepprune_jax.models.vlm import IMAGE_TOKEN
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 
 
 def loop_assemble(row, kept, n, positions, capacity=1000):

@@ -7,7 +7,7 @@ import torch
 from generation_reference import chosen, request
 from plain_decoder import loop_assemble
 
-from stepprune_jax.models.vlm import IMAGE_TOKEN
+from stepprune_jax.data.prompts import IMAGE_TOKEN
 
 
 class Prompted(NamedTuple):

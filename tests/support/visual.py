@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import ExifTags, Image
 
-from stepprune_jax.models import vlm
 from stepprune_jax.models.config import Normalisation
 from stepprune_jax.models.images import normalise
 from stepprune_jax.models.llava.images import LlavaImageSettings, resize
+from stepprune_jax.models.sequence import Kept
 
 
 def noise(seed, size=(24, 24)):
@@ -37,10 +37,18 @@ def preprocess_clip(
 
 
 def visual_of(config, tokens, index=None, valid=None):
-    """Returns a `vlm.Visual` of tokens [b, j, k, e] with indices `index`, by default 0 to k - 1."""
+    """Returns tokens [b, j, k, e] of images of one grid as `Kept`, and the grid of each image.
+
+    The tokens have the indices `index` in their images, by default 0 to k - 1.
+    """
     b, j, k = tokens.shape[:3]
     index = jnp.arange(k, dtype=jnp.int32) if index is None else jnp.asarray(index, jnp.int32)
     index = jnp.broadcast_to(index, (b, j, k))
     valid = jnp.ones((b, j, k), bool) if valid is None else jnp.asarray(valid)
     grid = jnp.broadcast_to(jnp.array(config.grid, jnp.int32), (b, j, 2))
-    return vlm.Visual(jnp.asarray(tokens), valid, index, index, grid)
+    return kept_at(jnp.asarray(tokens), valid, index), grid
+
+
+def kept_at(tokens, valid, index):
+    """Returns tokens [b, j, k, e] as `Kept`, with the position ids of their own indices."""
+    return Kept(index, index, tokens, valid, valid.sum(-1))

@@ -18,6 +18,7 @@ from visual import visual_of
 
 from stepprune_jax import RunOptions, generate, load_policy
 from stepprune_jax.models import vlm
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.registry import build_pruner
 from stepprune_jax.selectors import AutoSelect, AutoSelectConfig
@@ -118,7 +119,7 @@ def test_scores_see_the_kept_tokens_alone_at_their_places(llava_model, look):
     def logits_of(params, tokens, kept, ids, length):
         tokens = backbone.project(params, tokens)[:, None]
         visual, capacity = visual_of(config, tokens, kept), ids.shape[1] + 2
-        sequence = vlm.assemble(params, backbone, ids, length, visual, capacity=capacity)
+        sequence = assemble(params, backbone, ids, length, *visual, capacity=capacity)
         return vlm.prefill(params, config, sequence, 0, all_logits=True).logits
 
     for row in range(5):

@@ -13,6 +13,7 @@ from visual import visual_of
 from stepprune_jax import policy
 from stepprune_jax.checkpoints.load import load_vlm
 from stepprune_jax.models import vlm, weights
+from stepprune_jax.models.assembly import assemble
 from stepprune_jax.models.int8 import Int8Kernel
 from stepprune_jax.parallel.placement import place_rows, replicate_like
 from stepprune_jax.parallel.sharding import build_mesh, shardings
@@ -51,7 +52,7 @@ def full_logits_loss(params, model, tokens, batch):
     tokens = model.backbone.project(params, tokens)
     visual = visual_of(model.config, tokens[:, None])
     ids, length = batch.targets.ids, batch.targets.length
-    sequence = vlm.assemble(params, model.backbone, ids, length, visual, capacity=labels.shape[1])
+    sequence = assemble(params, model.backbone, ids, length, *visual, capacity=labels.shape[1])
     logits = vlm.prefill(params, model.config, sequence, 0, all_logits=True).logits
     found = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(labels, 0)[..., None], 2)
     return -jnp.sum(jnp.where(labels >= 0, found[..., 0], 0)) / np.sum(labels >= 0)

@@ -184,7 +184,7 @@ class Programs:
         row, seed = _shape((rows,)), _shape((rows,), jnp.uint32)
         words, features = _shape((rows, self._bucket.text)), self._features(rows)
         grid = _shape((rows, 2))
-        return self._by_rows(Pairs(features, (), row, grid, None, words, row, row, seed, row))
+        return self._by_rows(Pairs(None, features, (), row, grid, None, words, row, row, seed, row))
 
     def _texts(self, rows: int, cuts: int = 0) -> PromptLayout:
         """Returns prompts with one image each."""
@@ -242,7 +242,7 @@ class Programs:
 
     def _select(self, budget: Budget, rows: int) -> jax.stages.Traced:
         pruner, plan = self._choosing(budget)
-        return programs.run_choose.trace(
+        return programs.run_select.trace(
             self._weights, self._backbone, pruner, self._pairs(rows), plan=plan
         )
 
@@ -263,7 +263,7 @@ class Programs:
         return programs.run_take.trace(*arrays, capacity=self._kept)
 
     def _begin(self, pruner: Pruner | None) -> tuple[tuple[PyTree, ...], Plan]:
-        """Returns the plan and the array arguments of `programs.begin`, for all visual tokens."""
+        """Returns the plan and the array arguments of `programs.prefill`, for all visual tokens."""
         plan = Plan(
             slots=(self._slots(self._tokens),),
             max_tokens=NEW_TOKENS,
@@ -290,13 +290,13 @@ class Programs:
 
     def _prefill(self, pruner: Pruner | None = None) -> jax.stages.Traced:
         arrays, plan = self._begin(pruner)
-        return programs.run_begin.trace(self._weights, self._backbone, *arrays, plan=plan)
+        return programs.run_prefill.trace(self._weights, self._backbone, *arrays, plan=plan)
 
     def _answer(self, rows: int) -> jax.stages.Traced:
         """Traces from pixels to the first token at an exact budget."""
         pruner, plan = self._choosing(Budget("count", self._kept))
-        pairs = self._pairs(rows)._replace(images=self._pixels(rows), taps=None)
-        return programs.run_begin.trace(
+        pairs = self._pairs(rows)._replace(pixels=self._pixels(rows), features=None)
+        return programs.run_first_tokens.trace(
             self._weights,
             self._backbone,
             *(pruner, pairs, self._texts(rows), self._sampling),
@@ -305,10 +305,10 @@ class Programs:
 
     def _decode(self, pruner: Pruner | None = None) -> jax.stages.Traced:
         arrays, plan = self._begin(pruner)
-        begin = functools.partial(programs.begin, plan=dataclasses.replace(plan, mesh=None))
+        prefill = functools.partial(programs.prefill, plan=dataclasses.replace(plan, mesh=None))
         arguments = (self._weights, *arrays)
         state, _ = jax.eval_shape(
-            lambda params, *arrays: begin(params, self._backbone, *arrays), *arguments
+            lambda params, *arrays: prefill(params, self._backbone, *arrays), *arguments
         )
         by_step = decodes_by_step(self._weights)
         return decoding.run_decode.trace(

@@ -21,13 +21,13 @@ from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.efficiency.rows import read_rows
 from stepprune_jax.efficiency.timing import table
 from stepprune_jax.flops import llm_flops, policy_flops, vision_flops
-from stepprune_jax.inference.plan import length_bucket
 from stepprune_jax.models.qwen2_5_vl.backbone import QwenBackbone
 from stepprune_jax.models.qwen2_5_vl.images import BLOCK_TOKENS, IMAGE_SIZES, target_size
 from stepprune_jax.policy.buckets import (
     bucket_ladder,
     choose_bucket,
     kept_bucket,
+    length_bucket,
     text_bucket,
     words_bucket,
 )

@@ -23,6 +23,7 @@ from stepprune_jax.efficiency.rows import random_policy, read_rows
 from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.inference import greedy, pipeline
 from stepprune_jax.inference.base import RunOptions
+from stepprune_jax.inference.plan import plan_batch
 from stepprune_jax.models import vlm
 from stepprune_jax.parallel.placement import prepare_to_answer
 from tools.card import figures
@@ -106,15 +107,19 @@ def main() -> None:
     for row in map(random_policy, read_rows(flags.rows, backbone.config, 1, "float32")):
         pruner = pipeline.place_pruner(model, row.pruner)
         inputs = model, pruner, batch.prompts, batch.images, options
-        prepare = functools.partial(pipeline.prepare, *inputs)
-        begin = functools.partial(pipeline.begin, model, prepare(), sampling)
+        plan = functools.partial(plan_batch, *inputs)
+        complete = functools.partial(pipeline.complete_plan, model, plan())
+        prefill = functools.partial(pipeline.prefill, model, complete(), sampling)
 
         def decode(state):
             return pipeline.finish(model, state, sampling, options)
 
-        figures.add(flags.out, f"{row.name}, prepare", **time_calls(prepare))
-        figures.add(flags.out, f"{row.name}, begin", **time_calls(begin))
-        measured = time_calls(decode, lambda begin=begin: (begin().state,))
+        # The arrays of a plan are not outputs of programs, so only the call itself is timed.
+        figures.add(flags.out, f"{row.name}, plan", **time_calls(lambda plan=plan: plan().num_kept))
+        figures.add(
+            flags.out, f"{row.name}, prefill", **time_calls(lambda prefill=prefill: prefill()[:2])
+        )
+        measured = time_calls(decode, lambda prefill=prefill: (prefill().state,))
         figures.add(flags.out, f"{row.name}, decode", **measured)
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--dump", type=Path, required=True, help="folder of the dump")
     flags = parser.parse_args()
     weights = vlm.abstract_params(find_backbone(flags.model))
-    weights = flatten(weights) | flatten(jax.eval_shape(join, weights))
+    weights = flatten(weights) | flatten(jax.eval_shape(join_kernels, weights))
     kernels = {leaf.shape[-2:] for path, leaf in weights.items() if path.endswith("kernel")}
     files = sorted(flags.dump.glob("*after_optimizations.txt"))
     if not files:

@@ -1,0 +1,177 @@
+"""Assembly of the language model's rows from text and kept visual tokens.
+
+Pure functions of (params, backbone, arrays). Rows differ in length; padding is at the right end
+only and never changes a result.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from stepprune_jax.data.prompts import IMAGE_TOKEN
+from stepprune_jax.models import decoder
+from stepprune_jax.models.backbone import Backbone
+from stepprune_jax.models.sequence import POSITIONS, Kept, Sequence, split_deep
+from stepprune_jax.models.stack import Params
+from stepprune_jax.user_input import expect
+
+
+class _IdKinds(NamedTuple):
+    """Kinds of the ids of prompts.
+
+    Attributes:
+        is_text: [b, l] True = text token.
+        is_image: [b, l] True = sentinel of an image that exists.
+        image: [b, l] number of that image; 0 at other ids.
+    """
+
+    is_text: Bool[Array, "b l"]
+    is_image: Bool[Array, "b l"]
+    image: Int[Array, "b l"]
+
+
+def assemble(
+    params: Params,
+    backbone: Backbone,
+    ids: Int[Array, "b l"],
+    text_length: Int[Array, "b"],
+    kept: Kept,
+    grid: Int[Array, "b j 2"],
+    *,
+    positions: str = "original",
+    capacity: int | None = None,
+) -> Sequence:
+    """Replaces each image's sentinel by the kept tokens of that image.
+
+    Images without a sentinel and sentinels without an image are dropped.
+
+    Args:
+        params: the model's weights.
+        backbone: the model.
+        ids: [b, l] token ids with -200 in place of an image; ids beyond `text_length` are ignored.
+        text_length: [b] number of ids of each row, where a sentinel counts as one id.
+        kept: [b, j] the projected tokens of each row's images, in the order of their sentinels.
+        grid: [b, j, 2] int32 rows and columns of each unpruned image.
+        positions: "original": position ids of the sequence with all tokens of every image, so text
+            after an image continues from the full extent of the image. "compact": 0, 1, 2, ... over
+            the present tokens.
+        capacity: static length s of the rows. Longer rows are truncated at the right end. The
+            default l + j * k holds every row.
+
+    Returns:
+        The rows before the first layer.
+
+    Raises:
+        ValueError: `positions` is neither of the two.
+    """
+    expect("positions", positions, positions in POSITIONS, f"one of {', '.join(POSITIONS)}")
+    (b, l), (j, k) = ids.shape, kept.tokens.shape[1:3]
+    s = l + j * k if capacity is None else capacity
+    kinds = _classify_ids(ids, text_length, j)
+    text_slot, image_slot, total = _start_of(kinds, kept.valid.sum(-1, dtype=jnp.int32))
+    visual_slot = image_slot[..., None] + jnp.arange(k)
+    if positions == "compact":
+        text_position, visual_position, next_position = text_slot, visual_slot[:, :, None], total
+    else:
+        offset, extent = backbone.image_positions(grid, kept.place)
+        text_position, image_start, next_position = _start_of(kinds, extent)
+        visual_position = image_start[..., None, None] + offset
+    source = _source_of_slots(kinds, text_slot, visual_slot, kept.valid, s)
+    length = jnp.minimum(total, s).astype(jnp.int32)
+    is_filled = jnp.arange(s) < length[:, None]
+
+    text = decoder.embed(params["language"], ids)
+    joined = kept.tokens.reshape(b, j * k, kept.tokens.shape[3]).astype(text.dtype)
+    tokens, deep = split_deep(backbone.config, joined)
+    hidden = jnp.concatenate([text, tokens], axis=1)
+    hidden = jnp.take_along_axis(hidden, source[..., None], axis=1)
+    axes = backbone.config.position_axes
+    text_position = jnp.broadcast_to(text_position[:, None], (b, axes, l))
+    visual_position = jnp.broadcast_to(visual_position, (b, j, axes, k))
+    visual_position = visual_position.swapaxes(1, 2).reshape(b, axes, j * k)
+    position = jnp.concatenate([text_position, visual_position], axis=2)
+    position = jnp.take_along_axis(position, source[:, None], axis=2)
+    position = jnp.where(is_filled[:, None], position, 0).astype(jnp.int32)
+    no_image = jnp.full((b, l), -1, jnp.int32)
+    image = jnp.broadcast_to(jnp.arange(j, dtype=jnp.int32)[:, None], (b, j, k))
+
+    def gather_numbers(part: Int[Array, "b j k"]) -> Int[Array, "b s"]:
+        """Gathers a number of each visual token; -1 at text and padding."""
+        part = jnp.concatenate([no_image, part.reshape(b, j * k)], axis=1)
+        return jnp.where(is_filled, jnp.take_along_axis(part, source, axis=1), -1)
+
+    def gather_vectors(part: Array) -> Array:
+        """Gathers a vector of each visual token; zeros at text and padding."""
+        part = part.reshape(b, j * k, part.shape[-1])
+        part = jnp.pad(part, ((0, 0), (l, 0), (0, 0)))
+        return jnp.take_along_axis(part, source[..., None], axis=1)
+
+    if deep is not None:  # a slot of the padding reads source 0, whose deep features are zeros
+        deep = gather_vectors(deep).reshape(
+            b, s, backbone.config.num_deepstack_layers, text.shape[2]
+        )
+    # A truncated row continues after its last remaining token.
+    next_position = jnp.where(total > s, position.max((1, 2)) + 1, next_position)
+    return Sequence(
+        hidden=jnp.where(is_filled[..., None], hidden, 0),
+        position=position,
+        length=length,
+        next_position=next_position.astype(jnp.int32),
+        image=gather_numbers(image),
+        index=gather_numbers(kept.index),
+        note=None if kept.note is None else gather_vectors(kept.note),
+        grid=grid,
+        deep=deep,
+    )
+
+
+def _classify_ids(ids: Array, text_length: Array, num_images: int) -> _IdKinds:
+    """Distinguishes text, images and padding among the ids of each row."""
+    is_present = jnp.arange(ids.shape[1]) < text_length[:, None]
+    is_sentinel = (ids == IMAGE_TOKEN) & is_present
+    image = jnp.cumsum(is_sentinel, axis=1) - 1
+    is_image = is_sentinel & (image < num_images)
+    return _IdKinds(is_present & ~is_sentinel, is_image, jnp.where(is_image, image, 0))
+
+
+def _start_of(
+    kinds: _IdKinds, span: Int[Array, "b j"]
+) -> tuple[Int[Array, "b l"], Int[Array, "b j"], Int[Array, "b"]]:
+    """Adds up the widths of ids, where a text token has width 1 and an image has width `span`.
+
+    Returns:
+        The start of each id [b, l], the start of each image [b, j], and the sum of each row [b].
+    """
+    (b, j), (is_text, is_image, image) = span.shape, kinds
+    width = is_text.astype(jnp.int32)
+    if j:
+        width = jnp.where(is_image, jnp.take_along_axis(span, image, axis=1), width)
+    start = jnp.cumsum(width, axis=1) - width
+    # Ids without an image write to slot j, which is removed.
+    image_start = jnp.zeros((b, j + 1), jnp.int32)
+    image_start = image_start.at[jnp.arange(b)[:, None], jnp.where(is_image, image, j)].set(start)
+    return start, image_start[:, :j], width.sum(1)
+
+
+def _source_of_slots(
+    kinds: _IdKinds,
+    text_slot: Int[Array, "b l"],
+    visual_slot: Int[Array, "b j k"],
+    valid: Bool[Array, "b j k"],
+    num_slots: int,
+) -> Int[Array, "b s"]:
+    """Returns for each slot the token that fills it.
+
+    Sources are numbered 0 to l - 1 for ids, then l to l + j * k - 1 for visual tokens. Slots
+    without a token have source 0.
+    """
+    (b, l), (j, k) = text_slot.shape, valid.shape[1:]
+    has_sentinel = jnp.arange(j) < kinds.is_image.sum(1)[:, None]
+    # Absent tokens get the slot `num_slots`, which does not exist, so the scatter drops them.
+    visual_slot = jnp.where(valid & has_sentinel[..., None], visual_slot, num_slots)
+    text_slot = jnp.where(kinds.is_text, text_slot, num_slots)
+    slot = jnp.concatenate([text_slot, visual_slot.reshape(b, j * k)], axis=1)
+    sources = jnp.arange(l + j * k, dtype=jnp.int32)
+    source = jnp.zeros((b, num_slots), jnp.int32)
+    return source.at[jnp.arange(b)[:, None], slot].set(sources, mode="drop")
