@@ -46,7 +46,7 @@ $(VENV)/.installed: $(VENV)/.runtime requirements-dev.txt
 	$(PY) -m pip install --quiet -r requirements-dev.txt
 	touch $@
 
-# Trains on sampled sets; DEMO_CONFIG=configs/shapes.py trains through the paper's gate instead.
+# Trains by RLOO on sampled subsets. DEMO_CONFIG=configs/shapes.py trains through the paper's gate.
 demo:
 	@echo "This takes about 6 minutes on two idle cores, once the packages are installed."
 	@$(MAKE) --no-print-directory $(VENV)/.runtime

@@ -3,25 +3,29 @@
     python train.py --config configs/llava7b.py --workdir runs/llava7b --dry_run
     python train.py --config configs/llava7b.py --workdir runs/llava7b
 
-The comment after a value is its source in the paper; "silent" where the paper gives none. All other
-values are the defaults of the settings; docs/paper.md says where these differ from the paper,
-whose values `configs/llava7b.py:literal` has to the letter. `:causal`, `:last`, `:uniform` and
-`:alive` are the ablations of Table 4; `:literal,causal` and so on those of the paper's own values.
-All of these are one epoch through the gate, as in the paper: 67 hours on two A6000 by the dry run.
-`:gate` is that with our defaults. No run of this configuration has been made.
+The comment after a value gives its source in the paper, or "silent" if the paper has no such value.
+All other values are the defaults of the settings. docs/paper.md says where the defaults differ from
+the paper. The arguments are:
 
-Without an argument, the recipe is "auto": 25,600 questions, on sampled sets if a few random tokens
-sometimes suffice for an answer, in which case these are better than the gate at all budgets in the
-small world; else through the gate for the first 1,280 updates. `:short` is those alone: the gate
-with the rate x updates x width that teaches a policy in the small world with AdamW, 2.1 hours.
-`configs/rloo.py:llava7b` is sampled sets whatever a few tokens suffice for, 4.4 hours.
+* none: the recipe "auto" with 25,600 questions. If a few random tokens sometimes suffice for an
+  answer, all updates are RLOO on sampled subsets, which is better than the gate at all budgets in
+  the small world. Otherwise the first 1,280 updates go through the gate.
+* `:short`: 1,250 updates through the gate, 2.1 hours. Rate x updates x width is the product that
+  teaches a policy in the small world with AdamW.
+* `:gate`: one epoch through the gate, as in the paper, with our defaults: 67 hours on two A6000 by
+  the dry run.
+* `:literal`: the same with the paper's values to the letter.
+* `:causal`, `:last`, `:uniform`, `:alive`: ablations of Table 4, also with `:literal,causal` and so
+  on.
+
+`configs/rloo.py:llava7b` uses only RLOO, 4.4 hours. No run of this configuration has been made.
 """
 
 from stepprune_jax import training
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.selectors import AutoSelectConfig
 
-# Fields of the policy, by row of Table 4; the others of its rows are the defaults.
+# Fields of the policy by row of Table 4. Rows of the table that are not here are the defaults.
 ABLATIONS = {
     "causal": {"encoder_attention": "causal"},
     "last": {"aggregation": "last"},
@@ -31,25 +35,24 @@ ABLATIONS = {
 
 
 def get_config(argument: str = "") -> training.Run:
-    """Returns the settings that suit any data; or "literal", "short", "gate", an ablation, ..."""
+    """Returns the settings of a run; the argument is described in the module's docstring."""
     names = [name for name in argument.split(",") if name]
-    rows, literal = [name for name in names if name in ABLATIONS], "literal" in names
-    # So that rate x updates x width is that of AdamW in the small world.
-    short = "short" in names or not names
-    if not {*names} <= {"gate", "literal", "short", *ABLATIONS} or len(rows) > 1:
-        known = (
+    ablations, is_literal = [name for name in names if name in ABLATIONS], "literal" in names
+    is_short = "short" in names or not names
+    if not {*names} <= {"gate", "literal", "short", *ABLATIONS} or len(ablations) > 1:
+        expected = (
             f"literal, short, gate, one of {', '.join(ABLATIONS)}, or several, such as literal,last"
         )
-        raise ValueError(f"the argument of llava7b is {argument!r}, expected {known}")
-    policy = PolicyConfig.literal if literal else PolicyConfig
+        raise ValueError(f"the argument of llava7b is {argument!r}, expected {expected}")
+    policy = PolicyConfig.literal if is_literal else PolicyConfig
     shape = {"width": 1024, "num_heads": 16}  # D, Sec. 3.1; heads: silent, as in the tower
     return training.Run(
-        recipe=None if names else "auto",
+        recipe="gate" if names else "auto",
         # Silent: one epoch of the 625,000 samples with an image, or 20,000 of them.
-        steps=1600 if not names else 1250 if short else 39000,
+        steps=1600 if not names else 1250 if is_short else 39000,
         batch_size=16,  # Sec. 4.1, "effective global batch size"
-        text_gate_anneal=1.0 if literal else 0.0,  # Sec. 3.2 and 4.1 anneal it
-        mesh="data",  # Sec. 4.1: two devices, each with the whole model
+        text_gate_anneal=1.0 if is_literal else 0.0,  # Sec. 3.2 and 4.1 anneal it
+        mesh="data",  # Sec. 4.1: two devices, each with all of the model
         log_every=50,
         checkpoint_every=1000,
         model=training.ModelSettings(
@@ -72,13 +75,13 @@ def get_config(argument: str = "") -> training.Run:
             max_steps=288,  # T_max, Sec. 4.1
             dtype="float32",
             **shape,
-            **(ABLATIONS[rows[0]] if rows else {}),
+            **(ABLATIONS[ablations[0]] if ablations else {}),
         ),
         autoselect=AutoSelectConfig(**shape),
         optimizer=training.OptimizerSettings(
-            lr=5e-5 if short else 5e-6,  # Sec. 4.1
-            final_lr=5e-6 if short else 5e-7,  # Sec. 4.1; cosine
-            warmup=0 if literal else 40,  # silent
+            lr=5e-5 if is_short else 5e-6,  # Sec. 4.1
+            final_lr=5e-6 if is_short else 5e-7,  # Sec. 4.1; cosine
+            warmup=0 if is_literal else 40,  # silent
             muon_lr=0.0,  # Sec. 4.1: AdamW
         ),
         accelerator=training.AcceleratorSettings(count=2),  # Sec. 4.1: two RTX A6000

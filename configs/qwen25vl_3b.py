@@ -1,4 +1,4 @@
-"""StepPrune on Qwen2.5-VL-3B: `configs/qwen25vl_7b.py` with the smaller model, and nothing else.
+"""StepPrune on Qwen2.5-VL-3B: `configs/qwen25vl_7b.py` with the smaller model.
 
     python train.py --config configs/qwen25vl_3b.py --workdir runs/qwen25vl_3b --dry_run
     python train.py --config configs/qwen25vl_3b.py --workdir runs/qwen25vl_3b
@@ -12,6 +12,6 @@ from stepprune_jax.training import Run
 
 
 def get_config(reading: str = "") -> Run:
-    """Returns the settings of `configs/qwen25vl_7b.py` with the 3B model; or "literal"."""
+    """Returns the settings of `configs/qwen25vl_7b.py` with the 3B model."""
     run = configurations.load(f"qwen25vl_7b:{reading}")
     return run.replace({"model.folder": "Qwen/Qwen2.5-VL-3B-Instruct"})

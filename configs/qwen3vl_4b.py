@@ -1,4 +1,4 @@
-"""StepPrune on Qwen3-VL-4B: `configs/qwen3vl_8b.py` with the smaller model, and nothing else.
+"""StepPrune on Qwen3-VL-4B: `configs/qwen3vl_8b.py` with the smaller model.
 
     python train.py --config configs/qwen3vl_4b.py --workdir runs/qwen3vl_4b --dry_run
     python train.py --config configs/qwen3vl_4b.py --workdir runs/qwen3vl_4b
@@ -12,6 +12,6 @@ from stepprune_jax.training import Run
 
 
 def get_config(reading: str = "") -> Run:
-    """Returns the settings of `configs/qwen3vl_8b.py` with the 4B model; or "literal"."""
+    """Returns the settings of `configs/qwen3vl_8b.py` with the 4B model."""
     run = configurations.load(f"qwen3vl_8b:{reading}")
     return run.replace({"model.folder": "Qwen/Qwen3-VL-4B-Instruct"})

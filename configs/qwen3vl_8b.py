@@ -12,12 +12,12 @@ from stepprune_jax.training import Run
 
 
 def get_config(reading: str = "") -> Run:
-    """Returns the settings of `configs/qwen25vl_7b.py` with Qwen3-VL-8B; or "literal"."""
+    """Returns the settings of `configs/qwen25vl_7b.py` with Qwen3-VL-8B."""
     run = configurations.load(f"qwen25vl_7b:{reading}")
     return run.replace(
         {
             "model.folder": "Qwen/Qwen3-VL-8B-Instruct",  # a hub id, or a folder
-            # 256 to 2,048 visual tokens an image, as there; a token is 32 x 32 pixels.
+            # 256 to 2,048 visual tokens an image, as for Qwen2.5-VL; a token is 32 x 32 pixels.
             "model.min_pixels": 256 * 32 * 32,
             "model.max_pixels": 2048 * 32 * 32,
         }

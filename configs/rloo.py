@@ -1,22 +1,25 @@
-"""StepPrune without the gate: sets of tokens are drawn, and those that are answered well preferred.
+"""StepPrune by RLOO on sampled subsets, instead of the noise gate.
 
-    python train.py --config configs/rloo.py:shapes --workdir runs/shapes_sampled
-    python train.py --config configs/rloo.py:llava7b --workdir runs/llava7b_sampled
+    python train.py --config configs/rloo.py:shapes --workdir runs/shapes_rloo
+    python train.py --config configs/rloo.py:llava7b --workdir runs/llava7b_rloo
 
-The argument names the configuration of a run through the gate, whose model, data, policy and price
-these are. In the small world this is the best recipe so far, without gradients of the model, see
-experiments/RESULTS.md; it has not been tried at 7B. Where a few random tokens never suffice for an
-answer, nothing is learned from drawn weights: `--config.recipe=auto` of a run through the gate
-finds out, and `--config.start=FILE` begins with a policy that was trained through the gate.
+The argument names the configuration of a run through the gate, which provides model, data and
+policy. The frozen model answers each question from several sampled subsets of its tokens, and
+subsets with better answers become more probable. RLOO needs no gradient of the model. In the small
+world it is the best recipe so far (experiments/RESULTS.md); it is untested at 7B.
 
-Sets are small, because a few tokens are what is hard to choose: of LLaVA-7B's 576 tokens at most
-63. A quarter of them end by the policy's stop. `training.rloo_run` has the other settings.
+If a few random tokens never suffice for an answer, RLOO learns nothing from randomly initialized
+weights. `--config.recipe=auto` measures whether they suffice, and `--config.start=FILE` begins with
+a policy that was trained through the gate.
+
+Subsets are small, because the choice of a few tokens is hard: at most 63 of LLaVA-7B's 576 tokens.
+A quarter of them end at the learned stop. The group `rloo` has the settings and learning rates.
 """
 
 from stepprune_jax import configurations
-from stepprune_jax.training import Run, rloo_run
+from stepprune_jax.training import Run
 
 
-def get_config(gated: str = "shapes") -> Run:
-    """Returns the settings of a run through the gate, with those of sampled sets."""
-    return rloo_run(configurations.load(gated)).replace({"steps": 1600})
+def get_config(name: str = "shapes") -> Run:
+    """Returns the settings of the configuration `name`, with the recipe "rloo"."""
+    return configurations.load(name).replace({"recipe": "rloo", "steps": 1600})

@@ -4,8 +4,9 @@
     python train.py --config configs/shapes.py --workdir runs/shapes
     python eval.py --config configs/shapes.py --workdir runs/shapes
 
-The defaults of the settings are those of this run; `configs/shapes.py:literal` follows the paper to
-the letter. Set `model` and `data` for another model or other data: any folder in LLaVA's format.
+The values that are not set here are the defaults of the settings. `configs/shapes.py:literal`
+follows the paper to the letter. For another model or other data, set `model` and `data` to folders
+in LLaVA's format.
 """
 
 from stepprune_jax import training
@@ -14,7 +15,7 @@ from stepprune_jax.selectors import AutoSelectConfig
 
 
 def get_config(reading: str = "") -> training.Run:
-    """Returns the settings; the reading of the paper may be "literal"."""
+    """Returns the settings; the reading "literal" follows the paper to the letter."""
     if reading not in ("", "literal"):
         raise ValueError(f"the argument of shapes is {reading!r}, expected literal or nothing")
     shape = {"width": 64, "num_heads": 4}
@@ -30,15 +31,16 @@ def get_config(reading: str = "") -> training.Run:
                 "StepPrune literal": "experiments/policies/literal.safetensors",
             },
             remarks=(
-                "A trained row is one run: that of this folder or of --policy; AutoSelect-like, a "
-                "one-shot scorer with the same gate, and StepPrune literal are earlier ones.",
-                "Runs of one recipe differ as much as these methods do, so that no order of the "
-                "trained rows is shown here. With 32, 16 and 8 tokens, five runs of StepPrune "
-                "through the gate retain 98.4 +- 0.9, 96.6 +- 2.7 and 92.4 +- 5.4 %, four of "
+                "A trained row is one run: the run of this folder or of --policy. AutoSelect-like, "
+                "a one-shot scorer with the same gate, and StepPrune literal are earlier runs.",
+                "Runs of one recipe differ as much as these methods do, so this table does not "
+                "rank the trained rows. With 32, 16 and 8 tokens, five runs of StepPrune through "
+                "the gate retain 98.4 +- 0.9, 96.6 +- 2.7 and 92.4 +- 5.4 %, and four runs of "
                 "today's AutoSelect-like 98.2 +- 0.3, 98.0 +- 0.4 and 96.1 +- 0.3 %, on other "
-                "questions. On sampled sets (configs/rloo.py), five of StepPrune retain 100.9 "
-                "+- 0.2, 100.3 +- 0.2 and 99.5 +- 0.2 %, five of AutoSelect-like 99.9 +- 0.7, "
-                "99.4 +- 0.5 and 98.6 +- 0.5 %: experiments/RESULTS.md.",
+                "questions. By RLOO on sampled subsets (configs/rloo.py), five runs of StepPrune "
+                "retain 100.9 +- 0.2, 100.3 +- 0.2 and 99.5 +- 0.2 %, and five runs of "
+                "AutoSelect-like 99.9 +- 0.7, 99.4 +- 0.5 and 98.6 +- 0.5 %: "
+                "experiments/RESULTS.md.",
             ),
         ),
     )

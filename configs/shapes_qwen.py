@@ -13,16 +13,16 @@ from stepprune_jax.training import Run
 
 
 def get_config(reading: str = "") -> Run:
-    """Returns the settings of `configs/shapes.py` with three sizes of images; or "literal"."""
+    """Returns the settings of `configs/shapes.py`, with another model and three image sizes."""
     run = configurations.load(f"shapes:{reading}")
     return run.replace(
         {
             "model.folder": "shapes_qwen",
-            # Tables name rates by the tokens of the largest image: of 198, thirds and ninths are
-            # whole. The images have 196 at most.
+            # Tables name rates by the tokens of the largest image. The images have at most 196
+            # tokens; thirds and ninths of 198 are integers.
             "model.max_pixels": 198 * 8 * 8,
             "data.folder": "data/shapes_qwen",
             "eval.budgets": ("1/3", "2/9", "1/9"),  # rates of 66.7, 77.8 and 88.9 %, as in Table 2
-            "eval.rows": {},  # those of `configs/shapes.py` were trained for the small LLaVA
+            "eval.rows": {},  # the rows of `configs/shapes.py` were trained for the small LLaVA
         }
     )

@@ -95,10 +95,13 @@ def variant_run(config: str, key: str, changes: Sequence[str]) -> training.Run:
     variant = VARIANTS[key]
     path, variant_changes = f"{config}{variant.argument}", [*variant.changes]
     if variant.rate_factor != 1:
-        optimizer = configurations.load(path, variant_changes).optimizer
+        run = configurations.load(path, variant_changes)
+        group, rates = "optimizer", run.optimizer
+        if run.recipe == "rloo":
+            group, rates = "rloo", run.resolve_rloo()
         for name in ("lr", "final_lr", "muon_lr"):
-            rate = variant.rate_factor * getattr(optimizer, name)
-            variant_changes.append(f"optimizer.{name}={rate}")
+            rate = variant.rate_factor * getattr(rates, name)
+            variant_changes.append(f"{group}.{name}={rate}")
     return configurations.load(path, [*variant_changes, *changes])
 
 

@@ -21,7 +21,7 @@ from stepprune_jax.training.dry_run import dry_run, use_virtual_devices
 from stepprune_jax.training.hooks import read_window
 from stepprune_jax.training.run import train
 from stepprune_jax.training.settings import Run
-from stepprune_jax.user_input import require
+from stepprune_jax.user_input import UserError
 
 _NAME = "train.py"
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the arguments and trains.
 
     Returns:
-        The exit status: 0, or that of the signal that stopped the run, as shells count it.
+        The exit status: 0, or 128 plus the number of the signal that stopped the run.
     """
     parser = Parser(prog=program(_NAME), description=__doc__, compiles=True)
     add_config(parser)
@@ -44,20 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="check configuration and data, report memory, operations and hours, and exit",
     )
-    text = "with --dry_run: devices to plan for, present or not: h200:2, a6000:2, v5e:2x4"
-    parser.add_argument("--target", help=text)
+    target_help = "with --dry_run: devices to plan for, present or not: h200:2, a6000:2, v5e:2x4"
+    parser.add_argument("--target", help=target_help)
     parser.add_argument("--profile", metavar="FIRST:LAST", help="updates to profile, from 1")
-    given, run = read_config(parser, arguments, Run)
-    if given.dry_run:
-        require(given.profile is None, "--profile does not belong to --dry_run")
-        use_virtual_devices(run, given.target)
-        dry_run(run, given.workdir, given.target)
+    flags, run = read_config(parser, arguments, Run)
+    if flags.dry_run:
+        if flags.profile is not None:
+            raise UserError("--profile does not belong to --dry_run")
+        use_virtual_devices(run, flags.target)
+        dry_run(run, flags.workdir, flags.target)
         return 0
-    require(given.target is None, "--target requires --dry_run")
-    window = None if given.profile is None else read_window(given.profile, run.steps)
+    if flags.target is not None:
+        raise UserError("--target requires --dry_run")
+    window = None if flags.profile is None else read_window(flags.profile, run.steps)
     distributed.use_cores(run.cpu_devices)
     distributed.start()
-    return signal_status(train(run, given.workdir, window))
+    return signal_status(train(run, flags.workdir, window))
 
 
 if __name__ == "__main__":

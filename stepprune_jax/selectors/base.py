@@ -45,15 +45,17 @@ AnyTrained = TypeVar("AnyTrained", bound="TrainedPruner")
 
 @runtime_checkable
 class SelectorConfig(Protocol):
-    """Configuration of a method with weights: a frozen dataclass of JSON values.
+    """Configuration of a method with weights: a frozen dataclass of JSON values."""
 
-    Attributes:
-        feature_width: width of the image tokens.
-        text_width: width of the text embeddings; 0 for a method that reads no text.
-    """
+    @property
+    def feature_width(self) -> int:
+        """Width of the image tokens."""
+        ...
 
-    feature_width: int
-    text_width: int
+    @property
+    def text_width(self) -> int:
+        """Width of the text embeddings; 0 for a method that reads no text."""
+        ...
 
 
 class Aux(NamedTuple):

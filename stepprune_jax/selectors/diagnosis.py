@@ -86,7 +86,7 @@ def describe(
         entropy: mean entropy of the distributions that the tokens are chosen from.
         agreement: mean fraction of the kept tokens that also have the largest training gates.
         accuracy: fraction of right answers, by case.
-        recipe: recipe of the training, "gate" or "sets", to find out whether the other recipe would
+        recipe: recipe of the training, "gate" or "rloo", to find out whether the other recipe would
             be better; "" if it is not known.
         stops: counts of the learned stop, to find out whether they are at a bound.
     """
@@ -126,10 +126,10 @@ def _find_shortcomings(
     findings = []
     full_gain = float(np.mean(loss[NONE] - loss[ALL]))
     gain_share = float(np.mean(loss[NONE] - loss[POLICY])) / full_gain
-    if not _is_lower(loss, POLICY, RANDOM) and recipe == "sets":
+    if not _is_lower(loss, POLICY, RANDOM) and recipe == "rloo":
         findings.append(
-            "no better than random tokens, from which its sampled sets began: train longer, or "
-            'begin with the gate, as the recipe "auto" does where sets gain too little'
+            "no better than random tokens, from which its sampled subsets began: train longer, or "
+            'begin with the gate, as the recipe "auto" does where subsets gain too little'
         )
     elif not _is_lower(loss, POLICY, RANDOM):
         findings.append(
@@ -150,7 +150,7 @@ def _find_shortcomings(
     if recipe == "gate" and random_gain >= MIN_GAIN:
         findings.append(
             f"trained through the gate, though random tokens gain {100 * random_gain:.0f} % of "
-            'what all do: sampled sets would teach it; go on with the recipe "sets" or "auto"'
+            'what all do: RLOO would teach it; go on with the recipe "rloo" or "auto"'
         )
     if entropy < _SATURATED_ENTROPY:
         findings.append(

@@ -396,7 +396,7 @@ class Policy(Selector):
                 question of its neighbour.
             budgets: numbers of tokens.
             key: PRNG key of the random tokens; consumed.
-            recipe: recipe of the training, "gate" or "sets", to find out whether the other recipe
+            recipe: recipe of the training, "gate" or "rloo", to find out whether the other recipe
                 would be better.
             **masks: see `Masks`.
 
@@ -407,7 +407,7 @@ class Policy(Selector):
             ValueError: as all functions of `Policy`; `loss_fn` did not return one loss per row; or
                 an unknown recipe.
         """
-        expect("recipe", recipe, recipe in ("", "gate", "sets"), "gate or sets, or nothing")
+        expect("recipe", recipe, recipe in ("", "gate", "rloo"), "gate or rloo, or nothing")
         _expect_function("loss_fn", loss_fn)
         inputs = self._read_inputs(image, text, dict(masks))
         is_list = isinstance(budgets, Sequence) and len(budgets) > 0
@@ -518,13 +518,11 @@ class Policy(Selector):
         return inputs
 
     def _read_settings(self, settings: RlooSettings | None) -> RlooSettings:
-        """Returns the settings of RLOO, by default with 8 subsets."""
+        """Returns the settings of RLOO, by default those of `RlooSettings`."""
         if not self.samples_subsets:
             raise UserError(f"{self.name} samples no subsets of tokens: train it with train_loss")
-        settings = RlooSettings(samples=8) if settings is None else settings
+        settings = RlooSettings() if settings is None else settings
         expect_type("settings", settings, RlooSettings, "RlooSettings")
-        if settings.samples == 0:
-            raise UserError("settings.samples is 0, expected an integer from 2")
         return settings
 
     def _read_budget(self, inputs: Inputs, budget: Any) -> ArrayLike | None:

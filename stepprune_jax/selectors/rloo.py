@@ -30,7 +30,7 @@ from stepprune_jax.policy.jax_settings import implicit_promotion
 from stepprune_jax.policy.objective import require_losses, stop_metrics
 from stepprune_jax.policy.selection import first_picks
 from stepprune_jax.selectors.base import Aux, Selector
-from stepprune_jax.settings import Settings, choice, setting, share
+from stepprune_jax.settings import Settings, choice, count, setting, share
 
 # Minimum gain of random subsets, as a fraction of the gain of all tokens, for starting with RLOO.
 # RLOO learned at a gain of 8 % and did not learn at 4 % (experiments/RESULTS.md). The gain has to
@@ -40,11 +40,11 @@ MIN_GAIN = 0.06
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RlooSettings(Settings, path="config.policy_gradient"):
-    """Settings of RLOO; the group `policy_gradient` of a run's configuration.
+class RlooSettings(Settings, path="config.rloo"):
+    """Settings of RLOO; `training.RlooTraining` adds learning rates and a price for a run.
 
     Attributes:
-        samples: g, the number of subsets per question; 0 trains through the noise gate.
+        samples: g, the number of subsets per question.
         longest: size of the largest subset, as a fraction of an image's tokens.
         stops: fraction of the rows that end by the policy's learned stop. All other rows have an
             exact count, log-uniform up to `longest`. The stop pays the price of all tokens that it
@@ -52,7 +52,7 @@ class RlooSettings(Settings, path="config.policy_gradient"):
         positions: position ids of kept tokens in `train.py`, "original" or "compact".
     """
 
-    samples: int = setting(0, "0, or an integer from 2", lambda value: value != 1 and value >= 0)
+    samples: int = count(8, minimum=2)
     longest: float = setting(0.11, "a share in (0, 1]", lambda value: 0 < value <= 1)
     stops: float = share(0.25)
     positions: str = choice("original", POSITIONS)

@@ -1,4 +1,4 @@
-"""Batches of conversations; the batch of a step is a pure function of seed and step."""
+"""Batches of conversations. The batch of a step is a pure function of seed and step."""
 
 import collections
 import itertools
@@ -30,12 +30,13 @@ from stepprune_jax.user_input import UserError
 
 _LOG = logging.getLogger(__name__)
 
-# Batches that wait in addition to those that threads are working on.
-_AHEAD = 2
+# Finished batches that may wait, in addition to the batches that threads are building. Two cover
+# the variation in the time that a batch takes.
+_NUM_WAITING = 2
 
 
 class Bucket(NamedTuple):
-    """Static widths of a batch: ids, text and targets."""
+    """Padded widths of a batch: ids, text ids and targets of a row."""
 
     ids: int
     text: int
@@ -43,13 +44,13 @@ class Bucket(NamedTuple):
 
 
 class Loading(NamedTuple):
-    """How batches are built; it affects no number in them, except for `skip_unreadable`.
+    """Options of building batches. Only `skip_unreadable` changes numbers.
 
     Attributes:
-        threads: threads that build batches.
-        local: rows of each batch that are built here; other hosts build the others.
-        skip_unreadable: whether a row whose image cannot be read is replaced by the next row of the
-            batch, with a warning; otherwise it is an error.
+        threads: number of threads that build batches.
+        local: rows of each batch that this host builds.
+        skip_unreadable: True replaces a row whose image cannot be read by the next row of the
+            batch, with a warning. False raises an error.
     """
 
     threads: int = 2
@@ -58,14 +59,13 @@ class Loading(NamedTuple):
 
 
 class Preprocessing(NamedTuple):
-    """How a family converts images to pixels.
+    """Conversion of images to pixels by a model family.
 
     Attributes:
         read: maps a path to pixels, for example `Backbone.pixel_cache`.
         grids: maps pixels of several images to the grids of their visual tokens.
-        largest: shapes of the pixels of the largest image, with any number of images, to which
-            batches are padded if hosts build parts of them and must agree; None if all images have
-            one size.
+        largest: pixels of images of the largest size. Only the shapes are used. If several hosts
+            build a batch, each pads its images to this size. None if all images have one size.
     """
 
     read: Callable[[Path], Pixels]
@@ -74,33 +74,44 @@ class Preprocessing(NamedTuple):
 
 
 class Batches:
-    """Batches by step, with a few shapes.
+    """The batches of a run by step, with a few shapes.
 
-    The width of ids is a multiple of `multiple`; the other widths follow from it, so that there are
-    no more programs than widths. They are computed from token counts before any row is tokenised,
-    so that hosts that build different rows of a batch agree.
+    The width of ids is a multiple of `multiple`. The other widths follow from the width of ids, so
+    there is one program for each width of ids. Widths are computed from token counts before any row
+    is tokenized. So hosts that build different rows of a batch use the same widths.
     """
 
     def __init__(
         self,
         corpus: Corpus,
         images: Preprocessing,
+        *,
         batch_size: int,
         seed: int,
         multiple: int,
         group: int = 1,
         loading: Loading | None = None,
     ):
-        """Plans the shapes."""
+        """Plans the shapes.
+
+        Args:
+            corpus: rows of the training file.
+            images: how images become pixels.
+            batch_size: rows of a batch, over all hosts.
+            seed: seed of the order of rows.
+            multiple: divisor of the widths of ids and text.
+            group: number of consecutive batches whose rows are sorted by width, as in `Order`.
+            loading: how batches are built; None for the defaults.
+        """
         self._corpus, self._images, self._loading = corpus, images, loading or Loading()
-        self._shared = len(range(batch_size)[self._loading.local]) < batch_size
+        self._is_shared = len(range(batch_size)[self._loading.local]) < batch_size
         self.buckets = plan_buckets(corpus.lengths, multiple)
         widths = [bucket.ids for bucket in self.buckets]
-        self._bucket = np.searchsorted(widths, corpus.lengths.ids).astype(np.int32)
-        self._order = Order(self._bucket, batch_size, seed, group)
+        self._row_bucket = np.searchsorted(widths, corpus.lengths.ids).astype(np.int32)
+        self._order = Order(self._row_bucket, batch_size, seed, group)
 
     def __len__(self) -> int:
-        """Returns the number of rows in an epoch; the batches continue past its end."""
+        """Returns the number of rows in an epoch. Batches continue into the next epoch."""
         return len(self._corpus)
 
     @property
@@ -117,57 +128,66 @@ class Batches:
         return [self._corpus.describe(row) for row in self.indices(step).tolist()]
 
     def first_images(self, count: int) -> Iterator[Pixels]:
-        """Yields up to `count` distinct readable images, in the order of training."""
-        seen: set[Path] = set()
+        """Yields the pixels of up to `count` distinct readable images, in the order of training."""
+        paths: set[Path] = set()
+        num_yielded = 0
         for row in self._order.epoch(0).tolist():
-            if not count:
+            if num_yielded == count:
                 break
             path = self._corpus.image(row)
-            if path in seen:
+            if path in paths:
                 continue
-            seen.add(path)
+            paths.add(path)
             pixels = self._read(row)
             if pixels is not None:
-                count -= 1
+                num_yielded += 1
                 yield pixels
 
     def bucket(self, indices: Int[np.ndarray, " b"]) -> Bucket:
         """Returns the widths of a batch of these rows."""
-        return self.buckets[self._bucket[indices].max()]
+        return self.buckets[self._row_bucket[indices].max()]
 
     def __getitem__(self, step: int) -> TrainingBatch:
-        """Returns the rows of batch `step` that are built here."""
+        """Returns the rows of batch `step` that this host builds."""
         indices = self.indices(step)
         widths = self.bucket(indices)
-        numbers, pixels = self._readable(indices)
-        rows = self._corpus.rows(numbers)
+        row_numbers, pixels = self._read_images(indices)
+        rows = self._corpus.rows(row_numbers)
         text, text_length = pad_batch([row.text for row in rows], width=widths.text)
         targets = stack_targets(rows, self._images.grids(pixels), widths.ids, widths.targets)
         return TrainingBatch(pixels, text, text_length, targets)
 
-    def _readable(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Pixels]:
-        """Returns the rows to build here, and the pixels of their images."""
-        numbers, pixels = [], []
-        for place in range(len(indices))[self._loading.local]:
+    def _read_images(self, indices: Int[np.ndarray, " b"]) -> tuple[list[int], Pixels]:
+        """Reads the images of this host's rows of a batch.
+
+        Args:
+            indices: rows of the batch, over all hosts.
+
+        Returns:
+            The numbers of the rows, after unreadable rows are replaced, and their pixels.
+        """
+        row_numbers, images = [], []
+        for position in range(len(indices))[self._loading.local]:
             # Every host replaces an unreadable row by the same row.
-            for row in np.roll(indices, -place).tolist():
+            for row in np.roll(indices, -position).tolist():
                 image = self._read(row)
                 if image is not None:
                     break
             else:
-                where = self._corpus.where(int(indices[place]))
+                where = self._corpus.where(int(indices[position]))
                 raise UserError(f"{where}: no image of its batch can be read")
-            numbers.append(row)
-            pixels.append(image)
-        pixels = stack_images(pixels)
+            row_numbers.append(row)
+            images.append(image)
+        pixels = stack_images(images)
         largest = self._images.largest
-        if self._shared and largest is not None:
-            none = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), largest)
-            pixels = join_images([none, pixels])
-        return numbers, pixels
+        if self._is_shared and largest is not None:
+            # Joining pads the pixels to the shapes of `largest`, and adds no image of it.
+            no_images = jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), largest)
+            pixels = join_images([no_images, pixels])
+        return row_numbers, pixels
 
     def _read(self, row: int) -> Pixels | None:
-        """Returns the pixels of a row; None if unreadable and rows may be skipped."""
+        """Returns the pixels of a row; None if the image is unreadable and rows may be skipped."""
         try:
             return self._images.read(self._corpus.image(row))
         except (FileNotFoundError, MemoryError, UserError) as error:
@@ -183,48 +203,49 @@ class Batches:
         """Returns the batches up to step `steps` - 1, built a few ahead in the background.
 
         Args:
-            steps: number of steps of the whole run.
-            state: `Stream.state` to resume from; by default the stream begins with the first batch.
+            steps: number of steps of the run.
+            state: `Stream.state` to resume from; None begins with the first batch.
 
         Returns:
-            An iterator that must be closed.
+            An iterator that the caller must close.
 
         Raises:
-            ValueError: the state is from a stream of other rows.
+            UserError: the state is from a stream of other rows.
         """
-        first = 0
+        first_step = 0
         if state is not None:
             if state["rows"] != self.identity:
                 raise UserError(
                     f"the run began with other samples of {self._corpus.file} than the "
                     f"{len(self._corpus):,} that can be used now: images were added or removed"
                 )
-            first = state["next_batch"]
-        return Stream(self, first, steps, self._loading.threads)
+            first_step = state["next_batch"]
+        return Stream(self, first_step, steps, self._loading.threads)
 
 
 class Stream(Iterator):
-    """An iterator of batches, whose state resumes it on any number of hosts."""
+    """An iterator of batches. Its state resumes it on any number of hosts."""
 
-    def __init__(self, batches: Batches, first: int, steps: int, threads: int):
-        """Starts building batches when the first is requested."""
-        self._batches, self._next = batches, first
-        self._steps = iter(range(first, steps))
-        self._pool, self._ahead = ThreadPoolExecutor(threads), threads + _AHEAD
-        self._waiting: collections.deque[Future[TrainingBatch]] = collections.deque()
+    def __init__(self, batches: Batches, first_step: int, steps: int, threads: int):
+        """Prepares to build batches; the first `next` starts to build them."""
+        self._batches, self._next_step = batches, first_step
+        self._unsubmitted = iter(range(first_step, steps))
+        self._pool, self._max_pending = ThreadPoolExecutor(threads), threads + _NUM_WAITING
+        self._pending: collections.deque[Future[TrainingBatch]] = collections.deque()
 
     @property
     def state(self) -> JsonObject:
-        """Returns the state that `Batches.stream` resumes from, as JSON values."""
-        return {"next_batch": self._next, "rows": self._batches.identity}
+        """The state that `Batches.stream` resumes from, as JSON values."""
+        return {"next_batch": self._next_step, "rows": self._batches.identity}
 
     def __next__(self) -> TrainingBatch:
-        for step in itertools.islice(self._steps, self._ahead - len(self._waiting)):
-            self._waiting.append(self._pool.submit(self._batches.__getitem__, step))
-        if not self._waiting:
+        num_free = self._max_pending - len(self._pending)
+        for step in itertools.islice(self._unsubmitted, num_free):
+            self._pending.append(self._pool.submit(self._batches.__getitem__, step))
+        if not self._pending:
             raise StopIteration
-        batch = self._waiting.popleft().result()
-        self._next += 1
+        batch = self._pending.popleft().result()
+        self._next_step += 1
         return batch
 
     def close(self) -> None:
@@ -233,29 +254,48 @@ class Stream(Iterator):
 
 
 def stack_targets(
-    rows: Sequence[TrainingRow], grid: Int[np.ndarray, "r 2"], ids: int, targets: int
+    rows: Sequence[TrainingRow], grid: Int[np.ndarray, "r 2"], ids_width: int, targets_width: int
 ) -> Targets:
-    """Stacks conversations to one batch."""
-    tokens, length = pad_batch([row.ids for row in rows], width=ids)
-    place, count = pad_batch([row.place for row in rows], width=targets)
-    target, _ = pad_batch([row.target for row in rows], width=targets)
-    return Targets(tokens, length, place, target, np.arange(targets) < count[:, None], grid)
+    """Stacks conversations to one batch.
+
+    Args:
+        rows: the conversations.
+        grid: rows and columns of each image's visual tokens.
+        ids_width: ids of a padded row.
+        targets_width: supervised tokens of a padded row.
+    """
+    ids, length = pad_batch([row.ids for row in rows], width=ids_width)
+    place, count = pad_batch([row.place for row in rows], width=targets_width)
+    target, _ = pad_batch([row.target for row in rows], width=targets_width)
+    return Targets(ids, length, place, target, np.arange(targets_width) < count[:, None], grid)
 
 
 def plan_buckets(lengths: Lengths, multiple: int) -> tuple[Bucket, ...]:
-    """Plans one shape for each padded width of ids, with the widest texts and targets."""
+    """Plans one shape for each padded width of ids, with the widest text and targets.
+
+    Args:
+        lengths: ids, text ids and targets of each row of the training file.
+        multiple: divisor of the widths of ids and text.
+
+    Returns:
+        The shapes, by increasing width of ids.
+    """
     order = np.argsort(lengths.ids, kind="stable")
-    # A batch holds shorter rows as well, so the other widths never fall.
+    # A batch may also hold shorter rows, so the widths of text and targets are running maxima.
     text = np.maximum.accumulate(np.maximum(lengths.text[order], 1))
     targets = np.maximum.accumulate(np.maximum(lengths.targets[order], 1))
     widths = round_up(lengths.ids[order], multiple)
-    last = np.flatnonzero(np.append(widths[1:] != widths[:-1], True))
-    shapes = np.stack([widths, round_up(text, multiple), targets], axis=1)[last]
+    last_of_width = np.flatnonzero(np.append(widths[1:] != widths[:-1], True))
+    shapes = np.stack([widths, round_up(text, multiple), targets], axis=1)[last_of_width]
     return tuple(Bucket(*shape) for shape in shapes.tolist())
 
 
 def row_limits(data: DataSettings, model: ModelConfig) -> LengthLimits:
-    """Returns the limits on the length of a row, in which an image must leave room for text."""
+    """Returns the limits on the length of a row.
+
+    Raises:
+        UserError: the largest image leaves no room for text.
+    """
     limits = LengthLimits(model.max_image_tokens, data.context_limit, data.policy_text_limit)
     expected = f"more than the {limits.image_tokens} visual tokens of an image"
     data.expect("context_limit", limits.ids > 1, expected)
@@ -267,10 +307,20 @@ def open_batches(
     source: Source,
     identity: str,
     model: ModelFolder,
+    *,
     local: slice = slice(None),
     say: Callable[[str], None] = _LOG.info,
 ) -> Batches:
-    """Reads a run's training file and plans its batches; needs no weights."""
+    """Reads a run's training file and plans its batches; needs no weights.
+
+    Args:
+        run: settings of the run.
+        source: places of the training file and its images.
+        identity: hash of the training file.
+        model: folder of the frozen model.
+        local: rows of each batch that this host builds.
+        say: called with each line of the report on the training file.
+    """
     data, backbone, config = run.data, model.backbone, model.config
     limits = row_limits(data, config)
     encoder = ConversationEncoder(
@@ -282,8 +332,8 @@ def open_batches(
     corpus = open_corpus(source, encoder, limits, identity, say)
     settings = backbone.image_settings(model.vision_folder or model.folder)
     return Batches(
-        corpus=corpus,
-        images=Preprocessing(
+        corpus,
+        Preprocessing(
             backbone.pixel_cache(settings, int(data.cache_gb * 2**30)),
             backbone.grids,
             backbone.largest_pixel_shapes(1) if config.sizes_vary else None,

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.identity import file_identity
 from stepprune_jax.data.source import training_source
 from stepprune_jax.flops import traced_flops
@@ -30,35 +31,50 @@ from stepprune_jax.training import step
 from stepprune_jax.training.batches import Batches, Bucket, open_batches, row_limits
 from stepprune_jax.training.failures import memory_advice, remedies
 from stepprune_jax.training.language_loss import Targets
-from stepprune_jax.training.settings import (
-    AUTO,
-    SETS,
-    AcceleratorSettings,
-    Phase,
-    Run,
+from stepprune_jax.training.recipes import AUTO
+from stepprune_jax.training.settings import AcceleratorSettings, Run
+from stepprune_jax.training.step_config import (
+    Devices,
+    StepConfig,
     make_mesh,
-    make_step_config,
-    split,
+    make_step_configs,
 )
 from stepprune_jax.user_input import UserError, local_path
 
 _LOG = logging.getLogger(__name__)
 
-# Number of batches, evenly spaced over the run, whose widths represent those of all.
-_SAMPLED = 512
-# The program is not run, so its machine code need not be fast: this halves the time.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Number of batches whose widths are counted, evenly spaced over the run. Counting all batches of a
+# long run would be slow.
+_NUM_COUNTED_BATCHES = 512
+# The program is not run, so its machine code need not be fast: this halves the time to compile.
+_QUICK_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+_GIB = 2**30
+
+
+class BatchWidths(NamedTuple):
+    """Widths of the batches of a run.
+
+    Attributes:
+        counts: number of counted batches of each width.
+        widest: widths of the widest batch of all.
+    """
+
+    counts: dict[Bucket, int]
+    widest: Bucket
 
 
 class RunCost(NamedTuple):
-    """The cost of a run.
+    """The cost of a run, or of one of its phases.
 
     Attributes:
         devices: number of devices.
         weights: bytes of the frozen weights on each device.
         memory: memory of the widest update, on each device.
         flops: FLOPs of one update on all devices together, averaged over the run's batches.
-        widths: number of sampled batches of each width.
+        widths: number of counted batches of each width.
     """
 
     devices: int
@@ -72,140 +88,179 @@ class RunCost(NamedTuple):
         return steps * self.flops / (self.devices * device.flops * utilisation) / 3600
 
 
-def sample_widths(batches: Batches, steps: int) -> tuple[dict[Bucket, int], Bucket]:
-    """Returns the widths of batches, by how many of a sample have them, and the widest of all."""
-    apart = max(1, steps // _SAMPLED)
-    widths = (batches.bucket(batches.indices(number)) for number in range(0, steps, apart))
-    return dict(collections.Counter(widths)), batches.buckets[-1]
+def count_widths(batches: Batches, steps: int) -> BatchWidths:
+    """Counts the widths of the batches of a run."""
+    stride = max(1, steps // _NUM_COUNTED_BATCHES)
+    widths = (batches.bucket(batches.indices(number)) for number in range(0, steps, stride))
+    return BatchWidths(dict(collections.Counter(widths)), batches.buckets[-1])
 
 
-def assume_widths(run: Run, setup: step.StepConfig) -> tuple[dict[Bucket, int], Bucket]:
-    """Returns the width of batches whose rows have the stated length, and the widest allowed."""
-    data = run.data
-    most = row_limits(data, setup.backbone.config).ids
-    run.accelerator.expect("ids", run.accelerator.ids <= most, f"at most {most}, for one image")
+def assume_widths(run: Run, config: StepConfig) -> BatchWidths:
+    """Returns the width of batches whose rows have `config.accelerator.ids` ids.
 
-    def bucket(ids: int) -> Bucket:
-        wide = -(-ids // data.length_multiple) * data.length_multiple
-        return Bucket(wide, min(wide, data.policy_text_limit), ids)
+    The widest batch has rows of the longest length that the data settings allow.
+    """
+    data, ids = run.data, run.accelerator.ids
+    max_ids = row_limits(data, config.backbone.config).ids
+    run.accelerator.expect("ids", ids <= max_ids, f"at most {max_ids}, for one image")
 
-    return {bucket(run.accelerator.ids): 1}, bucket(most)
+    def make_bucket(ids: int) -> Bucket:
+        width = -(-ids // data.length_multiple) * data.length_multiple
+        return Bucket(width, min(width, data.policy_text_limit), ids)
+
+    return BatchWidths({make_bucket(ids): 1}, make_bucket(max_ids))
 
 
-def make_plan(
-    sampled: tuple[dict[Bucket, int], Bucket],
-    setup: step.StepConfig,
+def measure_cost(
+    widths: BatchWidths,
+    config: StepConfig,
     dtype: DTypeLike,
     rows: int,
     target: Target | None = None,
 ) -> RunCost:
-    """Compiles the widest update, and counts the operations of every width."""
-    widths, widest = sampled
-    traced = {bucket: trace_update(setup, dtype, rows, bucket) for bucket in {*widths, widest}}
-    held = sum(
+    """Compiles the widest update of a phase, and counts the operations of every width.
+
+    Args:
+        widths: widths of the batches.
+        config: static part of the updates.
+        dtype: dtype of the frozen weights.
+        rows: rows of a batch.
+        target: devices that are not present, with their compiler; None for the devices of jax.
+    """
+    counts, widest = widths
+    traced = {bucket: trace_update(config, dtype, rows, bucket) for bucket in {*counts, widest}}
+    weight_bytes = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(abstract_weights(setup, dtype))
+        for leaf in jax.tree.leaves(abstract_weights(config, dtype))
     )
-    flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in widths.items())
+    flops = sum(count * traced_flops(traced[bucket].jaxpr) for bucket, count in counts.items())
     memory = planned_memory(traced[widest], target)
-    mesh = setup.forward.mesh
-    return RunCost(mesh.size if mesh else 1, held, memory, flops / sum(widths.values()), widths)
+    mesh = config.forward.mesh
+    num_devices = mesh.size if mesh else 1
+    return RunCost(num_devices, weight_bytes, memory, flops / sum(counts.values()), counts)
 
 
 def planned_memory(traced: jax.stages.Traced, target: Target | None = None) -> Usage:
-    """Compiles the result of `trace_update` and returns its memory on each device."""
+    """Compiles the result of `trace_update`; returns the memory on each device."""
     if target is not None:
         return usage(target.compile(traced.lower()))
-    on_cpu = jax.default_backend() == "cpu"
-    return usage(traced.lower().compile(compiler_options=_QUICK if on_cpu else None))
+    is_on_cpu = jax.default_backend() == "cpu"
+    return usage(traced.lower().compile(compiler_options=_QUICK_OPTIONS if is_on_cpu else None))
 
 
 def trace_update(
-    setup: step.StepConfig, dtype: DTypeLike, rows: int, bucket: Bucket
+    config: StepConfig, dtype: DTypeLike, rows: int, bucket: Bucket
 ) -> jax.stages.Traced:
     """Traces an update of abstract weights, state and batch, placed as in a run."""
-    mesh = setup.forward.mesh
+    mesh = config.forward.mesh
     key = jax.eval_shape(lambda: jax.random.key(0, impl=THREEFRY))
-    state = jax.eval_shape(lambda key: step.init_state(key, setup), key)
-    stats = jax.eval_shape(lambda: FeatureStats.start(setup.backbone.config.token_width))
-    state, stats, key = _placed((state, stats, key), mesh, ((r".*", P()),))
-    batch = _placed(abstract_batch(setup, rows, bucket), mesh, BATCH_RULES)
+    state = jax.eval_shape(lambda key: step.init_state(key, config), key)
+    stats = jax.eval_shape(lambda: FeatureStats.start(config.backbone.config.token_width))
+    state, stats, key = _place((state, stats, key), mesh, ((r".*", P()),))
+    batch = _place(abstract_batch(config, rows, bucket), mesh, BATCH_RULES)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    weights = abstract_weights(setup, dtype)
-    return step.update.trace(weights, state, stats, batch, key, number, setup=setup)
+    weights = abstract_weights(config, dtype)
+    return step.update.trace(weights, state, stats, batch, key=key, step=number, config=config)
 
 
-def abstract_batch(setup: step.StepConfig, rows: int, bucket: Bucket) -> step.TrainingBatch:
-    """Returns the shapes of a batch with these widths, as `Batches` builds it."""
+def abstract_batch(config: StepConfig, rows: int, bucket: Bucket) -> step.TrainingBatch:
+    """Returns the shapes of a batch of these widths, as `Batches` builds it."""
 
-    def ints(*shape: int, dtype: DTypeLike = jnp.int32):
+    def integers(*shape: int, dtype: DTypeLike = jnp.int32):
         return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
-    targets, supervised = ints(bucket.targets), ints(bucket.targets, dtype=jnp.bool_)
-    conversations = Targets(ints(bucket.ids), ints(), targets, targets, supervised, ints(2))
-    pixels = setup.backbone.largest_pixel_shapes(rows)
-    return step.TrainingBatch(pixels, ints(bucket.text), ints(), conversations)
+    targets, supervised = integers(bucket.targets), integers(bucket.targets, dtype=jnp.bool_)
+    ids, length, grid = integers(bucket.ids), integers(), integers(2)
+    conversations = Targets(ids, length, targets, targets, supervised, grid)
+    pixels = config.backbone.largest_pixel_shapes(rows)
+    return step.TrainingBatch(pixels, integers(bucket.text), integers(), conversations)
 
 
-def abstract_weights(setup: step.StepConfig, dtype: DTypeLike) -> PyTree:
+def abstract_weights(config: StepConfig, dtype: DTypeLike) -> PyTree:
     """Returns the shapes of the frozen weights, placed as in a run."""
-    weights = vlm.abstract_params(setup.backbone, dtype, setup.weights)
-    return _placed(weights, setup.forward.mesh, setup.backbone.SHARDING_RULES)
+    weights = vlm.abstract_params(config.backbone, dtype, config.weights)
+    return _place(weights, config.forward.mesh, config.backbone.SHARDING_RULES)
 
 
-def _placed(tree: PyTree, mesh: Mesh | None, rules: Rules) -> PyTree:
+def _place(tree: PyTree, mesh: Mesh | None, rules: Rules) -> PyTree:
     """Returns abstract arrays with the shardings of a run."""
     if mesh is None:
-        alone = SingleDeviceSharding(jax.devices()[0])
-        where = jax.tree.map(lambda _: alone, tree)
+        first_device = SingleDeviceSharding(jax.devices()[0])
+        placement = jax.tree.map(lambda _: first_device, tree)
     else:
-        where = shardings(tree, rules, mesh)
+        placement = shardings(tree, rules, mesh)
     return jax.tree.map(
-        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), tree, where
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        placement,
     )
 
 
 def use_virtual_devices(run: Run, target: str | None = None) -> None:
-    """Creates as many CPU devices as are planned for; to be called before jax starts.
+    """Makes jax provide the planned number of CPU devices. Must be called before jax starts.
 
-    If jax sees accelerators, those are used instead, unless there is a target.
+    Accelerators that jax sees take precedence, unless there is a target.
     """
-    jax.config.update("jax_num_cpu_devices", _planned_for(run, target).count)
+    jax.config.update("jax_num_cpu_devices", _planned_devices(run, target).count)
     if target is not None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _planned_for(run: Run, target: str | None) -> AcceleratorSettings:
-    """Returns the group `accelerator`, with the devices of the target if there is one."""
+def _planned_devices(run: Run, target: str | None) -> AcceleratorSettings:
+    """Returns the group `accelerator` of a run, with name and count of the target if given."""
     if target is None:
         return run.accelerator
-    named = read_name(target)
-    return dataclasses.replace(run.accelerator, name=named.accelerator, count=named.count)
+    target_devices = read_name(target)
+    return dataclasses.replace(
+        run.accelerator, name=target_devices.accelerator, count=target_devices.count
+    )
 
 
 def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost:
     """Checks configuration and data, compiles the update from abstract weights, and logs a plan.
 
-    Neither weights nor accelerators are needed: only the model's configuration, tokenizer and image
-    processor are read. Nothing is written but the token counts, which the run then reuses. Where
-    the training file or the folder of its images is absent, all rows are as long as
-    `config.accelerator.ids`, which a line says.
+    Needs neither weights nor accelerators: only the model's configuration, tokenizer and image
+    processor are read. Writes nothing but the token counts, which the run then reuses. If the
+    training file or the folder of its images is absent, all rows are assumed to have
+    `config.accelerator.ids` ids, which a line of the log says.
+
+    Args:
+        run: settings of the run.
+        workdir: folder of the run.
+        target: devices to plan for, such as "h200:2"; None for the devices that jax sees.
 
     Returns:
-        The cost of the run; of one in phases the most memory, and the mean operations of an update.
+        The cost of the run. For a run in phases, the memory is the most of any phase, and the
+        operations are the mean over all updates.
     """
-    run = dataclasses.replace(run, accelerator=_planned_for(run, target))
+    run = dataclasses.replace(run, accelerator=_planned_devices(run, target))
     problem = missing(target) if target else None
     if problem:
         _LOG.info("target      %s: %s; planning with the CPU's compiler", target, problem)
     compiler = make_target(target) if target and not problem else None
-    devices = compiler.devices if compiler else _devices(run, target)
+    devices = compiler.devices if compiler else _find_devices(run, target)
     mesh = make_mesh(run, devices)
     if compiler and mesh is None:  # a mesh determines the device
         mesh = build_mesh("single", devices)
-    source = run.model.inspect()
-    phases = split(run)
-    setups = [make_step_config(phase.run, source.backbone, mesh) for phase in phases]
+    source, phases = run.model.inspect(), run.make_recipe().phases(run.steps)
+    configs = make_step_configs(run, source.backbone, mesh, phases)
+    widths = _find_widths(run, workdir, source, configs[0])
+    dtype = jnp.dtype(run.model.dtype)
+    with memory_advice(run, devices):
+        costs = [
+            measure_cost(widths, config, dtype, run.batch_size, compiler) for config in configs
+        ]
+    for line in _report(costs, configs, run, devices):
+        _LOG.info(line)
+    largest = max(costs, key=lambda cost: cost.memory.total)
+    flops = sum(cost.flops * phase.num_steps for cost, phase in zip(costs, phases, strict=True))
+    return largest._replace(flops=flops / run.steps)
+
+
+def _find_widths(
+    run: Run, workdir: str | Path, source: ModelFolder, config: StepConfig
+) -> BatchWidths:
+    """Returns the widths of the batches of the training file, or assumed widths without a file."""
     try:
         data = training_source(run.data, local_path(workdir).resolve())
     except FileNotFoundError as error:
@@ -215,23 +270,13 @@ def dry_run(run: Run, workdir: str | Path, target: str | None = None) -> RunCost
             error,
             run.accelerator.ids,
         )
-        sampled = assume_widths(run, setups[0])
-    else:
-        batches = open_batches(run, data, file_identity(data.file), source)
-        sampled = sample_widths(batches, run.steps)
-    dtype, plans = jnp.dtype(run.model.dtype), []
-    with memory_advice(run, devices):
-        for setup in setups:
-            plans.append(make_plan(sampled, setup, dtype, run.batch_size, compiler))
-    for line in _report(plans, phases, run, setups[0], devices):
-        _LOG.info(line)
-    widest = max(plans, key=lambda plan: plan.memory.total)
-    costs = [plan.flops * phase.run.steps for plan, phase in zip(plans, phases, strict=True)]
-    return widest._replace(flops=sum(costs) / run.steps)
+        return assume_widths(run, config)
+    batches = open_batches(run, data, file_identity(data.file), source)
+    return count_widths(batches, run.steps)
 
 
-def _devices(run: Run, target: str | None) -> list[jax.Device]:
-    """Returns the present accelerators, or as many CPU devices as are planned for."""
+def _find_devices(run: Run, target: str | None) -> Devices:
+    """Returns the accelerators of jax, or the planned number of CPU devices."""
     devices, count = jax.devices(), run.accelerator.count
     if jax.default_backend() != "cpu" and target is None:
         return devices
@@ -244,65 +289,64 @@ def _devices(run: Run, target: str | None) -> list[jax.Device]:
 
 
 def _report(
-    plans: Sequence[RunCost],
-    phases: Sequence[Phase],
+    costs: Sequence[RunCost],
+    configs: Sequence[StepConfig],
     run: Run,
-    setup: step.StepConfig,
-    devices: Sequence[jax.Device],
+    devices: Devices,
 ) -> Iterator[str]:
-    """Yields the plans of a run's phases line by line; `setup` is of any of them."""
+    """Yields the plan of a run line by line, from cost and static part of each phase."""
     name, utilisation = run.accelerator.name, run.accelerator.utilisation
-    device, mesh, plan = ACCELERATORS[name], setup.forward.mesh, plans[0]
-    parts = row_count(mesh)
+    device, forward, num_devices = ACCELERATORS[name], configs[0].forward, costs[0].devices
+    mesh, num_parts = forward.mesh, row_count(forward.mesh)
     sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()) if mesh else "single"
-    backend = devices[0].platform
-    kind = "virtual CPU" if backend == "cpu" else devices[0].device_kind
-    yield f"mesh        {sizes}: {plan.devices} {kind} device(s)"
-    rows = setup.forward.rows or run.batch_size
+    kind = "virtual CPU" if devices[0].platform == "cpu" else devices[0].device_kind
+    yield f"mesh        {sizes}: {num_devices} {kind} device(s)"
+    rows = forward.rows or run.batch_size
     yield (
-        f"batch       {run.batch_size} rows per update, {run.batch_size // parts} on each "
-        f"device; the frozen model takes {rows // parts} of them at a time"
+        f"batch       {run.batch_size} rows per update, {run.batch_size // num_parts} on each "
+        f"device; the frozen model takes {rows // num_parts} of them at a time"
     )
-    hours = {}
-    for plan, phase in zip(plans, phases, strict=True):
+    phase_hours = []
+    for cost, config in zip(costs, configs, strict=True):
+        num_steps = config.phase.num_steps
         if run.recipe == AUTO:
-            yield f"phase       {phase}"
-        yield from _of_phase(plan, run, devices)
-        hours[phase.name] = plan.hours(1, device, utilisation)
+            yield f"phase       {config.phase.objective.title}"
+        yield from _report_phase(cost, run, devices)
+        phase_hours.append(cost.hours(num_steps, device, utilisation))
         yield (
-            f"time        {phase.run.steps * hours[phase.name]:.3g} hours for {phase.run.steps} "
-            f"updates on {plan.devices} {name}, if they reach {utilisation:.0%} of "
+            f"time        {phase_hours[-1]:.3g} hours for {num_steps} "
+            f"updates on {num_devices} {name}, if they reach {utilisation:.0%} of "
             f"{device.flops / 1e12:.0f} TFLOP/s in bfloat16 (assumed: "
             "config.accelerator.utilisation)"
         )
-    if len(phases) > 1:
-        both = sum(phase.run.steps * hours[phase.name] for phase in phases)
+    if len(costs) > 1:
         yield (
-            f"auto        {both:.3g} hours if it begins with the gate, "
-            f"{run.steps * hours[SETS]:.3g} if all {run.steps} updates are on sampled sets"
+            f"auto        {sum(phase_hours):.3g} hours if it begins with the gate, "
+            f"{costs[-1].hours(run.steps, device, utilisation):.3g} if all {run.steps} updates "
+            f"use {configs[-1].phase.objective.title}"
         )
 
 
-def _of_phase(plan: RunCost, run: Run, devices: Sequence[jax.Device]) -> Iterator[str]:
+def _report_phase(cost: RunCost, run: Run, devices: Devices) -> Iterator[str]:
     """Yields memory and operations of a phase."""
     backend, name = devices[0].platform, run.accelerator.name
-    device = ACCELERATORS[name]
-    use, gib = plan.memory, 2**30
-    others = use.arguments - plan.weights + use.outputs
+    device, memory = ACCELERATORS[name], cost.memory
+    state_bytes = memory.arguments - cost.weights + memory.outputs
     yield (
-        f"memory      {use.total / gib:.2f} GiB on each device, as XLA's {backend.upper()} "
-        f"compiler plans the widest update: frozen weights {plan.weights / gib:.2f}, state and "
-        f"batch {others / gib:.2f}, temporary {use.temporary / gib:.2f}"
+        f"memory      {memory.total / _GIB:.2f} GiB on each device, as XLA's {backend.upper()} "
+        f"compiler plans the widest update: frozen weights {cost.weights / _GIB:.2f}, state and "
+        f"batch {state_bytes / _GIB:.2f}, temporary {memory.temporary / _GIB:.2f}"
     )
-    verdict = "fits" if use.total <= device.memory else "DOES NOT FIT"
+    verdict = "fits" if memory.total <= device.memory else "DOES NOT FIT"
     yield (
-        f"            {name}: {device.memory / gib:.1f} GiB, {verdict} "
-        f"({use.total / device.memory:.0%})"
+        f"            {name}: {device.memory / _GIB:.1f} GiB, {verdict} "
+        f"({memory.total / device.memory:.0%})"
     )
-    if use.total > device.memory:
+    if memory.total > device.memory:
         yield f"            to change: {'; '.join(remedies(run, devices))}"
-    total = sum(plan.widths.values())
+    num_batches = sum(cost.widths.values())
     shares = ", ".join(
-        f"{bucket.ids} ids {count / total:.0%}" for bucket, count in sorted(plan.widths.items())
+        f"{bucket.ids} ids {count / num_batches:.0%}"
+        for bucket, count in sorted(cost.widths.items())
     )
-    yield f"operations  {plan.flops:.3g} FLOPs per update on all devices, the mean over {shares}"
+    yield f"operations  {cost.flops:.3g} FLOPs per update on all devices, the mean over {shares}"

@@ -8,7 +8,9 @@ import jax
 
 from stepprune_jax.parallel import distributed
 from stepprune_jax.selectors import Policy
-from stepprune_jax.training.settings import AUTO, GATE, Run
+from stepprune_jax.training.objectives import GATE
+from stepprune_jax.training.recipes import AUTO
+from stepprune_jax.training.settings import Run
 from stepprune_jax.training.validation import Validation
 from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.metrics import MetricsLog, open_boards
@@ -17,7 +19,7 @@ PROFILE = "profile"
 
 
 class Hooks:
-    """Hooks of a run's updates; only the main process writes."""
+    """Hooks of a run's updates. Only the main process writes."""
 
     def __init__(
         self,
@@ -27,9 +29,18 @@ class Hooks:
         validation: Validation | None,
         window: tuple[int, int] | None,
     ):
-        """Opens files and loggers; `window` is the first and the last update to profile."""
-        self._run, self._first, self._validation = run, done, validation
-        self._folder, self._window, self._profiled = workdir / PROFILE, window or (0, 0), 0
+        """Opens files and loggers.
+
+        Args:
+            run: settings of the run.
+            workdir: folder of the run.
+            done: updates done by earlier processes.
+            validation: validation on held-out questions; None for no validation.
+            window: first and last update to profile, counted from 1; None for no profile.
+        """
+        self._run, self._done_before, self._validation = run, done, validation
+        self._folder, self._window = workdir / PROFILE, window or (0, 0)
+        self._profile_start = 0  # first update of the open profile; 0 if none is open
         if window is not None and window[1] <= done:
             distributed.say(f"No profile: updates {window[0]} to {window[1]} are done")
         self._log = None
@@ -37,50 +48,64 @@ class Hooks:
             boards = open_boards(run.tensorboard, run.wandb, workdir, done, run.flat())
             self._log = MetricsLog(workdir, done, run.steps, run.batch_size, boards)
 
-    def before(self, step: int):
-        """Called before update `step`, counted from 1."""
-        if not self._profiled and self._window[0] <= step <= self._window[1]:
+    def before(self, step: int) -> None:
+        """Starts the profile if it begins with update `step`, counted from 1."""
+        if not self._profile_start and self._window[0] <= step <= self._window[1]:
             jax.profiler.start_trace(str(self._folder))
-            self._profiled = step
+            self._profile_start = step
 
     def after(
-        self, step: int, scalars: dict[str, jax.Array], policy: Callable[[], Policy], phase: str
-    ):
-        """Called when update `step`, of a phase of that name, has been dispatched."""
-        if self._profiled and step == self._window[1]:
-            jax.block_until_ready(scalars)
-            distributed.say(f"Profile of updates {self._profiled} to {step}: {self._folder}")
+        self,
+        step: int,
+        metrics: dict[str, jax.Array],
+        policy: Callable[[], Policy],
+        objective: str,
+    ) -> None:
+        """Logs and validates after update `step`, counted from 1, has been dispatched.
+
+        Args:
+            step: number of the update.
+            metrics: metrics of the update, possibly not computed yet.
+            policy: returns the policy after the update.
+            objective: name of the objective of the update.
+        """
+        if self._profile_start and step == self._window[1]:
+            jax.block_until_ready(metrics)
+            distributed.say(f"Profile of updates {self._profile_start} to {step}: {self._folder}")
             self._end_profile()
-        if step == self._first + 1:
-            jax.block_until_ready(scalars)
+        if step == self._done_before + 1:
+            jax.block_until_ready(metrics)
             if self._log is not None:
                 self._log.start_clock(step)
-        end = step == self._run.steps
-        if self._log is not None and (step % self._run.log_every == 0 or end):
-            self._log.write(step, scalars, phase)
-        if self._validation is not None and (step % self._run.validation.every == 0 or end):
-            entropy = float(scalars.get("entropy", math.nan))
-            # "auto" has looked whether sets are to be drawn at once.
-            recipe = "" if (self._run.recipe, phase) == (AUTO, GATE) else phase
+        is_last = step == self._run.steps
+        if self._log is not None and (step % self._run.log_every == 0 or is_last):
+            self._log.write(step, metrics, objective)
+        every = self._run.validation.every
+        if self._validation is not None and (step % every == 0 or is_last):
+            entropy = float(metrics.get("entropy", math.nan))
+            # The diagnosis may advise another recipe. "auto" has already measured whether RLOO can
+            # replace the gate.
+            has_measured = (self._run.recipe, objective) == (AUTO, GATE)
+            recipe = "" if has_measured else objective
             row = self._validation(step, policy(), entropy, recipe)  # all processes take part
             if self._log is not None:
                 self._log.write_validation(row)
 
-    def close(self):
+    def close(self) -> None:
         """Closes files and loggers."""
         self._end_profile()
         if self._log is not None:
             self._log.close()
 
-    def _end_profile(self):
-        """Writes what has been profiled so far."""
-        if self._profiled:
+    def _end_profile(self) -> None:
+        """Writes the open profile, if there is one."""
+        if self._profile_start:
             jax.profiler.stop_trace()
-            self._profiled = 0
+            self._profile_start = 0
 
 
 def read_window(text: str, steps: int) -> tuple[int, int]:
-    """Reads the flag `--profile`, "FIRST:LAST", updates counted from 1."""
+    """Reads the flag `--profile`, "FIRST:LAST", with updates counted from 1."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal()):
         raise UserError(f"--profile is {text!r}, expected FIRST:LAST, such as 10:12")

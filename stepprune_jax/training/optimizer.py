@@ -1,4 +1,4 @@
-"""The optimiser of a trained method: clipping, AdamW or Muon, and learning rate, as one chain."""
+"""The optimizer of a selector: clipping, AdamW or Muon, and learning rate, as one optax chain."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from stepprune_jax.settings import Settings, count, number, positive, setting
 
 
 def _decay(default: float) -> Any:
-    """A field that holds the decay of a moment: at 1 its correction would divide by 0."""
+    """Defines a field for the decay of a moment. Its bias correction divides by 1 minus decay."""
     return setting(default, "a number from 0, below 1", lambda value: 0 <= value < 1)
 
 
@@ -32,7 +32,7 @@ class OptimizerSettings(Settings, path="config.optimizer"):
         clip: largest global norm of a group of gradients.
         b1: decay of the first moment.
         b2: decay of the second moment.
-        muon_lr: peak learning rate of Muon, used for matrices instead of AdamW; 0 for AdamW only.
+        muon_lr: peak learning rate of Muon, for matrices; 0 leaves all weights to AdamW.
     """
 
     lr: float = positive(1e-3)
@@ -46,34 +46,41 @@ class OptimizerSettings(Settings, path="config.optimizer"):
 
 
 def learning_rate(
-    settings: OptimizerSettings, steps: int, step: Int[Array, ""] | int
+    settings: OptimizerSettings, num_steps: int, step: Int[Array, ""] | int
 ) -> Float[Array, ""]:
-    """Returns the learning rate of update `step`: linear from 0 over the warm-up, then a cosine."""
+    """Computes the learning rate of update `step`: linear warm-up from 0, then a cosine."""
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, settings.lr, settings.warmup, steps, settings.final_lr
+        0.0, settings.lr, settings.warmup, num_steps, settings.final_lr
     )
     return jnp.asarray(schedule(step), jnp.float32)
 
 
 def make_optimizer(
-    settings: OptimizerSettings, steps: int, method: Selector
+    settings: OptimizerSettings, num_steps: int, selector: Selector
 ) -> optax.GradientTransformationExtraArgs:
-    """Builds the optimiser: AdamW, or Muon for matrices and AdamW for the rest.
+    """Builds the optimizer: AdamW, or Muon for matrices and AdamW for other weights.
 
-    Its `update` takes the number of the update as `step`, because skipped updates count for the
-    schedule, but leave the optimiser's state unchanged.
+    Its `update` takes the number of the update as the keyword `step`. Skipped updates advance the
+    schedule and leave the optimizer's state unchanged.
+
+    Args:
+        settings: settings of the optimizer.
+        num_steps: number of updates, for the schedule of the learning rate.
+        selector: the selector to train, which says which weights belong to its stop.
     """
     decay, clip = settings.weight_decay, optax.clip_by_global_norm(settings.clip)
-    if method.clips_stop_apart:
+    if selector.clips_stop_apart:
 
-        def label(params):
-            own = mark_stop(method, params)
-            return jax.tree.map(lambda stop: "stop" if stop else "others", own)
+        def label_weights(params):
+            is_stop = mark_stop(selector, params)
+            return jax.tree.map(lambda stop: "stop" if stop else "others", is_stop)
 
-        clip = optax.partition({"stop": clip, "others": clip}, label)
+        # Checkpoints contain these names.
+        clip = optax.partition({"stop": clip, "others": clip}, label_weights)
     if not settings.muon_lr:
         adam = optax.scale_by_adam(settings.b1, settings.b2)
-        return optax.chain(clip, adam, _descend(optax.add_decayed_weights(decay), settings, steps))
+        descend = _descend(optax.add_decayed_weights(decay), settings, num_steps)
+        return optax.chain(clip, adam, descend)
     muon = optax.contrib.muon(
         settings.muon_lr / settings.lr,
         weight_decay=decay,
@@ -81,32 +88,35 @@ def make_optimizer(
         adam_b2=settings.b2,
         adam_learning_rate=1.0,
         adam_weight_decay=decay,
-        muon_weight_dimension_numbers=_matrices,
+        muon_weight_dimension_numbers=_matrix_dimensions,
     )
-    return optax.chain(clip, muon, _descend(optax.scale(-1.0), settings, steps))
+    return optax.chain(clip, muon, _descend(optax.scale(-1.0), settings, num_steps))
 
 
-def mark_stop(method: Selector, params: Weights) -> PyTree:
-    """Marks the weights of the stop itself with True."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: method.is_stop(path_name(path)), params)
+def mark_stop(selector: Selector, params: Weights) -> PyTree:
+    """Returns a tree with True at the weights that belong only to the stop."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: selector.is_stop(path_name(path)), params
+    )
 
 
 def _descend(
-    inner: optax.GradientTransformation, settings: OptimizerSettings, steps: int
+    inner: optax.GradientTransformation, settings: OptimizerSettings, num_steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Scales the result of `inner` by minus the learning rate of update `step`.
+    """Returns `inner` followed by minus the learning rate of update `step`.
 
-    The state is that of `inner`: an own count of updates would not advance at skipped ones.
+    The state is the state of `inner`. A count of updates in the state would not advance at skipped
+    updates.
     """
 
-    def update(updates, state, params=None, *, step, **_):
+    def update(updates, state, params=None, **extra_args):
         updates, state = inner.update(updates, state, params)
-        rate = learning_rate(settings, steps, step)
-        return jax.tree.map(lambda u: -(rate * u).astype(u.dtype), updates), state
+        rate = learning_rate(settings, num_steps, extra_args["step"])
+        return jax.tree.map(lambda leaf: -(rate * leaf).astype(leaf.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _matrices(params: Weights) -> PyTree:
-    """Returns dimensions of the weights that map hidden states to hidden states, for Muon."""
+def _matrix_dimensions(params: Any) -> Any:
+    """Returns Muon's dimension numbers for matrices, and None for other weights."""
     return jax.tree.map(lambda leaf: MuonDimensionNumbers() if leaf.ndim == 2 else None, params)

@@ -1,14 +1,17 @@
 """The training loop, from the settings of a run to the file of a trained selector."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from stepprune_jax.checkpoints.folder import ModelFolder
 from stepprune_jax.checkpoints.identity import file_identity, model_identity
 from stepprune_jax.checkpoints.load import VLM, load_vlm
 from stepprune_jax.checkpoints.policy import (
@@ -17,38 +20,36 @@ from stepprune_jax.checkpoints.policy import (
     save_policy,
 )
 from stepprune_jax.data.json_files import JsonObject, write_json
-from stepprune_jax.data.source import training_source
+from stepprune_jax.data.llava import Question
+from stepprune_jax.data.source import Source, training_source
 from stepprune_jax.evaluation.calibrate import calibrate_policy
 from stepprune_jax.parallel import distributed
 from stepprune_jax.parallel.placement import local_rows
+from stepprune_jax.policy import FeatureStats
 from stepprune_jax.selectors import Policy
+from stepprune_jax.selectors.base import Weights
 from stepprune_jax.selectors.calibration import StopCounts
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import NONFINITE_FILE, Guard, memory_advice
 from stepprune_jax.training.hooks import Hooks
-from stepprune_jax.training.questions import read_calibration_questions, read_questions
-from stepprune_jax.training.settings import (
-    AUTO,
-    GATE,
-    SETS,
-    Phase,
-    Run,
-    make_mesh,
-    make_step_config,
-    split,
-)
-from stepprune_jax.training.step import StepConfig
+from stepprune_jax.training.objectives import GATE, RLOO
+from stepprune_jax.training.recipes import AUTO, Auto, Phase
+from stepprune_jax.training.settings import Run, read_former_recipe
+from stepprune_jax.training.step_config import StepConfig, make_mesh, make_step_configs
 from stepprune_jax.training.trainer import Trainer
-from stepprune_jax.training.validation import Validation
-from stepprune_jax.user_input import UserError, local_path, require
+from stepprune_jax.training.validation import (
+    Validation,
+    read_calibration_questions,
+    read_questions,
+)
+from stepprune_jax.user_input import UserError, local_path
 from stepprune_jax.workdir.checkpoints import RUN_FILE, Checkpoints, Interrupt, claim
 from stepprune_jax.workdir.lock import locked
 from stepprune_jax.workdir.metrics import METRICS, VALIDATION, check_boards
 
 _LOG = logging.getLogger(__name__)
 
-_STOPPED = "Stopped before the first update"
-# What run.json says of the recipe "auto": with which phase the run began.
+# Field of run.json with the first objective of a run of the recipe "auto".
 _BEGIN = "begin"
 
 
@@ -57,9 +58,10 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
 
     Writes `metrics.jsonl` (one object per line), `run.json`, `checkpoints/` and at the end
     `policy.safetensors`; if requested, `validation.jsonl`, `overlays/` and `profile/`. A resumed
-    run gives bitwise the same numbers as an uninterrupted one. On Ctrl-C, SIGTERM or SIGHUP it
-    saves and returns. With several processes (`parallel.distributed`) all must call it, with a
-    folder that all of them see.
+    run gives bitwise the same numbers as an uninterrupted run. On Ctrl-C, SIGTERM or SIGHUP the run
+    saves its state and returns. The folder becomes the run's after everything but images and
+    weights has been checked. With several processes (`parallel.distributed`), all must call
+    `train` with a folder that all can read.
 
     Args:
         run: settings of the run.
@@ -67,186 +69,152 @@ def train(run: Run, workdir: str | Path, window: tuple[int, int] | None = None) 
         window: first and last update to profile, counted from 1.
 
     Returns:
-        0 if the run is finished; else the number of the signal that stopped it in any process.
+        0 if the run is finished; otherwise the number of the signal that stopped it in any process.
 
     Raises:
         FileNotFoundError: model, data or an image is missing.
-        ValueError: a bad configuration, bad data, the folder of another run, or one that another
-            process writes to; too little memory; or too many updates in a row without a finite loss
-            and gradient.
+        ValueError: a bad configuration or bad data; a folder of another run, or in use by another
+            process; too little memory; or too many consecutive updates without a finite loss and
+            gradient.
     """
-    workdir = local_path(workdir).resolve()
-    logs = [workdir / name for name in (METRICS, VALIDATION) if (workdir / name).exists()]
-    if logs and not (workdir / RUN_FILE).exists():  # such as the questions of a data folder
-        raise UserError(f"{logs[0]} is of no run and would be erased: give another --workdir")
-    mesh = make_mesh(run)
-    check_boards(run.tensorboard, run.wandb)
-    source = run.model.inspect()
-    phases = split(run)
-    setup, *_ = (make_step_config(phase.run, source.backbone, mesh) for phase in phases)
+    workdir = _check_outputs(run, workdir)
+    source, phases = run.model.inspect(), run.make_recipe().phases(run.steps)
+    configs = make_step_configs(run, source.backbone, make_mesh(run), phases)
     with ExitStack() as stack:
-        # Claim the folder, when everything but images and weights has been checked.
         stack.enter_context(locked(workdir))
         data = training_source(run.data, workdir)
-        questions = read_questions(run, setup)
-        unanswered = read_calibration_questions(run)
+        questions = read_questions(run, configs[0])
+        calibration_questions = read_calibration_questions(run)
         model_hash, data_hash = model_identity(source), file_identity(data.file)
         about = distributed.main_first(lambda: claim(workdir, run, model_hash, data_hash))
         interrupt = stack.enter_context(Interrupt())
         checkpoints = stack.enter_context(closing(Checkpoints(workdir, run.keep_checkpoints)))
-        if _has_policy(workdir) and checkpoints.latest == run.steps:
-            distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
+        if _is_finished(run, workdir, checkpoints):
             return 0
-        if checkpoints.latest is not None and run.recipe == AUTO:
-            # A run from before there were recipes decided nothing, and goes on as what it was.
-            begin = about.get(_BEGIN)
-            known = f"{workdir / RUN_FILE}: {_BEGIN!r} is {begin!r}, expected {GATE} or {SETS}"
-            require(begin in (None, GATE, SETS), known)
-            run = run if begin else run.replace({"recipe": None})
-            phases = split(run, begin or GATE)
-
-        # Build what the loop needs.
-        start = _read_start(run, setup) if checkpoints.latest is None else None
-        rows = local_rows(mesh, run.batch_size)
-        batches = open_batches(run, data, data_hash, source, rows, distributed.say)
-        distributed.require_same(batches.identity, "the samples that can be trained on")
-        if received := _received(interrupt):
-            return received
+        is_new = checkpoints.latest is None
+        if run.recipe == AUTO and not is_new:
+            configs = _configs_from(_read_begin(workdir, about), run, configs)
+        start = _read_start(run, configs[0]) if is_new else None
+        batches = _open_batches(run, configs[0], source=source, data=data, data_hash=data_hash)
+        if signal_number := _stopped_before_start(interrupt):
+            return signal_number
         stack.enter_context(memory_advice(run))
-        model, validation = _load_model(run, batches, setup), None
-        if questions is not None:
-            validation = Validation(run, model, questions, workdir)
-        if received := _received(interrupt):
-            return received
-        trainer = Trainer(run, model, phases, batches)
-        if checkpoints.latest is None:
+        model = _load_model(run, batches, configs[0])
+        validation = Validation(run, model, questions, workdir) if questions else None
+        if signal_number := _stopped_before_start(interrupt):
+            return signal_number
+        trainer = Trainer(run, model, configs, batches)
+        if is_new:
             trainer.init(start)
         else:
             trainer.restore(checkpoints)
         stack.callback(trainer.stream.close)
-        if checkpoints.latest is None and run.recipe == AUTO:
-            decided = _decide(run, trainer, lambda: distributed.any_process(interrupt.requested))
-            if decided is None:
-                return _received(interrupt)
-            about |= decided
-            if distributed.is_main():  # before any checkpoint, with which the folder is the run's
-                write_json(workdir / RUN_FILE, about)
-        guard = Guard(workdir / NONFINITE_FILE, batches, run.max_skipped)
-        if trainer.done == run.steps:  # the run may have stopped at its end
-            guard.add(trainer.done, trainer.state.skipped_in_row, last=True)
+        if is_new and run.recipe == AUTO:
+            decision = _decide(run, configs, trainer, interrupt)
+            if decision is None:
+                return _stopped_before_start(interrupt)
+            about = _remember(workdir, about | decision)
         hooks = stack.enter_context(closing(Hooks(run, workdir, trainer.done, validation, window)))
-
-        # Update until the end, an interruption, or too many updates that are not finite.
-        received, scalars = 0, {}
-        for batch in distributed.each_together(trainer.stream):
-            hooks.before(trainer.done + 1)
-            scalars = trainer.update(batch)
-            last = trainer.done == run.steps
-            last |= guard.add(trainer.done, scalars["skipped_in_row"], last)
-            unwritten = None
-            try:  # before the state is saved: a resumed run continues after what it has logged
-                hooks.after(trainer.done, scalars, trainer.policy, trainer.phase.name)
-            except OSError as error:  # as Ctrl-C has ended the log's reader, too: save first
-                unwritten = error
-            received = distributed.greatest(interrupt.number)
-            last |= received > 0
-            if trainer.done % run.checkpoint_every == 0 or last:
-                trainer.save(checkpoints, about)
-            if unwritten is not None:
-                raise unwritten
-            if last:
-                break
-
-        if guard.problem:
-            raise UserError(guard.problem)
-        if trainer.done < run.steps:
-            where = f"step {trainer.done} of {run.steps}"
-            distributed.say(f"Stopped after {where}; run the same command to resume")
-            return received
-        policy = trainer.policy()
-        if policy.has_stop and unanswered:
-            policy = calibrate_policy(
-                model, policy, unanswered, run.model.execution, run.batch_size
-            )
-        elif policy.has_stop:
-            _warn_of_bound(scalars)
-        if distributed.is_main():
-            path = save_policy(policy, workdir / POLICY_FILE, {"model": model_hash})
-            _LOG.info("Done: %s", path)
+        guard = Guard(workdir / NONFINITE_FILE, batches, run.max_skipped)
+        loop = _Loop(trainer, hooks, guard, interrupt, partial(trainer.save, checkpoints, about))
+        if signal_number := loop.update_to_end():
+            return signal_number
+        policy = _calibrate(run, model, trainer.policy(), calibration_questions, loop.metrics)
+        _save(policy, workdir / POLICY_FILE, model_hash)
     return 0
 
 
-def _warn_of_bound(scalars: Mapping[str, jax.Array]) -> None:
-    """Warns where the learned stop sat at a bound in the last update, without validation data."""
-    names = ("k_mean", "k_std", "k_floor", "k_cap")
-    if distributed.is_main() and {*names} <= scalars.keys():
-        mean, deviation, floor, cap = (float(scalars[name]) for name in names)
-        stops = StopCounts(mean, deviation, math.nan, floor, cap)
-        if stops.finding:
-            _LOG.warning("last update: %s", stops.finding)
+def _check_outputs(run: Run, workdir: str | Path) -> Path:
+    """Checks the outputs of a run; returns the absolute path of its folder.
 
-
-def _decide(run: Run, trainer: Trainer, stop: Callable[[], bool]) -> JsonObject | None:
-    """Chooses the phases of a run of the recipe "auto", and says why; None if asked to stop.
-
-    Returns:
-        What is to be remembered: the first phase, and what sets gain, unless none can be drawn.
+    Raises:
+        UserError: a package of a board is missing, or the folder has logs of no run, such as the
+            questions of a data folder.
     """
-    if not trainer.policy().samples_subsets:
-        distributed.say(f"Recipe: the gate, because {run.method} draws no sets of tokens")
-        return {_BEGIN: GATE}
-    signal = trainer.measure_subset_gain(split(run, SETS)[0], stop)
-    if signal is None:
-        return None
-    begin = SETS if signal.suffices else GATE
-    phases = split(run, begin)
-    trainer.follow(phases)
-    distributed.say(f"Recipe: {_in_words(phases)}, because {signal}")
-    return {_BEGIN: begin, "signal": signal._asdict()}
+    check_boards(run.tensorboard, run.wandb)
+    workdir = local_path(workdir).resolve()
+    logs = [workdir / name for name in (METRICS, VALIDATION) if (workdir / name).exists()]
+    if logs and not (workdir / RUN_FILE).exists():
+        raise UserError(f"{logs[0]} is of no run and would be erased: give another --workdir")
+    return workdir
 
 
-def _in_words(phases: Sequence[Phase]) -> str:
-    """Describes phases: "the gate for 250 updates, then sampled sets"."""
-    *before, last = phases
-    return "".join(f"{phase} for {phase.run.steps} updates, then " for phase in before) + str(last)
+def _is_finished(run: Run, workdir: Path, checkpoints: Checkpoints) -> bool:
+    """Returns whether the run has written its policy, and says so.
+
+    A policy of an earlier run in the same folder is older than run.json.
+    """
+    policy, start_time = workdir / POLICY_FILE, (workdir / RUN_FILE).stat().st_mtime
+    has_policy = policy.is_file() and policy.stat().st_mtime >= start_time
+    is_finished = distributed.any_process(has_policy) and checkpoints.latest == run.steps
+    if is_finished:
+        distributed.say(f"{workdir} has finished its {run.steps} steps: see {POLICY_FILE}")
+    return is_finished
 
 
-def _has_policy(workdir: Path) -> bool:
-    """Returns whether the folder has this run's policy; an earlier run's is older than run.json."""
-    policy, begun = workdir / POLICY_FILE, (workdir / RUN_FILE).stat().st_mtime
-    return distributed.any_process(policy.is_file() and policy.stat().st_mtime >= begun)
+def _configs_from(begin: str, run: Run, configs: Sequence[StepConfig]) -> Sequence[StepConfig]:
+    """Returns the static part of the updates of each phase, if "auto" begins with `begin`."""
+    recipe = run.make_recipe()
+    if not isinstance(recipe, Auto):  # the method cannot sample subsets
+        return configs
+    phases, config = recipe.choose(begin).phases(run.steps), configs[0]
+    return make_step_configs(run, config.backbone, config.forward.mesh, phases)
 
 
-def _read_start(run: Run, setup: StepConfig) -> Policy | None:
-    """Reads the policy that a run begins with; None for new weights."""
+def _read_begin(workdir: Path, about: JsonObject) -> str:
+    """Returns the name of the objective with which an interrupted run of "auto" began."""
+    begin = read_former_recipe(about.get(_BEGIN))
+    if begin not in (GATE, RLOO):
+        file = workdir / RUN_FILE
+        raise UserError(f"{file}: {_BEGIN!r} is {begin!r}, expected {GATE!r} or {RLOO!r}")
+    return begin
+
+
+def _read_start(run: Run, config: StepConfig) -> tuple[Weights, FeatureStats] | None:
+    """Reads the first weights and statistics from a policy; None for random weights.
+
+    Raises:
+        UserError: the policy has another method, shape or number of heads than the run.
+    """
     if not run.start:
         return None
-    policy = load_policy(run.start)
-    fits = policy.name == run.method and policy.specs() == setup.method.specs()
-    expected = "a policy of the run's method, model and shape, with statistics of features"
-    run.expect("start", fits and policy.stats is not None, expected)
-    # No shape of a weight shows the number of heads.
-    own, heads = (getattr(x, "num_heads", None) for x in (setup.method.config, policy.config))
-    expected = f"a policy of {own} heads (config.{setup.method.settings}.num_heads), not {heads}"
-    run.expect("start", heads == own, expected)
-    return policy
+    policy, selector = load_policy(run.start), config.selector
+    has_same_shape = policy.name == run.method and policy.specs() == selector.specs()
+    if not has_same_shape or policy.stats is None:
+        expected = "a policy of the run's method, model and shape, with statistics of features"
+        raise UserError(f"config.start is {run.start!r}, expected {expected}")
+    # The number of heads does not show in the shape of any weight.
+    num_heads, file_heads = (getattr(x.config, "num_heads", None) for x in (selector, policy))
+    field = f"config.{run.selector_group}.num_heads"
+    expected = f"a policy of {num_heads} heads ({field}), not {file_heads}"
+    run.expect("start", file_heads == num_heads, expected)
+    return policy.params, policy.stats
 
 
-def _received(interrupt: Interrupt) -> int:
-    """Returns the signal that stops the run before its first update; 0 without one.
+def _open_batches(
+    run: Run, config: StepConfig, *, source: ModelFolder, data: Source, data_hash: str
+) -> Batches:
+    """Opens the batches of a run, and checks that all processes read the same samples."""
+    rows = local_rows(config.forward.mesh, run.batch_size)
+    batches = open_batches(
+        run, source=data, identity=data_hash, model=source, local=rows, say=distributed.say
+    )
+    distributed.require_same(batches.identity, "the samples that can be trained on")
+    return batches
 
-    There is nothing to save yet.
-    """
-    received = distributed.greatest(interrupt.number)
-    if received:
-        distributed.say(_STOPPED)
-    return received
+
+def _stopped_before_start(interrupt: Interrupt) -> int:
+    """Returns the signal that stops the run before its first update; 0 if there is none."""
+    signal_number = distributed.greatest(interrupt.number)
+    if signal_number:
+        distributed.say("Stopped before the first update")
+    return signal_number
 
 
-def _load_model(run: Run, batches: Batches, setup: StepConfig) -> VLM:
+def _load_model(run: Run, batches: Batches, config: StepConfig) -> VLM:
     """Loads the frozen model, after the data have been checked."""
     folder, vision_folder = run.model.folders
-    mesh = setup.forward.mesh
+    mesh = config.forward.mesh
     model = load_vlm(
         folder,
         mesh,
@@ -263,3 +231,156 @@ def _load_model(run: Run, batches: Batches, setup: StepConfig) -> VLM:
         f"{', '.join(str(bucket.ids) for bucket in batches.buckets)} ids"
     )
     return model
+
+
+def _decide(
+    run: Run, configs: Sequence[StepConfig], trainer: Trainer, interrupt: Interrupt
+) -> JsonObject | None:
+    """Chooses the phases of a run of the recipe "auto", and says why.
+
+    Args:
+        run: settings of the run.
+        configs: static part of the updates of each phase of a run that begins with the gate.
+        trainer: the state before the first update. It takes the chosen phases.
+        interrupt: signals that stop the run.
+
+    Returns:
+        Fields of run.json: the first objective, and the measured gain. None if a signal arrived.
+    """
+    if not trainer.policy().samples_subsets:
+        distributed.say(f"Recipe: the gate, because {run.method} cannot sample subsets of tokens")
+        return {_BEGIN: GATE}
+    gain = trainer.measure_subset_gain(
+        configs[-1], lambda: distributed.any_process(interrupt.requested)
+    )
+    if gain is None:
+        return None
+    begin = RLOO if gain.suffices else GATE
+    configs = _configs_from(begin, run, configs)
+    trainer.use_phases(configs)
+    phases = [config.phase for config in configs]
+    distributed.say(f"Recipe: {_describe_phases(phases)}, because {gain}")
+    return {_BEGIN: begin, "signal": gain._asdict()}
+
+
+def _describe_phases(phases: Sequence[Phase]) -> str:
+    """Describes phases, as in "the gate for 250 updates, then RLOO on sampled subsets"."""
+    *earlier, last = phases
+    parts = [f"{phase.objective.title} for {phase.num_steps} updates, then " for phase in earlier]
+    return "".join(parts) + last.objective.title
+
+
+def _remember(workdir: Path, about: JsonObject) -> JsonObject:
+    """Writes run.json before the first checkpoint, which fixes its content; returns `about`."""
+    if distributed.is_main():
+        write_json(workdir / RUN_FILE, about)
+    return about
+
+
+@dataclasses.dataclass
+class _Loop:
+    """The updates of a run.
+
+    Attributes:
+        trainer: the state that the updates change.
+        hooks: metrics, validation and profile.
+        guard: the check for non-finite updates.
+        interrupt: signals that stop the run.
+        save: saves the state, with a description of the run.
+        metrics: metrics of the last update; empty before any update.
+    """
+
+    trainer: Trainer
+    hooks: Hooks
+    guard: Guard
+    interrupt: Interrupt
+    save: Callable[[], None]
+    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def update_to_end(self) -> int:
+        """Performs the remaining updates and saves the state.
+
+        Returns:
+            0 if all updates are done; otherwise the number of the signal that stopped the run.
+
+        Raises:
+            UserError: too many consecutive updates were not finite. The state has been saved.
+        """
+        trainer, run, signal_number = self.trainer, self.trainer.run, 0
+        if trainer.done == run.steps:
+            # An earlier process may have ended before it checked the last update.
+            self.guard.add(trainer.done, trainer.state.skipped_in_row, is_last=True)
+        for batch in distributed.each_together(trainer.stream):
+            self.hooks.before(trainer.done + 1)
+            self.metrics = trainer.update(batch)
+            is_last = trainer.done == run.steps
+            is_last |= self.guard.add(trainer.done, self.metrics["skipped_in_row"], is_last)
+            write_error = self._log()
+            signal_number = distributed.greatest(self.interrupt.number)
+            is_last |= signal_number > 0
+            if trainer.done % run.checkpoint_every == 0 or is_last:
+                self.save()
+            if write_error is not None:
+                raise write_error
+            if is_last:
+                break
+        if self.guard.problem:
+            raise UserError(self.guard.problem)
+        if trainer.done == run.steps:
+            return 0
+        distributed.say(
+            f"Stopped after step {trainer.done} of {run.steps}; run the same command to resume"
+        )
+        return signal_number
+
+    def _log(self) -> OSError | None:
+        """Logs the last update before its state is saved, so that a resumed run continues the log.
+
+        Returns:
+            An error that ends the run after the state has been saved: Ctrl-C may also have ended
+            the process that reads the log.
+        """
+        trainer = self.trainer
+        try:
+            self.hooks.after(
+                trainer.done, self.metrics, trainer.policy, trainer.phase.objective.name
+            )
+        except OSError as error:
+            return error
+        return None
+
+
+def _calibrate(
+    run: Run,
+    model: VLM,
+    policy: Policy,
+    questions: Sequence[Question],
+    metrics: Mapping[str, jax.Array],
+) -> Policy:
+    """Calibrates the learned stop of a trained policy, if there are a stop and questions.
+
+    Without questions, warns if the stop sat at a bound according to the `metrics` of the last
+    update.
+    """
+    if not policy.has_stop:
+        return policy
+    if questions:
+        return calibrate_policy(model, policy, questions, run.model.execution, run.batch_size)
+    _warn_of_bound(metrics)
+    return policy
+
+
+def _warn_of_bound(metrics: Mapping[str, jax.Array]) -> None:
+    """Warns if the learned stop sat at a bound in the last update."""
+    names = ("k_mean", "k_std", "k_floor", "k_cap")
+    if distributed.is_main() and {*names} <= metrics.keys():
+        mean, deviation, floor, cap = (float(metrics[name]) for name in names)
+        stops = StopCounts(mean, deviation, math.nan, floor, cap)
+        if stops.finding:
+            _LOG.warning("last update: %s", stops.finding)
+
+
+def _save(policy: Policy, path: Path, model_hash: str) -> None:
+    """Writes the file of a trained policy; only the main process writes."""
+    if distributed.is_main():
+        _LOG.info("Done: %s", save_policy(policy, path, {"model": model_hash}))

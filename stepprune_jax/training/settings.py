@@ -1,34 +1,38 @@
-"""The settings of a training run, and the objects built from them before loading."""
+"""Settings of a training run, and the recipe that follows from them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-import jax
-from jax.sharding import Mesh
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from stepprune_jax.evaluation.settings import EvaluationRun
-from stepprune_jax.models import vlm
-from stepprune_jax.models.backbone import Backbone
-from stepprune_jax.models.config import ModelConfig
 from stepprune_jax.parallel.accelerators import ACCELERATORS
-from stepprune_jax.parallel.placement import row_count
-from stepprune_jax.parallel.sharding import build_mesh, shardings
 from stepprune_jax.policy import PolicyConfig
 from stepprune_jax.registry import trainable
-from stepprune_jax.selectors import AutoSelectConfig, Policy, RlooSettings, SelectorConfig
+from stepprune_jax.selectors import AutoSelectConfig, SelectorConfig
 from stepprune_jax.settings import Settings, choice, count, setting, share
-from stepprune_jax.training.language_loss import ForwardOptions
+from stepprune_jax.training.objectives import GATE, RLOO, GateObjective, RlooObjective
 from stepprune_jax.training.optimizer import OptimizerSettings
-from stepprune_jax.training.step import StepConfig
-from stepprune_jax.user_input import UserError, naming
+from stepprune_jax.training.recipes import (
+    AUTO,
+    GATE_SHARE,
+    RECIPES,
+    Auto,
+    Gate,
+    Recipe,
+    Rloo,
+    RlooTraining,
+)
+from stepprune_jax.user_input import UserError
 
-# How a policy is trained, and what "auto" chooses between.
-GATE, SETS, AUTO = "gate", "sets", "auto"
-RECIPES = (GATE, SETS, AUTO)
-# Share of the updates through the gate, where "auto" begins with it: with .5 and .7 some runs have
-# not yet found what sets are to go on from (experiments/RESULTS.md).
-GATE_SHARE = 0.8
+AnyRun = TypeVar("AnyRun", bound="Run")
+
+# Fields that only the gate reads, and the fields that RLOO reads instead.
+_GATE_FIELDS = {
+    "optimizer.lr": "set config.rloo.lr",
+    "optimizer.final_lr": "set config.rloo.final_lr",
+    "optimizer.muon_lr": "set config.rloo.muon_lr",
+    "text_gate_anneal": "RLOO keeps the text gate open",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,10 +41,10 @@ class AcceleratorSettings(Settings, path="config.accelerator"):
 
     Attributes:
         name: a name of `parallel.accelerators.ACCELERATORS`.
-        ids: assumed tokens of each row, its image as one, where the training file is absent; memory
-            is then that of the longest rows allowed.
-        count: devices to plan for, if jax sees no accelerators.
-        utilisation: assumed share of the peak.
+        ids: assumed ids of each row, with one id for its image, if the training file is absent. The
+            memory is then planned for the longest rows that the data settings allow.
+        count: number of devices to plan for, if jax sees no accelerators.
+        utilisation: assumed share of the peak operations per second.
     """
 
     name: str = choice("rtx-a6000", tuple(ACCELERATORS))
@@ -54,15 +58,16 @@ class ValidationSettings(Settings, path="config.validation"):
     """Validation of a policy during training.
 
     Attributes:
-        every: updates between validations; 0 for none.
-        folder: folder with validation.jsonl, validation_answers.jsonl and images/; empty for that
-            of the data.
+        every: updates between validations; 0 turns validation off.
+        folder: folder with validation.jsonl, validation_answers.jsonl and images/; empty for the
+            folder of the training data.
         questions: number of questions.
-        budget: tokens to keep; 0 to let the policy decide.
+        budget: tokens to keep; 0 lets the policy decide.
         max_new_tokens: longest answer, in tokens.
-        overlays: number of questions whose selections are drawn.
-        calibrate: number of questions for calibrating the trained policy's stop, for mean budgets;
-            0 for none. Without a validation split there is no calibration.
+        overlays: number of questions whose kept tokens are drawn.
+        calibrate: number of questions on which the stop of the trained policy is calibrated for
+            mean budgets; 0 turns calibration off. Without a validation split there is no
+            calibration.
     """
 
     every: int = count(0, minimum=0)
@@ -76,35 +81,33 @@ class ValidationSettings(Settings, path="config.validation"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(EvaluationRun):
-    """The settings of a run of `train.py`, and of `eval.py` on its policy.
+    """Settings of a run of `train.py`, and of `eval.py` on the run's policy.
 
-    Those of `EvaluationRun`, whose `seed` is also that of weights, noise and the order of samples,
-    and:
+    The fields of `EvaluationRun` are included. Its `seed` is also the seed of the weights, the
+    noise and the order of samples.
 
     Attributes:
         method: method to train, of `PRUNERS`.
-        recipe: "gate", through the noise gate; "sets", on sampled sets; "auto", which looks at what
-            sets gain before training, and begins with sets or with the gate. None for the gate, or
-            sets if `policy_gradient.samples` is set. The other fields are those of the gate, from
-            which those of sets follow, unless `policy_gradient.samples` is set.
-        steps: updates of the whole run.
+        recipe: "gate" trains through the noise gate; "rloo" trains by RLOO on sampled subsets;
+            "auto" measures before training what subsets gain, and begins with RLOO or the gate.
+        steps: updates of the run.
         batch_size: rows of an update, over all devices.
-        text_gate_anneal: share of the steps over which the text gate opens; 0 for an open gate. A
-            policy that cannot read the question yet learns that some tokens matter for any
+        text_gate_anneal: share of the gate's updates over which the text gate opens; 0 keeps it
+            open. A policy that cannot read the question yet learns that some tokens matter for any
             question, and some runs never unlearn it.
         log_every: updates between lines of metrics.
         checkpoint_every: updates between checkpoints.
         keep_checkpoints: number of checkpoints to keep.
-        max_skipped: non-finite updates in a row that stop the run.
+        max_skipped: number of consecutive non-finite updates that stop the run.
         tensorboard: whether to write TensorBoard events.
-        wandb: a project of Weights & Biases; empty for none.
-        policy: the policy, for the method "stepprune". Its widths of features and text are those of
-            the model, unless a `text_width` of 0 hides the question.
-        autoselect: the one-shot scorer, for the method "autoselect"; likewise.
-        optimizer: the optimiser.
-        policy_gradient: training on sampled sets instead of through the noise gate.
-        start: file or name of the policy to begin with, of the same method, shape and number of
-            heads; empty to draw new weights.
+        wandb: project of Weights & Biases; empty for none.
+        policy: configuration of the method "stepprune". The widths of features and text are the
+            model's, unless a `text_width` of 0 hides the question.
+        autoselect: configuration of the method "autoselect", with widths as in `policy`.
+        optimizer: the optimizer. Its learning rates are the gate's.
+        rloo: RLOO on sampled subsets, with its learning rates.
+        start: file or name of a policy that provides the first weights. Its method, its shape and
+            its number of heads must equal the run's. Empty for random weights.
         accelerator: devices that a dry run plans for.
         validation: validation during training.
     """
@@ -112,10 +115,10 @@ class Run(EvaluationRun):
     method: str = setting(
         "stepprune",
         f"one of {', '.join(trainable())}",
-        lambda value: value in trainable(),  # at the time of the check, as methods may be added
+        lambda value: value in trainable(),  # evaluated late, because methods may be registered
     )
-    recipe: str | None = setting(
-        None, f"one of {', '.join(RECIPES)}", lambda value: value in RECIPES
+    recipe: str = setting(
+        GATE, "one of gate, rloo (formerly sets), auto", lambda value: value in RECIPES
     )
     steps: int = count(500)
     batch_size: int = count(32)
@@ -129,172 +132,145 @@ class Run(EvaluationRun):
     policy: SelectorConfig = PolicyConfig()
     autoselect: SelectorConfig = AutoSelectConfig()
     optimizer: OptimizerSettings = OptimizerSettings()
-    policy_gradient: RlooSettings = RlooSettings()
+    rloo: RlooTraining = RlooTraining()
     start: str = ""
     accelerator: AcceleratorSettings = setting(AcceleratorSettings(), free=True)
     validation: ValidationSettings = setting(ValidationSettings(), free=True)
 
     def __post_init__(self):
         super().__post_init__()
-        auto, sampled = self.recipe == AUTO, self.policy_gradient.samples
-        expected = f"{SETS}, or config.policy_gradient.samples 0: it is {sampled}"
-        self.expect("recipe", self.recipe in (None, SETS) or not sampled, expected)
-        most = self.steps - round(GATE_SHARE * self.steps) if auto else self.steps
-        shorter = "the shorter phase of " if auto else ""
-        expected = f"an integer from 0, below {shorter}config.steps ({most})"
-        self.optimizer.expect("warmup", self.optimizer.warmup < most, expected)
+        limit, phase = self.steps, ""
+        if self.recipe == AUTO:
+            limit, phase = self.steps - round(GATE_SHARE * self.steps), "the shorter phase of "
+        expected = f"an integer from 0, below {phase}config.steps ({limit})"
+        self.optimizer.expect("warmup", self.optimizer.warmup < limit, expected)
+
+    @property
+    def selector_group(self) -> str:
+        """Name of the group that configures the method to train."""
+        return trainable()[self.method].settings
+
+    @property
+    def selector_config(self) -> Any:
+        """Configuration of the method to train, before it takes the widths of the model."""
+        return getattr(self, self.selector_group)
+
+    def make_recipe(self) -> Recipe:
+        """Builds the recipe that the settings describe.
+
+        With "auto", a method that cannot sample subsets is trained through the gate.
+
+        Raises:
+            UserError: the recipe is "rloo" and the method cannot sample subsets.
+        """
+        can_sample = trainable()[self.method].samples_subsets
+        expected = f"{GATE} or {AUTO}, as {self.method} cannot sample subsets of tokens"
+        self.expect("recipe", can_sample or self.recipe != RLOO, expected)
+        gate = Gate(GateObjective(self.text_gate_anneal), self.optimizer)
+        if self.recipe == GATE or not can_sample:
+            return gate
+        rloo = self._make_rloo()
+        return rloo if self.recipe == RLOO else Auto(gate, rloo)
+
+    def _make_rloo(self) -> Rloo:
+        """Builds the recipe of RLOO for the method to train."""
+        has_price = hasattr(self.selector_config, "length_weight")
+        expected = f"None, as {self.method} has no price of a token"
+        self.rloo.expect("length_weight", has_price or self.rloo.length_weight is None, expected)
+        settings = self.resolve_rloo()
+        has_temperature = hasattr(self.selector_config, "draw")
+        objective = RlooObjective(
+            settings,
+            temperature=settings.temperature if has_temperature else None,
+            length_weight=settings.length_weight,
+        )
+        optimizer = dataclasses.replace(
+            self.optimizer, lr=settings.lr, final_lr=settings.final_lr, muon_lr=settings.muon_lr
+        )
+        return Rloo(objective, optimizer)
+
+    def resolve_rloo(self) -> RlooTraining:
+        """Returns the group `rloo` with numbers for None, for the method to train."""
+        return self.rloo.resolve(self.selector_config)
+
+    def replace(self: AnyRun, changes: Mapping[str, object]) -> AnyRun:
+        """Returns the settings with some fields changed; see `Settings.replace`.
+
+        Raises:
+            UserError: a name from before RLOO had a group, or a field that RLOO does not read
+                although the run only uses RLOO.
+        """
+        for name in changes:
+            if name.partition(".")[0] == "policy_gradient":
+                raise UserError(
+                    f"config.{name} is now config.{name.replace('policy_gradient', RLOO)}; "
+                    f"config.recipe={RLOO} selects RLOO on sampled subsets"
+                )
+        run = super().replace(changes)
+        ignored = run._ignored_by_rloo() if run.recipe == RLOO else {}
+        for name in changes:
+            if name in ignored:
+                raise UserError(
+                    f"config.{name} has no effect on the recipe {RLOO!r}: {ignored[name]}"
+                )
+        return run
 
     def free_fields(self) -> tuple[str, ...]:
-        """Adds the group of the method that is not trained to the free fields."""
-        groups = {kind.settings for kind in trainable().values()}
-        return (*super().free_fields(), *groups - {trainable()[self.method].settings})
+        """Adds the groups of other methods, and the fields that the recipe does not read."""
+        groups = {kind.settings for kind in trainable().values()} - {self.selector_group}
+        ignored = {GATE: (RLOO,), RLOO: tuple(self._ignored_by_rloo())}.get(self.recipe, ())
+        return (*super().free_fields(), *groups, *ignored)
+
+    def _ignored_by_rloo(self) -> dict[str, str]:
+        """Returns the fields that RLOO does not read, each with a hint for a message."""
+        group = self.selector_group
+        ignored = _GATE_FIELDS | {f"{group}.draw": "set config.rloo.temperature"}
+        if self.rloo.length_weight is not None:
+            ignored[f"{group}.length_weight"] = "config.rloo.length_weight is set"
+        return ignored
 
     def changes(self, old: Mapping[str, object]) -> list[str]:
-        """Compares with a run that may be older.
-
-        `policy.gate` is ignored if it is the only gate that is left. A run from before there were
-        recipes goes on as what it was, also under "auto".
-        """
-        kept = {name: old[name] for name in old if (name, old[name]) != ("policy.gate", "vp")}
-        was = SETS if old.get("policy_gradient.samples") else GATE
-        same = {"recipe": self.recipe} if self.recipe in (None, AUTO, was) else {}
-        return super().changes(same | kept)
-
-
-class Phase(NamedTuple):
-    """A part of a run that has settings of its own.
-
-    Attributes:
-        name: "gate" or "sets".
-        first: updates of the run before it.
-        run: its settings, for `make_step_config`; `steps` is the number of its updates.
-    """
-
-    name: str
-    first: int
-    run: Run
-
-    def __str__(self) -> str:
-        """Its name in words."""
-        return {GATE: "the gate", SETS: "sampled sets"}[self.name]
+        """Lists the differences from an earlier run, whose fields may have former names."""
+        run, differences = self, []
+        if old.get("policy_gradient.samples"):
+            # Such a run has numbers in the place of defaults of the group `rloo`.
+            run = dataclasses.replace(self, rloo=self.resolve_rloo())
+            if old.get("text_gate_anneal"):
+                differences.append("config.text_gate_anneal: RLOO now keeps the text gate open")
+        renamed = read_former_names(old, self.selector_group)
+        return super(Run, run).changes(renamed) + differences
 
 
-def split(run: Run, begin: str = GATE) -> tuple[Phase, ...]:
-    """Returns the phases of a run, one after the other.
+def read_former_names(old: Mapping[str, object], group: str) -> dict[str, object]:
+    """Returns the settings of an earlier run under today's names.
+
+    The group `rloo` was called `policy_gradient`, and the recipe "rloo" was called "sets". A number
+    of samples above 0 also chose RLOO. Such a run had RLOO's learning rates, temperature and price
+    in the fields that are now the gate's.
 
     Args:
-        run: settings of the run.
-        begin: what a run of the recipe "auto" begins with.
-
-    Raises:
-        ValueError: a recipe with sets, of a method that draws none.
+        old: settings by dotted name, as `Settings.flat` returns them.
+        group: group that configures the method of the run.
     """
-    draws, sampled = trainable()[run.method].samples_subsets, run.policy_gradient.samples
-    expected = f"{GATE} or {AUTO}, as {run.method} draws no sets"
-    run.expect("recipe", draws or run.recipe != SETS, expected)
-    recipe = run.recipe or (SETS if sampled else GATE)
-    if recipe == AUTO and begin == GATE and draws:
-        first = round(GATE_SHARE * run.steps)
-        parts = (GATE, 0, first), (SETS, first, run.steps)
+    former = "policy_gradient."
+    # The only gate that is left was once a choice.
+    new = {name: value for name, value in old.items() if (name, value) != ("policy.gate", "vp")}
+    if f"{former}samples" not in old:
+        return new
+    new = {name.replace(former, "rloo."): value for name, value in new.items()}
+    recipe = old.get("recipe")
+    if old[f"{former}samples"]:
+        recipe = RLOO
+        for name in ("lr", "final_lr", "muon_lr"):
+            new[f"rloo.{name}"] = old[f"optimizer.{name}"]
+        new["rloo.temperature"] = old.get(f"{group}.draw", RlooTraining().temperature)
+        new["rloo.length_weight"] = old.get(f"{group}.length_weight")
     else:
-        parts = ((begin if recipe == AUTO else recipe, 0, run.steps),)
-    phases = []
-    for name, first, last in parts:
-        own = rloo_run(run) if name == SETS and not sampled else run
-        phases.append(Phase(name, first, own.replace({"recipe": None, "steps": last - first})))
-    return tuple(phases)
+        derived = ("samples", "lr", "final_lr", "muon_lr", "temperature", "length_weight")
+        new |= {f"rloo.{name}": getattr(RlooTraining(), name) for name in derived}
+    return new | {"recipe": read_former_recipe(recipe) or GATE}
 
 
-def rloo_run(run: Run) -> Run:
-    """Returns the settings for training on sampled sets that follow from those of the gate.
-
-    The learning rate and the other changes are those of the method that is trained. A token's price
-    is four times that of the gate: on sets a token gains probability, through the gate it gains
-    nats.
-    """
-    group = trainable()[run.method].settings
-    config = getattr(run, group)
-    width = getattr(config, "policy_width", config.feature_width)
-    lr = 1e-3 * 64 / width  # half the rates served twice the width, one run each
-    changes = {
-        "recipe": None,
-        "text_gate_anneal": 0.0,
-        "policy_gradient.samples": 8,
-        "optimizer.lr": lr,
-        "optimizer.final_lr": lr / 10,
-        "optimizer.muon_lr": 0.0,
-    }
-    if hasattr(config, "draw"):
-        changes[f"{group}.draw"] = 1.0  # inference draws as training does
-    if hasattr(config, "length_weight"):
-        changes[f"{group}.length_weight"] = 4 * config.length_weight
-    return run.replace(changes)
-
-
-def make_mesh(run: Run, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
-    """Builds the mesh of a run; None for a single device."""
-    if run.mesh == "single":
-        processes = jax.process_count()
-        run.expect("mesh", processes == 1, f"one for the {processes} processes of this run")
-        return None
-    mesh = build_mesh(run.mesh, devices)
-    parts = row_count(mesh)
-    expected = f"a multiple of the {parts} devices that rows are split over"
-    run.expect("batch_size", run.batch_size % parts == 0, expected)
-    return mesh
-
-
-def read_method(run: Run, model: ModelConfig) -> Policy:
-    """Builds the method to be trained, its widths those of the model."""
-    kind = trainable()[run.method]
-    name, config = kind.settings, getattr(run, kind.settings)
-    run.expect(name, isinstance(config, kind.config_type), kind.config_type.__name__)
-    if model.sizes_vary and getattr(config, "max_steps", None) is not None:
-        raise UserError(
-            f"config.{name}.max_steps is {config.max_steps!r}, expected None, half of each "
-            "image's tokens: images of this model differ in their number"
-        )
-    text_width = model.text.hidden_size if config.text_width else 0
-    with naming(f"config.{name}", ValueError):  # such as heads that do not divide the width
-        config = dataclasses.replace(
-            config, feature_width=model.feature_width, text_width=text_width
-        )
-        return kind(config=config)
-
-
-def make_step_config(run: Run, backbone: Backbone, mesh: Mesh | None = None) -> StepConfig:
-    """Builds the static part of the update, of a run in phases that of the first."""
-    run = split(run)[0].run
-    run.model.execution.check_backend()
-    method = read_method(run, backbone.config)
-    if mesh is not None:
-        # Checked before data are read.
-        shardings(vlm.abstract_params(backbone), backbone.SHARDING_RULES, mesh)
-    parts = row_count(mesh)
-    rows, each = run.model.rows_at_once, run.batch_size // parts
-    run.model.expect(
-        "rows_at_once",
-        rows == 0 or rows >= each or each % rows == 0,
-        f"0 or a divisor of the {each} rows of each device",
-    )
-    sampled = run.policy_gradient
-    sampled.expect(
-        "samples",
-        method.samples_subsets or not sampled.samples,
-        f"0, as {run.method} draws no sets",
-    )
-    forward = ForwardOptions(
-        execution=run.model.execution,
-        rows=rows * parts if rows < each else 0,
-        mesh=mesh,
-    )
-    return StepConfig(
-        backbone=backbone,
-        method=method,
-        steps=run.steps,
-        optimizer=run.optimizer,
-        text_gate_anneal=run.text_gate_anneal,
-        forward=forward,
-        policy_gradient=run.policy_gradient,
-        weights=run.model.weights,
-    )
+def read_former_recipe(name: object) -> object:
+    """Returns today's name of a recipe or of its first phase."""
+    return RLOO if name == "sets" else name

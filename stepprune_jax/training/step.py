@@ -1,79 +1,47 @@
-"""One update of the selector: frozen tower, soft selection, frozen language model, optimiser."""
+"""One update of the selector: frozen tower, selection, frozen language model, optimizer."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from stepprune_jax.models import decoder
-from stepprune_jax.models.backbone import Backbone
 from stepprune_jax.models.images import Pixels
 from stepprune_jax.models.sequence import split_deep
 from stepprune_jax.models.stack import Params
 from stepprune_jax.parallel.placement import constrain_replicated, constrain_rows
 from stepprune_jax.parallel.programs import jit_for_weights
 from stepprune_jax.policy import FeatureStats, Inputs, Progress, Pruned, update_stats
-from stepprune_jax.selectors import RlooSettings, Selector, rloo_loss
+from stepprune_jax.selectors import Aux, Policy
 from stepprune_jax.selectors.base import Weights, nonzero_tokens
 from stepprune_jax.selectors.rloo import SubsetRewards, subset_rewards
 from stepprune_jax.training.language_loss import (
-    ForwardOptions,
+    BatchArray,
     Targets,
     answer_losses,
     lm_loss,
     map_rows,
 )
-from stepprune_jax.training.optimizer import (
-    OptimizerSettings,
-    learning_rate,
-    make_optimizer,
-    mark_stop,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """Everything static about an update.
-
-    Attributes:
-        backbone: the frozen model.
-        method: the method that is trained, without weights.
-        steps: updates of the phase.
-        optimizer: settings of the optimiser.
-        text_gate_anneal: share of the steps over which g_txt rises from 0 to 1; 0 for a constant 1.
-        forward: how the frozen model is run.
-        policy_gradient: settings of the objective of sampled sets.
-        weights: how the frozen model's matrices are kept, see `models.int8`.
-    """
-
-    backbone: Backbone
-    method: Selector
-    steps: int
-    optimizer: OptimizerSettings
-    text_gate_anneal: float
-    forward: ForwardOptions
-    policy_gradient: RlooSettings = RlooSettings()
-    weights: str = "full"
+from stepprune_jax.training.objectives import ModelLoss, RlooObjective
+from stepprune_jax.training.optimizer import learning_rate, make_optimizer, mark_stop
+from stepprune_jax.training.step_config import StepConfig
 
 
 class TrainingBatch(NamedTuple):
     """Rows of conversations with one image each.
 
     Attributes:
-        pixels: images, after the family's preprocessing.
-        text: the human words alone, right-padded.
-        text_length: length of each row of text.
+        pixels: images, after the model family's preprocessing.
+        text: ids of the user's words, without the answers, right-padded.
+        text_length: number of ids in each row of `text`.
         targets: the conversations with their supervised tokens.
     """
 
     pixels: Pixels
-    text: Int[np.ndarray | Array, "b t"]
-    text_length: Int[np.ndarray | Array, " b"]
+    text: Int[BatchArray, "b t"]
+    text_length: Int[BatchArray, " b"]
     targets: Targets
 
 
@@ -82,10 +50,10 @@ class State(NamedTuple):
 
     Attributes:
         params: weights of the selector.
-        optimizer: moments of AdamW.
-        method: what the method carries from batch to batch, as of `Selector.init_state`.
-        skipped: updates skipped because loss or gradient was not finite.
-        skipped_in_row: length of the current run of skipped updates.
+        optimizer: state of the optimizer.
+        method: state of the objective, as `Selector.init_state` and `Aux.state` return it.
+        skipped: number of updates skipped because loss or gradient was not finite.
+        skipped_in_row: number of consecutive skipped updates up to now.
     """
 
     params: Weights
@@ -95,55 +63,68 @@ class State(NamedTuple):
     skipped_in_row: Int[Array, ""]
 
 
-def _optimizer(setup: StepConfig) -> optax.GradientTransformationExtraArgs:
-    return make_optimizer(setup.optimizer, setup.steps, setup.method)
+def _make_optimizer(config: StepConfig) -> optax.GradientTransformationExtraArgs:
+    return make_optimizer(config.phase.optimizer, config.phase.num_steps, config.selector)
 
 
-def init_state(key: Array, setup: StepConfig) -> State:
-    """Draws the state before the first update; `key` is consumed."""
-    params = setup.method.init_params(key)
-    moments = _optimizer(setup).init(params)
-    none = jnp.zeros((), jnp.int32)
-    return State(params, moments, setup.method.init_state(), none, none)
+def init_state(key: Array, config: StepConfig) -> State:
+    """Returns the state before the first update, with random weights; `key` is consumed."""
+    params = config.selector.init_params(key)
+    optimizer_state = _make_optimizer(config).init(params)
+    zero = jnp.zeros((), jnp.int32)
+    return State(params, optimizer_state, config.selector.init_state(), zero, zero)
 
 
-def encode_rows(params: Params, setup: StepConfig, pixels: Pixels) -> Float[Array, "b n w"]:
+def encode_rows(params: Params, config: StepConfig, pixels: Pixels) -> Float[Array, "b n w"]:
     """Computes features of images, in passes of at most `forward.rows` rows."""
 
     def encode(pixels):
-        execution = setup.forward.execution
-        return setup.backbone.encode_image(params, pixels, execution=execution)[0]
+        execution = config.forward.execution
+        return config.backbone.encode_image(params, pixels, execution=execution)[0]
 
-    return constrain_rows(setup.forward.mesh, map_rows(encode, setup.forward, pixels))
+    return constrain_rows(config.forward.mesh, map_rows(encode, config.forward, pixels))
 
 
-def selector_inputs(params: Params, setup: StepConfig, batch: TrainingBatch) -> Inputs:
+def selector_inputs(params: Params, config: StepConfig, batch: TrainingBatch) -> Inputs:
     """Computes features and question embeddings of a batch with the frozen model."""
-    features = encode_rows(params, setup, batch.pixels)
+    features = encode_rows(params, config, batch.pixels)
     text = decoder.embed(params["language"], batch.text)
-    mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
+    text_mask = jnp.arange(batch.text.shape[1]) < batch.text_length[:, None]
     image_mask = None
-    if setup.backbone.config.sizes_vary:
-        count = setup.backbone.num_tokens(batch.targets.grid)
-        image_mask = nonzero_tokens(features, jnp.arange(features.shape[1]) < count[:, None])
-    tokens, deep = split_deep(setup.backbone.config, features)
-    inputs = Inputs(tokens, text, image_mask, mask, deep=deep)
-    return constrain_rows(setup.forward.mesh, inputs)
+    if config.backbone.config.sizes_vary:
+        num_tokens = config.backbone.num_tokens(batch.targets.grid)
+        is_real = jnp.arange(features.shape[1]) < num_tokens[:, None]
+        image_mask = nonzero_tokens(features, is_real)
+    tokens, deep = split_deep(config.backbone.config, features)
+    inputs = Inputs(tokens, text, image_mask, text_mask, deep=deep)
+    return constrain_rows(config.forward.mesh, inputs)
 
 
-def _standardised(inputs: Inputs, stats: FeatureStats) -> Inputs:
-    """Adds the statistics of the tokens with their deep features, where there are any."""
+def _with_stats(inputs: Inputs, stats: FeatureStats) -> Inputs:
+    """Returns the inputs with the statistics of the tokens and of their deep features."""
     if inputs.deep is None:
         return inputs._replace(stats=stats)
-    own, deep = stats.split(inputs.image.shape[2])
-    return inputs._replace(stats=own, deep_stats=deep)
+    token_stats, deep_stats = stats.split(inputs.image.shape[2])
+    return inputs._replace(stats=token_stats, deep_stats=deep_stats)
 
 
-def _norm_at_stop(method: Selector, grads: Weights) -> Float[Array, ""]:
-    """Returns the norm of the gradient of the stop's own weights."""
-    own = mark_stop(method, grads)
-    stop = jax.tree.map(lambda leaf, own: leaf if own else None, grads, own)
-    return optax.tree.norm(stop)
+def _stop_gradient_norm(selector: Policy, grads: Weights) -> Float[Array, ""]:
+    """Returns the norm of the gradient of the weights that belong only to the stop."""
+    is_stop = mark_stop(selector, grads)
+    return optax.tree.norm(jax.tree.map(lambda leaf, stop: leaf if stop else None, grads, is_stop))
+
+
+def _make_model_loss(params: Params, config: StepConfig, batch: TrainingBatch) -> ModelLoss:
+    """Returns the losses of the frozen language model on a batch."""
+    frozen, targets = (params, config.backbone, config.forward), batch.targets
+
+    def of_gated_tokens(tokens):
+        return lm_loss(*frozen, tokens, targets)
+
+    def of_subsets(kept, positions):
+        return answer_losses(*frozen, kept=kept, targets=targets, positions=positions)
+
+    return ModelLoss(of_gated_tokens, of_subsets)
 
 
 def _update(
@@ -151,108 +132,125 @@ def _update(
     state: State,
     stats: FeatureStats,
     batch: TrainingBatch,
+    *,
     key: Array,
     step: Int[Array, ""],
-    setup: StepConfig,
+    config: StepConfig,
 ) -> tuple[State, dict[str, Array]]:
-    """Performs update number `step`, from 0; returns the new state, and scalars of the old one."""
-    inputs = selector_inputs(params, setup, batch)
+    """Performs an update of the selector's weights.
 
-    def gated_loss(tokens):
-        return lm_loss(params, setup.backbone, setup.forward, tokens, batch.targets)
+    Args:
+        params: weights of the frozen model.
+        state: state of training.
+        stats: statistics of the features: token features, then deep features.
+        batch: the rows of the update.
+        key: PRNG key of the phase. It is folded with `step`.
+        step: updates of the phase before this one.
+        config: static part of the update.
 
-    sampled = setup.policy_gradient.samples
-    loss = _set_losses(params, setup, batch) if sampled else gated_loss
-    return learn(state, stats, inputs, loss, key, step, setup)
-
-
-def _set_losses(
-    params: Params, setup: StepConfig, batch: TrainingBatch
-) -> Callable[[Pruned], Float[Array, "b g"]]:
-    """Returns the function from sets of kept tokens to the mean loss of each answer."""
-
-    def losses(kept):
-        positions = setup.policy_gradient.positions
-        return answer_losses(params, setup.backbone, setup.forward, kept, batch.targets, positions)
-
-    return losses
+    Returns:
+        The new state, and metrics computed with the old state.
+    """
+    inputs = selector_inputs(params, config, batch)
+    model_loss = _make_model_loss(params, config, batch)
+    return learn(
+        state, stats, inputs=inputs, model_loss=model_loss, key=key, step=step, config=config
+    )
 
 
 def learn(
     state: State,
     stats: FeatureStats,
+    *,
     inputs: Inputs,
-    loss_fn: Callable[..., Array],
+    model_loss: ModelLoss,
     key: Array,
     step: Int[Array, ""],
-    setup: StepConfig,
+    config: StepConfig,
 ) -> tuple[State, dict[str, Array]]:
-    """Performs the selector's part of an update: everything but the frozen model.
+    """Performs the selector's part of an update: all but the frozen tower.
 
-    `loss_fn` is that of `Selector.loss` or of `rloo_loss`; the statistics are those of
-    the tokens with their deep features.
+    The frozen model provides `inputs` and `model_loss`. Other arguments and the result are as in
+    `update`.
     """
-    share = step / setup.steps
-    opening = setup.text_gate_anneal
-    text_gate = jnp.minimum(1.0, share / opening) if opening else jnp.ones(())
+    phase = config.phase
+    share = step / phase.num_steps
+    text_gate = phase.objective.text_gate(share)
     progress = Progress(share, text_gate, state.method)
 
-    def loss(trained):
-        draw_key, seen = jax.random.fold_in(key, step), _standardised(inputs, stats)
-        method, sampled = setup.method.replace(params=trained), setup.policy_gradient
-        if sampled.samples:
-            value, aux = rloo_loss(method, sampled, draw_key, seen, loss_fn, progress=progress)
-        else:
-            value, aux = method.loss(draw_key, seen, loss_fn, progress)
+    def loss(weights: Weights) -> tuple[Float[Array, ""], Aux]:
+        step_key, standardized = jax.random.fold_in(key, step), _with_stats(inputs, stats)
+        selector = config.selector.replace(params=weights)
+        value, aux = phase.objective.loss(selector, step_key, standardized, model_loss, progress)
         return value, jax.lax.stop_gradient(aux)
 
-    (value, (metrics, carried)), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
     norm = optax.tree.norm(grads)
-    updates, moments = _optimizer(setup).update(grads, state.optimizer, state.params, step=step)
-    trained = optax.apply_updates(state.params, updates)
-    good = jnp.isfinite(value) & jnp.isfinite(norm)
-    skipped = {
-        "skipped": state.skipped + (~good).astype(jnp.int32),
-        "skipped_in_row": jnp.where(good, 0, state.skipped_in_row + 1),
+    updates, optimizer_state = _make_optimizer(config).update(
+        grads, state.optimizer, state.params, step=step
+    )
+    weights = optax.apply_updates(state.params, updates)
+    is_finite = jnp.isfinite(value) & jnp.isfinite(norm)
+    counters = {
+        "skipped": state.skipped + (~is_finite).astype(jnp.int32),
+        "skipped_in_row": jnp.where(is_finite, 0, state.skipped_in_row + 1),
     }
-    new = state._replace(params=trained, optimizer=moments, method=carried)
-    new = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, state)._replace(**skipped)
-    lr = learning_rate(setup.optimizer, setup.steps, step)
-    scalars = {"loss": value, **metrics, "grad_norm": norm}
-    scalars |= {"grad_norm_stop": _norm_at_stop(setup.method, grads)}
-    scalars |= {"text_gate": text_gate, "lr": lr}
-    # Replicated on each device as before; otherwise the next update would be another program.
-    return constrain_replicated(setup.forward.mesh, (new, scalars | skipped))
+    new = state._replace(params=weights, optimizer=optimizer_state, method=aux.state)
+    new = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), new, state)
+    new = new._replace(**counters)
+    metrics = {
+        "loss": value,
+        **aux.metrics,
+        "grad_norm": norm,
+        "grad_norm_stop": _stop_gradient_norm(config.selector, grads),
+        "text_gate": text_gate,
+        "lr": learning_rate(phase.optimizer, phase.num_steps, step),
+        **counters,
+    }
+    # The state stays replicated on each device. With another layout, the next update would be
+    # another program.
+    return constrain_replicated(config.forward.mesh, (new, metrics))
 
 
 def _gather_stats(
     params: Params,
     stats: FeatureStats,
     pixels: Pixels,
-    tokens: Int[Array, " b"],
-    setup: StepConfig,
+    num_tokens: Int[Array, " b"],
+    config: StepConfig,
 ) -> FeatureStats:
-    """Extends feature statistics by a batch of images, each with `tokens` real tokens."""
-    features = encode_rows(params, setup, pixels)
-    real = nonzero_tokens(features, jnp.arange(features.shape[1]) < tokens[:, None])
-    return update_stats(stats, features, real)
+    """Extends feature statistics by the real tokens of a batch of images."""
+    features = encode_rows(params, config, pixels)
+    is_real = jnp.arange(features.shape[1]) < num_tokens[:, None]
+    return update_stats(stats, features, nonzero_tokens(features, is_real))
 
 
-def _try_sets(
+def _measure_subset_gain(
     params: Params,
-    trained: Weights,
+    weights: Weights,
     stats: FeatureStats,
     batch: TrainingBatch,
     key: Array,
-    setup: StepConfig,
+    *,
+    config: StepConfig,
 ) -> SubsetRewards:
-    """Computes what sets of the policy as it is are worth on a batch; `key` is consumed."""
-    inputs = _standardised(selector_inputs(params, setup, batch), stats)
-    method, losses = setup.method.replace(params=trained), _set_losses(params, setup, batch)
-    rewards = subset_rewards(method, setup.policy_gradient, key, inputs, losses)
-    return constrain_replicated(setup.forward.mesh, rewards)
+    """Computes the rewards of subsets that the selector samples now; `key` is consumed.
+
+    The objective of `config` is a `RlooObjective`.
+    """
+    inputs = _with_stats(selector_inputs(params, config, batch), stats)
+    selector = config.selector.replace(params=weights)
+    objective, model_loss = config.phase.objective, _make_model_loss(params, config, batch)
+    assert isinstance(objective, RlooObjective)
+
+    def losses(kept: Pruned) -> Float[Array, "b g"]:
+        return model_loss.of_subsets(kept, objective.settings.positions)
+
+    rewards = subset_rewards(selector, objective.settings, key, inputs, losses)
+    return constrain_replicated(config.forward.mesh, rewards)
 
 
-update = jit_for_weights(_update, ("setup",), ("state",))
-gather_stats = jit_for_weights(_gather_stats, ("setup",))
-measure_subset_gain = jit_for_weights(_try_sets, ("setup",))
+# Untyped, because they have attributes of `jax.jit` such as `trace`.
+update: Any = jit_for_weights(_update, ("config",), ("state",))
+gather_stats: Any = jit_for_weights(_gather_stats, ("config",))
+measure_subset_gain: Any = jit_for_weights(_measure_subset_gain, ("config",))

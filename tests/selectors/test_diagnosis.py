@@ -40,8 +40,8 @@ def words(entropy=1.0, agreement=0.9, recipe="", **changes):
         ),
         ({"RANDOM": 0.3, "entropy": 0.0}, ("no better than random", "saturated")),
         # The recipe: vain sets, and sets that were not drawn though they would teach.
-        ({"RANDOM": 0.45, "recipe": "sets"}, ("from which its sampled sets began",)),
-        ({"recipe": "sets"}, ()),
+        ({"RANDOM": 0.45, "recipe": "rloo"}, ("from which its sampled subsets began",)),
+        ({"recipe": "rloo"}, ()),
         ({"RANDOM": 3.0, "recipe": "gate"}, ()),
         ({"RANDOM": 1.5, "recipe": "gate"}, ("though random tokens gain 21 %",)),
         ({"RANDOM": 1.5}, ()),
@@ -124,5 +124,5 @@ def test_a_policy_without_text_has_no_case_of_another_question(reader):
         policy.diagnose(lambda pruned: jnp.mean(pruned.tokens), reader[0], None, [1])
     with pytest.raises(ValueError, match="budget is 10, expected"):
         policy.diagnose(needs_the_marked, reader[0], None, [N + 1])
-    with pytest.raises(ValueError, match="recipe is 'x', expected gate or sets"):
+    with pytest.raises(ValueError, match="recipe is 'x', expected gate or rloo"):
         policy.diagnose(needs_the_marked, reader[0], None, [1], recipe="x")

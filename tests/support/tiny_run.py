@@ -1,4 +1,4 @@
-"""A run on a tiny LLaVA and a few images, the same shapes in every test."""
+"""A run on a tiny LLaVA and a few images, with the same shapes in every test."""
 
 import json
 import pathlib
@@ -20,20 +20,20 @@ from stepprune_jax.workdir.metrics import MetricsLog
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUESTIONS = ("What is in this picture?", "is this a dog ?", "two or no")
 ANSWERS = ("red", "dog", "two", "yes", "no")
-# For validation.
-ASKED = ("What is in this picture?", "is this a dog ?", "two or no", "red ?", "two ?")
-RIGHT = ("red", "no", "two", "yes dog", "no")
+VALIDATION_QUESTIONS = (*QUESTIONS, "red ?", "two ?")
+VALIDATION_ANSWERS = ("red", "no", "two", "yes dog", "no")
 
 
 def load_config(name):
-    """A configuration of the package or of the experiments; a reading may follow a colon."""
-    file, _, reading = name.partition(":")
-    places = (ROOT / "configs", ROOT / "experiments" / "configs")
-    path = next(place / f"{file}.py" for place in places if (place / f"{file}.py").is_file())
-    return configurations.load(f"{path}:{reading}")
+    """Loads a configuration of the package or of the experiments; a colon precedes an argument."""
+    file, _, argument = name.partition(":")
+    folders = (ROOT / "configs", ROOT / "experiments" / "configs")
+    path = next(path for folder in folders if (path := folder / f"{file}.py").is_file())
+    return configurations.load(f"{path}:{argument}")
 
 
 def write_data(folder, count=6, entries=()):
+    """Writes `count` images with two rounds of conversation each, and further entries."""
     random = np.random.default_rng(0)
     (folder / "images").mkdir(parents=True)
     samples = []
@@ -51,25 +51,28 @@ def write_data(folder, count=6, entries=()):
 
 
 def write_questions(folder):
-    """Five questions about three of the images."""
-    asked = [
+    """Writes a validation split: five questions about three of the images."""
+    questions = [
         {"question_id": f"q{i}", "image": f"{i % 3}.png", "text": text}
-        for i, text in enumerate(ASKED)
+        for i, text in enumerate(VALIDATION_QUESTIONS)
     ]
-    right = [{"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(RIGHT)]
-    for name, lines in (("validation", asked), ("validation_answers", right)):
+    answers = [
+        {"question_id": f"q{i}", "answer": answer} for i, answer in enumerate(VALIDATION_ANSWERS)
+    ]
+    for name, lines in (("validation", questions), ("validation_answers", answers)):
         write_json_lines(folder / f"{name}.jsonl", lines)
     return folder
 
 
 def make_run(model, data, **changes):
+    """Returns the settings of six updates with a tiny policy."""
     small = {"width": 8, "num_heads": 2, "mlp_ratio": 1, "encoder_layers": 1}
     fields = {
         "model.folder": str(model),
         "model.rows_at_once": 4,
         "data.folder": str(data),
         "data.length_multiple": 64,
-        "policy": PolicyConfig(min_tokens=1, **small),  # of nine tokens
+        "policy": PolicyConfig(min_tokens=1, **small),  # an image has nine tokens
         "autoselect": AutoSelectConfig(**small),
         "steps": 6,
         "batch_size": 8,
@@ -83,35 +86,39 @@ def make_run(model, data, **changes):
 
 
 def optimizer_settings(**changes):
-    fields = {"lr": 1e-3, "final_lr": 1e-4, "warmup": 40, "weight_decay": 1e-4, "clip": 1.0}
-    return OptimizerSettings(**fields | {"b1": 0.9, "b2": 0.999, "muon_lr": 0.0} | changes)
+    """Returns settings of AdamW for tests of the optimizer."""
+    return OptimizerSettings(**{"muon_lr": 0.0} | changes)
 
 
-def open_tiny(run, workdir):
+def open_tiny_batches(run, workdir):
+    """Opens the batches of a run."""
     data = training_source(run.data, workdir)
     model = inspect_folder(run.model.folder)
     return open_batches(run, data, file_identity(data.file), model, say=lambda text: None)
 
 
 def metrics(workdir):
-    """Lines of a run without what depends on the machine."""
+    """Returns the metrics of a run's updates, without the speed."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(x).items() if k != "images_per_s"} for x in lines]
+    rows = [json.loads(line) for line in lines]
+    return [{name: row[name] for name in row if name != "images_per_s"} for row in rows]
 
 
-def at_line(monkeypatch, number, act):
-    """Calls `act` once, after so many lines were written from now on."""
-    write, lines = MetricsLog.write, []
-
-    def spy(log, step, *written):
-        write(log, step, *written)
-        lines.append(step)
-        if len(lines) == number:
-            act()
-
-    monkeypatch.setattr(MetricsLog, "write", spy)
-
-
-def looks(workdir):
+def validation_rows(workdir):
+    """Returns the results of a run's validations, without the time."""
     lines = (workdir / "validation.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    rows = [json.loads(line) for line in lines]
+    return [{name: row[name] for name in row if name != "seconds"} for row in rows]
+
+
+def call_at_line(monkeypatch, number, action):
+    """Calls `action` once, when the log has written its line of this `number` from now on."""
+    write, steps = MetricsLog.write, []
+
+    def write_and_count(log, step, *arguments):
+        write(log, step, *arguments)
+        steps.append(step)
+        if len(steps) == number:
+            action()
+
+    monkeypatch.setattr(MetricsLog, "write", write_and_count)

@@ -14,7 +14,7 @@ from stepprune_jax.flops import traced_flops
 from stepprune_jax.models.llava import Llava
 from stepprune_jax.parallel.compiling import Usage
 from stepprune_jax.parallel.sharding import build_mesh
-from stepprune_jax.training import dry_run, settings
+from stepprune_jax.training import dry_run, step_config
 from stepprune_jax.training.batches import Bucket
 from tools.bench import training
 from tools.bench.drawn_data import write_conversations, write_model
@@ -83,7 +83,7 @@ def test_a_run_with_the_gate_is_measured(tmp_path, monkeypatch):
     assert measurements.planned.total > 0
     # Recomputation by remat is no operation of the model.
     assert 0 < measurements.policy_flops < measurements.model_flops < measurements.flops
-    setup = settings.make_step_config(run, Llava.read(FIELDS, None), settings.make_mesh(run))
+    setup = step_config.make_step_config(run, Llava.read(FIELDS, None), step_config.make_mesh(run))
     conversation = encoded(tmp_path / "data")
     targets = sum(label >= 0 for label in conversation.labels)
     widths = Bucket(
@@ -96,7 +96,7 @@ def test_a_run_with_the_gate_is_measured(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_run_of_rloo_on_sampled_subsets_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_IMAGES", 8)
-    run = tiny_run(mesh="data=2,fsdp=2,tensor=2", **{"policy_gradient.samples": 2})
+    run = tiny_run(mesh="data=2,fsdp=2,tensor=2", recipe="rloo", **{"rloo.samples": 2})
     measurements = training.measure(run, FIELDS, 2, IDS, tmp_path)
     assert measurements.policy > 0 and 0 < measurements.policy_flops < measurements.flops
 

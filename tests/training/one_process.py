@@ -1,6 +1,6 @@
-"""One process of a run of several: `python one_process.py DEVICES MODEL DATA WORKDIR CHANGES`.
+"""Runs one process of a run: `python one_process.py DEVICES MODEL DATA WORKDIR CHANGES`.
 
-Which one it is stands in the environment, as `stepprune_jax.parallel.distributed` reads it.
+The environment says which process it is, in the variables of `stepprune_jax.parallel.distributed`.
 """
 
 import json

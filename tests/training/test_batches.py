@@ -1,4 +1,4 @@
-"""Conversations as batches: shapes, shards, images that cannot be read, resuming."""
+"""Batches of conversations: shapes, shards, unreadable images, resuming."""
 
 import json
 import threading
@@ -19,17 +19,17 @@ from stepprune_jax.training.batches import Batches, Bucket, Loading, Preprocessi
 from stepprune_jax.user_input import UserError
 
 
-def lengths(*rows):
+def make_lengths(*rows):
     return Lengths(*np.array(rows, np.int32).T)
 
 
-class Made(Corpus):
-    """Rows of given lengths with one supervised token, and an image by the length's name."""
+class FakeCorpus(Corpus):
+    """Rows of given lengths with one supervised token, and an image named after the length."""
 
     identity = "5a"
 
     def __init__(self, ids):
-        self.lengths = lengths(*((n, 1, 1) for n in ids))
+        self.lengths = make_lengths(*((n, 1, 1) for n in ids))
 
     def __len__(self):
         return len(self.lengths.ids)
@@ -52,8 +52,8 @@ class Made(Corpus):
         return f"train.json: sample {number}"
 
 
-class Pixels:
-    """Pixels that are an image's name; those of some names cannot be read."""
+class FakeReader:
+    """Reads the number in an image's name as pixels; `damaged` numbers cannot be read."""
 
     def __init__(self, *damaged):
         self.damaged, self.paths = damaged, []
@@ -66,42 +66,52 @@ class Pixels:
 
 
 def make_batches(ids, batch_size=4, seed=0, damaged=(), group=1, **loading):
-    images = Preprocessing(Pixels(*damaged), lambda pixels: np.ones((len(pixels), 2), np.int32))
-    return Batches(Made(ids), images, batch_size, seed, 8, group, Loading(**loading))
+    reader = FakeReader(*damaged)
+    images = Preprocessing(reader, lambda pixels: np.ones((len(pixels), 2), np.int32))
+    return Batches(
+        FakeCorpus(ids),
+        images,
+        batch_size=batch_size,
+        seed=seed,
+        multiple=8,
+        group=group,
+        loading=Loading(**loading),
+    )
 
 
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+def assert_equal(batches, expected):
+    assert len(batches) == len(expected)
+    jax.tree.map(np.testing.assert_array_equal, batches, expected)
 
 
-def test_buckets_hold_whatever_may_come_in_them():
-    rows = lengths((5, 9, 4), (20, 17, 1), (17, 3, 2), (8, 2, 1))
-    assert plan_buckets(rows, 8) == (Bucket(8, 16, 4), Bucket(24, 24, 4))
-    assert plan_buckets(lengths((8, 0, 1)), 8) == (Bucket(8, 8, 1),)  # a question of no words
+def test_buckets_hold_every_batch_of_their_width():
+    lengths = make_lengths((5, 9, 4), (20, 17, 1), (17, 3, 2), (8, 2, 1))
+    assert plan_buckets(lengths, 8) == (Bucket(8, 16, 4), Bucket(24, 24, 4))
+    no_words = make_lengths((8, 0, 1))
+    assert plan_buckets(no_words, 8) == (Bucket(8, 8, 1),)
 
 
-def test_a_stream_goes_on_with_the_very_next_batch():
+def test_a_resumed_stream_continues_with_the_next_batch():
     batches = make_batches(range(1, 11))
-    whole = batches.stream(6)
-    first = [next(whole) for _ in range(4)]
-    state = json.loads(json.dumps(whole.state))
-    rest = list(whole)
-    whole.close()
-    assert state == {"next_batch": 4, "rows": "5a"} and len(rest) == 2
-    # On another machine, with other threads, of which none has made a batch before.
-    again = make_batches(range(1, 11), threads=5).stream(6, state)
-    assert_equal(list(again), rest)
-    again.close()
-    assert_equal([*first, *rest], [batches[step] for step in range(6)])
+    stream = batches.stream(6)
+    first = [next(stream) for _ in range(4)]
+    state = json.loads(json.dumps(stream.state))
+    last = list(stream)
+    stream.close()
+    assert state == {"next_batch": 4, "rows": "5a"} and len(last) == 2
+    # As on another machine: other threads, and no batch has been built before.
+    resumed = make_batches(range(1, 11), threads=5).stream(6, state)
+    assert_equal(list(resumed), last)
+    resumed.close()
+    assert_equal([*first, *last], [batches[step] for step in range(6)])
 
 
-def test_a_stream_of_other_rows_is_not_gone_on_with():
+def test_a_stream_of_other_rows_is_not_resumed():
     with pytest.raises(ValueError, match=r"other samples of .* than the 3 that can be used now"):
         make_batches([1, 2, 3]).stream(6, {"next_batch": 1, "rows": "5b"})
 
 
-def test_batches_have_the_shapes_of_their_buckets_and_their_own_images():
+def test_batches_have_the_shapes_of_their_buckets_and_the_images_of_their_rows():
     batches = make_batches([3, 5, 12, 20, 7, 9], batch_size=2)
     shapes = set()
     for batch in map(batches.__getitem__, range(12)):
@@ -112,56 +122,59 @@ def test_batches_have_the_shapes_of_their_buckets_and_their_own_images():
     assert len(shapes) <= len(batches.buckets) == 3
 
 
-def test_hosts_make_the_rows_of_one_batch():
+def test_hosts_build_the_rows_of_one_batch():
     ids = range(1, 30)
-    whole = make_batches(ids, 6)
-    parts = [make_batches(ids, 6, local=slice(at, at + 2)) for at in (0, 2, 4)]
+    batches = make_batches(ids, 6)
+    parts = [make_batches(ids, 6, local=slice(start, start + 2)) for start in (0, 2, 4)]
     for step in range(8):
-        found = jax.tree.map(lambda *x: np.concatenate(x), *(part[step] for part in parts))
-        assert_equal(found, whole[step])
+        joined = jax.tree.map(lambda *x: np.concatenate(x), *(part[step] for part in parts))
+        assert_equal(joined, batches[step])
 
 
-def test_a_stream_builds_a_few_batches_ahead_and_none_once_it_is_closed():
-    batches, threads = make_batches(range(1, 11), threads=3), threading.active_count()
+def test_a_stream_builds_a_few_batches_ahead_and_none_after_it_is_closed():
+    batches, num_threads = make_batches(range(1, 11), threads=3), threading.active_count()
     stream = batches.stream(100)
     next(stream)
     stream.close()
-    assert len(batches._images.read.paths) <= (3 + 2) * 4  # those in work, and those that wait
-    assert threading.active_count() == threads
+    # Three batches in work and two that wait, of four rows each.
+    assert len(batches._images.read.paths) <= (3 + 2) * 4
+    assert threading.active_count() == num_threads
 
 
 def test_first_images_are_distinct_and_in_the_order_of_training():
-    def first(count, **options):
+    def first_images(count, **options):
         batches = make_batches([4, 4, 6, 8], **options)
         return [int(pixels[0, 0, 0]) for pixels in batches.first_images(count)]
 
-    found = first(10)
-    assert sorted(found) == [4, 6, 8]
-    assert (first(2), first(0)) == (found[:2], [])  # with none, features stay as they are
+    images = first_images(10)
+    assert sorted(images) == [4, 6, 8]
+    assert (first_images(2), first_images(0)) == (images[:2], [])
     damaged = {"damaged": (6,)}
-    assert first(2, **damaged, skip_unreadable=True) == [number for number in found if number != 6]
+    readable = [number for number in images if number != 6]
+    assert first_images(2, **damaged, skip_unreadable=True) == readable
     with pytest.raises(ValueError, match=r'json: sample 2: "image": 6\.png is a dam') as error:
-        first(3, **damaged)
+        first_images(3, **damaged)
     assert isinstance(error.value, UserError)
 
 
-def test_the_next_row_takes_the_place_of_one_that_cannot_be_read(capsys):
+def test_the_next_row_of_the_batch_replaces_a_row_whose_image_is_unreadable(capsys):
     ids, damaged = range(1, 9), (3, 4)
-    whole = make_batches(ids, 8, damaged=damaged, skip_unreadable=True)
-    rows = [ids[i] for i in whole.indices(0)]
+    batches = make_batches(ids, 8, damaged=damaged, skip_unreadable=True)
+    rows = [ids[i] for i in batches.indices(0)]
     expected = []
-    for place in range(8):
-        after = rows[place:] + rows[:place]
-        expected.append(next(n for n in after if n not in damaged))
-    assert whole[0].targets.length.tolist() == expected
-    assert whole[0].pixels[:, 0, 0, 0].tolist() == expected
+    for position in range(8):
+        candidates = rows[position:] + rows[:position]
+        expected.append(next(n for n in candidates if n not in damaged))
+    assert batches[0].targets.length.tolist() == expected
+    assert batches[0].pixels[:, 0, 0, 0].tolist() == expected
     assert 'train.json: sample 2: "image": 3.png is a damaged image; skipped' in (
         capsys.readouterr().err
     )
-    # Wherever its neighbours are made.
-    for at in range(8):
-        local = {"local": slice(at, at + 1), "skip_unreadable": True}
-        assert make_batches(ids, 8, damaged=damaged, **local)[0].targets.length == expected[at]
+    # Each row is the same if this host builds no other row.
+    for position in range(8):
+        local = {"local": slice(position, position + 1), "skip_unreadable": True}
+        batch = make_batches(ids, 8, damaged=damaged, **local)[0]
+        assert batch.targets.length == expected[position]
     with pytest.raises(ValueError, match="no image of its batch can be read"):
         make_batches([3, 4], 2, damaged=damaged, skip_unreadable=True)[0]
 
@@ -172,26 +185,26 @@ def save_image(path, width, height, seed=0):
     return path
 
 
-def cache_of(settings, side, limit):
+def make_cache(settings, side, limit):
     config = LlavaConfig.from_hf(testing.tiny_hf_config(vision={"image_size": side}))
     return Llava(config).pixel_cache(settings, limit)
 
 
-def test_cached_pixels_are_those_of_the_processor_to_the_last_bit(tmp_path):
+def test_cached_pixels_equal_the_image_processors_bit_for_bit(tmp_path):
     settings = LlavaImageSettings()._replace(resize_to=24, crop_to=24)
-    cache = cache_of(settings, 24, 1 << 20)
+    cache = make_cache(settings, 24, 1 << 20)
     for number, size in enumerate([(24, 24), (50, 31), (9, 70)]):
         path = save_image(tmp_path / f"{number}.png", *size, seed=number)
         expected = resize(open_image(path), settings, Normalisation())
         np.testing.assert_array_equal(cache(path), expected)
         path.unlink()
-        np.testing.assert_array_equal(cache(path), expected)  # not read again
+        np.testing.assert_array_equal(cache(path), expected)  # the file is not read again
 
 
-def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
+def test_the_cache_drops_the_least_recently_used_image(tmp_path):
     settings = LlavaImageSettings()._replace(resize_to=8, crop_to=8)
     paths = [save_image(tmp_path / f"{i}.png", 8, 8, i) for i in range(3)]
-    cache = cache_of(settings, 8, 2 * 3 * 8 * 8)  # of two images
+    cache = make_cache(settings, 8, 2 * 3 * 8 * 8)  # bytes of two images
     for number in (0, 1, 0, 2):
         cache(paths[number])
     for path in paths:
@@ -201,8 +214,8 @@ def test_the_cache_forgets_what_was_not_used_lately(tmp_path):
         cache(paths[1])
 
 
-def test_images_of_another_size_than_the_model_takes_are_refused(tmp_path):
+def test_an_image_processor_of_another_size_than_the_models_is_refused(tmp_path):
     path = save_image(tmp_path / "a.png", 24, 24)
-    cache = cache_of(LlavaImageSettings()._replace(resize_to=16, crop_to=16), 24, 1)
+    cache = make_cache(LlavaImageSettings()._replace(resize_to=16, crop_to=16), 24, 1)
     with pytest.raises(ValueError, match=r"a\.png: the image processor makes 16 x 16 pixels"):
         cache(path)

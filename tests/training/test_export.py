@@ -1,4 +1,4 @@
-"""A run's policy leaves it as one file with a model card, and is what the programs take."""
+"""Export of a run's policy: one file and a model card."""
 
 import contextlib
 import json
@@ -18,58 +18,61 @@ from stepprune_jax.evaluation.settings import DEFAULT, EvalSettings, read_polici
 from stepprune_jax.workdir.checkpoints import Checkpoints
 
 
-def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def assert_equal(tree, expected):
+    jax.tree.map(np.testing.assert_array_equal, tree, expected)
+
+
+def read_run_file(workdir):
+    return json.loads((workdir / "run.json").read_text())
 
 
 @pytest.mark.slow
-def test_the_exported_policy_is_the_run_s_own(world, whole, tmp_path, capsys):
-    export.main([str(whole), "--out", str(tmp_path / "release"), "--stop_bias=-0.5"])
+def test_the_exported_policy_equals_the_policy_of_the_run(finished_run, tmp_path, capsys):
+    export.main([str(finished_run), "--out", str(tmp_path / "release"), "--stop_bias=-0.5"])
     path = tmp_path / "release" / "policy.safetensors"
+    run_path = finished_run / "policy.safetensors"
     assert capsys.readouterr().out.split() == [str(path), str(path.with_name("README.md"))]
-    found, own = load_policy(path), load_policy(whole / "policy.safetensors")
-    assert read_about(path)["model"] == read_about(whole / "policy.safetensors")["model"]
-    equal((found.params, found.stats), (own.params, own.stats))
-    assert found.config == own.config and found.stop_bias == -0.5
+    policy, run_policy = load_policy(path), load_policy(run_path)
+    assert read_about(path)["model"] == read_about(run_path)["model"]
+    assert_equal((policy.params, policy.stats), (run_policy.params, run_policy.stats))
+    assert policy.config == run_policy.config and policy.stop_bias == -0.5
     about = json.loads(safetensors.read_contents(path)[1]["about"])
-    described = json.loads((whole / "run.json").read_text())
-    assert about == {"step": 6, **described}
+    assert about == {"step": 6, **read_run_file(finished_run)}
     assert read_policies(EvalSettings(), tmp_path, path)[DEFAULT].stop_bias == -0.5
 
 
 @pytest.mark.slow
-def test_the_card_says_what_the_policy_was_trained_on(world, whole, tmp_path):
-    export.export(whole, tmp_path)
+def test_the_model_card_describes_the_training(world, finished_run, tmp_path):
+    export.export(finished_run, tmp_path)
     card = (tmp_path / "README.md").read_text()
-    described = json.loads((whole / "run.json").read_text())
-    last = metrics(whole)[-1]
-    for said in (
+    about = read_run_file(finished_run)
+    last_row = metrics(finished_run)[-1]
+    for words in (
         f"| frozen model | `{world[0]}`",
-        described["model"],
-        described["data"],
+        about["model"],
+        about["data"],
         "| updates | 6 of 6, each of 8 conversations |",
-        f" loss {last['loss']:.4g}, ",
+        f" loss {last_row['loss']:.4g}, ",
         '"policy.width": 8',
     ):
-        assert said in card
+        assert words in card
     assert card.startswith("---\n") and "base_model" not in card and "$" not in card
     policy = load_policy(tmp_path / "policy.safetensors")
-    trained = {"step": 1, **described} | {
-        "config": described["config"] | {"model.folder": "llava-hf/llava-1.5-7b-hf"}
-    }
-    assert "\nbase_model: llava-hf/llava-1.5-7b-hf\n" in export.model_card(policy, trained, {})
+    hub_config = about["config"] | {"model.folder": "llava-hf/llava-1.5-7b-hf"}
+    hub_card = export.model_card(policy, {"step": 1, **about, "config": hub_config}, {})
+    assert "\nbase_model: llava-hf/llava-1.5-7b-hf\n" in hub_card
 
 
 @pytest.mark.slow
-def test_an_unfinished_run_gives_its_latest_whole_checkpoint(whole, tmp_path, capsys):
-    workdir = shutil.copytree(whole, tmp_path / "run")
+def test_an_unfinished_run_exports_its_latest_undamaged_checkpoint(finished_run, tmp_path, capsys):
+    workdir = shutil.copytree(finished_run, tmp_path / "run")
     (workdir / "policy.safetensors").unlink()
-    torn = workdir / "checkpoints" / "7.orbax-checkpoint-tmp"
-    shutil.copytree(workdir / "checkpoints" / "4", torn)
-    before = sorted(workdir.rglob("*"))
+    temporary = workdir / "checkpoints" / "7.orbax-checkpoint-tmp"
+    shutil.copytree(workdir / "checkpoints" / "4", temporary)
+    files = sorted(workdir.rglob("*"))
     policy = load_policy(export.export(workdir, tmp_path / "a"))
-    equal(policy.params, load_policy(whole / "policy.safetensors").params)
-    assert sorted(workdir.rglob("*")) == before  # what is being written is left alone
+    assert_equal(policy.params, load_policy(finished_run / "policy.safetensors").params)
+    assert sorted(workdir.rglob("*")) == files  # the unfinished checkpoint stays
     (workdir / "checkpoints" / "6" / "beside" / "metadata").write_text("{")
     path = export.export(workdir, tmp_path / "b")
     assert json.loads(safetensors.read_contents(path)[1]["about"])["step"] == 4
@@ -78,14 +81,15 @@ def test_an_unfinished_run_gives_its_latest_whole_checkpoint(whole, tmp_path, ca
 
 
 def error_of(capsys, *arguments):
+    """Returns the one-line error of the command."""
     assert status("stepprune-export", export.main, *arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("stepprune-export: error: ") and said.count("\n") == 1
-    return said
+    message = capsys.readouterr().err
+    assert message.startswith("stepprune-export: error: ") and message.count("\n") == 1
+    return message
 
 
 @pytest.mark.slow
-def test_what_cannot_be_exported_is_told_in_one_line(whole, tmp_path, capsys):
+def test_a_folder_that_cannot_be_exported_is_refused_in_one_line(finished_run, tmp_path, capsys):
     assert "has no checkpoints/" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     (tmp_path / "checkpoints").mkdir()
     assert "no checkpoint yet" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
@@ -93,7 +97,7 @@ def test_what_cannot_be_exported_is_told_in_one_line(whole, tmp_path, capsys):
         checkpoints.save(3, {"x": np.ones(3)})
     assert "no checkpoints of a policy" in error_of(capsys, tmp_path, "--out", tmp_path / "a")
     assert not (tmp_path / "a").exists()
-    (tmp_path / "README.md").write_text("mine")
-    assert "README.md exists" in error_of(capsys, whole, "--out", tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine"
-    assert "--out" in error_of(capsys, whole)
+    (tmp_path / "README.md").write_text("a file of the user")
+    assert "README.md exists" in error_of(capsys, finished_run, "--out", tmp_path)
+    assert (tmp_path / "README.md").read_text() == "a file of the user"
+    assert "--out" in error_of(capsys, finished_run)

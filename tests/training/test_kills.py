@@ -1,4 +1,4 @@
-"""A run that is killed, after a step or in the middle of saving, loses nothing."""
+"""A run that is killed after an update or while it saves loses nothing."""
 
 import json
 import pathlib
@@ -14,12 +14,12 @@ SCRIPT = pathlib.Path(__file__).with_name("one_process.py")
 TEMPORARY = "*.orbax-checkpoint-tmp*"
 
 
-def attempt(command, log, hit):
-    """Runs until `hit(since)`, or to the end; returns whether it was killed."""
-    since = time.time()
+def run_until(command, log, should_kill):
+    """Runs a command until `should_kill(start_time)` or its end; returns whether it was killed."""
+    start_time = time.time()
     with log.open("a") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
         while process.poll() is None:
-            if hit(since):
+            if should_kill(start_time):
                 process.kill()
                 return True
             time.sleep(0.001)
@@ -28,38 +28,40 @@ def attempt(command, log, hit):
 
 
 @pytest.mark.slow
-def test_a_killed_run_learns_what_an_uninterrupted_one_does(world, tmp_path):
-    steps, chance, log, torn = 40, random.Random(0), tmp_path / "log", 0
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_a_killed_run_equals_an_uninterrupted_run(world, tmp_path):
+    num_steps, random_numbers, log = 40, random.Random(0), tmp_path / "log"
+    uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
 
     def command(workdir):
-        return [sys.executable, SCRIPT, "1", *world, workdir, json.dumps({"steps": steps})]
+        changes = json.dumps({"steps": num_steps})
+        return [sys.executable, SCRIPT, "1", *world, workdir, changes]
 
-    def logged(since, least):
+    def has_logged(start_time, num_lines):
         path = killed / "metrics.jsonl"
-        new = path.exists() and path.stat().st_mtime > since
-        return new and path.read_text().count("\n") >= least
+        is_new = path.exists() and path.stat().st_mtime > start_time
+        return is_new and path.read_text().count("\n") >= num_lines
 
-    def saving(since):
+    def is_saving(start_time):
+        folders = (killed / "checkpoints").glob(TEMPORARY)
         try:
-            return any(
-                path.stat().st_mtime > since for path in (killed / "checkpoints").glob(TEMPORARY)
-            )
-        except FileNotFoundError:  # it has been renamed
+            return any(path.stat().st_mtime > start_time for path in folders)
+        except FileNotFoundError:  # the folder has been renamed
             return False
 
+    num_torn = 0
     for number in range(6):
-        least = 6 * number + chance.randint(2, 6)
+        num_lines = 6 * number + random_numbers.randint(2, 6)
 
-        def hit(since, number=number, least=least):
-            return logged(since, least) and (number % 2 or saving(since))
+        def should_kill(start_time, number=number, num_lines=num_lines):
+            return has_logged(start_time, num_lines) and (number % 2 or is_saving(start_time))
 
-        assert attempt(command(killed), log, hit)
-        torn += any((killed / "checkpoints").glob(TEMPORARY))
-    assert torn  # the kills have hit what they were meant to
-    for workdir in (killed, whole):
-        assert not attempt(command(workdir), log, lambda since: False)
+        assert run_until(command(killed), log, should_kill)
+        num_torn += any((killed / "checkpoints").glob(TEMPORARY))
+    assert num_torn  # some kills interrupted a save
+    for workdir in (killed, uninterrupted):
+        assert not run_until(command(workdir), log, lambda start_time: False)
     assert log.read_text().count("Resuming after step") >= 5
-    assert len(metrics(whole)) == steps and metrics(killed) == metrics(whole)
-    policy = "policy.safetensors"
-    assert (killed / policy).read_bytes() == (whole / policy).read_bytes()
+    assert len(metrics(uninterrupted)) == num_steps
+    assert metrics(killed) == metrics(uninterrupted)
+    name = "policy.safetensors"
+    assert (killed / name).read_bytes() == (uninterrupted / name).read_bytes()

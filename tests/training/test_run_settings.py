@@ -1,4 +1,4 @@
-"""What a run refuses before it loads anything, and the shipped configurations."""
+"""Settings that a run refuses before it loads anything, and the shipped configurations."""
 
 import dataclasses
 from pathlib import Path
@@ -11,14 +11,15 @@ from stepprune_jax import configurations, testing
 from stepprune_jax.data.source import training_source
 from stepprune_jax.models.llava import Llava, LlavaConfig
 from stepprune_jax.policy import PolicyConfig
-from stepprune_jax.training import DataSettings, rloo_run, run, train
-from stepprune_jax.training.settings import make_mesh, make_step_config, read_method, split
+from stepprune_jax.training import DataSettings, run, train
+from stepprune_jax.training.step_config import make_mesh, make_selector, make_step_config
 
 MODEL = LlavaConfig.from_hf(testing.tiny_hf_config())
 
 
-def build(run):
-    return read_method(run, MODEL).config
+def config_of(run):
+    """Returns the configuration of a run's selector in front of the tiny model."""
+    return make_selector(run, MODEL).config
 
 
 @pytest.mark.parametrize(
@@ -52,14 +53,14 @@ def test_missing_folders_and_bad_samples_are_named(world, tmp_path):
         train(make_run(*world, **{"data.context_limit": 9}), tmp_path / "run")
 
 
-def test_the_training_file_may_lie_elsewhere(tmp_path):
+def test_the_training_file_may_be_outside_the_data_folder(tmp_path):
     file = write_data(tmp_path / "data", count=1) / "train.json"
     data = DataSettings(train_file=str(file))
     with pytest.raises(ValueError, match=r"config.data.folder is empty"):
-        training_source(data, tmp_path)  # where would its images be?
+        training_source(data, tmp_path)  # no folder says where the images are
     data = dataclasses.replace(data, image_folder=str(tmp_path), linked_folders=("/",))
-    found = training_source(data, tmp_path / "run")
-    assert found == (file, tmp_path, (Path("/"),), tmp_path / "run", data)
+    source = training_source(data, tmp_path / "run")
+    assert source == (file, tmp_path, (Path("/"),), tmp_path / "run", data)
     data = dataclasses.replace(data, index_folder=str(tmp_path / "indices"))
     assert training_source(data, tmp_path).index_folder == tmp_path / "indices"
     data = dataclasses.replace(data, train_file="", folder=str(tmp_path / "data"))
@@ -69,10 +70,11 @@ def test_the_training_file_may_lie_elsewhere(tmp_path):
         training_source(data, tmp_path)
 
 
-def test_only_fields_that_change_what_is_learned_count():
+def test_only_fields_that_change_what_is_learned_differ():
     shapes = load_config("shapes")
     free = {"log_every": 1, "eval.batch_size": 2, "data.cache_gb": 0.5, "model.folder": "elsewhere"}
-    assert shapes.replace(free | {"autoselect.width": 8}).changes(shapes.flat()) == []
+    other_groups = {"autoselect.width": 8, "rloo.samples": 4}
+    assert shapes.replace(free | other_groups).changes(shapes.flat()) == []
     changed = shapes.replace({"policy.decay": 0.5, "batch_size": 8})
     assert changed.changes(shapes.flat()) == [
         "config.batch_size: 32 -> 8",
@@ -80,46 +82,49 @@ def test_only_fields_that_change_what_is_learned_count():
     ]
 
 
-def test_a_run_from_when_there_was_another_gate_is_resumed_with_the_one_that_is_left():
+def test_a_run_with_the_former_choice_of_gate_resumes_with_the_only_gate():
     run = load_config("shapes")
     assert run.changes(run.flat() | {"policy.gate": "vp"}) == []
     changes = run.changes(run.flat() | {"policy.gate": "scale"})
     assert changes == ["config.policy.gate: 'scale' -> None"]
 
 
-def test_a_selector_may_be_blind_to_the_question():
+def test_a_selector_may_ignore_the_question():
     shapes = load_config("shapes").replace({"method": "autoselect"})
-    blind = build(shapes.replace({"autoselect.text_width": 0}))
-    assert blind.text_width == 0
-    assert build(shapes) == dataclasses.replace(blind, text_width=MODEL.text.hidden_size)
+    config = config_of(shapes.replace({"autoselect.text_width": 0}))
+    assert config.text_width == 0
+    expected = dataclasses.replace(config, text_width=MODEL.text.hidden_size)
+    assert config_of(shapes) == expected
 
 
 def test_configurations_take_readings_and_ablations():
-    both = build(load_config("llava7b:literal,last"))
-    assert (both.stop, both.aggregation, both.policy_width) == ("softmax", "last", 1024)
-    assert build(load_config("shapes:literal")).stop == "softmax"
+    config = config_of(load_config("llava7b:literal,last"))
+    assert (config.stop, config.aggregation, config.policy_width) == ("softmax", "last", 1024)
+    assert config_of(load_config("shapes:literal")).stop == "softmax"
     for name in ("shapes:loose", "llava7b:last,alive", "qwen25vl_3b:loose"):
         with pytest.raises(ValueError, match="expected literal"):
             load_config(name)
 
 
-@pytest.mark.parametrize("gated", ["shapes", "llava7b:short"])
-def test_sampled_sets_train_the_policy_of_a_run_through_the_gate(gated):
-    run, before = load_config(f"rloo:{gated}"), load_config(gated)
-    assert run.policy_gradient.samples == 8
-    assert build(run) == dataclasses.replace(build(before), draw=1.0, length_weight=0.6)
+@pytest.mark.parametrize("name", ["shapes", "llava7b:short"])
+def test_rloo_configures_the_selector_with_its_temperature_and_price(name):
+    run, gate_run = load_config(f"rloo:{name}"), load_config(name)
+    config = make_step_config(run, Llava(MODEL), make_mesh(run, jax.devices()[:2]))
+    expected = dataclasses.replace(config_of(gate_run), draw=1.0, length_weight=0.6)
+    assert config.selector.config == expected
+    assert config_of(run) == config_of(gate_run)
 
 
-def test_the_recipe_of_sampled_sets_changes_the_method_that_is_trained_and_no_other():
-    run = load_config("shapes").replace({"method": "autoselect", "policy": PolicyConfig()})
-    sampled = rloo_run(run.replace({"autoselect.width": 32, "autoselect.draw": 0.5}))
-    assert sampled.optimizer.lr == pytest.approx(2e-3)  # of a width of 32, not of 1024
-    assert sampled.policy == run.policy and sampled.autoselect.draw == 1.0
-    # A resumed run may change the group of another method: no phase depends on it.
-    wider = run.replace({"recipe": "sets", "policy.width": 16})
-    assert not wider.changes(run.replace({"recipe": "sets"}).flat())
-    (phase,), (other,) = split(run.replace({"recipe": "sets"})), split(wider)
-    assert phase.run.optimizer == other.run.optimizer
+def test_rloo_takes_its_learning_rate_from_the_method_that_is_trained():
+    changes = {"recipe": "rloo", "method": "autoselect", "policy": PolicyConfig()}
+    run = load_config("shapes").replace(changes | {"autoselect.width": 32})
+    (phase,) = run.make_recipe().phases(run.steps)
+    assert phase.optimizer.lr == pytest.approx(2e-3)  # for a width of 32, not of 1024
+    # A resumed run may change the group of another method, because no phase depends on it.
+    wider = run.replace({"policy.width": 16})
+    assert not wider.changes(run.flat())
+    (wider_phase,) = wider.make_recipe().phases(run.steps)
+    assert wider_phase == phase
 
 
 def test_the_command_line_changes_fields():
@@ -153,9 +158,9 @@ def test_bad_changes_are_named(change, message):
     ("mesh", "rows", "expected"),
     [("single", 4, 4), ("single", 8, 0), ("data=2,tensor=4", 1, 2)],
 )
-def test_rows_at_once_are_those_of_each_device(mesh, rows, expected):
-    tiny = make_run("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # of 8
-    assert make_step_config(tiny, Llava(MODEL), make_mesh(tiny)).forward.rows == expected
+def test_rows_at_once_counts_the_rows_of_each_device(mesh, rows, expected):
+    run = make_run("", "", **{"mesh": mesh, "model.rows_at_once": rows})  # a batch has 8 rows
+    assert make_step_config(run, Llava(MODEL), make_mesh(run)).forward.rows == expected
 
 
 def test_several_processes_need_a_mesh(monkeypatch):

@@ -1,4 +1,4 @@
-"""A method that only this test knows is trained, saved and run, without any other edit."""
+"""A method defined in a test is trained, saved and run, without a change of the library."""
 
 import dataclasses
 from typing import ClassVar
@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from PIL import Image
-from tiny_run import looks, make_run, metrics
+from tiny_run import make_run, metrics, validation_rows
 
 from stepprune_jax import RunOptions, generate, load_policy
 from stepprune_jax.policy.params import ParamSpec
@@ -26,7 +26,7 @@ class LinearConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Policy):
-    """Scores tokens by a linear function of them."""
+    """Scores tokens by a linear function of their features."""
 
     config: LinearConfig = dataclasses.field(default=LinearConfig(1), kw_only=True)
 
@@ -52,7 +52,7 @@ class Linear(Policy):
         return Ranking(by_score(scores, inputs.image_mask)[:, :steps])
 
 
-def test_a_method_of_ones_own_is_trained_saved_and_run(world, llava_model, tmp_path, monkeypatch):
+def test_a_users_method_is_trained_saved_and_run(world, llava_model, tmp_path, monkeypatch):
     monkeypatch.setitem(PRUNERS, "linear", Linear)
     changes = {"validation.every": 3, "validation.overlays": 0, "log_every": 3}
     run = make_run(*world, **changes)
@@ -61,14 +61,16 @@ def test_a_method_of_ones_own_is_trained_saved_and_run(world, llava_model, tmp_p
     first, last = metrics(tmp_path / "run")
     assert first["gate"] != last["gate"] and last["grad_norm"] > 0 == last["grad_norm_stop"]
     assert (first["batches"], last["batches"]) == (3, 6)
-    assert [row["k_mean"] for row in looks(tmp_path / "run")] == [2, 2]  # a quarter of nine
+    # Without a stop and a budget, a quarter of the nine tokens is kept.
+    assert [row["k_mean"] for row in validation_rows(tmp_path / "run")] == [2, 2]
     policy = load_policy(tmp_path / "run" / "policy.safetensors")
     assert policy.config == LinearConfig(32, 0, 2.0) and not policy.has_stop
     image = Image.open(world[1] / "images" / "0.png")
-    against = policy.replace(params=jax.tree.map(jnp.negative, policy.params))
+    reversed_policy = policy.replace(params=jax.tree.map(jnp.negative, policy.params))
     kept = []
-    for scorer, budget in ((policy, 4), (against, 5)):
+    for scorer, budget in ((policy, 4), (reversed_policy, 5)):
         pruner, options = scorer.with_budget(budget), RunOptions(2)
         (answer,) = generate(llava_model, ["dog ?"], [image], pruner, options=options)
         kept += answer.kept_indices[0]
-    assert sorted(kept) == list(range(9))  # the best four, and by the opposite order the others
+    # The best four tokens, and the best five of the reversed order.
+    assert sorted(kept) == list(range(9))

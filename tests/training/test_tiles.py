@@ -1,4 +1,4 @@
-"""Training, its plan and an evaluation on a model that sees images in tiles."""
+"""Training and validation with a model that divides images into tiles."""
 
 import jax
 import numpy as np
@@ -11,19 +11,19 @@ from stepprune_jax.checkpoints.policy import load_policy
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.parallel.sharding import build_mesh
 from stepprune_jax.training import train
-from stepprune_jax.training.settings import make_step_config
+from stepprune_jax.training.step_config import make_step_config
 
-SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
-TOKENS = (37, 39, 18, 37, 24, 51)
-ENDS = (4, 3, 3, 7, 3, 6)  # one for each row of the tiles, among them
+IMAGE_SIZES = ((50, 70), (20, 90), (9, 8), (64, 31), (24, 24), (40, 40))
+NUM_TOKENS = (37, 39, 18, 37, 24, 51)
+NUM_ROW_ENDS = (4, 3, 3, 7, 3, 6)  # included in the tokens: one for each row of the tiles
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A tiny LLaVA-NeXT, and six images of different sizes."""
+    """Folders of a tiny LLaVA-NeXT, and of data with images of different sizes."""
     folder = tmp_path_factory.mktemp("world")
     data = write_data(folder / "data")
-    for number, size in enumerate(SIZES):
+    for number, size in enumerate(IMAGE_SIZES):
         noise(number, size).save(data / "images" / f"{number}.png")
     return tiny_llava_next(folder / "model"), write_questions(data)
 
@@ -32,22 +32,24 @@ def world(tmp_path_factory):
 def test_a_policy_is_trained_and_validated(world, tmp_path):
     small = {"steps": 2, "batch_size": 4, "data.stats_images": 6, "optimizer.warmup": 1}
     train(make_run(*world, **small, **{"validation.every": 2, "validation.overlays": 3}), tmp_path)
-    lines = metrics(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2]
-    assert all(np.isfinite(line["loss"]) and line["skipped"] == 0 for line in lines)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(np.isfinite(row["loss"]) and row["skipped"] == 0 for row in rows)
     policy = load_policy(tmp_path / "policy.safetensors")
-    assert policy.config.feature_width == 32  # the tower's: one of LLaVA-1.5 fits
-    # Statistics are those of all patches of the six images: the ends of rows carry nothing.
-    assert float(policy.stats.count) == sum(TOKENS) - sum(ENDS)
+    # The width is the tower's, so a policy of LLaVA-1.5 also fits.
+    assert policy.config.feature_width == 32
+    # The statistics count the patches of the six images. The ends of rows have no features.
+    assert float(policy.stats.count) == sum(NUM_TOKENS) - sum(NUM_ROW_ENDS)
 
 
-def test_the_configuration_differs_from_the_first_models_in_a_few_values():
-    run, first = load_config("llava_next_7b"), load_config("llava7b")
-    changed = {key for key, value in run.flat().items() if first.flat()[key] != value}
-    named = {"model.folder", "data.context_limit", "policy.max_steps", "eval.budgets"}
-    assert changed == named and run.eval.budgets == (640, 320, 160)
-    setup = make_step_config(
+def test_the_configuration_differs_from_llavas_in_a_few_values():
+    run, llava_run = load_config("llava_next_7b"), load_config("llava7b")
+    llava_fields = llava_run.flat()
+    changed = {name for name, value in run.flat().items() if llava_fields[name] != value}
+    assert changed == {"model.folder", "data.context_limit", "policy.max_steps", "eval.budgets"}
+    assert run.eval.budgets == (640, 320, 160)
+    config = make_step_config(
         run, find_backbone("llava-next-7b"), build_mesh(run.mesh, jax.devices()[:2])
     )
-    assert setup.method.longest(2928) == 1464
-    assert setup.method.config.feature_width == 1024  # as of a policy of LLaVA-1.5
+    assert config.selector.longest(2928) == 1464
+    assert config.selector.config.feature_width == 1024  # as for LLaVA-1.5

@@ -31,7 +31,7 @@ from stepprune_jax.selectors import Policy
 from stepprune_jax.training import Run, dry_run, step
 from stepprune_jax.training.batches import Bucket
 from stepprune_jax.training.language_loss import ForwardOptions, row_scores
-from stepprune_jax.training.settings import make_step_config
+from stepprune_jax.training.step_config import make_step_config
 
 # Dtypes of the frozen model and of the selector, by name.
 DTYPES = {
@@ -107,7 +107,7 @@ class Programs:
             exact_budget = Budget("count", self._kept)
             table[f"select {rows}"] = functools.partial(self._select, exact_budget, rows)
             table[f"answer {rows}"] = functools.partial(self._answer, rows)
-        if self._setup.method.has_stop:
+        if self._setup.selector.has_stop:
             for rows in ROWS:
                 select_by_stop = functools.partial(self._select, Budget("adaptive"), rows)
                 table[f"select own {rows}"] = select_by_stop
@@ -149,7 +149,7 @@ class Programs:
     @functools.cached_property
     def _policy(self) -> PyTree:
         key = jax.random.key(0)
-        return self._place(jax.eval_shape(lambda: self._setup.method.init_params(key)))
+        return self._place(jax.eval_shape(lambda: self._setup.selector.init_params(key)))
 
     @functools.cached_property
     def _stats(self) -> PyTree:
@@ -204,7 +204,7 @@ class Programs:
             self._stats_of(self._model.token_width),
         )
         return step.gather_stats.trace(
-            self._trained_through, stats, self._pixels(self._rows), tokens, setup=self._setup
+            self._trained_through, stats, self._pixels(self._rows), tokens, config=self._setup
         )
 
     def _validation(self) -> jax.stages.Traced:
@@ -231,7 +231,7 @@ class Programs:
 
     def _selector(self, budget: Budget) -> Policy:
         """Returns the selector with the shapes of its weights."""
-        pruner = dataclasses.replace(self._setup.method, budget=budget).program()
+        pruner = dataclasses.replace(self._setup.selector, budget=budget).program()
         bias = self._place(_shape((), jnp.float32))
         return pruner.replace(params=self._policy, stats=self._stats, stop_bias=bias)
 
@@ -325,7 +325,7 @@ class Programs:
 
     def _choose(self, function: Callable[..., PyTree], rows: int) -> jax.stages.Traced:
         """Traces a selection function over the encoder's memory."""
-        config = self._setup.method.config
+        config = self._setup.selector.config
         shape = (rows, self._tokens + 1, config.policy_width)
         memory = self._by_rows(_shape(shape, compute_dtype(config, self._dtype)))
 

@@ -37,7 +37,9 @@ from stepprune_jax.policy import FeatureStats
 from stepprune_jax.training import dry_run, step
 from stepprune_jax.training.batches import Batches, open_batches
 from stepprune_jax.training.failures import memory_advice
-from stepprune_jax.training.settings import Run, make_mesh, make_step_config
+from stepprune_jax.training.objectives import ModelLoss
+from stepprune_jax.training.settings import Run
+from stepprune_jax.training.step_config import StepConfig, make_mesh, make_step_config
 from stepprune_jax.user_input import expect
 from tools.bench.drawn_data import write_conversations, write_model
 from tools.bench.timing import machine
@@ -87,7 +89,7 @@ class _Bench(NamedTuple):
     state: step.State
     stats: FeatureStats
     key: Any
-    setup: step.StepConfig
+    setup: StepConfig
     batches: Batches
 
 
@@ -119,7 +121,7 @@ def measure(run: Run, fields: dict[str, Any], steps: int, ids: int, folder: Path
     peak = peak_memory()
     batch = place_rows(mesh, batches[0])
     fed, bench = _time_repeatedly(
-        bench, lambda b, n: update(b.params, b.state, b.stats, batch, b.key, n)
+        bench, lambda b, n: update(b.params, b.state, b.stats, batch, key=b.key, step=n)
     )
     compiled, policy_flops = _compile_policy_part(bench, batch)
     policy, _ = _time_repeatedly(bench, lambda b, n: compiled(b.state, b.stats, b.key, n))
@@ -175,7 +177,7 @@ def _time_with_pipeline(
             wait += time.perf_counter() - wait_start
             batch = place_rows(bench.setup.forward.mesh, batch)
             state, scalars = update(
-                bench.params, state, bench.stats, batch, bench.key, np.int32(number)
+                bench.params, state, bench.stats, batch, key=bench.key, step=np.int32(number)
             )
             in_flight.append(scalars["loss"])
             if len(in_flight) > _IN_FLIGHT:
@@ -204,17 +206,24 @@ def _compile_policy_part(
 ) -> tuple[Callable[..., Any], float]:
     """Returns the compiled policy's part of an update, and its number of operations."""
     setup = bench.setup
-    inputs = jax.jit(step.selector_inputs, static_argnames=("setup",))(
-        bench.params, setup=setup, batch=batch
+    inputs = jax.jit(step.selector_inputs, static_argnames=("config",))(
+        bench.params, config=setup, batch=batch
     )
 
     def learn(state, stats, inputs, key, number):
-        def loss(kept_tokens):
-            tokens = kept_tokens.tokens if setup.policy_gradient.samples else kept_tokens
-            axes = (-2, -1) if setup.policy_gradient.samples else None
-            return jnp.mean(tokens.astype(jnp.float32), axis=axes)
-
-        return step.learn(state, stats, inputs, loss, key, number, setup)
+        model_loss = ModelLoss(
+            lambda tokens: jnp.mean(tokens.astype(jnp.float32)),
+            lambda kept, _: jnp.mean(kept.tokens.astype(jnp.float32), axis=(-2, -1)),
+        )
+        return step.learn(
+            state,
+            stats,
+            inputs=inputs,
+            model_loss=model_loss,
+            key=key,
+            step=number,
+            config=setup,
+        )
 
     traced = jax.jit(learn, donate_argnums=0).trace(
         bench.state, bench.stats, inputs, bench.key, np.int32(0)

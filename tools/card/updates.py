@@ -19,7 +19,7 @@ from stepprune_jax.efficiency.weights import random_weights
 from stepprune_jax.parallel.accelerators import ACCELERATORS, known_as
 from stepprune_jax.training import Run, train
 from stepprune_jax.training.dry_run import abstract_weights, dry_run
-from stepprune_jax.training.settings import make_mesh, make_step_config
+from stepprune_jax.training.step_config import make_mesh, make_step_config
 from stepprune_jax.user_input import UserError
 from stepprune_jax.workdir.metrics import METRICS, read_rows
 from tools.bench.training import replace_data

@@ -1,0 +1,142 @@
+"""Training objectives: the noise gate, and RLOO on sampled subsets.
+
+`training.step` calls `Objective.loss` in each update. `training.recipes` decides which objective
+trains which updates of a run.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from stepprune_jax.policy import Inputs, Progress, Pruned
+from stepprune_jax.selectors import Aux, Policy, RlooSettings, rloo_loss
+
+# Names of the objectives, and of the recipes that use only one of them.
+GATE, RLOO = "gate", "rloo"
+
+
+class ModelLoss(NamedTuple):
+    """Losses of the frozen language model on one batch. Each objective calls one of them.
+
+    Attributes:
+        of_gated_tokens: maps all tokens of each image after gating, [b, n, w], to the mean loss of
+            the batch's answer tokens. Differentiable with respect to the tokens.
+        of_subsets: maps kept tokens whose leaves are [b, g, ...], and the name of their position
+            ids, to the mean loss of each answer's tokens, [b, g].
+    """
+
+    of_gated_tokens: Callable[[Float[Array, "b n w"]], Float[Array, ""]]
+    of_subsets: Callable[[Pruned, str], Float[Array, "b g"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective(abc.ABC):
+    """A loss that trains a selector. It is hashable, because compiled updates depend on it."""
+
+    name: ClassVar[str]
+    # The objective in the words of a log line.
+    title: ClassVar[str]
+
+    def configure(self, selector: Policy) -> Policy:
+        """Returns the selector with the configuration that the objective trains."""
+        return selector
+
+    def text_gate(self, share: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns g_txt in [0, 1] after a `share` of the phase's updates."""
+        return jnp.ones(())
+
+    @abc.abstractmethod
+    def loss(
+        self,
+        selector: Policy,
+        key: Array,
+        inputs: Inputs,
+        model_loss: ModelLoss,
+        progress: Progress,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes the loss of a batch.
+
+        Args:
+            selector: the selector with its weights. Differentiate with respect to the weights only.
+            key: PRNG key; consumed.
+            inputs: images and questions. Must not contain the answers.
+            model_loss: losses of the frozen model on the batch.
+            progress: schedules of the training so far.
+
+        Returns:
+            The loss, and the metrics and the state of the objective.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class GateObjective(Objective):
+    """Language-modeling loss of all tokens, each scaled by a noise gate.
+
+    Attributes:
+        text_gate_anneal: share of the updates over which g_txt rises from 0 to 1; 0 keeps 1.
+    """
+
+    name: ClassVar[str] = GATE
+    title: ClassVar[str] = "the gate"
+
+    text_gate_anneal: float = 0.0
+
+    def text_gate(self, share: Float[Array, ""]) -> Float[Array, ""]:
+        """Returns g_txt, which rises linearly over `text_gate_anneal` of the updates."""
+        if not self.text_gate_anneal:
+            return jnp.ones(())
+        return jnp.minimum(1.0, share / self.text_gate_anneal)
+
+    def loss(
+        self,
+        selector: Policy,
+        key: Array,
+        inputs: Inputs,
+        model_loss: ModelLoss,
+        progress: Progress,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes the selector's own objective, `Selector.loss`, on gated tokens."""
+        return selector.loss(key, inputs, model_loss.of_gated_tokens, progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class RlooObjective(Objective):
+    """REINFORCE with a leave-one-out baseline, on sampled subsets of the tokens.
+
+    Attributes:
+        settings: number and sizes of the subsets.
+        temperature: sampling temperature of the trained selector; None keeps its configuration's.
+        length_weight: price of a kept token; None keeps the price of the selector's configuration.
+    """
+
+    name: ClassVar[str] = RLOO
+    title: ClassVar[str] = "RLOO on sampled subsets"
+
+    settings: RlooSettings
+    temperature: float | None = None
+    length_weight: float | None = None
+
+    def configure(self, selector: Policy) -> Policy:
+        """Returns the selector with the temperature and the price that the objective trains."""
+        fields = {"draw": self.temperature, "length_weight": self.length_weight}
+        changes = {name: value for name, value in fields.items() if value is not None}
+        return selector.replace(config=dataclasses.replace(selector.config, **changes))
+
+    def loss(
+        self,
+        selector: Policy,
+        key: Array,
+        inputs: Inputs,
+        model_loss: ModelLoss,
+        progress: Progress,
+    ) -> tuple[Float[Array, ""], Aux]:
+        """Computes `rloo_loss`, with answers from each sampled subset."""
+
+        def answer_losses(kept: Pruned) -> Float[Array, "b g"]:
+            return model_loss.of_subsets(kept, self.settings.positions)
+
+        return rloo_loss(selector, self.settings, key, inputs, answer_losses, progress=progress)

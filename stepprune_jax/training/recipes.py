@@ -1,0 +1,149 @@
+"""Recipes: which objective and which optimizer train which updates of a run.
+
+`Run.make_recipe` builds a recipe from the settings of a run. `training.run` asks it for its phases.
+"""
+
+import dataclasses
+from typing import Any
+
+from stepprune_jax.selectors import RlooSettings
+from stepprune_jax.settings import number, setting
+from stepprune_jax.training.objectives import (
+    GATE,
+    RLOO,
+    GateObjective,
+    Objective,
+    RlooObjective,
+)
+from stepprune_jax.training.optimizer import OptimizerSettings
+
+AUTO = "auto"
+RECIPES = (GATE, RLOO, AUTO)
+# Share of the updates through the gate, if "auto" begins with the gate. With .5 and .7, some runs
+# switched before a few tokens sufficed for an answer (experiments/RESULTS.md).
+GATE_SHARE = 0.8
+# The learning rate of RLOO at a width of 64 in the small world. The rate falls with the width:
+# half the rate served twice the width, in one run each.
+_RLOO_LR, _RLOO_WIDTH = 1e-3, 64
+# RLOO's price of a token per price of the gate. With RLOO a token gains probability, through the
+# gate a token gains nats.
+_PRICE_FACTOR = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RlooTraining(RlooSettings, path="config.rloo"):
+    """Settings of training by RLOO; the group `rloo` of a configuration.
+
+    Attributes:
+        lr: peak learning rate; None for 1e-3 at a width of 64, in inverse proportion to the width.
+        final_lr: learning rate at the end of the cosine; None for a tenth of `lr`.
+        muon_lr: peak learning rate of Muon, for matrices; 0 leaves all weights to AdamW.
+        temperature: sampling temperature in training, and afterwards of the trained policy.
+        length_weight: price of a kept token; None for four times the gate's `length_weight`.
+    """
+
+    lr: float | None = setting(None, "a number above 0, or None", lambda value: value > 0)
+    final_lr: float | None = number(None)
+    muon_lr: float = number(0.0)
+    temperature: float = number(1.0)
+    length_weight: float | None = number(None)
+
+    def resolve(self, config: Any) -> "RlooTraining":
+        """Returns the settings with numbers for None.
+
+        Args:
+            config: configuration of the selector that is trained.
+        """
+        width = getattr(config, "policy_width", config.feature_width)
+        lr = _RLOO_LR * _RLOO_WIDTH / width if self.lr is None else self.lr
+        final_lr = lr / 10 if self.final_lr is None else self.final_lr
+        length_weight = self.length_weight
+        if length_weight is None and hasattr(config, "length_weight"):
+            length_weight = _PRICE_FACTOR * config.length_weight
+        return dataclasses.replace(self, lr=lr, final_lr=final_lr, length_weight=length_weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Consecutive updates of a run with one objective and one optimizer.
+
+    Attributes:
+        objective: the loss.
+        optimizer: settings of the optimizer, whose schedule spans the phase.
+        first: updates of the run before the phase.
+        last: updates of the run at the end of the phase.
+    """
+
+    objective: Objective
+    optimizer: OptimizerSettings
+    first: int
+    last: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number of updates in the phase."""
+        return self.last - self.first
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """All updates through the noise gate.
+
+    Attributes:
+        objective: the loss.
+        optimizer: settings of the optimizer.
+    """
+
+    objective: GateObjective
+    optimizer: OptimizerSettings
+
+    def phases(self, steps: int) -> tuple[Phase, ...]:
+        """Returns one phase of `steps` updates."""
+        return (Phase(self.objective, self.optimizer, 0, steps),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rloo:
+    """All updates by RLOO on sampled subsets.
+
+    Attributes:
+        objective: the loss.
+        optimizer: settings of the optimizer.
+    """
+
+    objective: RlooObjective
+    optimizer: OptimizerSettings
+
+    def phases(self, steps: int) -> tuple[Phase, ...]:
+        """Returns one phase of `steps` updates."""
+        return (Phase(self.objective, self.optimizer, 0, steps),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """RLOO if random subsets teach the policy from the start; otherwise the gate, then RLOO.
+
+    `training.run` measures whether they do before the first update, and calls `choose`.
+
+    Attributes:
+        gate: recipe of the first updates.
+        rloo: recipe of the last updates, or of all updates.
+    """
+
+    gate: Gate
+    rloo: Rloo
+
+    def phases(self, steps: int) -> tuple[Phase, ...]:
+        """Returns the phases of a run that begins with the gate."""
+        switch = round(GATE_SHARE * steps)
+        return (
+            Phase(self.gate.objective, self.gate.optimizer, 0, switch),
+            Phase(self.rloo.objective, self.rloo.optimizer, switch, steps),
+        )
+
+    def choose(self, begin: str) -> "Auto | Rloo":
+        """Returns the recipe of a run that begins with the objective of the name `begin`."""
+        return self.rloo if begin == RLOO else self
+
+
+Recipe = Gate | Rloo | Auto
