@@ -180,12 +180,22 @@ def rloo_loss(
         "entropy": jnp.mean(subsets.entropy),
     }
     if method.has_stop and settings.stops:
-        stop = method.price_stop(inputs, stop_key, progress)
+        stop = method.price_stop(_every_nth_row(inputs, settings.stops), stop_key, progress)
         loss = loss + settings.stops * jnp.mean(stop.price)
         metrics |= stop_metrics(stop.count, stop.shortest, stop.longest)
     else:
         metrics["k_mean"] = jnp.mean(subsets.picks.count.astype(jnp.float32))
     return loss, Aux(metrics, progress.state)
+
+
+def _every_nth_row(inputs: Inputs, share: float) -> Inputs:
+    """Returns a share of the rows, evenly spaced so that all devices have some.
+
+    An episode to T_max has far more steps than a subset. A share of the rows bounds its cost.
+    """
+    step = max(1, round(1 / share))
+    rows = (None if x is None else x[::step] for x in inputs[:4])
+    return Inputs(*rows, inputs.stats)
 
 
 @implicit_promotion()
