@@ -550,7 +550,7 @@ def _expect_function(name: str, value: Any) -> None:
         raise UserError(f"{name} is a {type(value).__name__}, expected a function")
 
 
-def _stack_rows(margins: Sequence[Float[np.ndarray, "b _"]]) -> Float[np.ndarray, "q t"]:
+def _stack_rows(margins: Sequence[Float[np.ndarray, "_ _"]]) -> Float[np.ndarray, "q t"]:
     """Concatenates margins of different lengths; missing steps are infinite, where rows stop."""
     steps = max(margin.shape[1] for margin in margins)
     padded = [

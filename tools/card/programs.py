@@ -8,7 +8,7 @@ import jax
 
 from stepprune_jax.efficiency.model_shapes import find_backbone
 from stepprune_jax.models import vlm
-from stepprune_jax.models.weights import flatten
+from stepprune_jax.models.weights import flatten, join_kernels
 from tools.aot.hlo import backends, copied_weights, loops
 from tools.card import figures
 
