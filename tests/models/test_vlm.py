@@ -35,7 +35,7 @@ def test_llava_with_several_images_equals_the_reference(llava):
     assert_close(tokens, torch.stack(model.get_image_features(normalised).pooler_output))
     tokens = jnp.stack([tokens[:2], jnp.stack([tokens[2], tokens[0]])])
     lengths, visual = jnp.array([6, 6]), visual_of(config, tokens)
-    sequence = prompts.assemble(params, config, jnp.array(rows), lengths, visual)
+    sequence = prompts.assemble(params, config, jnp.array(rows), lengths, *visual)
     ours = prefill(params, config, sequence, 0, all_logits=True).logits
     for row, (ids, image_numbers) in enumerate(zip(rows, images, strict=True)):
         expanded = [x for t in ids for x in ([IMAGE_ID] * num_tokens if t == S else [t])]
@@ -66,7 +66,7 @@ def test_assembled_rows_equal_a_plain_loop(data):
     visual = visual_of(prompts.CONFIG, visual, index, valid)
     ids, lengths = np.array([row[:7] for row in ids]), np.array([len(row) for row in rows])
     sequence = prompts.assemble(
-        params, prompts.CONFIG, ids, lengths, visual, positions=positions, capacity=capacity
+        params, prompts.CONFIG, ids, lengths, *visual, positions=positions, capacity=capacity
     )
     for b in range(2):
         tokens, place = loop_assemble(rows[b], kept[b], 16, positions, capacity)
