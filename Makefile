@@ -199,13 +199,15 @@ docs: $(DOCS_VENV)/.installed
 
 # Runs the notebooks, without messages of other libraries.
 RUN_NOTEBOOKS = JAX_PLATFORMS=cpu TRANSFORMERS_VERBOSITY=error PYTHONWARNINGS="ignore:IProgress not found" \
-  $(DOCS_VENV)/bin/jupyter nbconvert --log-level=ERROR --to notebook --execute --coalesce-streams \
+  $(DOCS_VENV)/bin/jupyter nbconvert --log-level=ERROR --to notebook --execute \
   --ExecutePreprocessor.record_timing=False docs/tutorials/*.ipynb
 
-# Keeps the outputs in the notebooks.
+# Keeps the outputs in the notebooks. nbconvert joins the pieces of an output only in a second run.
 tutorials: $(DOCS_VENV)/.installed
 	$(RUN_NOTEBOOKS) --inplace
+	$(DOCS_VENV)/bin/jupyter nbconvert --log-level=ERROR --coalesce-streams docs/tutorials/*.ipynb
 
+# Writes no outputs into the notebooks, as `--coalesce-streams` would whatever the folder.
 test-tutorials: $(DOCS_VENV)/.installed
 	$(RUN_NOTEBOOKS) --output-dir $(CURDIR)/docs/_build/tutorials
 

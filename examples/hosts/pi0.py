@@ -19,7 +19,7 @@ import stepprune_jax as sp
 optimiser = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
-class PrunerInputs:
+class Pi0View:
     """pi0 at an observation: what a policy sees, and pi0 reading other tokens of the cameras.
 
     All cameras are one set: the policy compares them, and spends a budget on those that matter.
@@ -71,7 +71,7 @@ class PrunedPi0(nnx.Module):
 
     def view(self, observation, rng=None, train=False):
         """Returns pi0 reading what is kept of an observation."""
-        view = PrunerInputs(self.host, model.preprocess_observation(rng, observation, train=train))
+        view = Pi0View(self.host, model.preprocess_observation(rng, observation, train=train))
         sizes = {"capacity": self.capacity, "budget": self.budget, "max_steps": self.capacity}
         return view.read(self.policy.value.select(view.image, view.text, **view.masks, **sizes))
 
@@ -89,7 +89,7 @@ class PrunedPi0(nnx.Module):
 def update(policy, moments, host, key, observation, actions, share):
     """Takes a step of the policy; pi0, (graph, weights), is an argument without a gradient."""
     gate_key, flow_key = jax.random.split(key)
-    view = PrunerInputs(nnx.merge(*host), observation)
+    view = Pi0View(nnx.merge(*host), observation)
     index = jnp.arange(view.image.shape[1])[None]
 
     def flow_loss(gated):  # all tokens, each as noisy as the policy decides
@@ -119,7 +119,7 @@ seen = seen.replace(  # four prompts in one scene; the last robot has one wrist
     image_masks=seen.image_masks | {"right_wrist_0_rgb": jnp.arange(4) < 3},
     tokenized_prompt=jax.random.randint(key, seen.tokenized_prompt.shape, 0, 1000),
 )
-view = PrunerInputs(host, seen)
+view = Pi0View(host, seen)
 n, width = view.image.shape[1:]
 stats = sp.update_stats(sp.FeatureStats.start(width), view.image, view.masks["image_mask"])
 policy = sp.StepPrune.init(key, sp.PolicyConfig(width, width, num_heads=4, max_steps=96), stats)

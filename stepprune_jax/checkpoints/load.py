@@ -56,6 +56,8 @@ _QUANTIZED_SUFFIXES = (
     ".weight_scale_inv",
     ".weight_packed",
 )
+# Parts of the names that peft gives to the weights of an adapter and of the layers that it wraps.
+_ADAPTER_PARTS = ("base_model.model.", ".base_layer.", ".lora_A.", ".lora_B.", ".modules_to_save.")
 # Bytes of each matrix that `_are_equal` compares at once: 16 MiB, instead of a gigabyte.
 _COMPARED_BYTES = 1 << 24
 
@@ -327,6 +329,11 @@ def _collect_entries(
             place = f"{entry.name} in {entry.path.name}"
             if name.endswith(_QUANTIZED_SUFFIXES):
                 raise UserError(f"{source.folder}: quantized weights ({place}) are not supported")
+            if any(part in name for part in _ADAPTER_PARTS):
+                raise UserError(
+                    f"{source.folder}: the weights hold an adapter ({place}); merge the adapter into "
+                    "its model, and save the merged model"
+                )
             problems["unused"].append(place)
     if any(problems.values()):
         raise UserError(_list_problems(source.folder, problems))

@@ -176,6 +176,10 @@ def _label_tokens(
     labels, piece_start = [], 0
     for piece, piece_ids, piece_offsets in zip(pieces, ids, offsets, strict=True):
         start, end = piece_start + np.array(piece_offsets, np.int64).reshape(-1, 2).T
+        # A tokenizer that trims offsets gives a token of blanks an empty span at the end of the
+        # blanks. Such a token starts where the token before it ends.
+        previous_end = np.maximum.accumulate(np.concatenate([[piece_start], end]))[:-1]
+        start = np.where(start < end, start, previous_end)
         labels.append(np.where(count[end] > count[start], piece_ids, IGNORE).tolist())
         piece_start += len(piece) + len(IMAGE_MARK)
     return labels

@@ -67,7 +67,7 @@ class Times(NamedTuple):
     def __str__(self) -> str:
         first = f"{1000 * self.first_token:.1f} ms"
         if self.compiling:
-            first = f"{self.first_token:.1f} s, {self.compiling:.1f} of it compiling"
+            first = f"{self.first_token:.1f} s, {self.compiling:.1f} of it preparing programs"
         return f"first token after {first}, {self.tokens_per_s:.1f} tokens/s"
 
 

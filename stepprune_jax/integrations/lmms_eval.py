@@ -9,6 +9,7 @@ programs. Install with `pip install stepprune-jax[lmms-eval]`; lmms-eval finds t
 entry points.
 """
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,9 +66,16 @@ class StepPruneModel(lmms):
         Raises:
             FileNotFoundError: model or policy is missing.
             TypeError: an option is unknown.
-            UserError: an option has an invalid value.
+            UserError: an option has an invalid value, or lmms-eval was launched as several
+                processes.
         """
         super().__init__()
+        num_processes = os.environ.get("WORLD_SIZE", "1")
+        if num_processes != "1":
+            raise UserError(
+                f"WORLD_SIZE is {num_processes}, expected 1: one process uses all devices; start "
+                "lmms-eval without accelerate launch or torchrun, or set WORLD_SIZE=1"
+            )
         # The command line passes the number as a text.
         size = int(batch_size) if str(batch_size).isdecimal() else batch_size
         self._answerer = load_answerer(

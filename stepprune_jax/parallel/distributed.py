@@ -75,14 +75,10 @@ def arguments(environment: Mapping[str, str]) -> dict[str, Any] | None:
         return None
     if num_processes or process_id:
         return _parse_jax_variables(environment)
-    tasks = _count(environment, "SLURM_STEP_NUM_TASKS")
-    if tasks > 1:
+    if _count(environment, "SLURM_STEP_NUM_TASKS") > 1:
         slurm: dict[str, Any] = {"cluster_detection_method": "slurm"}
-        gpus = _count(environment, "SLURM_GPUS_ON_NODE")
-        if tasks == _count(environment, "SLURM_STEP_NUM_NODES") and gpus > 1:
-            # By default jax gives each task one GPU. The remaining GPUs of the node would be idle.
-            slurm["local_device_ids"] = range(gpus)
-        return slurm
+        num_gpus = _count_gpus(environment)
+        return slurm | ({"local_device_ids": range(num_gpus)} if num_gpus else {})
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
     if "," in hosts:
         return {}
@@ -119,8 +115,26 @@ def _parse_jax_variables(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _count(environment: Mapping[str, str], name: str) -> int:
     """Returns the number in an environment variable, or 0 if it is not a number."""
-    text = environment.get(name, "")
+    text = environment.get(name, "").rpartition(":")[2]  # Slurm writes h100:2 for two of a type.
     return int(text) if text.isdecimal() else 0
+
+
+def _count_gpus(environment: Mapping[str, str]) -> int:
+    """Returns how many GPUs a task of a Slurm step drives, or 0 if jax is to choose.
+
+    jax gives task i of a node the i-th visible GPU. That GPU does not exist where Slurm shows each
+    task only the GPUs of that task. With one task for each node, the other GPUs would be idle.
+    """
+    if environment.get("JAX_LOCAL_DEVICE_IDS"):
+        return 0
+    device_names = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    num_visible = sum(bool(name) for name in device_names)
+    if num_visible and num_visible in (1, _count(environment, "SLURM_GPUS_PER_TASK")):
+        return num_visible
+    num_gpus = num_visible or _count(environment, "SLURM_GPUS_ON_NODE")
+    num_tasks = _count(environment, "SLURM_STEP_NUM_TASKS")
+    is_task_per_node = num_tasks == _count(environment, "SLURM_STEP_NUM_NODES")
+    return num_gpus if is_task_per_node and num_gpus > 1 else 0
 
 
 def is_main() -> bool:

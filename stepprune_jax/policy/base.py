@@ -139,7 +139,24 @@ def _require_array(
         raise ValueError(f"{name} is of shape {value.shape}, expected {expected}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"{name} is of dtype {value.dtype}, expected floating point: {expected}")
+    _require_auto_axes(name, value)
     return value.shape
+
+
+def _require_auto_axes(name: str, value: AnyArray) -> None:
+    """Raises a ValueError for an array that is sharded over a mesh axis of type `Explicit`.
+
+    The type of an array names only these axes. A gather would fail with a message about operands.
+    """
+    if not hasattr(jax, "typeof"):  # jax 0.5 has no such types
+        return
+    axes = [axis for axis in jax.typeof(value).sharding.spec if axis is not None]
+    if axes:
+        raise ValueError(
+            f"{name} is sharded over the mesh axes {axes} of type Explicit, expected type Auto: "
+            "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape)), "
+            "or call the policy through jax.sharding.auto_axes"
+        )
 
 
 def _require_mask(name: str, value: Any, shape: tuple[int, ...]) -> None:

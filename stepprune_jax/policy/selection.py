@@ -443,9 +443,10 @@ def first_picks(order: Int[AnyArray, "b t"], count: Int[AnyArray, "b"], num_toke
     """
     b, steps = order.shape
     action = jnp.where(jnp.arange(steps) < count[:, None], order, num_tokens)
-    is_kept = jnp.zeros((b, num_tokens), bool)
-    is_kept = is_kept.at[jnp.arange(b)[:, None], action].set(True, mode="drop")
-    return Picks(action, jnp.asarray(count), is_kept)
+    # The last column is the stop. Without it `checkify` would report an index out of bounds.
+    is_kept = jnp.zeros((b, num_tokens + 1), bool)
+    is_kept = is_kept.at[jnp.arange(b)[:, None], action].set(True)
+    return Picks(action, jnp.asarray(count), is_kept[:, :num_tokens])
 
 
 @implicit_promotion()

@@ -147,6 +147,17 @@ def test_undeclared_quantized_tensors_are_refused_in_one_line(tmp_path, name):
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "modules_to_save.default"])
+def test_weights_with_an_unmerged_adapter_are_refused_in_one_line(tmp_path, part):
+    """`save_pretrained` of the model inside a peft model writes such names."""
+    folder, layer = testing.tiny_llava(tmp_path), "language_model.model.layers.1.mlp.up_proj"
+    renamed = f"{layer}.{part}.weight"
+    _rewrite(folder, lambda tensors: tensors.update({renamed: tensors.pop(f"{layer}.weight")}))
+    with pytest.raises(ValueError, match=f"hold an adapter .{renamed} in model.*merge") as error:
+        _load(folder)
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
 def test_unknown_tensors_are_refused_except_known_harmless_ones(tmp_path):
     folder = testing.tiny_llava(tmp_path)
     harmless = {"language_model.model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(6)}

@@ -6,6 +6,8 @@ import json
 import types
 
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,8 +70,6 @@ def labels_by_counting(tokenizer, turns, images, legacy):
 @functools.cache
 def first_blank_tokenizer():
     """Returns a tiny tokenizer like LLaVA-1.5's, with a blank before a text and a token "USER"."""
-    import tokenizers
-    import transformers
 
     state = json.loads(testing.tiny_tokenizer(image_token=False).backend_tokenizer.to_str())
     state["normalizer"] = None
@@ -139,8 +139,6 @@ def test_ids_equal_the_prompt_and_labels_start_where_generation_does(tokenizer, 
 
 
 def test_a_token_that_overlaps_an_answer_is_supervised():
-    import tokenizers
-    import transformers
 
     # The end of the role name and the answer are one token.
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
@@ -148,6 +146,21 @@ def test_a_token_that_overlaps_an_answer_is_supervised():
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     encoded = llava_encoder(tokenizer).encode(["a", "b"], 0)
     assert encoded.ids == [0, 0] and encoded.labels == [IGNORE, 0]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_blanks_of_an_answer_are_supervised_even_if_a_tokenizer_trims_offsets(trims):
+    """A byte-level tokenizer that trims offsets reports empty spans for tokens of blanks."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trims)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator([], tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet))
+    encoder = llava_encoder(transformers.PreTrainedTokenizerFast(tokenizer_object=backend))
+    for answer in ("red\n\ndog", "two\n  é", "no\n"):
+        encoded = encoder.encode(["What\nis this?", answer], 1)
+        assert encoder.tokenizer.decode(supervised(encoded)).strip(" ") == f"{answer}</s>"
 
 
 def test_tokenizers_without_offsets_are_refused():

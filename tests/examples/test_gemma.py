@@ -73,7 +73,7 @@ def test_one_program_serves_every_question_image_and_stop(example):
     assert numbers(r"(\d+) programs", example.printed) == [3]
     batch, means = example.batch._replace(images=example.images[::-1]), []
     for bias in (-2.0, 2.0):
-        index = example.run(batch, example.policy.replace(stop_bias=bias), example.stop)[1]
+        index = example.run(batch, example.policy.replace(stop_bias=bias), 32)[1]
         means.append(np.mean(np.sum(index >= 0, axis=1)))
     assert means[0] > means[1] + 2
     assert example.pruned_logits._cache_size() == 3

@@ -66,7 +66,7 @@ def test_positions_are_those_of_the_whole_prefix(example):
         embed_prefix=lambda _: (jnp.zeros((1, 8, 3)), mask, None),
         PaliGemma=SimpleNamespace(llm=llm),
     )
-    view = example.PrunerInputs(host, SimpleNamespace(tokenized_prompt=jnp.zeros((1, 2), int)))
+    view = example.Pi0View(host, SimpleNamespace(tokenized_prompt=jnp.zeros((1, 2), int)))
     valid = jnp.array([[True, True, False]])
     view.read(sp.Pruned(jnp.array([[0, 5, -1]]), jnp.zeros((1, 3, 3)), valid, None))
     _, short, _ = view.embed_prefix(None)
@@ -82,7 +82,7 @@ def test_positions_are_those_of_the_whole_prefix(example):
 def test_dropping_a_token_equals_masking_it(example):
     """And not with the positions that pi0 counts along the shorter mask."""
 
-    class Compact(example.PrunerInputs):
+    class Compact(example.Pi0View):
         def llm(self, tokens, **rest):
             return self.host.PaliGemma.llm(tokens, **rest)
 
@@ -93,13 +93,13 @@ def test_dropping_a_token_equals_masking_it(example):
             return view.compute_loss(jax.random.key(0), seen, actions)
 
         host = example.nnx.merge(*parts)
-        view = example.PrunerInputs(host, seen)
+        view = example.Pi0View(host, seen)
         kept = policy.select(view.image, view.text, **view.masks, capacity=64, budget=64)
         every = jnp.arange(view.image.shape[1])[None]
         masked = jnp.any(every[..., None] == kept.index[:, None], axis=2)
         short = (kept.tokens, kept.valid, kept.index)
-        whole = loss(example.PrunerInputs, view.image, masked, every)
-        return whole, loss(example.PrunerInputs, *short), loss(Compact, *short)
+        whole = loss(example.Pi0View, view.image, masked, every)
+        return whole, loss(example.Pi0View, *short), loss(Compact, *short)
 
     whole, dropped, compact = losses(example.parts, example.policy, example.seen, example.actions)
     np.testing.assert_allclose(dropped, whole, rtol=1e-4)

@@ -91,6 +91,14 @@ def test_the_constructor_takes_what_lmms_eval_passes(module, monkeypatch):
         module.StepPruneModel("shapes", budgets=3)
 
 
+def test_a_launch_of_several_processes_is_refused(module, monkeypatch):
+    """Each process would load the model on all devices, and lmms-eval would ask for torch's."""
+    monkeypatch.setattr(module, "load_answerer", lambda options: pytest.fail("loads the model"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 2, expected 1.*without accelerate launch"):
+        module.StepPruneModel("shapes")
+
+
 def test_the_page_lists_every_argument_of_a_model():
     text = (ROOT / "docs" / "evaluation.md").read_text().partition("## lmms-eval")[2]
     example, more_names = re.search(

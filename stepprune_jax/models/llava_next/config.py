@@ -48,6 +48,9 @@ _MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_
 _VOCABULARY_SIZES = {"llama_3": 128_256, "yi": 64_000}
 # Files may pad the vocabulary by up to this number of rows.
 _MAX_PADDING_ROWS = 64
+# Ids of the tokens that end a turn in these prompts, <|eot_id|> and <|im_end|>. Files of some
+# fine-tuned models name only the end of a text, and answers would not stop.
+_TURN_ENDS = {"llama_3": 128_009, "yi": 7}
 _MISTRAL_ONLY = {
     "window": FieldRule("sliding_window", 0, lambda value: None, "null"),
     "kind": choice_rule("model_type", "mistral", "llava_mistral"),
@@ -133,7 +136,8 @@ class LlavaNextConfig(LlavaConfig):
         rules = {"text": object_rule("text_config"), "sizes": SIZES}
         text, sizes = read_fields(raw, "config.json", rules).values()
         llava_raw = raw | {"model_type": "llava", "text_config": _as_llama(text)}
-        return super().from_hf(llava_raw, sizes=sizes, prompts=_choose_prompts(text))
+        config = super().from_hf(llava_raw, sizes=sizes, prompts=_choose_prompts(text))
+        return config._stop_at_turn_ends()
 
     @classmethod
     def check_original(cls, raw: Json) -> None:
@@ -145,12 +149,20 @@ class LlavaNextConfig(LlavaConfig):
     def from_original(cls, raw: Json, vision: Json) -> "LlavaNextConfig":
         """Builds the config from the original layout, whose sizes are (width, height)."""
         sizes = read_fields(raw, "config.json", {"sizes": SIZES})["sizes"]
-        return super().from_original(
+        config = super().from_original(
             _as_llama(raw) | _LLAVA_FIELDS,
             vision,
             sizes=tuple(size[::-1] for size in sizes),
             prompts=_choose_prompts(raw),
         )
+        return config._stop_at_turn_ends()
+
+    def _stop_at_turn_ends(self) -> "LlavaNextConfig":
+        """Returns the config with the token that ends a turn among the tokens that end an answer."""
+        turn_end = _TURN_ENDS.get(self.prompts)
+        if turn_end is None or turn_end in self.eos_token_ids:
+            return self
+        return dataclasses.replace(self, eos_token_ids=(*self.eos_token_ids, turn_end))
 
     def to_hf(self, dtype: str) -> Json:
         """Returns the ``config.json`` of the model, in the layout that `from_hf` reads.

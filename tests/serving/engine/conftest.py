@@ -61,9 +61,7 @@ _FLAGS = ("--dtype", "float32", "--enforce-eager", "--skip-mm-profiling", *CHAT)
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
     """Starts an engine for a model's folder once, and again at its address if it was killed."""
-    engines, settings = {}, pytest.MonkeyPatch()
-    # The model then runs in the engine's process: one process less imports torch and vLLM.
-    settings.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    engines = {}
 
     def run(folder):
         engine = engines.get(folder)
@@ -75,6 +73,5 @@ def start(tmp_path_factory):
         return engine
 
     yield run
-    settings.undo()
     for engine in engines.values():
         engine.kill()

@@ -129,7 +129,9 @@ def test_thousands_of_requests_at_once(model, wide_llava, start):
         assert statuses[200] >= MOST
         assert most - before < 1 << 30, (before, most)  # the clients' share included
         metrics = f"{address}/metrics"
-        wait_until(lambda: "stepprune_in_flight 0\n" in httpx2.get(metrics, timeout=PATIENCE).text)
+        wait_until(
+            lambda: "stepprune_in_flight 0.0\n" in httpx2.get(metrics, timeout=PATIENCE).text
+        )
         assert len(ask(client, "two", [noise(1)], 2).choices[0].token_ids) == 2
 
 
