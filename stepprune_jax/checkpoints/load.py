@@ -331,8 +331,8 @@ def _collect_entries(
                 raise UserError(f"{source.folder}: quantized weights ({place}) are not supported")
             if any(part in name for part in _ADAPTER_PARTS):
                 raise UserError(
-                    f"{source.folder}: the weights hold an adapter ({place}); merge the adapter into "
-                    "its model, and save the merged model"
+                    f"{source.folder}: the weights hold an adapter ({place}); merge the adapter "
+                    "into its model, and save the merged model"
                 )
             problems["unused"].append(place)
     if any(problems.values()):

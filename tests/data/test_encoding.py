@@ -160,7 +160,7 @@ def test_blanks_of_an_answer_are_supervised_even_if_a_tokenizer_trims_offsets(tr
     encoder = llava_encoder(transformers.PreTrainedTokenizerFast(tokenizer_object=backend))
     for answer in ("red\n\ndog", "two\n  é", "no\n"):
         encoded = encoder.encode(["What\nis this?", answer], 1)
-        assert encoder.tokenizer.decode(supervised(encoded)).strip(" ") == f"{answer}</s>"
+        assert encoder.tokenizer.decode(supervised_ids(encoded)).strip(" ") == f"{answer}</s>"
 
 
 def test_tokenizers_without_offsets_are_refused():

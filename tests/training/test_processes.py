@@ -73,7 +73,7 @@ def test_a_bad_variable_is_named(change):
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_other_launchers_are_refused(name):
     """Otherwise each process would train a separate run."""
-    with pytest.raises(UserError, match=f"{name} is 2, but .*JAX_NUM_PROCESSES=1 for a process"):
+    with pytest.raises(UserError, match=f"{name} is 2, but .*JAX_NUM_PROCESSES=1 for a single"):
         distributed.start({name: "2"})
 
 

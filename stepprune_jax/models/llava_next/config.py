@@ -158,7 +158,7 @@ class LlavaNextConfig(LlavaConfig):
         return config._stop_at_turn_ends()
 
     def _stop_at_turn_ends(self) -> "LlavaNextConfig":
-        """Returns the config with the token that ends a turn among the tokens that end an answer."""
+        """Returns the config with the end of a turn among the tokens that end an answer."""
         turn_end = _TURN_ENDS.get(self.prompts)
         if turn_end is None or turn_end in self.eos_token_ids:
             return self
