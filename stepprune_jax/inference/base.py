@@ -92,7 +92,7 @@ def read_images(backbone: Backbone, parts: Ordered[Pixels]) -> Images:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How the model is run.
+    """Options of a run of the model.
 
     Attributes:
         max_tokens: longest answer, in tokens.

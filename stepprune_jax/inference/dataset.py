@@ -25,7 +25,7 @@ Variant = tuple[Pruner, Int[np.ndarray, "_"] | None]
 
 
 class Batching(NamedTuple):
-    """How a data set is divided into batches.
+    """Division of a data set into batches.
 
     Attributes:
         batch_size: prompts per batch.
