@@ -82,7 +82,7 @@ def expected_row(model, pruner, turns, images):
     batch = plan_batch(model, pruner, request.prompts(), encoded, COMPACT)
     batch = pipeline.complete_plan(model, batch)
     hidden, length = pipeline.embed(model, batch)
-    assert length[0] == len(request.ids[0]) - len(images) + batch.kept[0]
+    assert length[0] == len(request.ids[0]) - len(images) + batch.num_kept[0]
     return hidden[0, : length[0]]
 
 

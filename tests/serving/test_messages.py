@@ -371,7 +371,7 @@ def test_an_error_quotes_a_text_as_the_client_sent_it(llava_model, monkeypatch):
 
 
 def test_a_system_prompt_with_an_image_mark_is_refused(qwen_model):
-    with pytest.raises(ValueError, match="the system's text has <image>"):
+    with pytest.raises(ValueError, match="<image> is not allowed in the system prompt"):
         read_request(qwen_model, ["two"], system="<image>")
 
 
