@@ -75,7 +75,7 @@ test-lab: env
 	$(PYTEST) $(LAB_TESTS)
 
 # Policies alone, where nothing but jax is installed: the oldest jax that they run on, and the newest.
-CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/selectors/test_,autoselect.py diagnosis.py trained.py)
+CORE_TESTS = tests/policy tests/test_core.py $(addprefix tests/selectors/test_,autoselect.py diagnosis.py selectors.py)
 test-core: $(CORE_VENV)-oldest/.installed $(CORE_VENV)-newest/.installed
 	$(CORE_VENV)-oldest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
 	$(CORE_VENV)-newest/bin/python -m pytest -n 2 --dist loadfile $(CORE_TESTS)
