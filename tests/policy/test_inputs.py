@@ -45,7 +45,7 @@ def test_checks_of_a_users_program_find_no_index_out_of_bounds(params):
     assert error.get() is None and (pruned.count < 4).any()
 
 
-@pytest.mark.skipif(not hasattr(jax, "typeof"), reason="jax 0.5 has no Explicit axes")
+@pytest.mark.skipif(not hasattr(jax, "P"), reason="jax 0.5 has no Explicit axes")
 def test_arrays_on_explicit_mesh_axes_are_refused_by_name(params):
     """jax would say that the operands of a concatenation differ, and name no argument."""
     explicit = (jax.sharding.AxisType.Explicit,)
