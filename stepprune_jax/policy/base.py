@@ -48,7 +48,14 @@ class FeatureStats(NamedTuple):
         return first, FeatureStats(self.mean[width:], self.var[width:], self.count)
 
     def continued(self, wider: "FeatureStats") -> "FeatureStats":
-        """Appends the channels of `wider` that lie beyond the width of these statistics."""
+        """Appends channels of `wider`, which has statistics of more channels.
+
+        Args:
+            wider: statistics whose first channels are the channels of these statistics.
+
+        Returns:
+            Statistics as wide as `wider`; the first channels are unchanged.
+        """
         _, remaining = wider.split(len(self.mean))
         mean = jnp.concatenate([self.mean, remaining.mean])
         return FeatureStats(mean, jnp.concatenate([self.var, remaining.var]), self.count)
@@ -107,14 +114,16 @@ class Inputs(NamedTuple):
         if image_shape[1] == 0:
             raise ValueError("image has 0 tokens, expected at least 1 of each image")
         _require_mask("image_mask", self.image_mask, image_shape[:2])
-        rows = image_shape[0]
+        batch_size = image_shape[0]
         if self.text is not None:
             expected_text = (
-                f"({rows}, l, {text_width}), the embeddings of the l words of each question"
+                f"({batch_size}, l, {text_width}), the embeddings of the l words of each question"
             )
-            if np.shape(self.text) == (rows, text_width):
+            if np.shape(self.text) == (batch_size, text_width):
                 expected_text += "; of one vector for each question, text[:, None]"
-            text_shape = _require_array("text", self.text, (rows, None, text_width), expected_text)
+            text_shape = _require_array(
+                "text", self.text, (batch_size, None, text_width), expected_text
+            )
             _require_mask("text_mask", self.text_mask, text_shape[:2])
         elif self.text_mask is not None:
             raise ValueError("text_mask is given without text, expected both")
@@ -130,12 +139,28 @@ class Inputs(NamedTuple):
 def _require_array(
     name: str, value: Any, shape: tuple[int | None, ...], expected: str
 ) -> tuple[int, ...]:
-    """Returns the shape of a floating-point array; None in `shape` allows any size."""
+    """Checks that a value is a floating-point array of the required shape.
+
+    Args:
+        name: name of the argument, for messages.
+        value: value to check.
+        shape: required shape; None allows any size of an axis.
+        expected: description of the shape, for messages.
+
+    Returns:
+        The actual shape.
+
+    Raises:
+        ValueError: the value has another type, shape or dtype, or explicit sharding.
+    """
     if not isinstance(value, AnyArray):
         kind = type(value).__name__
         raise ValueError(f"{name} is a {kind}, expected an array of shape {expected}")
-    sizes = zip(value.shape, shape, strict=False)
-    if value.ndim != len(shape) or any(required not in (None, size) for size, required in sizes):
+    has_shape = value.ndim == len(shape) and all(
+        required_size in (None, size)
+        for size, required_size in zip(value.shape, shape, strict=True)
+    )
+    if not has_shape:
         raise ValueError(f"{name} is of shape {value.shape}, expected {expected}")
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise ValueError(f"{name} is of dtype {value.dtype}, expected floating point: {expected}")
@@ -146,10 +171,11 @@ def _require_array(
 def _require_auto_axes(name: str, value: AnyArray) -> None:
     """Raises a ValueError for an array that is sharded over a mesh axis of type `Explicit`.
 
-    The type of an array names only these axes. A gather would fail with a message about operands.
+    Without this check, a gather would fail with a message about its operands.
     """
     if not hasattr(jax, "typeof"):  # jax 0.5 has no such types
         return
+    # The type of an array names explicit axes only.
     axes = [axis for axis in jax.typeof(value).sharding.spec if axis is not None]
     if axes:
         raise ValueError(
@@ -187,14 +213,13 @@ class Limits:
         min_tokens: number of tokens that are chosen before the stop is available.
         max_tokens: number of tokens after which a row is stopped.
         max_steps: T_max, at most N; static. Default `config.steps(n)`.
-        group: g, the number of tokens that are taken from one pointer distribution; static. Token t
+        group: g, the number of tokens that are chosen by one pointer distribution; static. Token t
             (counted from 0) is the best remaining token by the logits of step g floor(t / g). All g
-            slots enter the history in order of choice and the last of them is the next query, as if
-            they had been taken one by one, so a policy needs no retraining for another g. All other
-            quantities are computed per token: p_t(i) over the remaining tokens, the stop (a hazard
-            is evaluated before each token, all other stops use the group's logits), A_t and beta^t.
-            The gradient of each of the g tokens flows to the group's logits. The last group ends
-            with the episode.
+            slots enter the history in order of choice and the last slot is the next query, as with
+            g = 1, so a policy needs no retraining for another g. All other quantities are computed
+            per token: p_t(i) over the remaining tokens, the stop (a hazard is evaluated before each
+            token, all other stops use the group's logits), A_t and beta^t. The gradient of each of
+            the g tokens flows to the group's logits. The last group ends with the episode.
         draw: temperature at which tokens are sampled; 0 takes the most probable tokens; static.
     """
 
@@ -342,8 +367,8 @@ class Trajectory(NamedTuple):
         prob: p_t(i); exactly zero for tokens that cannot be chosen.
         stop_prob: p_t(stop); 0 before `min_tokens` and 1 once `max_tokens` are chosen.
         log_continue: log(1 - p_t(stop)), finite and computed without cancellation.
-        margin: l_stop - max_i l_i, or l_stop for a hazard, with the stop bias. The hard stop is
-            `margin > 0`; see `count_at_bias`.
+        margin: stop margin l_stop - max_i l_i, or l_stop for a hazard, with the stop bias. The hard
+            stop is `margin > 0`; see `count_at_bias`.
         alive: whether the episode had not ended before step t (the hard A_t).
         count: K, the number of tokens kept.
         selected: whether token i is kept.

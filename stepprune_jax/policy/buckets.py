@@ -1,4 +1,4 @@
-"""The rules for padding shapes, so that few programs are compiled; computed on the host.
+"""Rules for padding shapes, which bound the number of compiled programs; computed on the host.
 
 A bucket is a size that shapes are padded to. A ladder is an ascending tuple of buckets.
 """
@@ -11,10 +11,10 @@ from jaxtyping import Int
 
 
 def bucket_ladder(max_tokens: int) -> tuple[int, ...]:
-    """Returns bucket sizes up to `max_tokens`, each at most 1.5 times its predecessor.
+    """Returns the sizes 16, 24, 32, 48, 64, 96, 128, ..., up to and including `max_tokens`.
 
-    16, 24, 32, 48, 64, 96, 128, 192, ...: one program is compiled per bucket, and padding adds at
-    most half of the entries.
+    Each size is at most 1.5 times its predecessor. One program is compiled per size, and padding
+    adds at most half of the entries.
     """
     sizes, power = [], 16
     while power < max_tokens:
@@ -24,7 +24,11 @@ def bucket_ladder(max_tokens: int) -> tuple[int, ...]:
 
 
 def choose_bucket(count: ArrayLike, buckets: Sequence[int]) -> int:
-    """Returns the smallest of `buckets` that holds every row; runs on the host.
+    """Returns the smallest bucket that holds every row; runs on the host.
+
+    Args:
+        count: number of tokens of each row, or of the only row.
+        buckets: sizes to choose from, in any order.
 
     Raises:
         ValueError: a row has more tokens than the largest bucket holds.
@@ -39,10 +43,14 @@ def choose_bucket(count: ArrayLike, buckets: Sequence[int]) -> int:
 
 
 def ladder(largest: int, smallest: int = 64) -> tuple[int, ...]:
-    """Returns sizes up to `largest`, four per doubling: 64, 80, 96, 112, 128, 160, ...
+    """Returns the sizes 64, 80, 96, 112, 128, 160, ..., up to and including `largest`.
 
-    Padding to the next size adds at most a quarter. 640 tokens (576 of an image and a question)
-    need no padding.
+    There are four sizes per doubling, so padding to the next size adds at most a quarter. 640
+    tokens (576 image tokens and a question) need no padding.
+
+    Args:
+        largest: last size.
+        smallest: first size, if it is below `largest`.
     """
     sizes, base = [], smallest
     while base < largest:
@@ -68,7 +76,7 @@ def kept_bucket(count: int) -> int:
 
 
 def row_bucket(count: int, exact: Iterable[int] = ()) -> int:
-    """Rounds a number of rows up to 0, 1, 2, 3, 4, 6, 8, 12, 16, ..., or one of `exact`."""
+    """Rounds a number of rows up to 0, 1, 2, 3, 4, 6, 8, 12, 16, ..., or a size in `exact`."""
     sizes, base = {0, 1}, 1
     while base < count:
         base *= 2
@@ -92,23 +100,34 @@ def round_up(sizes: ArrayLike, multiple: int) -> Int[np.ndarray, "*n"]:
 
 
 def fraction_ladder(largest: int, divisors: Sequence[int] = (8, 4, 2, 1)) -> tuple[int, ...]:
-    """Returns fractions of the largest size, rounded up: an eighth, a quarter, a half, all."""
+    """Returns an eighth, a quarter, a half and all of `largest`, rounded up to integers.
+
+    Args:
+        largest: largest size.
+        divisors: divisors of `largest`; by default, of the fractions above.
+
+    Returns:
+        The sizes in ascending order, without repetitions.
+    """
     return tuple(sorted({-(-largest // divisor) for divisor in divisors}))
 
 
 def pad_rows(count: int, batch: int) -> Int[np.ndarray, "r"]:
-    """Returns the row numbers 0, 1, ..., count - 1, padded with row 0 to a bucket.
+    """Returns the row indices 0, 1, ..., count - 1, padded with index 0 to a bucket.
 
-    Buckets are the sizes of `row_bucket` and the multiples of `batch`, so that a batch whose rows
-    have the same number of images needs no padding.
+    Args:
+        count: number of rows before padding.
+        batch: number of questions of the batch. Its multiples are buckets as well, so that no
+            padding is needed if each question has the same number of rows (images).
     """
-    rows = np.arange(row_bucket(count, range(batch, count + batch, batch)), dtype=np.int32)
+    batch_multiples = range(batch, count + batch, batch)
+    rows = np.arange(row_bucket(count, batch_multiples), dtype=np.int32)
     rows[count:] = 0
     return rows
 
 
 def pad_ids(ids: Int[np.ndarray, "b l"], width: int) -> Int[np.ndarray, "b width"]:
-    """Pads ids with zeros at the right end, or truncates them, to a width."""
+    """Pads each row of ids with zeros at its end, or truncates it, to `width` ids."""
     if ids.shape[1] >= width:
         return ids[:, :width]
     padded = np.zeros((len(ids), width), ids.dtype)

@@ -57,26 +57,40 @@ def pointer_init(
     memory_mask: Bool[Array, "b m"],
     steps: int,
 ) -> tuple[Float[Array, "b d"], PointerContext, Cache]:
-    """Prepares the pointer decoder for `steps` steps over `memory`; see `InitFn`."""
+    """Computes all arrays of the pointer decoder that depend on the memory only; see `InitFn`.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        memory: [b, m, d] encoded image tokens, followed by the stop slot.
+        memory_mask: [b, m] True at slots of real tokens and at the stop slot.
+        steps: number of steps of the episode.
+
+    Returns:
+        A tuple (start, context, cache). start: [b, d] the learned first query. context: keys and
+        values of the memory. cache: empty KV caches for `steps` queries.
+    """
     b, _, d = memory.shape
-    weights, heads = params["decoder"], config.num_heads
+    weights = params["decoder"]
     pointer = weights["pointer"]
-    slots = layers.layer_norm(pointer["memory_norm"], memory)
-    cross_keys, cross_values = [], []
     layers_and_memories = [
         (weights[f"layer_{i}"], memory) for i in range(config.decoder_layers - 1)
     ]
     has_hazard = config.stop == "hazard"
     if has_hazard:
+        # The hazard layer, which predicts the stop, must not change the memory.
         layers_and_memories.append((weights["hazard"], jax.lax.stop_gradient(memory)))
+    cross_keys, cross_values = [], []
     for layer, layer_memory in layers_and_memories:
         cross = layer["cross"]
         normed = layers.layer_norm(cross["memory_norm"], layer_memory)
-        for name, projections in (("key", cross_keys), ("value", cross_values)):
-            projected = layers.dense(cross["attention"][name], normed)
-            projections.append(layers.split_heads(projected, heads))
+        key = layers.dense(cross["attention"]["key"], normed)
+        value = layers.dense(cross["attention"]["value"], normed)
+        cross_keys.append(layers.split_heads(key, config.num_heads))
+        cross_values.append(layers.split_heads(value, config.num_heads))
+    normed_memory = layers.layer_norm(pointer["memory_norm"], memory)
     context = PointerContext(
-        pointer_key=layers.dense(pointer["key"], slots),
+        pointer_key=layers.dense(pointer["key"], normed_memory),
         cross_key=tuple(cross_keys),
         cross_value=tuple(cross_values),
         memory_mask=memory_mask,
@@ -95,50 +109,54 @@ def history_attention(
     first: ArrayLike,
     skip: ArrayLike = 0,
 ) -> tuple[Float[Array, "b t d"], History]:
-    """Applies causal self-attention over the previous queries and the new queries.
+    """Applies causal self-attention of new queries over all queries of an episode so far.
 
     Args:
         params: weights of the self-attention and its pre-norm.
         config: policy configuration.
-        x: [b, t, d] activations of the queries at steps `first, first + 1, ...`.
-        history: keys and values of the previous queries.
-        first: step of the first new query.
+        x: [b, t, d] activations of the new queries, at steps `first, first + 1, ...`.
+        history: KV cache of the previous queries.
+        first: step of the first new query, which is also its position in the cache.
         skip: number of leading cache entries that hold no query and are masked.
 
     Returns:
-        The activations with the residual added, and the history with the new keys and values.
+        A tuple (x, history). x: [b, t, d] activations with the residual added. history: the KV
+        cache with the keys and values of the new queries.
     """
-    y = layers.layer_norm(params["norm"], x)
+    normed = layers.layer_norm(params["norm"], x)
     weights = params["attention"]
-    q, k, v = (
-        layers.split_heads(layers.dense(weights[name], y), config.num_heads)
+    query, new_key, new_value = (
+        layers.split_heads(layers.dense(weights[name], normed), config.num_heads)
         for name in ("query", "key", "value")
     )
-    key = jax.lax.dynamic_update_slice_in_dim(history.key, k, first, axis=2)
-    value = jax.lax.dynamic_update_slice_in_dim(history.value, v, first, axis=2)
+    key = jax.lax.dynamic_update_slice_in_dim(history.key, new_key, first, axis=2)
+    value = jax.lax.dynamic_update_slice_in_dim(history.value, new_value, first, axis=2)
     key_step, query_step = jnp.arange(key.shape[2]), first + jnp.arange(x.shape[1])
     mask = (key_step >= skip) & (key_step <= query_step[:, None])
-    mixed = layers.merge_heads(layers.attention(q, key, value, mask[None, None]))
+    mixed = layers.merge_heads(layers.attention(query, key, value, mask[None, None]))
     return x + layers.dense(weights["out"], mixed), History(key, value)
 
 
 def finish_layer(
     layer: Params, config: PolicyConfig, context: PointerContext, i: int, x: Float[Array, "b t d"]
 ) -> Float[Array, "b t d"]:
-    """Applies the cross-attention and the MLP that follow a layer's history attention.
+    """Applies cross-attention to the memory, then the MLP: the second half of a decoder layer.
 
     Args:
         layer: weights of the decoder layer.
         config: policy configuration.
-        context: result of `pointer_init`.
+        context: arrays that `pointer_init` computed from the memory.
         i: index of the layer's keys and values in `context`.
-        x: [b, t, d] output of the history attention.
+        x: [b, t, d] output of the layer's history attention.
+
+    Returns:
+        [b, t, d] output of the layer.
     """
     weights = layer["cross"]["attention"]
-    q = layers.dense(weights["query"], layers.layer_norm(layer["cross"]["norm"], x))
-    q = layers.split_heads(q, config.num_heads)
+    query = layers.dense(weights["query"], layers.layer_norm(layer["cross"]["norm"], x))
+    query = layers.split_heads(query, config.num_heads)
     mask = context.memory_mask[:, None, None]
-    mixed = layers.attention(q, context.cross_key[i], context.cross_value[i], mask)
+    mixed = layers.attention(query, context.cross_key[i], context.cross_value[i], mask)
     x = x + layers.dense(weights["out"], layers.merge_heads(mixed))
     return x + layers.mlp(layer["mlp"], layers.layer_norm(layer["norm"], x))
 
@@ -154,7 +172,11 @@ def decoder_layer(
     first: ArrayLike,
     skip: ArrayLike = 0,
 ) -> tuple[Float[Array, "b t d"], History]:
-    """Applies a decoder layer: `history_attention`, then `finish_layer`."""
+    """Applies a decoder layer: `history_attention`, then `finish_layer`.
+
+    Takes the arguments of the two functions. Returns [b, t, d] activations and the updated KV
+    cache of the layer.
+    """
     x, history = history_attention(layer["history"], config, x, history, first, skip)
     return finish_layer(layer, config, context, i, x), history
 
@@ -167,22 +189,23 @@ def hazard_logits(
     history: History,
     first: ArrayLike,
 ) -> tuple[Float[Array, "b t"], History]:
-    """Computes the stop logits of the hazard layer.
+    """Computes stop logits with the hazard layer, a decoder layer that predicts the stop only.
 
-    No gradient reaches queries or memory. The layer's output is compared with the stop slot. An
-    embedding of the step number is added to the queries, because attention over a history does not
-    reveal its length.
+    A stop logit is the product of the layer's output and the stop slot. No gradient reaches the
+    queries or the memory. An embedding of the step number is added to the queries, because
+    attention over a history does not reveal the length of the history.
 
     Args:
         params: policy weights.
         config: policy configuration.
-        context: result of `pointer_init`.
+        context: arrays that `pointer_init` computed from the memory.
         queries: [b, t, d] queries of steps `first, first + 1, ...`.
-        history: keys and values of the hazard layer's previous queries.
+        history: KV cache of the hazard layer.
         first: step of the first query.
 
     Returns:
-        The logits, and the history with the keys and values of `queries`.
+        A tuple (logits, history). logits: [b, t] stop logits, in at least float32. history: the KV
+        cache with the keys and values of `queries`.
     """
     layer = params["decoder"]["hazard"]
     dtype = layers.score_dtype(queries.dtype)
@@ -202,7 +225,21 @@ def _decode(
     cache: Cache,
     first: ArrayLike,
 ) -> tuple[Float[Array, "b t m"], Cache]:
-    """Computes the logits of queries at steps `first, first + 1, ...`, and updates the cache."""
+    """Computes pointer and stop logits of consecutive queries, and updates the cache.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        context: arrays that `pointer_init` computed from the memory.
+        queries: [b, t, d] queries of steps `first, first + 1, ...`.
+        cache: KV caches of the inner layers, of the hazard layer if there is one, and of the
+            pointer.
+        first: step of the first query.
+
+    Returns:
+        A tuple (logits, cache). logits: [b, t, m] unmasked logits of the memory slots, with the
+        stop logit last, in at least float32. cache: the updated KV caches.
+    """
     weights, x = params["decoder"], queries
     histories = []
     for i in range(config.decoder_layers - 1):
@@ -221,10 +258,10 @@ def _decode(
     ) / math.sqrt(query.shape[-1])
     if config.stop == "hazard":
         history = cache[config.decoder_layers - 1]
-        stop, history = hazard_logits(params, config, context, queries, history, first)
+        stop_logits, history = hazard_logits(params, config, context, queries, history, first)
         # `at[].set`, not a concatenation: XLA's CUDA backend cannot compile a concatenation that is
         # fused with the readout.
-        logits = logits.at[..., -1].set(stop)
+        logits = logits.at[..., -1].set(stop_logits)
         histories.append(history)
     return logits, (*histories, pointer_history)
 
@@ -241,7 +278,19 @@ def pointer_step(
 
     Each layer applies causal self-attention over the queries of the episode, then cross-attention
     to the memory. The pointer logits are the cross-attention logits of the last layer, which has
-    one head of width d and scale 1/sqrt(d). They are at least float32.
+    one head of width d and scale 1/sqrt(d).
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        context: arrays that `pointer_init` computed from the memory.
+        query: [b, d] query of the step: the start token, or the slot that was chosen last.
+        cache: KV caches of the previous steps.
+        step: [] number of the step, from 0.
+
+    Returns:
+        A tuple (logits, cache). logits: [b, m] unmasked logits of the memory slots, with the stop
+        logit last, in at least float32. cache: the KV caches with the keys and values of `query`.
     """
     logits, cache = _decode(params, config, context, query[:, None], cache, step)
     return logits[:, 0], cache
@@ -254,7 +303,18 @@ def pointer_sequence(
     queries: Float[Array, "b t d"],
     cache: Cache,
 ) -> Float[Array, "b t m"]:
-    """Computes the logits of `pointer_step` for all queries in one causal pass."""
+    """Computes the logits of `pointer_step` for all queries in one causal pass; see `SequenceFn`.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        context: arrays that `pointer_init` computed from the memory.
+        queries: [b, t, d] queries of all steps of the episode.
+        cache: the empty KV caches of `pointer_init`.
+
+    Returns:
+        [b, t, m] unmasked logits, with the stop logit last, in at least float32.
+    """
     return _decode(params, config, context, queries, cache, 0)[0]
 
 

@@ -23,11 +23,11 @@ def _block(
     num_queries: int,
     bias: Float[Array, "1 1 1 s"] | None,
 ) -> Float[Array, "b q d"]:
-    """Applies a pre-norm transformer block.
+    """Applies a pre-norm transformer block to the leading positions of a sequence.
 
     Args:
         params: weights of the block.
-        x: [b, s, d] activations.
+        x: [b, s, d] activations of the sequence [image; text].
         mask: True at keys that a query attends to.
         num_heads: number of attention heads.
         num_queries: q, the number of leading positions to compute; all s positions are keys.
@@ -36,11 +36,11 @@ def _block(
     Returns:
         [b, q, d] activations of the first `num_queries` positions.
     """
-    y = layers.layer_norm(params["norm1"], x)
+    normed = layers.layer_norm(params["norm1"], x)
     weights = params["attention"]
-    query = layers.split_heads(layers.dense(weights["query"], y[:, :num_queries]), num_heads)
-    key = layers.split_heads(layers.dense(weights["key"], y), num_heads)
-    value = layers.split_heads(layers.dense(weights["value"], y), num_heads)
+    query = layers.split_heads(layers.dense(weights["query"], normed[:, :num_queries]), num_heads)
+    key = layers.split_heads(layers.dense(weights["key"], normed), num_heads)
+    value = layers.split_heads(layers.dense(weights["value"], normed), num_heads)
     mixed = layers.merge_heads(layers.attention(query, key, value, mask[:, :, :num_queries], bias))
     x = x[:, :num_queries] + layers.dense(weights["out"], mixed)
     return x + layers.mlp(params["mlp"], layers.layer_norm(params["norm2"], x))
@@ -52,10 +52,19 @@ def _pool_question(
     text_mask: Bool[Array, "b l"],
     gate: Float[Array, ""],
 ) -> Float[Array, "b d"]:
-    """Returns the question's addition to the first query, scaled by `gate`.
+    """Pools the words of each question to one vector, which is added to the first query.
 
-    The words of LN(W_p E) are averaged with attention weights (a softmax of one learned score per
-    word) and projected.
+    The words are averaged with attention weights, a softmax of one learned score per word, and the
+    mean is projected.
+
+    Args:
+        params: policy weights.
+        text: [b, l, d] projected and normalised word embeddings.
+        text_mask: [b, l] True at real words.
+        gate: [] g_txt, a factor on the result.
+
+    Returns:
+        [b, d] vector; zero for a question without words.
     """
     weights, dtype = params["encoder"]["question"], layers.score_dtype(text.dtype)
     score = jnp.einsum("bld,d->bl", text.astype(dtype), weights["pool"].astype(dtype))
@@ -68,10 +77,16 @@ def _pool_question(
 def _attention_mask(
     config: PolicyConfig, image_mask: Bool[Array, "b n"], text_mask: Bool[Array, "b l"]
 ) -> Bool[Array, "b 1 #s s"]:
-    """Builds the attention mask of the sequence [image; text], s = n + l; True attends.
+    """Builds the attention mask of the sequence [image; text] of s = n + l positions.
 
-    Padding is masked. With `encoder_attention="causal"`, image tokens attend only to image tokens
-    up to their own position.
+    Args:
+        config: policy configuration. With `encoder_attention="causal"`, image tokens attend to all
+            words, but only to image tokens up to their position.
+        image_mask: [b, n] True at real image tokens.
+        text_mask: [b, l] True at real words.
+
+    Returns:
+        True where a query (third axis) attends to a key (last axis); False for keys in the padding.
     """
     n, l = image_mask.shape[1], text_mask.shape[1]
     key_mask = jnp.concatenate([image_mask, text_mask], axis=1)[:, None, None]
@@ -83,7 +98,7 @@ def _attention_mask(
 
 
 def read_inputs(params: Params, config: PolicyConfig, inputs: Inputs) -> Inputs:
-    """Checks the inputs of a policy and drops text that the policy does not read.
+    """Checks the inputs of a policy, and removes text that the policy does not read.
 
     Args:
         params: policy weights.
@@ -133,12 +148,18 @@ def encode(
 def encode_with_query(
     params: Params, config: PolicyConfig, inputs: Inputs, text_gate: ArrayLike = 1.0
 ) -> tuple[Float[Array, "b n d"], Float[Array, "b d"] | None]:
-    """Computes H of `encode`, and the question's addition to the first query.
+    """Encodes image tokens as `encode` does, and pools the question for the first query.
+
+    Args:
+        params: policy weights.
+        config: policy configuration; with `text_width=0` text is not read.
+        inputs: image and question. The image is standardised by `inputs.stats`.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate` for its effect.
 
     Returns:
-        A tuple (encoded, question). encoded: [b, n, d] H. question: [b, d] vector that is added to
-        the start token, scaled by g_txt; None unless `PolicyConfig.first_query` is "question" and
-        there are words.
+        A tuple (encoded, question). encoded: [b, n, d] H. question: [b, d] pooled words, which are
+        added to the decoder's first query; None unless `config.first_query` is "question" and there
+        are words.
     """
     inputs = read_inputs(params, config, inputs)
     image, real = standardise(jnp.asarray(inputs.image), inputs.stats), inputs.real
@@ -159,11 +180,12 @@ def encode_with_query(
             question = _pool_question(params, text, text_mask, gate)
         if config.text_gate == "printed":
             text = text * gate.astype(dtype)
-        # `pad` and `at[].set`, not a concatenation, for the same reason as in `decoder._decode`.
+        # The sequence [image; text]. `pad` and `at[].set`, not a concatenation: XLA's CUDA backend
+        # cannot compile some fused concatenations, see `decoder._decode`.
         x = jnp.pad(x, ((0, 0), (0, text.shape[1]), (0, 0))).at[:, n:].set(text)
         if config.text_gate == "attention":
-            # The log of the smallest normal float32 is -87: g = 0 hides the text, and the logits
-            # stay finite.
+            # log g is added to the logits of all text keys. The log of the smallest normal float32
+            # is -87: g = 0 hides the text, and the logits stay finite.
             log_gate = jnp.log(jnp.maximum(gate, jnp.finfo(jnp.float32).tiny))
             bias = jnp.where(jnp.arange(x.shape[1]) >= n, log_gate, 0)[None, None, None]
     mask = _attention_mask(config, real, text_mask)
@@ -174,14 +196,14 @@ def encode_with_query(
             x,
             mask,
             num_heads=config.num_heads,
-            num_queries=n if is_last else x.shape[1],
+            num_queries=n if is_last else x.shape[1],  # the result needs no text positions
             bias=bias,
         )
     return jnp.where(real[..., None], x, 0), question
 
 
 def memory(params: Params, encoded: Float[Array, "b n d"]) -> Float[Array, "b m d"]:
-    """Appends the learned stop slot to the encoded tokens, Eq. (4): M = [H; s_stop]."""
+    """Appends the learned stop slot to encoded tokens, Eq. (4): M = [H; s_stop], m = n + 1."""
     stop = params["stop"].astype(encoded.dtype)
     stop = jnp.broadcast_to(stop, (encoded.shape[0], 1, stop.shape[0]))
     return jnp.concatenate([encoded, stop], axis=1)

@@ -36,26 +36,26 @@ def gather(
     *,
     order: str = "raster",
 ) -> Pruned:
-    """Gathers the kept tokens X_S and pads them to a static size.
+    """Gathers the kept tokens of each row and pads them to a static size.
 
     Args:
         selection: result of `select` or `choose`.
-        features: [b, n, d] tokens to gather from, before or after the projector (which acts on each
-            token separately).
-        capacity: k, the padded size. If a traced row keeps more tokens, its first `capacity` picks
-            remain.
-        order: `"raster"` keeps the spatial order that the language model was trained on; `"pick"`
-            is the order of selection.
+        features: [b, n, d] tokens to gather from. Any features with one vector per image token can
+            be used, such as the tokens before or after the model's projector.
+        capacity: k, the padded size. If the counts are traced and a row keeps more than k tokens,
+            its first k choices remain.
+        order: order of the result: `"raster"` is the order of the tokens in the image, which the
+            language model was trained on; `"pick"` is the order of selection.
 
     Returns:
-        The kept tokens, differentiable in `features`.
+        The kept tokens, with arrays [b, k, ...]; differentiable in `features`.
 
     Raises:
         ValueError: the number of features differs from the selection's; `capacity` is outside
             [1, n], or below a concrete count; or an unknown order.
     """
     features = jnp.asarray(features)
-    n, steps = features.shape[1], selection.action.shape[1]
+    n, num_steps = features.shape[1], selection.action.shape[1]
     if order not in ("raster", "pick"):
         raise ValueError(f"order is {order!r}, expected 'raster' or 'pick'")
     if selection.selected.shape != features.shape[:2]:
@@ -65,9 +65,10 @@ def gather(
     min_capacity = 1 if isinstance(count, Tracer) else max(1, int(np.max(count, initial=0)))
     if not min_capacity <= capacity <= n:
         raise ValueError(f"capacity is {capacity}, expected within [{min_capacity}, {n}]")
-    picks = selection.action[:, :capacity]
-    picks = jnp.pad(picks, ((0, 0), (0, max(0, capacity - steps))), constant_values=n)
-    index = jnp.sort(picks, axis=1) if order == "raster" else picks
+    # The action n is the stop. Padding with n marks missing choices and sorts them last.
+    choices = selection.action[:, :capacity]
+    choices = jnp.pad(choices, ((0, 0), (0, max(0, capacity - num_steps))), constant_values=n)
+    index = jnp.sort(choices, axis=1) if order == "raster" else choices
     valid = index < n
     tokens = jnp.take_along_axis(features, jnp.minimum(index, n - 1)[..., None], axis=1)
     return Pruned(
@@ -83,13 +84,16 @@ run_gather = jax.jit(gather, static_argnames=("capacity", "order"))
 
 
 def as_arrays(limits: Limits, config: PolicyConfig, batch: int, num_tokens: int) -> Limits:
-    """Converts the counts of limits to arrays, so that all counts share one program.
+    """Converts the counts in limits to arrays, so that all counts share one compiled program.
 
     Args:
-        limits: bounds on the counts.
+        limits: bounds on the number of kept tokens.
         config: policy configuration, which fills in missing limits.
-        batch: number of rows.
+        batch: b, the number of rows.
         num_tokens: number of image tokens per row.
+
+    Returns:
+        Limits whose counts are int32 arrays [b]: `budget` if it was given, or both bounds.
 
     Raises:
         ValueError: limits are out of range.

@@ -18,9 +18,9 @@ MASKED = -1e9
 # Epsilon of `torch.nn.LayerNorm`.
 NORM_EPSILON = 1e-5
 
-# Attention over more than MANY_QUERIES queries runs in chunks: the logits of 16 heads and 16,384
-# tokens would take 16 GiB. On CPUs, chunks whose logits fit into the caches are twice as fast. GPUs
-# are faster with fewer, larger kernels.
+# Attention over more than MANY_QUERIES queries runs in chunks of QUERIES[platform] queries: the
+# logits of 16 heads and 16,384 tokens would take 16 GiB. On CPUs, chunks whose logits fit into the
+# caches are twice as fast. GPUs are faster with fewer, larger kernels.
 MANY_QUERIES, QUERIES = 2048, {"cpu": 128, "default": 1024}
 
 
@@ -103,10 +103,10 @@ def map_queries(
     *by_query: Shaped[Array, "_ q *x"],
     axis: int = 2,
 ) -> Array:
-    """Applies a function to all queries, or to chunks of them if there are many.
+    """Applies a function to all queries at once, or in chunks if there are many queries.
 
-    Chunks have `QUERIES` queries. The backward pass recomputes each chunk instead of storing its
-    scores.
+    The platform determines the size of a chunk; see `QUERIES`. The backward pass recomputes each
+    chunk instead of storing its attention scores.
 
     Args:
         function: maps a chunk of queries, and the matching chunk of each of `by_query`, to results.
@@ -134,7 +134,17 @@ def map_queries(
 def _map_chunks(
     function: Callable[..., Array], arrays: tuple[Array, ...], chunk_size: int, axis: int
 ) -> Array:
-    """Applies a function to `chunk_size` queries at a time; the last chunk is padded with 0."""
+    """Applies a function to `chunk_size` queries at a time; see `map_queries`.
+
+    Args:
+        function: maps one chunk of each array to results.
+        arrays: [b, h, q, c] queries, then arrays whose second axis has one entry per query.
+        chunk_size: number of queries per chunk; the last chunk is padded with zeros.
+        axis: axis of the results along which chunks are concatenated.
+
+    Returns:
+        The results of all chunks, without the results of the padding.
+    """
     length, query_axes = arrays[0].shape[2], (2, *(1 for _ in arrays[1:]))
     padding = -length % chunk_size
     padded_arrays = [
@@ -158,7 +168,7 @@ def _map_chunks(
 
 
 def _attention(query, key, value, mask, bias):
-    """Computes attention for all queries at once."""
+    """Computes scaled dot-product attention for all queries at once; see `attention`."""
     dtype = score_dtype(query.dtype)
     logits = jnp.matmul(query, key.swapaxes(-1, -2), preferred_element_type=dtype)
     logits = logits / math.sqrt(query.shape[-1])

@@ -14,8 +14,8 @@ from stepprune_jax.policy.jax_settings import implicit_promotion
 def _bounded_sqrt(x: Array) -> Array:
     """Computes sqrt(x) on [0, 1] with a derivative of at most 500, reached at x <= 1e-6.
 
-    The rule is custom because XLA folds the 1 + eps of `sqrt(1 - alpha + eps)` to 1 in float32, and
-    alpha = 1 then gives inf * 0.
+    An epsilon within the root does not bound the derivative: XLA folds the 1 + eps of
+    `sqrt(1 - alpha + eps)` to 1 in float32, and alpha = 1 then gives inf * 0.
     """
     return jnp.sqrt(jnp.clip(x, 0, 1))
 
@@ -84,7 +84,7 @@ def gate_tokens(
     inputs: Inputs,
     alpha: Float[Array, "b n"],
 ) -> Float[Array, "b n w"]:
-    """Gates and denoises the image tokens, Eqs. (13) and (14).
+    """Mixes image tokens with noise by their gates, then denoises them, Eqs. (13) and (14).
 
     Args:
         params: policy weights.
@@ -119,7 +119,9 @@ def gate_tokens(
 def update_stats(
     stats: FeatureStats, x: Float[Array, "b n d"], mask: Bool[Array, "b n"] | None = None
 ) -> FeatureStats:
-    """Merges a batch into running statistics (Chan et al., 1979), exact for any batching.
+    """Updates running statistics of features with a batch (Chan et al., 1979).
+
+    The result does not depend on how the features are divided into batches.
 
     Args:
         stats: statistics of the previous batches.
@@ -137,18 +139,19 @@ def update_stats(
     weight = jnp.ones(x.shape[:2], bool) if mask is None else mask
     weight = weight.astype(jnp.float32)
     x = jnp.where(weight[..., None] > 0, x, 0).astype(jnp.float32)
-    count = jnp.sum(weight)
-    divisor = jnp.maximum(count, 1)
-    mean = jnp.einsum("bnd,bn->d", x, weight) / divisor
-    var = jnp.einsum("bnd,bn->d", (x - mean) ** 2, weight) / divisor
-    total = jnp.maximum(stats.count + count, 1)
-    fraction, delta = count / total, mean - stats.mean
-    merged_var = (1 - fraction) * stats.var + fraction * var + fraction * (1 - fraction) * delta**2
-    is_changed = count > 0
+    batch_count = jnp.sum(weight)
+    divisor = jnp.maximum(batch_count, 1)
+    batch_mean = jnp.einsum("bnd,bn->d", x, weight) / divisor
+    batch_var = jnp.einsum("bnd,bn->d", (x - batch_mean) ** 2, weight) / divisor
+    total_count = jnp.maximum(stats.count + batch_count, 1)
+    fraction, delta = batch_count / total_count, batch_mean - stats.mean
+    variance_within = (1 - fraction) * stats.var + fraction * batch_var
+    variance_between = fraction * (1 - fraction) * delta**2
+    has_tokens = batch_count > 0
     return FeatureStats(
-        jnp.where(is_changed, stats.mean + fraction * delta, stats.mean),
-        jnp.where(is_changed, merged_var, stats.var),
-        stats.count + count,
+        mean=jnp.where(has_tokens, stats.mean + fraction * delta, stats.mean),
+        var=jnp.where(has_tokens, variance_within + variance_between, stats.var),
+        count=stats.count + batch_count,
     )
 
 

@@ -58,10 +58,11 @@ def gate(
     stop_bias: ArrayLike = 0.0,
     decoder: DecoderFns = POINTER,
 ) -> Gated:
-    """Selects softly and gates every token with noise, Eqs. (3)-(14).
+    """Runs the training pathway: mixes every image token with noise by its score, Eqs. (3)-(14).
 
-    The steps are encode -> select -> scores -> SoftTopK -> noise gate -> denoise. Features are
-    standardised first and restored last.
+    The steps are: encode tokens and question, select tokens step by step, sum the selection
+    probabilities to one score per token, turn scores to gates in [0, 1] with SoftTopK, mix each
+    token with noise by its gate, and denoise. Features are standardised first and restored last.
 
     Args:
         params: policy weights; a custom decoder defines `params["decoder"]`.
@@ -83,11 +84,12 @@ def gate(
     budget_key, noise_key = jax.random.split(check_key(key))
     num_tokens = jnp.sum(inputs.real, axis=1)
     max_steps = max_steps_per_row(config, num_tokens)
-    # Temperature 0: as printed, the history consists of the most probable tokens.
+    # Temperature 0: as in the paper, each step conditions on the most probable previous tokens.
     limits = Limits(draw=0.0)
     if config.batch_budget == "probe":
-        shares = budget_range(RANDOM_BUDGET, config.budget_anneal, progress.share)
-        budget = draw_budgets(budget_key, num_tokens, max_steps, shares)
+        # Every row keeps a random number of tokens, which trains the policy for all budgets.
+        fraction_range = budget_range(RANDOM_BUDGET, config.budget_anneal, progress.share)
+        budget = draw_budgets(budget_key, num_tokens, max_steps, fraction_range)
         limits = Limits(min_tokens=budget, max_tokens=budget, draw=0.0)
     log_price = draw_log_prices(jax.random.fold_in(budget_key, 1), config, len(num_tokens))
     episode = encode_episode(
@@ -100,6 +102,7 @@ def gate(
         decoder=decoder,
     )
     trajectory = late_stop(config, roll_out(params, config, episode, decoder), progress.share)
+    # The state of training is the running mean count, if k is that mean.
     running_count, state = 0.0, ()
     if config.soft_budget == "batch_mean":
         (previous_count,) = jax.tree.leaves(progress.state) or (0.0,)
@@ -108,16 +111,17 @@ def gate(
     scores = trajectory_scores(config, trajectory)
     temperature = polarisation_temperature(config, progress.share)
     alpha = soft_topk(scores, k, temperature, where=inputs.image_mask)
-    stopped = trajectory.count
+    stop_count = trajectory.count
     if config.batch_budget == "probe":
-        stopped = count_at_price(config, trajectory, log_price, max_steps)
+        # `trajectory.count` is the random budget. Metrics need the count of the learned stop.
+        stop_count = count_at_price(config, trajectory, log_price, max_steps)
     return Gated(
         tokens=gate_tokens(params, config, noise_key, inputs, alpha),
         alpha=alpha,
         budget=k,
         trajectory=trajectory,
         price=jnp.exp(log_price + log_price_growth(config, trajectory.count, num_tokens)),
-        stopped=stopped,
+        stopped=stop_count,
         shortest=jnp.minimum(config.min_tokens, max_steps),
         longest=max_steps,
         state=jax.lax.stop_gradient(state),
@@ -131,13 +135,16 @@ def length_penalty(
     num_tokens: ArrayLike,
     price: Float[AnyArray, "b"],
 ) -> Float[Array, ""]:
-    """Returns the mean of K/N times the price, with the gradient of E[K]/N times the price.
+    """Returns the mean of price * K/N over rows, with the gradient of price * E[K]/N.
 
     Args:
-        count: [b] the hard count K, which has no gradient.
+        count: [b] K, the number of kept tokens, which has no gradient.
         expected: [b] differentiable surrogate of the count, such as E[K].
-        num_tokens: N, a number or one per row.
+        num_tokens: N, the number of real tokens; a number or one per row.
         price: [b] factor on each row's penalty.
+
+    Returns:
+        [] the penalty, before its factor lambda.
     """
     expected = jnp.asarray(expected)
     straight_through = jnp.asarray(count) + (expected - jax.lax.stop_gradient(expected))
@@ -146,7 +153,7 @@ def length_penalty(
 
 
 def require_losses(name: str, losses: Any, shape: tuple[int, ...], expected: str) -> None:
-    """Raises a ValueError unless a user's function returned losses of shape `shape`.
+    """Raises a ValueError unless a user's loss function returned losses of the required shape.
 
     Losses of another shape could broadcast: losses [b] in place of [b, g] give plausible metrics.
 
@@ -154,7 +161,7 @@ def require_losses(name: str, losses: Any, shape: tuple[int, ...], expected: str
         name: name of the function, for the message.
         losses: result of the function.
         shape: required shape of the losses.
-        expected: description of the shape, for the message.
+        expected: description of the required shape, for the message.
     """
     actual_shape = jax.tree.map(lambda leaf: tuple(np.shape(leaf)), losses)
     if actual_shape != shape:
@@ -204,7 +211,17 @@ def train_loss(
 def total_loss(
     config: PolicyConfig, gated: Gated, lm_loss: Float[Array, ""], length_weight: ArrayLike
 ) -> Float[Array, ""]:
-    """Adds the length penalty to the language-modelling loss, Eq. (15), in at least float32."""
+    """Adds the length penalty to the language-modelling loss, Eq. (15).
+
+    Args:
+        config: policy configuration.
+        gated: result of `gate`.
+        lm_loss: [] language-modelling loss on the gated tokens.
+        length_weight: lambda, the weight of the penalty.
+
+    Returns:
+        [] the loss, in at least float32.
+    """
     trajectory, num_tokens = gated.trajectory, jnp.sum(gated.real, axis=1)
     expected = differentiable_count(config, trajectory)
     penalty = length_penalty(trajectory.count, expected, num_tokens, gated.price)
@@ -216,10 +233,17 @@ def total_loss(
 def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
     """Returns scalars for monitoring the training of a policy.
 
-    `lm_loss`: the loss without its penalty. `k_mean`, `k_std`, `k_floor`, `k_cap`: counts of the
-    learned stop, see `stop_metrics`. `k_soft`: expected count. `alpha_in`, `alpha_out`, `iou`:
-    gates of kept and dropped tokens, see `gate_metrics`. `entropy`: mean entropy of the pointer in
-    nats, over the steps before the end of an episode.
+    Args:
+        aux: auxiliary output of `train_loss`.
+
+    Returns:
+        Scalars by name:
+
+        * `lm_loss`: language-modelling loss, without the length penalty.
+        * `k_mean`, `k_std`, `k_floor`, `k_cap`: counts of the learned stop; see `stop_metrics`.
+        * `k_soft`: expected number of kept tokens if the stop is sampled.
+        * `alpha_in`, `alpha_out`, `iou`: gates of kept and dropped tokens; see `gate_metrics`.
+        * `entropy`: mean entropy of the pointer in nats, over the steps that choose a token.
     """
     gated, trajectory = aux.gated, aux.gated.trajectory
     return {
@@ -234,15 +258,16 @@ def policy_metrics(aux: TrainAux) -> dict[str, Float[Array, ""]]:
 def stop_metrics(
     count: Int[Array, "b"], shortest: Int[Array, "b"], longest: Int[Array, "b"]
 ) -> dict[str, Float[Array, ""]]:
-    """Returns metrics of the counts at which rows stop.
-
-    `k_mean` and `k_std`: mean and standard deviation. `k_floor`: fraction of rows that stop at the
-    minimum. `k_cap`: fraction of rows that T_max ends.
+    """Returns statistics of the number of tokens that each row keeps by its learned stop.
 
     Args:
-        count: [b] number of tokens before the stop.
-        shortest: [b] number of tokens before the stop is available.
-        longest: [b] T_max of each row.
+        count: [b] number of kept tokens.
+        shortest: [b] smallest possible count: the number of tokens before the stop is available.
+        longest: [b] largest possible count, T_max.
+
+    Returns:
+        Scalars by name: the mean `k_mean` and standard deviation `k_std` of the counts, and the
+        fractions of rows at the smallest count (`k_floor`) and at the largest count (`k_cap`).
     """
     count_f32 = count.astype(jnp.float32)
     return {
@@ -256,15 +281,16 @@ def stop_metrics(
 def gate_metrics(
     alpha: Float[Array, "b n"], selected: Bool[Array, "b n"], real: Bool[Array, "b n"]
 ) -> dict[str, Float[Array, ""]]:
-    """Returns metrics that compare the gates with the kept tokens.
-
-    `alpha_in`, `alpha_out`: mean gate of kept and of dropped tokens. `iou`: intersection over union
-    of the tokens with alpha > 1/2 and the kept tokens.
+    """Returns metrics that compare the gates of training with the kept tokens of inference.
 
     Args:
-        alpha: [b, n] gate of each token.
+        alpha: [b, n] gate of each token, in [0, 1].
         selected: [b, n] True at kept tokens.
         real: [b, n] True at real tokens.
+
+    Returns:
+        Scalars by name: `alpha_in` and `alpha_out`, the mean gates of kept and of dropped tokens,
+        and `iou`, the intersection over union of the kept tokens and the tokens with alpha > 1/2.
     """
     is_open = (alpha > 0.5) & real
 
@@ -280,7 +306,15 @@ def gate_metrics(
 
 
 def pointer_entropy(trajectory: Trajectory) -> Float[Array, ""]:
-    """Returns the mean entropy of the pointer in nats, over the steps that choose a token."""
+    """Returns the mean entropy in nats of the distributions that tokens are chosen from.
+
+    Args:
+        trajectory: the episodes.
+
+    Returns:
+        [] mean over all steps that choose a token; 0 if there is no such step.
+    """
+    # p_t(i) / (1 - p_t(stop)): the distribution over tokens if the episode continues.
     prob = jnp.exp(trajectory.log_prob - trajectory.log_continue[..., None])
     # 1e-30 avoids log(0); a product with a probability of 0 is 0.
     terms = jnp.where(trajectory.prob > 0, prob * jnp.log(jnp.maximum(prob, 1e-30)), 0)

@@ -21,7 +21,14 @@ Init = Literal["fan_in", "token", "ones", "zeros"]
 
 
 class ParamSpec(NamedTuple):
-    """One weight: its shape, logical axes (see `partition_rules`) and initialiser."""
+    """Specification of one weight.
+
+    Attributes:
+        shape: shape of the array.
+        axes: logical name of each axis for sharding, "embed", "heads", "hidden" or None; see
+            `partition_rules`.
+        init: name of the initialiser.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -42,6 +49,7 @@ def _norm(width: int, bias: bool = True):
 
 
 def _attention(d: int):
+    """Returns the specifications of multi-head attention of width d."""
     # A key bias would add one constant to all logits of a query and receive no gradient. The bias
     # of the preceding norm makes a query bias redundant.
     heads = {name: _kernel(d, d, ("embed", "heads")) for name in ("query", "key", "value")}
@@ -56,6 +64,13 @@ def _mlp(d: int, hidden: int, down_init: Init = "fan_in"):
 
 
 def _encoder_specs(config: PolicyConfig, d: int, hidden: int):
+    """Returns the specifications of the encoder's weights.
+
+    Args:
+        config: policy configuration.
+        d: width of the encoder.
+        hidden: hidden width of its MLPs.
+    """
     blocks = {
         f"block_{i}": {
             "norm1": _norm(d),
@@ -77,6 +92,17 @@ def _encoder_specs(config: PolicyConfig, d: int, hidden: int):
 
 
 def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
+    """Returns the specifications of the decoder's weights.
+
+    The last layer, "pointer", ends at its logits. All other layers, among them the hazard layer
+    that predicts the stop, have attention over the history, cross-attention and an MLP.
+
+    Args:
+        config: policy configuration.
+        d: width of the decoder.
+        hidden: hidden width of its MLPs.
+    """
+
     def history():
         return {"norm": _norm(d), "attention": _attention(d)}
 
@@ -88,11 +114,11 @@ def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
             "mlp": _mlp(d, hidden),
         }
 
-    inner = {f"layer_{i}": layer() for i in range(config.decoder_layers - 1)}
+    inner_layers = {f"layer_{i}": layer() for i in range(config.decoder_layers - 1)}
     if config.stop == "hazard":
-        inner["hazard"] = layer() | {
-            "clock": ParamSpec((d,), (None,), "token"),
-            "read": _norm(d, bias=False),
+        inner_layers["hazard"] = layer() | {
+            "clock": ParamSpec((d,), (None,), "token"),  # embedding of the step number
+            "read": _norm(d, bias=False),  # norm of the output, before the product with the stop
         }
     pointer = {
         "history": history(),
@@ -102,10 +128,11 @@ def _decoder_specs(config: PolicyConfig, d: int, hidden: int):
         "query": _kernel(d, d, ("embed", "heads")),
         "key": _kernel(d, d, ("embed", "heads")),
     }
-    return inner | {"pointer": pointer, "start": ParamSpec((d,), (None,), "token")}
+    return inner_layers | {"pointer": pointer, "start": ParamSpec((d,), (None,), "token")}
 
 
 def _denoiser_specs(config: PolicyConfig, d: int, hidden: int):
+    """Returns the specifications of the denoiser, whose tokens attend only to themselves."""
     # Under a diagonal mask every softmax has one entry, so queries and keys would have no effect.
     # Zero output projections make the block start as the identity.
     width = config.feature_width
@@ -167,24 +194,33 @@ def init_params(key: jax.Array, specs: Any, dtype: DTypeLike = jnp.float32) -> A
 
 @functools.partial(jax.jit, static_argnames=("specs", "dtype"))
 def _init_leaves(key: jax.Array, specs: tuple[ParamSpec, ...], dtype: jnp.dtype) -> list[jax.Array]:
-    """Initialises weight i with the i-th key of a split of `key`.
+    """Initialises all weights in one program; weight i uses the i-th key of a split of `key`.
 
-    Weights of equal size share a loop, because XLA takes a quarter of a second to compile each
-    random array. The barrier separates sampling from scaling, so that the values do not depend on
-    how XLA fuses the two.
+    Args:
+        key: PRNG key; consumed.
+        specs: specification of each weight.
+        dtype: dtype of the weights.
+
+    Returns:
+        The weights, in the order of `specs`.
     """
     keys = jax.random.split(key, len(specs))
     indices_by_size: dict[int, list[int]] = {}
     for i, spec in enumerate(specs):
         if spec.init in ("fan_in", "token"):
             indices_by_size.setdefault(math.prod(spec.shape), []).append(i)
+    # Constants. Random weights are replaced below.
     weights = [jnp.full(spec.shape, float(spec.init == "ones"), dtype) for spec in specs]
+    # Weights of equal size share a loop, because XLA takes a quarter of a second to compile each
+    # random array.
     for size, indices in indices_by_size.items():
 
-        def normal(key: jax.Array, size: int = size) -> jax.Array:
+        def sample_normal(key: jax.Array, size: int = size) -> jax.Array:
             return jax.random.normal(key, (size,), dtype)
 
-        samples = jax.lax.optimization_barrier(jax.lax.map(normal, keys[jnp.array(indices)]))
+        # The barrier separates sampling from scaling: the values must not depend on how XLA fuses
+        # the two.
+        samples = jax.lax.optimization_barrier(jax.lax.map(sample_normal, keys[jnp.array(indices)]))
         for i, sample in zip(indices, samples, strict=True):
             spec = specs[i]
             std = 0.02 if spec.init == "token" else 1 / math.sqrt(spec.shape[0])
@@ -218,16 +254,24 @@ def cast_weights(params: Params, dtype: DTypeLike | None) -> Params:
     """
     if dtype is None:
         return params
+    # Only dense layers have a kernel. A bias without a kernel belongs to a norm.
     dense_names = {name for name in ("kernel", "bias") if "kernel" in params}
     cast = {name: params[name].astype(dtype) for name in dense_names & params.keys()}
-    subtrees = {k: cast_weights(v, dtype) for k, v in params.items() if isinstance(v, dict)}
+    subtrees = {
+        name: cast_weights(subtree, dtype)
+        for name, subtree in params.items()
+        if isinstance(subtree, dict)
+    }
     return params | subtrees | cast
 
 
 def flat_params(tree: Params) -> dict[str, Any]:
     """Maps the `/`-joined path of every leaf to the leaf, in the order of `jax.tree.leaves`."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
-    return {"/".join(str(getattr(entry, "key", entry)) for entry in path): x for path, x in flat}
+    paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_spec)
+    return {
+        "/".join(str(getattr(node, "key", node)) for node in path): leaf
+        for path, leaf in paths_and_leaves
+    }
 
 
 def param_paths(tree: Params) -> list[str]:

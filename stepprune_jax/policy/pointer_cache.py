@@ -112,7 +112,12 @@ def table_bytes(config: PolicyConfig, num_slots: int, dtype: DTypeLike = jnp.flo
 
 
 def tabulates_pairs(num_slots: int, steps: int) -> bool:
-    """Returns whether an episode of `steps` steps computes its tables over pairs of slots."""
+    """Returns whether to compute tables over all pairs of slots before the first step.
+
+    Args:
+        num_slots: m, the number of memory slots.
+        steps: number of steps of the episode, and so the number of table rows that are read.
+    """
     # Computing the row in each step is cheaper if the episode visits under a quarter of the slots.
     return num_slots <= layers.MANY_QUERIES or 4 * steps > num_slots
 
@@ -126,80 +131,98 @@ def build_tables(
     *,
     steps: int,
 ) -> Tables:
-    """Computes the tables of an episode.
+    """Computes everything about an episode that does not depend on the chosen tokens.
 
-    With one decoder layer they have m^2 (h + 1) + m (5 d + 1) + d^2 elements per row; without the
-    quadratic term if `tabulates_pairs` is False.
+    With one decoder layer, the tables have m^2 (h + 1) + m (5 d + 1) + d^2 elements per row of the
+    batch, for m slots, h heads and width d. The quadratic term is absent if `tabulates_pairs`
+    returns False.
 
     Args:
         params: policy weights.
         config: policy configuration.
-        context: result of `pointer_init`.
-        memory: [b, m, d] slots of the episode.
+        context: arrays that `pointer_init` computed from the memory.
+        memory: [b, m, d] encoded image tokens, followed by the stop slot.
         start: [b, d] first query.
         steps: number of steps of the episode.
+
+    Returns:
+        The tables that `table_logits` reads in each step.
     """
     weights, dtype = params["decoder"], memory.dtype
     wide_dtype = layers.score_dtype(dtype)
     pointer, has_one_layer = weights["pointer"], config.decoder_layers == 1
     history = (pointer if has_one_layer else weights["layer_0"])["history"]
-    x = memory.at[:, -1].set(start)
-    y = layers.layer_norm(history["norm"], x)
-    q, k, v = (
-        layers.split_heads(layers.dense(history["attention"][name], y), config.num_heads)
+    # All possible queries: the image slots, and the start token in place of the stop slot, which is
+    # never a query.
+    candidates = memory.at[:, -1].set(start)
+    normed = layers.layer_norm(history["norm"], candidates)
+    history_query, history_key, history_value = (
+        layers.split_heads(layers.dense(history["attention"][name], normed), config.num_heads)
         for name in ("query", "key", "value")
     )
     has_pairs = tabulates_pairs(memory.shape[1], steps)
     score = None
     if has_pairs:
-        score = jnp.einsum("bhqc,bhsc->bqhs", q, k, preferred_element_type=wide_dtype)
-        score = score / math.sqrt(q.shape[-1])
+        score = jnp.einsum(
+            "bhqc,bhsc->bqhs", history_query, history_key, preferred_element_type=wide_dtype
+        )
+        score = score / math.sqrt(history_query.shape[-1])
     projection = history["attention"]["out"]
     out = projection["kernel"].astype(dtype).astype(wide_dtype)
-    residual = x.astype(wide_dtype) + projection["bias"].astype(dtype).astype(wide_dtype)
+    out_bias = projection["bias"].astype(dtype).astype(wide_dtype)
+    residual = candidates.astype(wide_dtype) + out_bias
     if has_one_layer:
+        # The mean that the pointer's norm subtracts is then 0 for every query.
         residual, out = _centre(residual), _centre(out)
+    # Fold the pointer's query projection, and the scale and bias of its norm, into the keys.
     scaled_key = context.pointer_key / math.sqrt(memory.shape[-1])
     query_kernel = pointer["query"]["kernel"].astype(dtype)
-    unscaled = jnp.einsum(
+    folded_key = jnp.einsum(
         "bme,de->bmd", scaled_key, query_kernel, preferred_element_type=wide_dtype
     )
-    key = unscaled * pointer["norm"]["scale"]
-    offset = _exact_einsum("bmd,d->bm", unscaled, pointer["norm"]["bias"].astype(wide_dtype))
+    key = folded_key * pointer["norm"]["scale"]
+    offset = _exact_einsum("bmd,d->bm", folded_key, pointer["norm"]["bias"].astype(wide_dtype))
     row_logit = mixed_logit = None
     if has_one_layer:
         row_logit = _exact_einsum("bqd,bmd->bqm", residual, key) if has_pairs else None
         mixed_logit = _exact_einsum("bmd,ed->bme", key, out).astype(dtype)
     return Tables(
-        query=x,
+        query=candidates,
         score=score,
-        value=v.swapaxes(-1, -2),
+        value=history_value.swapaxes(-1, -2),
         residual=residual,
         out=out.T.astype(dtype),
         key=key.astype(dtype),
         offset=offset,
         row_logit=row_logit,
         mixed_logit=mixed_logit,
-        history_query=None if has_pairs else q.swapaxes(1, 2),
-        history_key=None if has_pairs else k.swapaxes(-1, -2),
+        history_query=None if has_pairs else history_query.swapaxes(1, 2),
+        history_key=None if has_pairs else history_key.swapaxes(-1, -2),
     )
 
 
 def init_state(config: PolicyConfig, tables: Tables, steps: int, group: int) -> TableState:
-    """Returns the state at the start of an episode of `steps` steps, in groups of `group`."""
+    """Returns the state before the first step of an episode.
+
+    Args:
+        config: policy configuration.
+        tables: result of `build_tables`.
+        steps: number of steps of the episode.
+        group: number of tokens that are chosen by the logits of one step.
+    """
     b, m, _ = tables.query.shape
     # The first step has one query. The other queries of its group are dummies, whose cache entries
     # are masked.
-    empty = empty_history(config, tables.query, steps + group - 1)
+    empty_cache = empty_history(config, tables.query, steps + group - 1)
     return TableState(
-        slots=jnp.full((b, group), m - 1, jnp.int32),
+        slots=jnp.full((b, group), m - 1, jnp.int32),  # the start token
         visited=jnp.zeros((b, m), bool).at[:, -1].set(True),
-        cache=(empty,) * (config.decoder_layers - 1),
+        cache=(empty_cache,) * (config.decoder_layers - 1),
     )
 
 
 def take_rows(table: Float[Array, "b q *x"], slots: Int[Array, "b g"]) -> Float[Array, "b g *x"]:
-    """Gathers the rows of `slots` from a table."""
+    """Gathers the table rows of the given slots; each row of the batch has its own table."""
     index = slots.reshape(slots.shape + (1,) * (table.ndim - 2))
     return jnp.take_along_axis(table, index, axis=1, mode="promise_in_bounds")
 
@@ -207,12 +230,15 @@ def take_rows(table: Float[Array, "b q *x"], slots: Int[Array, "b g"]) -> Float[
 def _mix_history(
     tables: Tables, slots: Int[Array, "b g"], visible: Bool[Array, "b g q"]
 ) -> Float[Array, "b g e"]:
-    """Computes the first layer's history attention, before its output projection.
+    """Computes the first layer's attention over the queries so far, without output projection.
 
     Args:
         tables: result of `build_tables`.
-        slots: slots of the queries.
-        visible: True at slots that a query attends to.
+        slots: [b, g] slots of the new queries.
+        visible: [b, g, q] True at slots that a new query attends to.
+
+    Returns:
+        [b, g, e] mixed values of all heads, concatenated.
     """
     if tables.score is None:
         assert tables.history_query is not None and tables.history_key is not None
@@ -241,18 +267,22 @@ def table_logits(
     *,
     group_index: ArrayLike,
 ) -> tuple[Float[Array, "b m"], Cache]:
-    """Computes the pointer logits of the last query of the current group.
+    """Computes the pointer logits after the g tokens of the current group.
+
+    The tokens of a group are chosen by the logits of one step. All of them are then fed back as
+    queries, and the last of these queries gives the logits that the next group is chosen by.
 
     Args:
         params: policy weights.
         config: policy configuration.
-        context: result of `pointer_init`.
+        context: arrays that `pointer_init` computed from the memory.
         tables: result of `build_tables`.
         state: state of the episode.
-        group_index: number of the groups that were chosen before.
+        group_index: number of groups that were chosen before the current group.
 
     Returns:
-        The logits, and the cache with the keys and values of the current group.
+        A tuple (logits, cache). logits: [b, m] unmasked logits of the memory slots. cache: the KV
+        caches of the layers after the first, with the keys and values of the current group.
     """
     if config.decoder_layers == 1:
         return _one_layer_logits(tables, state), ()
@@ -283,7 +313,19 @@ def table_logits(
 
 
 def _one_layer_logits(tables: Tables, state: TableState) -> Float[Array, "b m"]:
-    """Computes the pointer logits of a decoder with one layer: l = (z P) / sigma(z) + c."""
+    """Computes the pointer logits of a decoder with one layer: l = (z P) / sigma(z) + c.
+
+    z is the query plus its attention over the history, centred over the width, and sigma(z) its
+    standard deviation. P and c are the folded keys and offsets of `Tables`. z P is the sum of a
+    table row, for the query, and a product with the mixed values of the history.
+
+    Args:
+        tables: result of `build_tables`.
+        state: state of the episode; only the last slot of the group is a query.
+
+    Returns:
+        [b, m] unmasked logits of the memory slots, in at least float32.
+    """
     dtype = layers.score_dtype(tables.query.dtype)
     slots = state.slots[:, -1:]
     mixed = _mix_history(tables, slots, state.visited[:, None])[:, 0]

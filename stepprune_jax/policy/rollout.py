@@ -31,12 +31,13 @@ class Episode(NamedTuple):
         query: first query of the decoder.
         context: decoder context; see `InitFn`.
         cache: empty decoder cache; see `InitFn`.
-        slots: memory of the decoder; zero in the padding.
+        slots: memory of the decoder: one slot per image token, then the stop slot; zero in the
+            padding.
         image_mask: True at real image tokens.
         limits: bounds on the count of each row.
         stop_bias: number added to the stop logits of each row.
         steps: T_max.
-        group: number of tokens that are taken from one pointer distribution.
+        group: number of tokens that are chosen by one pointer distribution; see `Limits`.
         exact: whether the count is an exact budget, so the stop need not be evaluated.
         key: PRNG key of each row; None if tokens are not sampled.
         draw: sampling temperature; 0 takes the most probable tokens.
@@ -59,16 +60,18 @@ class Episode(NamedTuple):
 def read_limits(
     limits: Limits, config: PolicyConfig, batch: int, num_tokens: int
 ) -> tuple[int, int, RowLimits]:
-    """Resolves limits to T_max, the group and the bounds of each row.
+    """Checks limits and fills in the missing limits from a configuration.
 
     Args:
-        limits: bounds on the counts.
+        limits: bounds on the number of kept tokens.
         config: policy configuration, which fills in missing limits.
-        batch: number of rows.
-        num_tokens: number of image tokens per row.
+        batch: b, the number of rows.
+        num_tokens: number of image tokens per row, including padding.
 
     Returns:
-        A tuple (T_max, group, bounds).
+        A tuple (steps, group, row_limits). steps: T_max, the number of steps of the episode. group:
+        number of tokens that are chosen by one distribution. row_limits: [b] bounds on each row's
+        count.
 
     Raises:
         ValueError: T_max or the group is below 1; a concrete count is out of range; `min_tokens`
@@ -85,11 +88,12 @@ def read_limits(
         if low is not None or high is not None:
             raise ValueError("budget is given with min_tokens or max_tokens, expected one of them")
         source = f", T_max (max_steps) of {num_tokens} tokens"
-        exact = row_counts("budget", limits.budget, 1, steps, batch, source=source)
-        return steps, group, RowLimits(exact, exact)
+        counts = row_counts("budget", limits.budget, 1, steps, batch, source=source)
+        return steps, group, RowLimits(min_tokens=counts, max_tokens=counts)
     min_tokens = min(config.min_tokens, steps) if low is None else low
     min_tokens = row_counts("min_tokens", min_tokens, 0, steps, batch)
     max_tokens = row_counts("max_tokens", steps if high is None else high, 0, num_tokens, batch)
+    # Defaults always fit. Traced counts have no values to compare yet.
     is_concrete = not any(x is None or isinstance(x, Tracer) for x in (low, high))
     if is_concrete and (np.asarray(low) > np.asarray(high)).any():
         raise ValueError(f"min_tokens is {low}, expected at most max_tokens ({high})")
@@ -113,8 +117,11 @@ def row_counts(
         value: an integer, or one integer per row.
         low: smallest valid count.
         high: largest valid count.
-        batch: number of rows.
+        batch: b, the number of rows.
         source: explanation of `high` that is appended to the message.
+
+    Returns:
+        [b] int32 counts. Traced counts are not checked.
 
     Raises:
         ValueError: a concrete count is no integer, or lies outside [low, high].
@@ -139,7 +146,7 @@ def start_episode(
     decoder: DecoderFns = POINTER,
     key: Array | None = None,
 ) -> Episode:
-    """Prepares an episode over the encoded image tokens.
+    """Prepares an episode: the sequential choice of tokens from encoded image tokens.
 
     Args:
         params: policy weights.
@@ -149,7 +156,11 @@ def start_episode(
         limits: bounds on the counts.
         stop_bias: added to the stop logits, a number or one per row.
         decoder: functions of the decoder.
-        key: PRNG key of the sampled tokens, one for all rows or one per row.
+        key: PRNG key of the sampled tokens, one for all rows or one per row; not used at sampling
+            temperature 0.
+
+    Returns:
+        The episode before its first step.
 
     Raises:
         ValueError: limits, key or sampling temperature are invalid.
@@ -162,6 +173,7 @@ def start_episode(
     num_tokens = jnp.sum(image_mask, axis=1, dtype=jnp.int32)
     max_tokens = jnp.minimum(row_limits.max_tokens, num_tokens)
     if limits.max_steps is None and limits.budget is None:
+        # T_max was resolved from the padded number of tokens; rows with padding have a smaller one.
         max_tokens = jnp.minimum(max_tokens, max_steps_per_row(config, num_tokens))
     slots = jnp.where(memory_mask[..., None], memory, 0)
     query, context, cache = decoder.init(params, config, slots, memory_mask, steps)
@@ -184,7 +196,7 @@ def start_episode(
 
 
 def read_temperature(limits: Limits, config: PolicyConfig) -> float | int:
-    """Returns the sampling temperature.
+    """Returns the sampling temperature of the limits, or else of the configuration.
 
     Raises:
         ValueError: the temperature is not a number >= 0.
@@ -218,17 +230,20 @@ def gumbel(
     num_tokens: int,
     dtype: DTypeLike,
 ) -> Float[Array, "b n"]:
-    """Samples the Gumbel noise of a step: the argmax of noisy logits is a sample.
+    """Samples Gumbel noise for the logits of a step, so that their argmax is a random sample.
 
-    The noise of a token depends on its row's key, the step and its position, but not on other rows
-    or the amount of padding.
+    The noise of a token depends on the key of its row, the step and the position of the token, but
+    not on other rows or the amount of padding.
 
     Args:
         scale: temperature of the sampled distribution; multiplies the noise.
         key: [b] PRNG key of each row.
-        step: number of the step.
-        num_tokens: n, the number of image slots.
+        step: [] number of the step, from 0.
+        num_tokens: n, the number of image tokens per row.
         dtype: dtype of the noise.
+
+    Returns:
+        [b, n] noise to add to the logits.
     """
     keys = jax.vmap(jax.random.fold_in, (0, None))(key, step)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (num_tokens,), dtype))(keys)
@@ -241,7 +256,17 @@ def perturbed_logits(
     logits: Float[Array, "b m"],
     step: Int[Array, ""],
 ) -> Float[Array, "b n"]:
-    """Returns the logits of the image slots, plus the Gumbel noise of `step` if sampling."""
+    """Returns the logits of the image tokens, with Gumbel noise if tokens are sampled.
+
+    Args:
+        config: policy configuration; `temperature` is used.
+        episode: the episode, with its sampling temperature and keys.
+        logits: [b, m] logits of the image tokens, followed by the stop logit.
+        step: [] number of the step that the noise belongs to.
+
+    Returns:
+        [b, n] logits whose argmax is the choice of the step.
+    """
     image_logits = logits[:, :-1]
     if episode.key is None:
         return image_logits
@@ -252,14 +277,14 @@ def perturbed_logits(
 def best_token(
     image_logits: Float[Array, "*b n"], available: Bool[Array, "*b n"]
 ) -> Int[Array, "*b"]:
-    """Returns the available image slot with the largest logit; ties go to the lowest index."""
+    """Returns the index of the available token with the largest logit; ties go to the lower one."""
     return jnp.argmax(mask_logits(image_logits, available), axis=-1).astype(jnp.int32)
 
 
 def best_tokens(
     image_logits: Float[Array, "b n"], available: Bool[Array, "b n"], group: int
 ) -> Int[Array, "b g"]:
-    """Returns the `group` available image slots with the largest logits, best first."""
+    """Returns the indices of the `group` available tokens with the largest logits, best first."""
     if group == 1:
         return best_token(image_logits, available)[:, None]
     return jax.lax.top_k(mask_logits(image_logits, available), group)[1].astype(jnp.int32)
@@ -268,18 +293,30 @@ def best_tokens(
 def remaining_max_logit(
     image_logits: Float[Array, "b n"], available: Bool[Array, "b n"], choice: Int[Array, "b g"]
 ) -> Float[Array, "b g"]:
-    """Returns the largest logit among the slots that remain before each choice of a group."""
+    """Returns the largest logit of the tokens that remain before each choice of a group.
+
+    The tokens of a group are chosen one by one, by the same logits.
+
+    Args:
+        image_logits: [b, n] logits of the image tokens.
+        available: [b, n] True at real tokens that were not chosen before the group.
+        choice: [b, g] tokens of the group, in order of choice.
+
+    Returns:
+        [b, g] largest logit before each of the g choices.
+    """
     is_chosen = choice[..., None] == jnp.arange(image_logits.shape[1])
-    chosen_earlier = (jnp.cumsum(is_chosen, axis=1) - is_chosen) > 0
+    # The cumulative sum counts the choice itself, which is still available before it is made.
+    is_chosen_earlier = (jnp.cumsum(is_chosen, axis=1) - is_chosen) > 0
     lowest = jnp.finfo(image_logits.dtype).min
-    remaining = mask_logits(image_logits, available)[:, None]
-    return jnp.max(jnp.where(chosen_earlier, lowest, remaining), axis=-1)
+    masked_logits = mask_logits(image_logits, available)[:, None]
+    return jnp.max(jnp.where(is_chosen_earlier, lowest, masked_logits), axis=-1)
 
 
 def mask_logits(
     image_logits: Float[Array, "*b n"], available: Bool[Array, "*b n"]
 ) -> Float[Array, "*b n"]:
-    """Replaces the logits of unavailable slots by the lowest number of the dtype."""
+    """Replaces the logits of unavailable tokens by the lowest finite number of the dtype."""
     return jnp.where(available, image_logits, jnp.finfo(image_logits.dtype).min)
 
 
@@ -287,18 +324,30 @@ def mask_logits(
 def straight_through(
     memory: Float[Array, "b m d"], prob: Float[Array, "b m"], choice: Int[Array, "b"]
 ) -> Float[Array, "b d"]:
-    """Returns the chosen slot with the gradient of p: M^T (onehot(a) - sg(p) + p).
+    """Returns the memory slot of each row's choice, with a straight-through gradient.
 
-    The forward pass is a gather; only the backward pass forms the product with p.
+    Computes M^T (onehot(a) - stop_gradient(p) + p) with memory M, choice a and probabilities p. The
+    forward pass only gathers the slot; the backward pass forms the product with p.
+
+    Args:
+        memory: [b, m, d] encoded image tokens, followed by the stop slot.
+        prob: [b, m] probabilities of the step.
+        choice: [b] index of the chosen slot.
+
+    Returns:
+        [b, d] the next query of the decoder.
     """
-    del prob
+    del prob  # only the backward pass uses it
     return hard_feedback(memory, None, choice)
 
 
 def hard_feedback(
     memory: Float[Array, "b m d"], prob: Float[Array, "b m"] | None, choice: Int[Array, "b"]
 ) -> Float[Array, "b d"]:
-    """Returns the chosen slot, without a gradient to the probabilities."""
+    """Returns the memory slot of each row's choice, without a gradient to the probabilities.
+
+    Takes the arguments of `straight_through`; see `FeedbackFn`.
+    """
     del prob
     return jnp.take_along_axis(memory, choice[:, None, None], axis=1)[:, 0]
 
@@ -319,54 +368,78 @@ straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 def first_step_of_tokens(choice: Int[Array, "t b"], num_tokens: int) -> Int[Array, "b n"]:
-    """Returns the first step that points at each token; `t` for a token that no step points at."""
-    steps, b = choice.shape
-    step = jnp.broadcast_to(jnp.arange(steps, dtype=jnp.int32)[:, None], (steps, b))
-    never = jnp.full((b, num_tokens), steps, jnp.int32)
-    return never.at[jnp.arange(b)[None], choice].min(step)
+    """Returns the first step that chooses each token.
+
+    Args:
+        choice: [t, b] index of the token that each of t steps chooses.
+        num_tokens: n, the number of image tokens per row.
+
+    Returns:
+        [b, n] number of the step, from 0; t for a token that no step chooses.
+    """
+    num_steps, b = choice.shape
+    step = jnp.broadcast_to(jnp.arange(num_steps, dtype=jnp.int32)[:, None], (num_steps, b))
+    never_chosen = jnp.full((b, num_tokens), num_steps, jnp.int32)
+    return never_chosen.at[jnp.arange(b)[None], choice].min(step)
 
 
-def hold_group_logits(
+def repeat_group_logits(
     config: PolicyConfig, logits: Float[Array, "b t m"], group: int
 ) -> Float[Array, "b t m"]:
     """Replaces the logits of each step by the logits of its group's first step.
 
-    A hazard's stop logits are not replaced: the hazard is evaluated before each token.
+    Args:
+        config: policy configuration. The stop logits of a hazard, which is evaluated before each
+            token, are not replaced.
+        logits: [b, t, m] logits of all steps, with the stop logit last.
+        group: number of consecutive tokens that are chosen by the logits of one step.
+
+    Returns:
+        [b, t, m] logits that the steps choose by.
     """
     if group == 1:
         return logits
     step = jnp.arange(logits.shape[1])
-    held = logits[:, step - step % group]
-    return held.at[..., -1].set(logits[..., -1]) if config.stop == "hazard" else held
+    group_logits = logits[:, step - step % group]
+    if config.stop == "hazard":
+        group_logits = group_logits.at[..., -1].set(logits[..., -1])
+    return group_logits
 
 
-def hold_group_steps(episode: Episode, step: StepFn) -> tuple[Episode, StepFn]:
-    """Wraps a step function as `hold_group_logits` does for logits of all steps.
+def wrap_step_for_groups(episode: Episode, step: StepFn) -> tuple[Episode, StepFn]:
+    """Wraps a step function to return the logits of the first step of each group.
+
+    The loop calls the decoder for every token, because each token has to enter the decoder's cache.
+    The wrapped function stores the logits of all steps and returns those that the group chooses by,
+    as `repeat_group_logits` does for all steps at once.
 
     Args:
         episode: prepared episode.
-        step: step function of the decoder.
+        step: step function of the decoder; see `StepFn`.
 
     Returns:
-        The episode, whose cache also stores the logits of all steps, and the wrapped function.
+        A tuple (episode, step). episode: the episode, whose cache also stores the logits of all
+        steps. step: the wrapped function. Both are unchanged if groups have one token.
     """
     group = episode.group
     if group == 1:
         return episode, step
 
-    def held_step(params, config, context, query, cache, t):
-        cache, all_logits = cache
+    def group_step(params, config, context, query, cache_and_logits, t):
+        cache, all_logits = cache_and_logits
         logits, cache = step(params, config, context, query, cache, t)
         all_logits = jax.lax.dynamic_update_slice_in_dim(
             all_logits, logits[:, None].astype(all_logits.dtype), t, axis=1
         )
-        held = jax.lax.dynamic_index_in_dim(all_logits, t - t % group, axis=1, keepdims=False)
-        held = held.at[:, -1].set(logits[:, -1]) if config.stop == "hazard" else held
-        return held, (cache, all_logits)
+        first_step = t - t % group
+        group_logits = jax.lax.dynamic_index_in_dim(all_logits, first_step, axis=1, keepdims=False)
+        if config.stop == "hazard":  # a hazard is evaluated before each token
+            group_logits = group_logits.at[:, -1].set(logits[:, -1])
+        return group_logits, (cache, all_logits)
 
     b, m, _ = episode.slots.shape
     all_logits = jnp.zeros((b, episode.steps, m), score_dtype(episode.slots.dtype))
-    return episode._replace(cache=(episode.cache, all_logits)), held_step
+    return episode._replace(cache=(episode.cache, all_logits)), group_step
 
 
 def rollout(
@@ -376,45 +449,49 @@ def rollout(
     step: StepFn,
     feedback: FeedbackFn,
 ) -> tuple[Float[Array, "t b m"], Int[Array, "t b"]]:
-    """Runs the loop of an episode.
+    """Chooses one token per step, for all T steps of an episode.
 
-    The backward pass stores the state at the start of each of sqrt(T) blocks and recomputes the
-    steps of a block, instead of storing the decoder cache of every step.
+    The loop continues to T also for rows that stop earlier. The backward pass stores the state at
+    the start of each of sqrt(T) blocks and recomputes the steps of a block, instead of storing the
+    decoder cache of every step.
 
     Args:
         params: policy weights.
         config: policy configuration.
         episode: prepared episode.
-        step: step function of the decoder.
-        feedback: maps the slot that a step points at to the next query.
+        step: step function of the decoder; see `StepFn`.
+        feedback: maps the chosen slot to the next query; see `FeedbackFn`.
 
     Returns:
-        The unmasked logits of each step, and the token that each step points at.
+        A tuple (logits, choice). logits: [t, b, m] unmasked logits of each step, with the stop
+        logit last. choice: [t, b] index of the token that each step chooses.
     """
-    episode, step = hold_group_steps(episode, step)
+    episode, step = wrap_step_for_groups(episode, step)
     block_size = math.isqrt(episode.steps - 1) + 1
     token_index = jnp.arange(episode.image_mask.shape[1])
 
     def run_step(carry, t):
+        """Chooses the best available token and feeds its slot back as the next query."""
         query, cache, available = carry
         logits, cache = step(params, config, episode.context, query, cache, t)
         noisy_logits = perturbed_logits(config, episode, logits, t - t % episode.group)
         choice = best_token(noisy_logits, available)
-        p = step_distribution(
+        distribution = step_distribution(
             config, logits, available, t, limits=episode.limits, stop_bias=episode.stop_bias
         )
-        prob = jnp.concatenate([p.prob, p.stop_prob[..., None]], axis=-1)
+        stop_prob = distribution.stop_prob[..., None]
+        prob = jnp.concatenate([distribution.prob, stop_prob], axis=-1)
         available = available & (token_index != choice[:, None])
         return (feedback(episode.slots, prob, choice), cache, available), (logits, choice)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def run_block(carry, first):
+    def run_block(carry, first_step):
         # The last block is filled up with repetitions of the last step, which are cut off below.
-        steps = jnp.minimum(first + jnp.arange(block_size, dtype=jnp.int32), episode.steps - 1)
+        steps = jnp.minimum(first_step + jnp.arange(block_size, dtype=jnp.int32), episode.steps - 1)
         return jax.lax.scan(run_step, carry, steps)
 
     start = (episode.query, episode.cache, episode.image_mask)
     first_steps = jnp.arange(0, episode.steps, block_size, dtype=jnp.int32)
-    _, blocks = jax.lax.scan(run_block, start, first_steps)
-    logits, choice = (x.reshape(-1, *x.shape[2:])[: episode.steps] for x in blocks)
+    _, block_outputs = jax.lax.scan(run_block, start, first_steps)
+    logits, choice = (x.reshape(-1, *x.shape[2:])[: episode.steps] for x in block_outputs)
     return logits, choice

@@ -48,11 +48,13 @@ def sample(
 ) -> SampledSubsets:
     """Samples g subsets per row, at sampling temperature 1.
 
-    Both tokens and stop are sampled: before each token from `min_tokens` on, the episode ends with
-    probability p_t(stop). The inputs are encoded once for all subsets. The gradient is that of the
-    estimator `"parallel"`, because `log_prob` conditions on the sampled tokens; a straight-through
-    gradient would be added to it. A decoder with custom feedback does add its gradient. With a
-    hazard, the gradient of the stop reaches only the weights of the hazard layer.
+    Both tokens and stop are sampled: once `min_tokens` are chosen, the episode ends before each
+    further token with probability p_t(stop). The inputs are encoded once for all subsets.
+
+    `log_prob` conditions on the sampled tokens, so its gradient is exact without a gradient through
+    the choices: the estimator `"parallel"` is used. A decoder with custom feedback adds the
+    gradient of its feedback. With a hazard, the gradient of the stop reaches only the weights of
+    the hazard layer.
 
     Args:
         params: policy weights.
@@ -77,7 +79,8 @@ def sample(
             f"keys is of shape {keys.shape}, expected (g,), a key for each subset: "
             "jax.random.split(key, g)"
         )
-    b, limits = inputs.image.shape[0], dataclasses.replace(limits, draw=1.0)
+    batch_size = inputs.image.shape[0]
+    limits = dataclasses.replace(limits, draw=1.0)
     episode = encode_episode(
         params,
         config,
@@ -90,7 +93,7 @@ def sample(
 
     def sample_subset(key):
         order_key, stop_key = jax.random.split(key)
-        keyed_episode = episode._replace(key=jax.random.split(order_key, b))
+        keyed_episode = episode._replace(key=jax.random.split(order_key, batch_size))
         trajectory = roll_out(params, config, keyed_episode, decoder, "parallel")
         return sample_stop(trajectory, stop_key)
 
@@ -109,10 +112,10 @@ def price_stop(
 ) -> StopPrice:
     """Computes the expected price of the tokens that a policy keeps by its learned stop.
 
-    One episode per row is sampled to T_max without a stop. So the stop is priced before every
-    token, also beyond the size of the largest sampled subset. Each row has its own random price;
-    see `PolicyConfig.price_range`. With a hazard, only the weights of the hazard layer receive a
-    gradient.
+    The price of a token is its part of the length penalty. One episode per row is sampled to T_max
+    without a stop, so the price also trains the stop beyond the size of the largest sampled subset.
+    Each row has a random price; see `PolicyConfig.price_range`. With a hazard, only the weights of
+    the hazard layer receive a gradient.
 
     Args:
         params: policy weights; differentiate with respect to `params` only.
@@ -123,7 +126,7 @@ def price_stop(
         decoder: functions of the decoder.
 
     Returns:
-        Price, count and bounds of each row.
+        The expected price of each row, the count at which its stop acts, and bounds on that count.
 
     Raises:
         ValueError: inputs do not fit the policy.
@@ -152,23 +155,25 @@ def price_stop(
 
 
 def sample_stop(trajectory: Trajectory, key: Array) -> SampledSubsets:
-    """Samples the end of an episode whose tokens were sampled.
+    """Samples the step at which each episode ends, and keeps the tokens chosen before it.
 
     Args:
-        trajectory: the episode, to T_max.
+        trajectory: episodes to T_max whose tokens were sampled.
         key: PRNG key; consumed.
 
     Returns:
-        One subset per row.
+        One subset per row, with the log-probability of its tokens, its order and its end.
     """
     stop_prob, choice = trajectory.stop_prob, trajectory.choice
     count = first_true(jax.random.uniform(key, stop_prob.shape, jnp.float32) < stop_prob)
     step = jnp.arange(stop_prob.shape[1])
     is_kept = step < count[:, None]
     is_end = step == count[:, None]  # False at all steps if the episode ends at T_max
-    log_token = jnp.take_along_axis(trajectory.log_prob, choice[..., None], axis=-1)[..., 0]
-    log_stop = jnp.log(jnp.maximum(stop_prob, _MIN_PROB))
-    log_prob = jnp.sum(jnp.where(is_kept, log_token, 0) + jnp.where(is_end, log_stop, 0), axis=1)
+    # log p_t(i) of a token includes the probability of not stopping before it.
+    token_log_prob = jnp.take_along_axis(trajectory.log_prob, choice[..., None], axis=-1)[..., 0]
+    stop_log_prob = jnp.log(jnp.maximum(stop_prob, _MIN_PROB))
+    step_log_prob = jnp.where(is_kept, token_log_prob, 0) + jnp.where(is_end, stop_log_prob, 0)
+    log_prob = jnp.sum(step_log_prob, axis=1)
     return SampledSubsets(
         picks=first_picks(choice, count, trajectory.prob.shape[-1]),
         log_prob=log_prob,

@@ -32,7 +32,7 @@ def expected_count(stop_prob: Float[AnyArray, "b t"]) -> Float[Array, "b"]:
 def _take_last_step(
     x: Float[Array, "b t n"], has_choice: Bool[Array, "b t"]
 ) -> Float[Array, "b n"]:
-    """Returns x at each row's last step for which `has_choice` is True."""
+    """Returns the values of x at the last step of each row with `has_choice`."""
     last_step = has_choice.shape[1] - 1 - jnp.argmax(has_choice[:, ::-1], axis=1)
     return jnp.take_along_axis(x, last_step[:, None, None], axis=1)[:, 0]
 
@@ -50,18 +50,20 @@ def soft_scores(
     decay: ArrayLike,
     aggregation: str = "discounted",
 ) -> Float[Array, "b n"]:
-    """Computes s_i = sum_t A_t p_t(i) beta^t >= 0, Eq. (11).
+    """Sums the discounted probabilities of each token, Eq. (11): s_i = sum_t A_t p_t(i) beta^t.
+
+    A_t is the probability that the episode has not ended before step t.
 
     Args:
-        prob: [b, t, n] p_t(i).
-        stop_prob: [b, t] p_t(stop).
-        decay: beta.
+        prob: [b, t, n] p_t(i), the probability that step t chooses token i.
+        stop_prob: [b, t] p_t(stop), the probability that the episode ends before step t.
+        decay: beta, the discount per step.
         aggregation: `"discounted"`, or an ablation of Table 4 (b): `"alive"` sets beta = 1,
             `"uniform"` also sets A_t = 1, and `"last"` returns p_T, with T the row's last step
             before its bound.
 
     Returns:
-        [b, n] scores.
+        [b, n] scores, at least 0.
     """
     prob, stop_prob = jnp.asarray(prob), jnp.asarray(stop_prob)
     if aggregation == "last":
@@ -139,7 +141,7 @@ def cosine_anneal(start: float, end: float, progress: ArrayLike) -> Float[Array,
 
 
 def polarisation_temperature(config: PolicyConfig, progress: ArrayLike) -> ArrayLike:
-    """Returns tau of Eq. (12), given the completed fraction of training."""
+    """Returns tau of SoftTopK, Eq. (12), given the completed fraction of training."""
     if not config.polarisation_share:
         return config.polarisation_temperature
     anneal_progress = progress / config.polarisation_share

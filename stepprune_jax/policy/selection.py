@@ -49,13 +49,13 @@ from stepprune_jax.policy.rollout import (
     first_step_of_tokens,
     gumbel,
     hard_feedback,
-    hold_group_logits,
-    hold_group_steps,
     perturbed_logits,
     remaining_max_logit,
+    repeat_group_logits,
     rollout,
     start_episode,
     straight_through,
+    wrap_step_for_groups,
 )
 from stepprune_jax.policy.trajectory import (
     biased_stop,
@@ -87,7 +87,21 @@ def encode_episode(
     decoder: DecoderFns = POINTER,
     key: Array | None = None,
 ) -> Episode:
-    """Encodes the inputs and prepares an episode; the arguments are those of `select`."""
+    """Encodes image and question, and prepares the sequential choice of tokens.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        inputs: image and question.
+        limits: bounds on the number of kept tokens.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate`.
+        stop_bias: added to the stop logits, a number or one per row.
+        decoder: functions of the decoder.
+        key: PRNG key of the sampled tokens, as in `select`.
+
+    Returns:
+        The episode before its first step.
+    """
     encoded, question = encode_with_query(params, config, inputs, text_gate)
     episode = start_episode(
         params,
@@ -158,14 +172,18 @@ def roll_out(
     decoder: DecoderFns = POINTER,
     estimator: str | None = None,
 ) -> Trajectory:
-    """Runs an episode with the gradient of an estimator.
+    """Runs an episode to T_max, with the gradient of the chosen estimator.
 
     Args:
         params: policy weights.
         config: policy configuration.
         episode: prepared episode.
         decoder: functions of the decoder.
-        estimator: `"straight_through"` or `"parallel"`; None for `config.estimator`.
+        estimator: `"straight_through"` or `"parallel"`, as in `PolicyConfig`; None selects
+            `config.estimator`.
+
+    Returns:
+        The trajectory, with probabilities that are differentiable in `params`.
     """
     is_straight_through = (estimator or config.estimator) == "straight_through"
     if not is_straight_through and decoder.sequence is not None and decoder.feedback is None:
@@ -181,7 +199,7 @@ def select_loop(
     decoder: DecoderFns = POINTER,
     feedback: FeedbackFn = straight_through,
 ) -> Trajectory:
-    """Runs an episode and differentiates its loop step by step."""
+    """Runs an episode in a loop over its steps, which the backward pass differentiates."""
     logits, choice = rollout(params, config, episode, decoder.step, feedback)
     return _read_episode(config, episode, logits.swapaxes(0, 1), choice)
 
@@ -192,7 +210,17 @@ def _read_episode(
     logits: Float[Array, "b t m"],
     choice: Int[Array, "t b"],
 ) -> Trajectory:
-    """Computes probabilities and decisions of an episode from its logits and choices."""
+    """Computes probabilities and stop decisions of an episode.
+
+    Args:
+        config: policy configuration.
+        episode: the episode, with its limits and stop bias.
+        logits: [b, t, m] unmasked logits of all steps, with the stop logit last.
+        choice: [t, b] index of the token that each step chooses.
+
+    Returns:
+        The trajectory.
+    """
     return read_trajectory(
         config,
         logits,
@@ -207,26 +235,39 @@ def _read_episode(
 def select_parallel(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Trajectory:
-    """Runs an episode whose gradient is computed in one causal pass.
+    """Runs an episode whose gradient is computed in one causal pass over all steps.
 
-    The loop runs without gradient. Then `decoder.sequence` scores all steps at once, with the
-    chosen slots as queries. Value and gradient equal those of the loop with `hard_feedback` up to
-    rounding, in a fraction of its time and memory.
+    The loop chooses the tokens without gradient. Then `decoder.sequence` computes the logits of all
+    steps at once, with the chosen slots as queries. Up to rounding, values and gradients equal the
+    results of `select_loop` with `hard_feedback`, in a fraction of the time and memory.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        episode: prepared episode.
+        decoder: functions of the decoder; `sequence` is required.
+
+    Returns:
+        The trajectory.
+
+    Raises:
+        ValueError: the decoder has no `sequence`.
     """
     if decoder.sequence is None:
         raise ValueError("decoder.sequence is None, expected a function: see DecoderFns")
     choice = _choices_without_gradient(params, config, episode, decoder)
     chosen_slots = jnp.take_along_axis(episode.slots, choice[:-1].T[..., None], axis=1)
+    # The first query is the start token; each later query is the slot that was chosen before.
     queries = jnp.concatenate([episode.query[:, None], chosen_slots], axis=1)
     logits = decoder.sequence(params, config, episode.context, queries, episode.cache)
-    logits = hold_group_logits(config, logits, episode.group)
+    logits = repeat_group_logits(config, logits, episode.group)
     return _read_episode(config, episode, logits, choice)
 
 
 def _choices_without_gradient(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns
 ) -> Int[Array, "t b"]:
-    """Returns the token that each step points at, computed without gradient."""
+    """Returns the index of the token that each step chooses, computed without gradient."""
     params, query, context, cache, slots = jax.lax.stop_gradient(
         (params, episode.query, episode.context, episode.cache, episode.slots)
     )
@@ -270,14 +311,25 @@ class Walk(NamedTuple):
 
 
 def step_walk(params: Params, config: PolicyConfig, episode: Episode, step: StepFn) -> Walk:
-    """Returns a walk that calls the decoder for each token; used for custom decoders."""
-    episode, step = hold_group_steps(episode, step)
+    """Returns a walk that calls the decoder once per token; used for custom decoders.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        episode: prepared episode.
+        step: step function of the decoder; see `StepFn`.
+
+    Returns:
+        A walk in blocks of one token, with stop margins.
+    """
+    episode, step = wrap_step_for_groups(episode, step)
     token_index = jnp.arange(episode.image_mask.shape[1])
 
     def advance(state, t):
         query, cache, available = state
         logits, cache = step(params, config, episode.context, query, cache, t)
         margin = stop_margin(config, logits, available, t, episode.stop_bias)[2]
+        # All tokens of a group are chosen by the same noisy logits.
         group_start = t - t % episode.group
         choice = best_token(perturbed_logits(config, episode, logits, group_start), available)
         available = available & (token_index != choice[:, None])
@@ -288,25 +340,32 @@ def step_walk(params: Params, config: PolicyConfig, episode: Episode, step: Step
 
 
 def can_use_tables(config: PolicyConfig, episode: Episode, decoder: DecoderFns) -> bool:
-    """Returns whether an episode can use `Tables`: the built-in decoder, within a memory bound."""
+    """Returns whether an episode can read precomputed tables over pairs of slots (`Tables`).
+
+    The tables exist for the built-in decoder only, and must fit into `MAX_TABLE_BYTES`.
+    """
     b, m, _ = episode.slots.shape
-    rows = b if isinstance(b, int) else 1  # `jax.export` may leave the batch size symbolic
-    size = rows * table_bytes(config, m, episode.slots.dtype)
+    batch_size = b if isinstance(b, int) else 1  # `jax.export` may leave the batch size symbolic
+    num_bytes = batch_size * table_bytes(config, m, episode.slots.dtype)
     is_built_in = decoder.init is pointer_init and decoder.step is pointer_step
-    return is_built_in and size <= MAX_TABLE_BYTES
+    return is_built_in and num_bytes <= MAX_TABLE_BYTES
 
 
 def table_walk(
     params: Params, config: PolicyConfig, episode: Episode, block: int, *, has_margins: bool
 ) -> Walk:
-    """Returns a walk that reads tables over pairs of slots.
+    """Returns a walk of the built-in decoder that reads precomputed tables over pairs of slots.
 
     Args:
         params: policy weights.
         config: policy configuration.
         episode: prepared episode of the built-in decoder.
-        block: number of tokens per call of `advance`, rounded up to complete groups.
-        has_margins: whether to compute the margins of the stop.
+        block: number of tokens per call of `advance`, rounded up to complete groups. The tokens of
+            a group are chosen by the logits of one step.
+        has_margins: whether to compute the stop margins: stop logit minus the best token's logit.
+
+    Returns:
+        The walk. Its state is a tuple: state of the tables, and KV cache of the hazard layer.
     """
     group, n = episode.group, episode.image_mask.shape[1]
     groups_per_block = -(-block // group)
@@ -321,6 +380,7 @@ def table_walk(
     num_tokens = jnp.sum(episode.image_mask, axis=1, dtype=jnp.int32)
 
     def choose_group(state, group_inputs):
+        """Chooses the tokens of one group by the logits after the previous group."""
         group_index, noise = group_inputs
         logits, cache = table_logits(
             params, config, context, tables, state, group_index=group_index
@@ -339,6 +399,7 @@ def table_walk(
     unroll = min(UNROLL, groups_per_block) if config.decoder_layers == 1 else 1
 
     def advance(state, first):
+        """Chooses the next `block` tokens; see `AdvanceFn`."""
         table_state, hazard_history = state
         previous_slot = table_state.slots[:, -1:]
         group_index = first // group + jnp.arange(groups_per_block)
@@ -346,22 +407,27 @@ def table_walk(
         table_state, outputs = jax.lax.scan(
             choose_group, table_state, (group_index, noise), unroll=unroll
         )
-        choice, stop, max_logit = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
+        # Scan outputs are [groups, b, g]; the choices become [b, block].
+        choice, stop_logit, max_logit = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
         choice = choice.reshape(-1, block)
         if not has_margins:
             return (table_state, hazard_history), choice.T, None
         if has_hazard:
+            # The hazard layer is evaluated before each token, with the previous slot as query.
             query_slots = jnp.concatenate([previous_slot, choice[:, :-1]], axis=1)
             queries = take_rows(tables.query, query_slots)
-            stop, hazard_history = hazard_logits(
+            stop_logit, hazard_history = hazard_logits(
                 params, config, context, queries, hazard_history, first
             )
-            max_logit = 0.0
+            max_logit = 0.0  # the margin of a hazard is its stop logit
         else:
+            # A group has one stop logit, but its best remaining token changes with each choice.
             max_logit = max_logit.reshape(-1, block)
-            stop = jnp.broadcast_to(stop, (*stop.shape[:2], group)).reshape(-1, block)
+            stop_logit = jnp.broadcast_to(stop_logit, (*stop_logit.shape[:2], group))
+            stop_logit = stop_logit.reshape(-1, block)
         step, bias = first + jnp.arange(block), episode.stop_bias[:, None]
-        margin = biased_stop(config, stop, step, num_tokens[:, None], bias) - max_logit
+        stop_logit = biased_stop(config, stop_logit, step, num_tokens[:, None], bias)
+        margin = stop_logit - max_logit
         return (table_state, hazard_history), choice.T, margin.T
 
     hazard_history = empty_history(config, episode.slots, padded_steps) if has_hazard else ()
@@ -372,7 +438,16 @@ def table_walk(
 def _block_noise(
     config: PolicyConfig, episode: Episode, steps: Int[Array, "s"]
 ) -> Float[Array, "s b n"] | None:
-    """Samples the Gumbel noise of several steps at once; None if tokens are not sampled."""
+    """Samples the Gumbel noise of several steps at once.
+
+    Args:
+        config: policy configuration; `temperature` is used.
+        episode: the episode, with its sampling temperature and keys.
+        steps: [s] numbers of the steps.
+
+    Returns:
+        [s, b, n] noise to add to the logits of the image tokens; None if tokens are not sampled.
+    """
     if episode.key is None:
         return None
     dtype = layers.score_dtype(episode.slots.dtype)
@@ -387,11 +462,21 @@ def choose_tokens(
 ) -> Picks:
     """Decides which tokens of an episode are kept; not differentiable.
 
-    Runs a `lax.while_loop` on the device that ends when all rows have stopped, not at T_max. The
-    built-in decoder reads tables over pairs of slots (`pointer_cache.py`). It checks the stop every
-    `BLOCK` tokens, or never if the budget is exact. Custom decoders run step by step, for at most
-    max_b K_b + 1 steps. So does the built-in decoder if its tables exceed `MAX_TABLE_BYTES`: with
-    16 heads, for an image of more than 7,900 tokens.
+    Runs a `lax.while_loop` on the device that ends when all rows have stopped, not at T_max.
+
+    The built-in decoder reads precomputed tables over pairs of slots (`pointer_cache.py`) and
+    checks the stop after every `BLOCK` tokens, or never if the budget is exact. A custom decoder,
+    or the built-in decoder with tables above `MAX_TABLE_BYTES`, is called once per token, for at
+    most max_b K_b + 1 steps. With 16 heads, an image of 7,900 tokens has tables of that size.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        episode: prepared episode.
+        decoder: functions of the decoder.
+
+    Returns:
+        The kept tokens of each row, in order of choice.
     """
     (b, n), steps = episode.image_mask.shape, episode.steps
     if can_use_tables(config, episode, decoder):
@@ -403,34 +488,36 @@ def choose_tokens(
     max_tokens = jnp.minimum(max_tokens, steps)
 
     def is_running(carry):
-        first, alive, *_ = carry
-        return (first < steps) & jnp.any(alive)
+        first, is_alive, *_ = carry
+        return (first < steps) & jnp.any(is_alive)
 
     def run_block(carry):
-        first, alive, state, choice, stop = carry
+        """Chooses the next `walk.block` tokens and decides which rows stop before them."""
+        first, is_alive, state, choice, is_stop = carry
         state, block_choice, margin = walk.advance(state, first)
         step = first + jnp.arange(walk.block)[:, None]
-        block_stop = step >= max_tokens
+        is_block_stop = step >= max_tokens
         if not episode.exact:
             assert margin is not None  # the walk has margins
-            block_stop = block_stop | ((step >= min_tokens) & (margin > 0))
+            is_block_stop = is_block_stop | ((step >= min_tokens) & (margin > 0))
         choice = jax.lax.dynamic_update_slice_in_dim(choice, block_choice, first, axis=0)
-        stop = jax.lax.dynamic_update_slice_in_dim(stop, block_stop, first, axis=0)
-        # A row that reaches `max_tokens` within this block needs no further block to stop.
+        is_stop = jax.lax.dynamic_update_slice_in_dim(is_stop, is_block_stop, first, axis=0)
+        # A row that reaches `max_tokens` within this block needs no further block.
         is_full = first + walk.block >= max_tokens
-        alive = alive & ~jnp.any(block_stop, axis=0) & ~is_full
-        return first + walk.block, alive, state, choice, stop
+        is_alive = is_alive & ~jnp.any(is_block_stop, axis=0) & ~is_full
+        return first + walk.block, is_alive, state, choice, is_stop
 
     padded_steps = -(-steps // walk.block) * walk.block
     carry = (
-        jnp.int32(0),
-        jnp.ones(b, bool),
+        jnp.int32(0),  # first step of the next block
+        jnp.ones(b, bool),  # whether each row continues
         walk.start,
-        jnp.full((padded_steps, b), n, jnp.int32),
+        jnp.full((padded_steps, b), n, jnp.int32),  # chosen tokens
+        # Whether each row stops before a step; True at steps that no block computes.
         jnp.ones((padded_steps, b), bool),
     )
-    *_, choice, stop = jax.lax.while_loop(is_running, run_block, carry)
-    return first_picks(choice[:steps].T, first_true(stop.T), n)
+    *_, choice, is_stop = jax.lax.while_loop(is_running, run_block, carry)
+    return first_picks(choice[:steps].T, first_true(is_stop.T), n)
 
 
 def first_picks(order: Int[AnyArray, "b t"], count: Int[AnyArray, "b"], num_tokens: int) -> Picks:
@@ -440,6 +527,9 @@ def first_picks(order: Int[AnyArray, "b t"], count: Int[AnyArray, "b"], num_toke
         order: [b, t] indices of tokens in order of choice.
         count: [b] number of tokens to keep.
         num_tokens: n, the number of image tokens.
+
+    Returns:
+        The picks, with `num_tokens` as the action after a row's last token.
     """
     b, steps = order.shape
     action = jnp.where(jnp.arange(steps) < count[:, None], order, num_tokens)
@@ -462,7 +552,7 @@ def choose(
 ) -> Picks:
     """Chooses the tokens that are kept, with static shapes; not differentiable.
 
-    The decisions equal those of `select`. Within a jitted function, gather the tokens with
+    The decisions equal the decisions of `select`. Within a jitted function, gather the tokens with
     `gather(picks, image, capacity)`; `prune` does both outside of one.
 
     Args:
@@ -500,8 +590,8 @@ def rank(
     """Orders tokens as `select` does, and records the margins of the stop; not differentiable.
 
     The order does not depend on the stop, and probabilities are not computed. `choose` with a
-    budget keeps the first tokens of the order. `calibrate_stop_bias` computes the stop bias of a
-    mean count from the margins.
+    budget keeps the first tokens of the order. From the margins, `calibrate_stop_bias` computes the
+    stop bias at which a policy keeps a given number of tokens on average.
 
     Args:
         params: policy weights.
@@ -527,7 +617,17 @@ def rank(
 def rank_tokens(
     params: Params, config: PolicyConfig, episode: Episode, decoder: DecoderFns = POINTER
 ) -> Ranked:
-    """Computes the order of the tokens of an episode and the margins of its stop."""
+    """Orders the tokens of an episode to T_max and computes the stop margin before each step.
+
+    Args:
+        params: policy weights.
+        config: policy configuration.
+        episode: prepared episode.
+        decoder: functions of the decoder.
+
+    Returns:
+        [b, t] order and margins. A margin is the stop logit minus the best token's logit.
+    """
     if can_use_tables(config, episode, decoder):
         walk = table_walk(params, config, episode, episode.steps, has_margins=True)
         _, choice, margin = walk.advance(walk.start, jnp.int32(0))

@@ -35,30 +35,40 @@ def _laplace_log_density(u: Array) -> Array:
 
 
 def cumlogsumexp(z: Float[Array, "*b n"], reverse: bool = False) -> Float[Array, "*b n"]:
-    """Returns log(cumsum(exp(z))) along the last axis; differentiable.
+    """Computes log(cumsum(exp(z))) along the last axis; differentiable.
 
     Args:
-        z: values.
-        reverse: whether to sum from the end.
+        z: [..., n] values.
+        reverse: whether to sum from the end of the axis.
+
+    Returns:
+        [..., n] logarithms of the cumulative sums.
     """
     axis = z.ndim - 1
 
     def scan(z):
         return jax.lax.associative_scan(jnp.logaddexp, z, reverse=reverse, axis=axis)
 
-    def window(z):
+    def reduce_window(z):
         return jax.lax.cumlogsumexp(z, axis=axis, reverse=reverse)
 
     # XLA's TPU compiler takes minutes for a `cumlogsumexp` that is fused with other operations.
-    return jax.lax.platform_dependent(z, tpu=scan, default=window)
+    return jax.lax.platform_dependent(z, tpu=scan, default=reduce_window)
 
 
 def _threshold(z: Float[Array, "*b n"], k: Float[Array, "*b 1"]) -> Float[Array, "*b 1"]:
-    """Returns the threshold b for scores z (divided by tau) and mass k, in closed form.
+    """Returns the threshold b at which the gates F(z_i - b) sum to k, in closed form.
 
-    Between two neighbouring sorted scores z_j <= b <= z_{j+1}, the total mass as a function of b is
+    Between two neighbouring sorted scores z_j <= b <= z_{j+1}, the sum of the gates (the mass) is
     n - j + (e^low e^-b - e^high e^b) / 2 with low = log sum_{i <= j} e^z_i and
     high = log sum_{i > j} e^-z_i.
+
+    Args:
+        z: scores divided by tau.
+        k: target sum of the gates.
+
+    Returns:
+        The threshold b of each row.
     """
     n = z.shape[-1]
     z = jnp.sort(z, axis=-1)
@@ -91,7 +101,17 @@ def _offsets(
     temperature: Float[Array, "*b 1"],
     where: Bool[Array, "*b n"],
 ) -> Float[Array, "*b n"]:
-    """Returns u_i = s_i / tau - b; a large negative number for masked tokens."""
+    """Returns the arguments u_i = s_i / tau - b of the gates F(u_i).
+
+    Args:
+        scores: s, one score per token.
+        k: sum of the gates of each row.
+        temperature: tau of each row.
+        where: True at tokens that take part.
+
+    Returns:
+        u, with a large negative number at all other tokens.
+    """
     z = scores / temperature
     count = jnp.sum(where, axis=-1, keepdims=True)
     is_soft = (k > 0) & (k < count)
@@ -115,10 +135,12 @@ def _offsets(
 
 @jax.custom_vjp
 def _soft_topk(scores, k, temperature, where):
+    """Computes `soft_topk` for a broadcast k and temperature of shape [..., 1]."""
     return _soft_topk_fwd(scores, k, temperature, where)[0]
 
 
 def _soft_topk_fwd(scores, k, temperature, where):
+    """Returns the gates, and the residuals of the backward pass."""
     u = _offsets(scores, k, temperature, where)
     count = jnp.sum(where, axis=-1, keepdims=True)
     alpha = jnp.where(k >= count, 1.0, jnp.where(k <= 0, 0.0, _laplace_cdf(u)))
@@ -127,6 +149,7 @@ def _soft_topk_fwd(scores, k, temperature, where):
 
 @implicit_promotion()
 def _soft_topk_bwd(residuals, cotangent):
+    """Returns the cotangents of scores, k and temperature by the formulas of the module."""
     scores, k, temperature, where, u = residuals
     has_gradient = (k > 0) & (k < jnp.sum(where, axis=-1, keepdims=True)) & where
     cotangent = jnp.where(has_gradient, cotangent, 0.0)

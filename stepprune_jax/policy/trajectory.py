@@ -48,12 +48,17 @@ class StepDistribution(NamedTuple):
 def log_price_growth(
     config: PolicyConfig, count: Int[Array, "*#b"], num_tokens: Int[Array, "*#b"]
 ) -> Float[Array, "*b"]:
-    """Returns the log of the `count`-th token's price, relative to the price at a tenth of N.
+    """Returns how the price of a kept token grows with the count: g log(count / 0.1 N).
+
+    The price is the part of the length penalty that a token adds; g is `config.price_growth`.
 
     Args:
         config: policy configuration; `price_growth` is used.
         count: number of the token, from 1; 0 is treated as 1.
         num_tokens: N, the number of real tokens of each row.
+
+    Returns:
+        Log of the price, relative to the price at a tenth of the tokens.
     """
     relative_count = jnp.maximum(count, 1) / (0.1 * jnp.maximum(num_tokens, 1))
     return config.price_growth * jnp.log(relative_count)
@@ -66,7 +71,7 @@ def biased_stop(
     num_tokens: Int[Array, "*#b"],
     stop_bias: Float[Array, "*#b"],
 ) -> Float[Array, "*b"]:
-    """Adds all biases to a stop logit.
+    """Adds the biases of configuration, row and step to a stop logit.
 
     Args:
         config: policy configuration; `stop_bias` and `price_growth` are used.
@@ -74,6 +79,9 @@ def biased_stop(
         step: number of the step, from 0.
         num_tokens: number of real tokens of each row.
         stop_bias: further bias of each row.
+
+    Returns:
+        The biased logit. With `price_growth`, it grows with the step as the price of a token does.
     """
     stop = logit + config.stop_bias + stop_bias
     if config.price_growth:
@@ -88,7 +96,10 @@ def stop_margin(
     step: Int[Array, "*#b"],
     stop_bias: Float[Array, "*#b"],
 ) -> tuple[Float[Array, "*b n"], Float[Array, "*b"], Float[Array, "*b"]]:
-    """Computes the margin of the stop.
+    """Computes the stop margin, whose sign decides whether the episode ends before a step.
+
+    The margin is the stop logit minus the largest logit of the available tokens. For a hazard
+    (`config.stop="hazard"`), it is the stop logit.
 
     Args:
         config: policy configuration.
@@ -98,15 +109,15 @@ def stop_margin(
         stop_bias: bias of each row.
 
     Returns:
-        A tuple (image_logits, stop, margin). image_logits: [..., n] logits of the available tokens,
-        -1e9 elsewhere. stop: [...] the stop logit with all biases. margin: [...] `stop` minus the
-        largest image logit, or `stop` for a hazard.
+        A tuple (image_logits, stop_logit, margin). image_logits: [..., n] logits of the available
+        tokens, -1e9 elsewhere. stop_logit: [...] the stop logit with all biases. margin: [...] the
+        stop margin.
     """
     image_logits = jnp.where(available, logits[..., :-1], MASKED)
     num_tokens = step + jnp.sum(available, axis=-1)  # each earlier step has chosen one real token
-    stop = biased_stop(config, logits[..., -1], step, num_tokens, stop_bias)
+    stop_logit = biased_stop(config, logits[..., -1], step, num_tokens, stop_bias)
     max_logit = 0.0 if config.stop == "hazard" else jnp.max(image_logits, axis=-1)
-    return image_logits, stop, stop - max_logit
+    return image_logits, stop_logit, stop_logit - max_logit
 
 
 def step_distribution(
@@ -118,38 +129,43 @@ def step_distribution(
     limits: RowLimits,
     stop_bias: Float[Array, "*#b"],
 ) -> StepDistribution:
-    """Computes pointer and stop probabilities of a step, Eqs. (6)-(7), in the dtype of `logits`.
+    """Computes the probabilities of each token and of the stop at a step, Eqs. (6)-(7).
 
-    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the available tokens. `PolicyConfig.stop`
-    defines p_t(stop).
+    p_t(i) = (1 - p_t(stop)) softmax_i(l_t / tau) over the available tokens, with logits l_t and
+    tau = `config.temperature`. `PolicyConfig.stop` defines p_t(stop).
 
     Args:
         config: policy configuration.
-        logits: [..., m] unmasked logits, the stop's last.
+        logits: [..., m] unmasked logits, with the stop logit last.
         available: [..., n] True at real tokens that are not chosen yet.
         step: number of the step, from 0.
-        limits: bounds on the count of each row.
-        stop_bias: bias of each row.
+        limits: bounds on the number of kept tokens of each row.
+        stop_bias: bias of each row's stop logit.
+
+    Returns:
+        The probabilities and the hard decision of the stop, in the dtype of `logits`.
     """
-    image_logits, stop, margin = stop_margin(config, logits, available, step, stop_bias)
-    scaled = image_logits / config.temperature
+    image_logits, stop_logit, margin = stop_margin(config, logits, available, step, stop_bias)
+    scaled_logits = image_logits / config.temperature
+    # In both cases p_t(stop) = sigmoid(stop_log_odds).
     if config.stop == "softmax":
-        stop_logit = stop / config.temperature - jax.nn.logsumexp(scaled, axis=-1)
+        log_partition = jax.nn.logsumexp(scaled_logits, axis=-1)
+        stop_log_odds = stop_logit / config.temperature - log_partition
     else:
-        stop_logit = margin / config.stop_temperature
+        stop_log_odds = margin / config.stop_temperature
     must_stop = (step >= limits.max_tokens) | ~jnp.any(available, axis=-1)
     must_continue = (step < limits.min_tokens) & ~must_stop
     # In a tie the token wins, because argmax returns the lowest slot and the stop is the last slot.
-    stops = must_stop | (~must_continue & (margin > 0))
-    stop_prob = jnp.where(must_stop, 1.0, jax.nn.sigmoid(stop_logit))
+    is_stopped = must_stop | (~must_continue & (margin > 0))
+    stop_prob = jnp.where(must_stop, 1.0, jax.nn.sigmoid(stop_log_odds))
     stop_prob = jnp.where(must_continue, 0.0, stop_prob)
-    log_continue = jnp.where(must_stop, MASKED, jax.nn.log_sigmoid(-stop_logit))
+    log_continue = jnp.where(must_stop, MASKED, jax.nn.log_sigmoid(-stop_log_odds))
     log_continue = jnp.where(must_continue, 0.0, log_continue)
     is_possible = available & ~must_stop[..., None]
-    log_prob = jax.nn.log_softmax(scaled, axis=-1) + log_continue[..., None]
+    log_prob = jax.nn.log_softmax(scaled_logits, axis=-1) + log_continue[..., None]
     log_prob = jnp.where(is_possible, log_prob, MASKED)
     prob = jnp.where(is_possible, jnp.exp(log_prob), 0.0)
-    return StepDistribution(log_prob, prob, stop_prob, log_continue, margin, stops)
+    return StepDistribution(log_prob, prob, stop_prob, log_continue, margin, is_stopped)
 
 
 def read_trajectory(
@@ -162,33 +178,37 @@ def read_trajectory(
     limits: RowLimits,
     stop_bias: Float[Array, "b"],
 ) -> Trajectory:
-    """Computes the trajectory of a rollout from its logits, for all steps at once.
+    """Computes probabilities and stop decisions of a rollout, for all steps at once.
 
     Args:
         config: policy configuration.
-        logits: [b, t, m] unmasked logits of all steps.
-        choice: [b, t] token that each step points at.
-        first_step: [b, n] first step that points at each token; t or more for other tokens.
+        logits: [b, t, m] unmasked logits of all steps, with the stop logit last.
+        choice: [b, t] index of the token that each step chooses if the episode continues.
+        first_step: [b, n] first step that chooses each token; t or more for other tokens.
         image_mask: [b, n] True at real tokens.
-        limits: bounds on the count of each row.
+        limits: bounds on the number of kept tokens of each row.
         stop_bias: [b] bias of the stop logits.
+
+    Returns:
+        The trajectory. Each row ends at the first step whose stop wins.
     """
-    steps, n = logits.shape[1], image_mask.shape[1]
-    step = jnp.arange(steps)[None]
+    num_steps, n = logits.shape[1], image_mask.shape[1]
+    step = jnp.arange(num_steps)[None]
+    # [b, t, n]: a token is available at the step that chooses it, and before.
     available = image_mask[:, None] & (first_step[:, None] >= step[..., None])
     column_limits = RowLimits(limits.min_tokens[:, None], limits.max_tokens[:, None])
-    p = step_distribution(
+    distribution = step_distribution(
         config, logits, available, step, limits=column_limits, stop_bias=stop_bias[:, None]
     )
-    count = first_true(p.stop)
+    count = first_true(distribution.stop)
     return Trajectory(
         action=jnp.where(step < count[:, None], choice, n).astype(jnp.int32),
         choice=choice,
-        log_prob=p.log_prob,
-        prob=p.prob,
-        stop_prob=p.stop_prob,
-        log_continue=p.log_continue,
-        margin=p.margin,
+        log_prob=distribution.log_prob,
+        prob=distribution.prob,
+        stop_prob=distribution.stop_prob,
+        log_continue=distribution.log_continue,
+        margin=distribution.margin,
         alive=step <= count[:, None],
         count=count,
         selected=image_mask & (first_step < count[:, None]),
@@ -205,14 +225,14 @@ def first_true(flags: Bool[Array, "b t"]) -> Int[Array, "b"]:
 def count_at_bias(
     margin: Float[Array, "b t"], bias: ArrayLike, min_tokens: int = 1
 ) -> Int[Array, "b"]:
-    """Returns the count of each row if `bias` is added to its stop logits.
+    """Returns the number of tokens that each row keeps if `bias` is added to its stop logits.
 
     The order of tokens does not depend on the stop, so the margins of one rollout determine the
     count for every bias.
 
     Args:
-        margin: [b, t] margins of the stop, `Trajectory.margin`. A row ends at an infinite margin,
-            whatever the bias.
+        margin: [b, t] stop margins (stop logit minus the best token's logit) before each step,
+            `Trajectory.margin`. A row ends at an infinite margin, whatever the bias.
         bias: added to the margins; a number, or an array that broadcasts to them.
         min_tokens: number of tokens that are chosen before the stop is available.
 
@@ -220,5 +240,5 @@ def count_at_bias(
         [b] counts.
     """
     step = jnp.arange(margin.shape[1])
-    stops = (margin + bias > 0) & (step >= min_tokens)
-    return first_true(stops | jnp.isposinf(margin))
+    is_stopped = (margin + bias > 0) & (step >= min_tokens)
+    return first_true(is_stopped | jnp.isposinf(margin))

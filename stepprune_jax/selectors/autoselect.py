@@ -144,7 +144,17 @@ def scores(
     inputs: Inputs,
     text_gate: ArrayLike = 1.0,
 ) -> Float[Array, "b n"]:
-    """Computes one score per token, in at least float32; the lowest score in the padding."""
+    """Computes the score of each token from its encoding.
+
+    Args:
+        params: weights of the scorer.
+        config: configuration of the scorer.
+        inputs: image and question.
+        text_gate: g_txt in [0, 1]; see `PolicyConfig.text_gate`.
+
+    Returns:
+        [b, n] scores, in at least float32; -1e9 in the padding.
+    """
     encoded = policy.encode(params, config.shape, inputs, text_gate)
     head = params["head"]
     x = layer_norm(head["norm"], encoded.astype(score_dtype(encoded.dtype)))
@@ -155,12 +165,17 @@ def scores(
 def add_gumbel(
     scores: Float[Array, "b n"], key: Array | None, temperature: float | int
 ) -> Float[Array, "b n"]:
-    """Adds Gumbel noise to scores: the k best noisy scores are a sample without replacement.
+    """Adds Gumbel noise to scores.
+
+    The k best noisy scores of a row are a sample of k tokens without replacement.
 
     Args:
         scores: [b, n] unnormalised log-probabilities.
         key: PRNG key, one for all rows or one per row; None for a fixed key.
         temperature: sampling temperature; 0 returns the scores unchanged.
+
+    Returns:
+        [b, n] noisy scores.
     """
     if not temperature:
         return scores
@@ -177,10 +192,10 @@ def gate(
     *,
     draw: float | int | None = None,
 ) -> GatedByScores:
-    """Gates all tokens with noise, by their scores.
+    """Mixes all image tokens with noise: the better the score of a token, the less noise.
 
     Every row has a random budget, log-uniform over `config.random_budget`, so the scorer learns for
-    all budgets.
+    all budgets. SoftTopK turns scores to gates in [0, 1] that sum to the budget.
 
     Args:
         params: weights of the scorer.
@@ -189,6 +204,9 @@ def gate(
         inputs: image and question, never the answer.
         progress: progress of training.
         draw: sampling temperature; None for the configuration's.
+
+    Returns:
+        The gated tokens, and the scores, budgets and gates that they were computed from.
     """
     n = inputs.image.shape[1]
     budget_key, noise_key = jax.random.split(key)
@@ -198,8 +216,8 @@ def gate(
         row_keys,
         config.draw if draw is None else draw,
     )
-    shares = budget_range(config.random_budget, config.budget_anneal, progress.share)
-    budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, shares)
+    fraction_range = budget_range(config.random_budget, config.budget_anneal, progress.share)
+    budget = draw_budgets(budget_key, jnp.sum(inputs.real, axis=1), n, fraction_range)
     tau = temperature(config, progress.share)
     alpha = policy.soft_topk(noisy_scores, budget, tau, where=inputs.image_mask)
     tokens = gate_tokens(params, config.shape, noise_key, inputs, alpha)
@@ -209,8 +227,13 @@ def gate(
 def metrics(gated: GatedByScores, real: Bool[Array, "b n"]) -> dict[str, Float[Array, ""]]:
     """Returns scalars for monitoring the training of the scorer.
 
-    `k_mean`: mean budget. `alpha_in`, `alpha_out`, `iou`: see `gate_metrics`, with the hard top k
-    as the kept tokens.
+    Args:
+        gated: result of `gate`.
+        real: [b, n] True at real tokens.
+
+    Returns:
+        Scalars by name: the mean budget `k_mean`, and the metrics of `gate_metrics` if each row
+        keeps the k tokens with the best scores.
     """
     rank = jnp.argsort(best_first(gated.scores), axis=1)
     is_top_k = real & (rank < gated.budget[:, None])
@@ -239,12 +262,12 @@ def order_by_marginal_relevance(
 ) -> Int[Array, "b t"]:
     """Orders tokens greedily by maximal marginal relevance.
 
-    Each step chooses the token with the largest (1 - diversity) * score - diversity * c, with c the
-    largest cosine between the token and the tokens chosen before.
+    Each step chooses the token with the largest (1 - diversity) * score - diversity * c. c is the
+    largest cosine between the token and any token that was chosen before.
 
     Args:
         scores: [b, n] score of each token; scaled to [0, 1] in each row.
-        unit: [b, n, d] tokens, normalised to length 1.
+        unit: [b, n, d] image tokens, normalised to length 1.
         real: [b, n] True at real tokens; at least one in each row.
         steps: number of tokens to order; static.
         diversity: weight of the cosine, in [0, 1].
@@ -306,7 +329,7 @@ class AutoSelect(Policy):
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the language-modelling loss on the gated tokens."""
+        """Computes the language-modelling loss on the gated tokens; see `Selector.loss`."""
         gated = gate(self.params, self.config, key, inputs, progress, draw=self.draw)
         loss = lm_loss_fn(gated.tokens).astype(score_dtype(gated.tokens.dtype))
         return loss, Aux({"lm_loss": loss} | metrics(gated, inputs.real))
@@ -315,7 +338,20 @@ class AutoSelect(Policy):
     def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
     ) -> SampledSubsets:
-        """Samples from the Plackett-Luce distribution of the scores, at temperature 1."""
+        """Samples subsets without replacement, by the scores.
+
+        The distribution over orders is Plackett-Luce: each token is sampled from the softmax of the
+        scores of all tokens that are not chosen yet.
+
+        Args:
+            inputs: image and question.
+            limits: the count of each row is `budget`, or else `max_tokens`, or else all tokens.
+            keys: [g] PRNG keys, one per subset; consumed.
+            progress: progress of training; `text_gate` is used.
+
+        Returns:
+            The subsets, with log-probabilities that are differentiable in the weights.
+        """
         b, n = inputs.image.shape[:2]
         logits = scores(self.params, self.config, inputs, progress.text_gate)
         max_tokens = limits.max_tokens if limits.budget is None else limits.budget
@@ -325,11 +361,12 @@ class AutoSelect(Policy):
         def sample_subset(key):
             noisy_logits = add_gumbel(logits, jax.random.split(key, b), 1.0)
             order = best_first(jax.lax.stop_gradient(noisy_logits))
-            ordered = jnp.take_along_axis(logits, order, axis=1)
+            ordered_logits = jnp.take_along_axis(logits, order, axis=1)
             # Each token is sampled from the softmax over itself and all later tokens.
-            log_normaliser = cumlogsumexp(ordered, reverse=True)
+            log_normaliser = cumlogsumexp(ordered_logits, reverse=True)
+            token_log_prob = ordered_logits - log_normaliser
             is_kept = jnp.arange(n) < count[:, None]
-            log_prob = jnp.sum(jnp.where(is_kept, ordered - log_normaliser, 0), axis=1)
+            log_prob = jnp.sum(jnp.where(is_kept, token_log_prob, 0), axis=1)
             return first_picks(order, count, n), log_prob
 
         picks, log_prob = jax.vmap(sample_subset)(threefry(keys))
@@ -337,7 +374,17 @@ class AutoSelect(Policy):
 
     @implicit_promotion()
     def order(self, inputs: Inputs, steps: int, key: Array | None = None) -> Ranking:
-        """Orders the tokens by score, or by marginal relevance if `diversity` is not 0."""
+        """Orders the tokens by score, or by marginal relevance if `diversity` is not 0.
+
+        Args:
+            inputs: image and question.
+            steps: length of the order; static.
+            key: PRNG key of the sampled tokens, one for all rows or one per row; None for a fixed
+                key.
+
+        Returns:
+            The first `steps` tokens of the order, without stop margins.
+        """
         temperature = self.config.draw if self.draw is None else self.draw
         noisy_scores = add_gumbel(scores(self.params, self.config, inputs), key, temperature)
         if not self.diversity:

@@ -117,7 +117,7 @@ class TrainedPruner(Pruner):
         stats: FeatureStats | None,
         **options: Any,
     ) -> AnyTrained:
-        """Returns a method with randomly initialized weights, for training.
+        """Creates a method with randomly initialized weights, for training.
 
         Args:
             key: PRNG key; consumed.
@@ -171,6 +171,7 @@ class TrainedPruner(Pruner):
         method = super().with_budget(budget)
         method.require_kind(method.budget)
         if method.budget.kind == "mean":
+            # Called for its errors and warnings only.
             method.bias_at(float(method.budget.number))
         return method
 
@@ -209,30 +210,32 @@ class TrainedPruner(Pruner):
         return self.calibration
 
     def program(self: AnyTrained) -> AnyTrained:
-        """Returns a copy without fields that do not change compiled programs.
+        """Returns a copy that is equal for all budgets that can share a compiled program.
 
-        Programs read exact counts from `PrunerInputs.count` and the learned stop from `stop_bias`.
+        Programs read exact counts from `PrunerInputs.count` and the learned stop from `stop_bias`,
+        so the copy needs neither the budget nor the calibration.
         """
         kind = "all" if self.budget.is_exact else "adaptive"
         return self.replace(budget=Budget(kind), stop_bias=self.bias, calibration=None)
 
     def prepare(self: AnyTrained) -> AnyTrained:
-        """Returns a copy for many calls; a mean budget is replaced by its stop bias."""
+        """Returns a copy for many calls, with the stop bias in place of a mean budget."""
         if self.budget.kind == "mean":
             return self.replace(budget=Budget("adaptive"), stop_bias=self.bias)
         return self
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Also rejects a method without weights, and weights for another model."""
+        """Raises a UserError for missing weights, weights for another model or invalid options."""
         self.check_weights()
         self.check_fits(config)
         super().check(config, num_tokens)
 
-    def check_weights(self, without: str = "") -> None:
+    def check_weights(self, skipped_part: str = "") -> None:
         """Raises a UserError unless the weights have the names and shapes of the configuration.
 
         Args:
-            without: name of a part that is not checked, such as "decoder" for a custom decoder.
+            skipped_part: name of a part of the weights that is not checked, such as "decoder" for a
+                custom decoder; "" checks all weights.
         """
         if self.params is None:
             raise UserError(
@@ -244,7 +247,7 @@ class TrainedPruner(Pruner):
         mismatches = [
             f"{path} is {shapes.get(path, 'missing')}, expected {specs.get(path, 'none')}"
             for path in sorted(specs.keys() | shapes.keys())
-            if specs.get(path) != shapes.get(path) and path.partition("/")[0] != without
+            if specs.get(path) != shapes.get(path) and path.partition("/")[0] != skipped_part
         ]
         if mismatches:
             kind, examples = type(self.config).__name__, "; ".join(mismatches[:3])
@@ -252,27 +255,28 @@ class TrainedPruner(Pruner):
 
     def check_fits(self, config: ModelConfig) -> None:
         """Raises a UserError unless the configuration has the widths of a model."""
+        # Name of the field, the policy's width, and the part and width of the model.
         widths = [("feature_width", self.config.feature_width, "vision", config.feature_width)]
         if self.config.text_width:
             text_width = config.text.hidden_size
             widths.append(("text_width", self.config.text_width, "text", text_width))
         mismatches = [
-            f"its {name} is {width}, the model's {part} hidden_size {expected}"
-            for name, width, part, expected in widths
-            if width != expected
+            f"its {name} is {width}, the model's {part} hidden_size {expected_width}"
+            for name, width, part, expected_width in widths
+            if width != expected_width
         ]
         if mismatches:
             raise UserError("the policy does not fit the model: " + "; ".join(mismatches))
 
 
 def _changed_fields(value: Any) -> list[str]:
-    """Returns "name=value" of the simple fields of a dataclass that differ from their defaults."""
-    fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    """Returns "name=value" for each simple field of a dataclass that differs from its default."""
+    fields_and_values = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
     simple_types = float, int, bool, str, tuple, type(None)
     return [
-        f"{field.name}={content!r}"
-        for field, content in fields
-        if type(content) in simple_types and content != field.default
+        f"{field.name}={field_value!r}"
+        for field, field_value in fields_and_values
+        if type(field_value) in simple_types and field_value != field.default
     ]
 
 
@@ -287,24 +291,26 @@ def nonzero_tokens(tokens: Float[Array, "b n d"], real: Bool[Array, "b n"]) -> B
 def zeros_last(
     order: Int[Array, "r t"], candidates: Bool[AnyArray, "r n"] | None
 ) -> Int[Array, "r t"]:
-    """Completes an order of the candidates with all other tokens, by their positions.
+    """Appends the tokens that a method does not choose from to its order of tokens.
 
-    A budget above the number of candidates then also keeps zero vectors, so a budget of all tokens
-    keeps all tokens.
+    Policies do not choose zero vectors, which some models add to the tokens of an image. With the
+    completed order, a budget above the number of candidates also keeps zero vectors, and a budget
+    of all tokens keeps all tokens.
 
     Args:
         order: [r, t] indices of tokens in order of choice, undefined after the last candidate.
         candidates: [r, n] True at tokens that the method chooses from; None for all tokens.
 
     Returns:
-        [r, t] the completed order.
+        [r, t] the order of the candidates, followed by all other tokens by ascending index.
     """
     if candidates is None:
         return order
-    step, count = jnp.arange(order.shape[1]), jnp.sum(candidates, axis=1, keepdims=True)
-    others_first = jnp.argsort(candidates, axis=1, stable=True)
-    others = jnp.take_along_axis(others_first, jnp.maximum(step - count, 0), axis=1)
-    return jnp.where(step < count, order, others.astype(order.dtype))
+    step, num_candidates = jnp.arange(order.shape[1]), jnp.sum(candidates, axis=1, keepdims=True)
+    non_candidates_first = jnp.argsort(candidates, axis=1, stable=True)
+    rank_after_candidates = jnp.maximum(step - num_candidates, 0)
+    non_candidates = jnp.take_along_axis(non_candidates_first, rank_after_candidates, axis=1)
+    return jnp.where(step < num_candidates, order, non_candidates.astype(order.dtype))
 
 
 class Selector(TrainedPruner, Ranker):
@@ -397,21 +403,27 @@ class Selector(TrainedPruner, Ranker):
     def open_scores(
         self, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """Returns scores by which training opens tokens, and the entropy of the choices.
+        """Returns the scores that the gates of training are computed from, for a diagnosis.
+
+        Training gates each token: a token with a larger score gets less noise. By default, the
+        scores follow the order of the tokens.
 
         Args:
             inputs: image and question.
             budget: number of tokens to keep.
 
         Returns:
-            [b, n] scores, which are larger for tokens with a larger gate, and the mean entropy in
-            nats. By default the scores follow the order, and the entropy is NaN.
+            A tuple (scores, entropy). scores: [b, n] score of each token. entropy: [] mean entropy
+            in nats of the distributions that tokens are chosen from; NaN by default.
         """
         rank = jnp.argsort(self.order(inputs, inputs.image.shape[1]).order, axis=1)
         return -rank.astype(jnp.float32), jnp.array(jnp.nan)
 
     def is_stop(self, path: str) -> bool:
-        """Returns whether a weight belongs to the stop only; the norm of its gradient is logged."""
+        """Returns whether a weight is used by the stop only.
+
+        Training logs the gradient norm of these weights separately.
+        """
         return False
 
     @property
@@ -439,6 +451,14 @@ class Selector(TrainedPruner, Ranker):
     def choose(self, inputs: Inputs, limits: Limits, key: Array | None = None) -> Picks:
         """Chooses the first `limits.budget` tokens of the order, on the device.
 
+        Args:
+            inputs: image and question.
+            limits: an exact budget, one number or one per row, and no other limit.
+            key: PRNG key of the sampled tokens; None for a fixed key.
+
+        Returns:
+            The kept tokens of each row, in order of choice.
+
         Raises:
             ValueError: the limits have no budget, another limit, or a concrete budget that is out
                 of range.
@@ -448,15 +468,19 @@ class Selector(TrainedPruner, Ranker):
         return first_picks(self.order(inputs, n, key).order, count, n)
 
     def as_arrays(self, inputs: Inputs, limits: Limits) -> Limits:
-        """Converts the counts of limits to arrays, so that all counts share one program.
+        """Converts a budget to one int32 count per row, so that all counts share one program.
+
+        Args:
+            inputs: image and question.
+            limits: an exact budget, one number or one per row, and no other limit.
 
         Raises:
             ValueError: the limits have no budget, another limit, or a concrete budget that is out
                 of range.
         """
         (b, n), budget = inputs.image.shape[:2], limits.budget
-        unused = dataclasses.replace(limits, budget=None)
-        if budget is None or any(limit is not None for limit in vars(unused).values()):
+        other_limits = vars(dataclasses.replace(limits, budget=None)).values()
+        if budget is None or any(limit is not None for limit in other_limits):
             raise UserError(
                 f"{self.name} has no learned stop, expected a budget and no other limit"
             )
@@ -484,7 +508,10 @@ class Selector(TrainedPruner, Ranker):
     # The contract of pruners.
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Returns the count of the budget, at most T_max; None where the learned stop decides."""
+        """Returns the number of tokens that remain of each image, for planning array shapes.
+
+        The number is unknown (None) if the learned stop decides; T_max then bounds it.
+        """
         count, max_tokens = self.budget.count(num_tokens), self.longest(num_tokens)
         return Schedule(None if count is None else min(count, max_tokens), max_tokens)
 

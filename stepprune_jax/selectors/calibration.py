@@ -1,4 +1,8 @@
-"""Calibration of a policy: the mean number of kept tokens at each stop bias."""
+"""Calibration of a policy: the mean number of kept tokens at each stop bias.
+
+A policy ends an episode before the first step with a positive stop margin (stop logit minus the
+best token's logit). A stop bias is added to all margins. Counts are numbers of kept tokens.
+"""
 
 import itertools
 import logging
@@ -21,10 +25,11 @@ _LOG = logging.getLogger(__name__)
 # Number of target counts, from the smallest count to T_max in equal ratios. Targets that give equal
 # mean counts are merged.
 ROWS = 25
-# If this fraction of the counts is at one bound, a learned stop is little better than a budget.
+# If this fraction of the counts is at one bound, a learned stop is hardly better than an exact
+# budget.
 _ALMOST_ALL = 0.9
-# Number of decimals of a stop bias. A bias that is not rounded would equal the margin of some
-# question, so that rounding errors would decide its count.
+# Number of decimals of a stop bias. Without rounding, the bias could equal minus the margin of some
+# question, and rounding errors would decide the count of that question.
 _DECIMALS = 3
 
 
@@ -75,13 +80,16 @@ def describe_counts(
     longest: Int[np.ndarray, "q"],
     num_tokens: Int[np.ndarray, "q"],
 ) -> StopCounts:
-    """Summarizes the counts of a learned stop.
+    """Computes statistics of the counts of a learned stop, over q questions.
 
     Args:
         count: [q] number of tokens that are kept of each question's image.
-        shortest: [q] number of tokens before the stop is available.
-        longest: [q] T_max of each image.
+        shortest: [q] smallest possible count: the number of tokens before the stop is available.
+        longest: [q] largest possible count, T_max.
         num_tokens: [q] number of tokens of each image.
+
+    Returns:
+        Mean, deviation, and fractions of the counts at either bound.
     """
     # If both bounds are equal, the stop has no choice.
     has_choice = shortest < longest
@@ -100,16 +108,19 @@ def count_stops(
     min_tokens: int,
     stop_bias: float,
 ) -> StopCounts:
-    """Summarizes the counts at one stop bias.
+    """Computes statistics of the counts at one stop bias, over q questions.
 
     Args:
-        margin: [q, t] stop margins, as in `calibrate`.
+        margin: [q, t] stop margins before each step, as in `calibrate`.
         num_tokens: [q] number of tokens of each question's image.
         min_tokens: number of tokens that are chosen before the stop is available.
         stop_bias: number that is added to the margins.
+
+    Returns:
+        Mean, deviation, and fractions of the counts at either bound.
     """
     min_tokens = min(min_tokens, margin.shape[1])
-    longest = np.isfinite(margin).sum(1)
+    longest = np.isfinite(margin).sum(1)  # margins are infinite from T_max on
     count = np.asarray(count_at_bias(jnp.asarray(margin), stop_bias, min_tokens))
     return describe_counts(count, np.minimum(min_tokens, longest), longest, num_tokens)
 
@@ -143,33 +154,42 @@ class Calibration(NamedTuple):
     questions: int
 
     def bias_at(self, mean: float | int) -> float:
-        """Returns the stop bias for a mean count, interpolated linearly between entries.
+        """Returns the stop bias for a mean count, interpolated linearly between table entries.
 
         Args:
             mean: number of tokens to keep on average.
 
+        Returns:
+            The number to add to the stop logits.
+
         Raises:
-            ValueError: the policy keeps this mean at no stop bias.
+            ValueError: no stop bias of the table gives this mean.
 
         Warns:
             UserWarning: nearly all counts would be the minimum, or nearly all T_max.
         """
         bias, at_floor, at_cap = self.row_at(mean)
-        fraction, bound = max((at_floor, "least"), (at_cap, "largest"))
+        fraction, bound_name = max((at_floor, "least"), (at_cap, "largest"))
         if fraction >= _ALMOST_ALL:
             warnings.warn(
                 f"at a mean of {mean:g} tokens the count of {fraction:.0%} of the calibration's "
-                f"questions is the {bound} that the policy may keep, little more than an "
+                f"questions is the {bound_name} that the policy may keep, little more than an "
                 "exact budget",
                 stacklevel=2,
             )
         return bias
 
     def row_at(self, mean: float | int) -> tuple[float, float, float]:
-        """Returns the interpolated `stop_bias`, `at_floor` and `at_cap` for a mean count.
+        """Interpolates the table linearly at a mean count.
+
+        Args:
+            mean: number of tokens to keep on average.
+
+        Returns:
+            A tuple (stop_bias, at_floor, at_cap); see the attributes.
 
         Raises:
-            ValueError: the policy keeps this mean at no stop bias.
+            ValueError: the mean is outside of the table.
         """
         low, high = self.mean_count[0], self.mean_count[-1]
         if not low <= mean <= high:
@@ -187,7 +207,7 @@ class Calibration(NamedTuple):
         """Returns the stop bias for a mean count that may be traced.
 
         Raises:
-            ValueError: `mean` is a number that the policy keeps at no stop bias.
+            ValueError: `mean` is a concrete number outside of the table.
         """
         if isinstance(mean, float | int):
             return self.row_at(mean)[0]
@@ -195,48 +215,64 @@ class Calibration(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values; `read_calibration` reads them."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in self._asdict().items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in self._asdict().items()
+        }
 
 
 def calibrate(
     margin: Float[np.ndarray, "q t"], num_tokens: Int[np.ndarray, "q"], min_tokens: int
 ) -> Calibration:
-    """Computes a table of stop biases and mean counts.
+    """Computes the mean count of a policy at a range of stop biases, over q questions.
 
     Args:
-        margin: [q, t] stop margins before each step, of rollouts that do not stop; infinite from
-            each question's T_max on.
+        margin: [q, t] stop margins (stop logit minus the best token's logit) before each step, from
+            rollouts to T_max; infinite from each question's T_max on.
         num_tokens: [q] number of tokens of each question's image.
         min_tokens: number of tokens that are chosen before the stop is available.
+
+    Returns:
+        The table, by ascending mean count. Its targets are `ROWS` mean counts in equal ratios, from
+        the smallest to the largest possible mean.
     """
     margins, min_tokens = jnp.asarray(margin), min(min_tokens, margin.shape[1])
     longest = np.isfinite(margin).sum(1)
     shortest = np.minimum(min_tokens, longest)
-    # At this bias every row stops at its minimum, at minus the bias at T_max.
+    # With this bias every question stops at its minimum. With minus this bias, none stops early.
     max_bias = float(np.max(np.abs(margin), where=np.isfinite(margin), initial=0)) + 1
     biases = [
         float(calibrate_stop_bias(margins, target, min_tokens=min_tokens, max_bias=max_bias))
         for target in np.geomspace(max(1, shortest.mean()), max(1, longest.mean()), ROWS)
     ]
-    rows: dict[float, tuple[float, float, float]] = {}
+    # (stop bias, at_floor, at_cap) by mean count; the first bias with a mean count is kept.
+    row_by_mean: dict[float, tuple[float, float, float]] = {}
     for bias in (round(bias, _DECIMALS) for bias in (*biases, max_bias, -max_bias)):
         count = np.asarray(count_at_bias(margins, bias, min_tokens))
         at_floor, at_cap = float((count == shortest).mean()), float((count == longest).mean())
-        rows.setdefault(float(count.mean()), (bias, at_floor, at_cap))
-    means = tuple(sorted(rows))
-    stop_biases, floors, caps = zip(*(rows[mean] for mean in means), strict=True)
+        row_by_mean.setdefault(float(count.mean()), (bias, at_floor, at_cap))
+    mean_counts = tuple(sorted(row_by_mean))
+    stop_biases, floor_fractions, cap_fractions = zip(
+        *(row_by_mean[mean] for mean in mean_counts), strict=True
+    )
     return Calibration(
-        mean_count=means,
+        mean_count=mean_counts,
         stop_bias=stop_biases,
-        at_floor=floors,
-        at_cap=caps,
+        at_floor=floor_fractions,
+        at_cap=cap_fractions,
         num_tokens=float(np.mean(num_tokens)),
         questions=len(margin),
     )
 
 
 def read_calibration(value: Any) -> Calibration:
-    """Reads a calibration from the result of `Calibration.as_json`.
+    """Creates a calibration from the result of `Calibration.as_json`, and checks all values.
+
+    Args:
+        value: JSON value, such as a part of a policy file.
+
+    Returns:
+        The calibration.
 
     Raises:
         ValueError: the value is damaged; the message names the field.
@@ -249,30 +285,43 @@ def read_calibration(value: Any) -> Calibration:
             f"the calibration's {damaged_field} is damaged, expected what stepprune-calibrate "
             "writes"
         )
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+    fields: dict[str, Any] = {
+        name: tuple(column) if isinstance(column, list) else column
+        for name, column in value.items()
+    }
     return Calibration(**fields)
 
 
 def _find_damaged_field(value: dict[str, Any]) -> str | None:
-    """Returns the name of a field whose value no calibration has; None if there is none."""
-    means, num_tokens = value["mean_count"], value["num_tokens"]
+    """Finds the first field of a calibration with an impossible value.
+
+    Args:
+        value: a dict with the fields of a `Calibration`.
+
+    Returns:
+        The name of the field; None if all values are possible.
+    """
+    mean_counts, num_tokens = value["mean_count"], value["num_tokens"]
     if not is_number(num_tokens):
         return "num_tokens"
     if not is_count(value["questions"]):
         return "questions"
-    # Range of each column, and whether it ascends (1), descends (-1) or neither (0).
-    columns = {
+    # Lowest and highest value of each column, and its order: ascending (1), descending (-1) or any
+    # (0).
+    column_rules = {
         "mean_count": (0, num_tokens, 1),
         "stop_bias": (-math.inf, math.inf, -1),
         "at_floor": (0, 1, 0),
         "at_cap": (0, 1, 0),
     }
-    for name, (low, high, sign) in columns.items():
+    for name, (low, high, sign) in column_rules.items():
         column = value[name]
-        if not isinstance(column, list) or not len(column) == len(means) > 0:
+        if not isinstance(column, list) or not len(column) == len(mean_counts) > 0:
             return name
         if not all(is_number(x) and low <= x <= high for x in column):
             return name
-        if sign and any(sign * a >= sign * b for a, b in itertools.pairwise(column)):
+        if sign and any(
+            sign * previous >= sign * current for previous, current in itertools.pairwise(column)
+        ):
             return name
     return None

@@ -21,13 +21,13 @@ from stepprune_jax.selectors.base import Selector
 from stepprune_jax.selectors.calibration import StopCounts, describe_counts
 from stepprune_jax.selectors.rloo import MIN_GAIN
 
-# Cases of a diagnosis: which tokens are kept.
+# Cases of a diagnosis. Each case keeps other tokens of the same images.
 ALL, NONE, RANDOM, POLICY = "all tokens", "no token", "random", "policy"
 OTHER_QUESTION = "another's question"
 
-# A difference of losses is significant from two standard errors of the paired mean, and relevant
-# from 5 % of the gain of all tokens over no tokens. A policy that keeps less than half of this gain
-# is reported as far from all tokens.
+# The full gain is the loss without tokens minus the loss with all tokens. A difference of losses is
+# significant from two standard errors of the paired mean, and relevant from 5 % of the full gain. A
+# policy with less than half of the full gain is reported as far from all tokens.
 _NUM_ERRORS, _MIN_GAIN_SHARE, _FAR_GAIN_SHARE = 2.0, 0.05, 0.5
 # Entropy in nats below which a distribution is reported as saturated.
 _SATURATED_ENTROPY = 0.05
@@ -78,17 +78,20 @@ def describe(
     recipe: str = "",
     stops: StopCounts | None = None,
 ) -> Diagnosis:
-    """Interprets the losses of the same questions with different tokens.
+    """Finds problems of a policy in the losses of the same questions with different tokens.
 
     Args:
         budget: number of tokens that the policy keeps.
-        loss: loss of each question, by case; see `Diagnosis`.
+        loss: [b] loss of each question, by case; see `Diagnosis`.
         entropy: mean entropy of the distributions that the tokens are chosen from.
         agreement: mean fraction of the kept tokens that also have the largest training gates.
         accuracy: fraction of right answers, by case.
         recipe: recipe of the training, "gate" or "rloo", to find out whether the other recipe would
             be better; "" if it is not known.
         stops: counts of the learned stop, to find out whether they are at a bound.
+
+    Returns:
+        The diagnosis, with a finding for each problem.
     """
     findings = []
     if not _is_lower(loss, ALL, NONE):
@@ -112,17 +115,33 @@ def describe(
 
 
 def _is_lower(loss: Mapping[str, Float[np.ndarray, "b"]], case: str, baseline: str) -> bool:
-    """Returns whether the losses of a case are clearly lower than the losses of a baseline."""
+    """Returns whether the losses of a case are significantly lower than a baseline.
+
+    Args:
+        loss: [b] loss of each question, by case; includes all tokens and no token.
+        case: name of the case.
+        baseline: name of the case to compare with.
+    """
     difference = loss[baseline] - loss[case]
     error = float(np.std(difference)) / math.sqrt(len(difference))
-    gain = float(np.mean(loss[NONE] - loss[ALL]))
-    return float(np.mean(difference)) > max(_NUM_ERRORS * error, _MIN_GAIN_SHARE * gain)
+    full_gain = float(np.mean(loss[NONE] - loss[ALL]))
+    return float(np.mean(difference)) > max(_NUM_ERRORS * error, _MIN_GAIN_SHARE * full_gain)
 
 
 def _find_shortcomings(
     loss: Mapping[str, Float[np.ndarray, "b"]], entropy: float, agreement: float, recipe: str
 ) -> list[str]:
-    """Returns findings about a policy whose losses are clearly above the losses with all tokens."""
+    """Explains why the losses of a policy are clearly above the losses with all tokens.
+
+    Args:
+        loss: [b] loss of each question, by case; see `Diagnosis`.
+        entropy: mean entropy of the distributions that the tokens are chosen from.
+        agreement: mean fraction of the kept tokens that also have the largest training gates.
+        recipe: recipe of the training, "gate", "rloo", or "" if it is not known.
+
+    Returns:
+        Sentences that name a problem and a remedy.
+    """
     findings = []
     full_gain = float(np.mean(loss[NONE] - loss[ALL]))
     gain_share = float(np.mean(loss[NONE] - loss[POLICY])) / full_gain
@@ -138,39 +157,46 @@ def _find_shortcomings(
         )
     elif OTHER_QUESTION in loss and not _is_lower(loss, POLICY, OTHER_QUESTION):
         findings.append(
-            "does not read the question: its tokens serve another's as well; train longer, "
-            "open the text gate from the start, or check `text` and `text_mask`"
+            "does not read the question: its tokens for another question are as good; train "
+            "longer, open the text gate from the start, or check `text` and `text_mask`"
         )
     elif gain_share < _FAR_GAIN_SHARE:
         findings.append(
-            f"far from all tokens: {100 * gain_share:.0f} % of what they gain over none; keep "
-            "more, or train longer"
+            f"far from all tokens: {100 * gain_share:.0f} % of the gain of all tokens over none; "
+            "keep more tokens, or train longer"
         )
     random_gain = _random_gain(loss)
     if recipe == "gate" and random_gain >= MIN_GAIN:
         findings.append(
             f"trained through the gate, though random tokens gain {100 * random_gain:.0f} % of "
-            'what all do: RLOO would teach it; go on with the recipe "rloo" or "auto"'
+            'what all tokens gain: RLOO can train it; continue with the recipe "rloo" or "auto"'
         )
     if entropy < _SATURATED_ENTROPY:
         findings.append(
-            "saturated: its choices are decided, and wrong; raise the temperature or "
+            "saturated: its choices no longer vary, and they are wrong; raise the temperature or "
             "`polarisation_temperature`, or lower the learning rate"
         )
     if agreement < 0.5:
         findings.append(
-            "what is kept is not what training opens: train on, and compare `draw=1.0` with 0.0"
+            "what is kept is not what training opens: train longer, and compare `draw=1.0` with "
+            "`draw=0.0`"
         )
     return findings
 
 
 def _random_gain(loss: Mapping[str, Float[np.ndarray, "b"]]) -> float:
-    """Returns the gain of random tokens in probability, as a fraction of the gain of all tokens.
+    """Returns the gain of random tokens, as a fraction of the gain of all tokens.
 
-    The gain is 0 unless it is significant.
+    A gain is the probability of the answer minus its probability without tokens.
+
+    Args:
+        loss: [b] loss of each question, by case; see `Diagnosis`.
+
+    Returns:
+        The fraction; 0 if the gain of random tokens is not significant.
     """
-    none, random, full = (np.exp(-loss[case]) for case in (NONE, RANDOM, ALL))
-    gain, full_gain = random - none, float(np.mean(full - none))
+    none_prob, random_prob, full_prob = (np.exp(-loss[case]) for case in (NONE, RANDOM, ALL))
+    gain, full_gain = random_prob - none_prob, float(np.mean(full_prob - none_prob))
     error = float(np.std(gain)) / math.sqrt(len(gain))
     is_significant = full_gain > 0 and float(np.mean(gain)) > _NUM_ERRORS * error
     return float(np.mean(gain)) / full_gain if is_significant else 0.0
@@ -183,7 +209,7 @@ def cases(
     count: Int[AnyArray, "b"],
     num_tokens: Int[AnyArray, "b"],
 ) -> dict[str, tuple[Int[AnyArray, "b _"], Int[AnyArray, "b"]]]:
-    """Returns the tokens to keep in each case, as an order and the length of its kept prefix.
+    """Returns the tokens to keep in each case of a diagnosis.
 
     Args:
         policy_order: the policy's order of tokens for each question.
@@ -191,10 +217,14 @@ def cases(
         random_order: all tokens in random order, padding last.
         count: [b] number of tokens that the policy keeps.
         num_tokens: [b] number of real tokens.
+
+    Returns:
+        A pair (order, count) by the name of the case. The first `count` tokens of each row's order
+        are kept.
     """
     orders = {
         ALL: (random_order, num_tokens),
-        NONE: (random_order, 0 * count),
+        NONE: (random_order, 0 * count),  # zeros with the dtype of `count`
         RANDOM: (random_order, count),
         POLICY: (policy_order, count),
     }
@@ -230,31 +260,53 @@ def measure(
     recipe: str = "",
     stops: StopCounts | None = None,
 ) -> Diagnosis:
-    """Computes the losses of all cases, and interprets them; see `Policy.diagnose`."""
+    """Computes the losses with a policy's tokens and with all baselines; see `Policy.diagnose`.
+
+    Args:
+        method: the method to diagnose.
+        inputs: image and question of b rows, with n image tokens per row.
+        loss_fn: maps kept tokens to losses [b], or to a tuple (losses, whether each answer is
+            right).
+        budget: number of tokens that the policy keeps.
+        key: PRNG key of the random tokens; consumed.
+        recipe: recipe of the training, "gate", "rloo", or "" if it is not known.
+        stops: counts of the learned stop; None for a method without one.
+
+    Returns:
+        The diagnosis at this budget.
+
+    Raises:
+        ValueError: `loss_fn` did not return one loss per row.
+    """
     (b, n), real = inputs.image.shape[:2], inputs.real
     num_tokens = jnp.sum(real, axis=1, dtype=jnp.int32)
-    # Uniform noise is below 1, so 2 sorts the padding last.
+    # A random order of each row's tokens. Uniform noise is below 1, so 2 sorts the padding last.
     noise = jnp.where(real, jax.random.uniform(key, (b, n), jnp.float32), 2)
     random_order = jnp.argsort(noise, axis=1)
     method = method.with_budget(budget).program()
     limits = Limits(row_counts("budget", budget, 1, method.longest(n), b))
     picks, other_order = run_choose(method, inputs, limits), None
     if inputs.text is not None and method.config.text_width and b > 1:
-        mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
-        swapped = inputs._replace(text=jnp.roll(inputs.text, 1, axis=0), text_mask=mask)
-        other_order = run_choose(method, swapped, limits).action
+        # Each image with the question of the previous row.
+        text_mask = None if inputs.text_mask is None else jnp.roll(inputs.text_mask, 1, axis=0)
+        text = jnp.roll(inputs.text, 1, axis=0)
+        mismatched = inputs._replace(text=text, text_mask=text_mask)
+        other_order = run_choose(method, mismatched, limits).action
     loss, accuracy = {}, {}
     orders = cases(picks.action, other_order, random_order, picks.count, num_tokens)
     for case, (order, count) in orders.items():
         capacity = n if case == ALL else budget
         kept = run_gather(first_picks(order, count, n), inputs.image, capacity=capacity)
-        result = loss_fn(kept)
-        row_losses, *is_right = result if isinstance(result, tuple) else (result,)
-        for values in (row_losses, *is_right):
+        losses_and_judgments = loss_fn(kept)
+        if not isinstance(losses_and_judgments, tuple):
+            losses_and_judgments = (losses_and_judgments,)
+        for values in losses_and_judgments:
             require_losses("loss_fn", values, (b,), f"one for each of the {b} rows")
+        row_losses, *is_right = losses_and_judgments
         loss[case] = np.asarray(row_losses, np.float64)
         if is_right:
             accuracy[case] = float(np.mean(is_right))
+    # Agreement of the policy's choice with the tokens that training would give the largest gates.
     scores, entropy = _run_open_scores(method, inputs, budget)
     largest_gates = first_picks(jnp.argsort(-scores, axis=1, stable=True), picks.count, n)
     num_shared = jnp.sum(largest_gates.selected & picks.selected, axis=1)
@@ -263,10 +315,18 @@ def measure(
 
 
 def measure_stop(method: Selector, inputs: Inputs) -> StopCounts:
-    """Measures the counts at which the learned stop of a method ends the rows of some inputs."""
+    """Measures how many tokens of each image a method keeps by its learned stop.
+
+    Args:
+        method: a method with a learned stop.
+        inputs: image and question of each row.
+
+    Returns:
+        Statistics of the counts, and fractions of the counts at the method's bounds.
+    """
     method = method.with_budget("adaptive")
     picks = run_choose(method.program(), inputs, method.as_arrays(inputs, Limits()))
     num_tokens = np.asarray(jnp.sum(inputs.real, axis=1))
-    longest = np.array([min(size, method.longest(size)) for size in num_tokens.tolist()])
+    longest = np.array([min(count, method.longest(count)) for count in num_tokens.tolist()])
     shortest = np.minimum(method.min_tokens, longest)
     return describe_counts(np.asarray(picks.count), shortest, longest, num_tokens)

@@ -1,11 +1,14 @@
 """GlimpsePrune: a predictor scores visual tokens by the attention of an extra token.
 
-Zeng et al. (https://arxiv.org/abs/2508.01548), whose published weights can be loaded. A *glimpse
-token* is appended to the prompt; a learned vector is added to it before each layer. After some
-layers, a predictor reads the glimpse token's attention to each visual token. Each block of the
-predictor also reads the visual tokens' states in one block of the vision tower. Tokens whose
-probability exceeds a threshold remain. The glimpse token and all other visual tokens are dropped,
-including their keys and values in the caches of earlier layers.
+Zeng et al. (https://arxiv.org/abs/2508.01548); the published weights can be loaded. A *glimpse
+token* is appended to the prompt, and a learned vector is added to its state before each layer of
+the language model. After some layers, a predictor reads the glimpse token's attention to each
+visual token. Each block of the predictor also reads the visual tokens' states in one block of the
+vision tower. Tokens whose probability exceeds a threshold remain. The glimpse token and all other
+visual tokens are dropped, including their keys and values in the KV caches of earlier layers.
+
+A *tap* is an intermediate result that a model returns. A *cut* is a layer boundary at which visual
+tokens are dropped.
 """
 
 import dataclasses
@@ -42,7 +45,7 @@ _ROPE_BASE = 10000.0
 
 
 def _layers(*default: int) -> Any:
-    """Defines a field that holds indices of layers, without repetitions."""
+    """Defines a settings field with different indices of layers; `default` is its default."""
 
     def is_valid(layers: tuple[int, ...]) -> bool:
         return bool(layers) and min(layers) >= 0 and len({*layers}) == len(layers)
@@ -91,11 +94,12 @@ class GlimpsePruneConfig(Settings, path="GlimpsePruneConfig"):
 
     def __post_init__(self):
         super().__post_init__()
-        last, heads = max(self.selected_layers), self.attn_fuse_num_heads
+        last_layer, num_heads = max(self.selected_layers), self.attn_fuse_num_heads
         self.expect("le_layers", 0 in self.le_layers, "layer 0 among them")
-        self.expect("reduce_layer", self.reduce_layer >= last, f"at least {last}, which it reads")
+        has_attention = self.reduce_layer >= last_layer
+        self.expect("reduce_layer", has_attention, f"at least {last_layer}, which it reads")
         # The rotary embedding rotates pairs of channels, half of them by row and half by column.
-        is_divisible = self.attn_fuse_size % heads == 0 and self.width % (4 * heads) == 0
+        is_divisible = self.attn_fuse_size % num_heads == 0 and self.width % (4 * num_heads) == 0
         expected = f"a divisor of {self.width} / 4 channels"
         self.expect("attn_fuse_num_heads", is_divisible, expected)
 
@@ -113,7 +117,16 @@ def rms_norm(
 
 
 def glimpse_vectors(weights: Weights, config: GlimpsePruneConfig) -> Float[Array, "layers e"]:
-    """Returns the vectors that are added to the glimpse token before each layer up to the cut."""
+    """Computes the vector that is added to the glimpse token's state before each layer.
+
+    Args:
+        weights: weights of the vectors: embeddings, a linear layer, and the scale of a norm.
+        config: configuration of the method.
+
+    Returns:
+        [layers, e] one vector for each of the `reduce_layer + 1` layers that the glimpse token
+        passes; zero for layers without a vector.
+    """
     embeddings = dense(weights, weights["embeddings"][:, 0])
     vectors = rms_norm(weights["scale"], embeddings, config.rms_norm_eps)
     layers = jnp.array(config.le_layers)
@@ -125,15 +138,17 @@ def glimpse_vectors(weights: Weights, config: GlimpsePruneConfig) -> Float[Array
 def attention_map(
     config: GlimpsePruneConfig, taps: dict[str, Float[Array, "b h 1 t"]], slots: int
 ) -> Float[Array, "b s a"]:
-    """Returns the glimpse token's attention to the visual tokens.
+    """Returns the glimpse token's attention to the visual tokens, the input of the predictor.
 
     Args:
         config: configuration of the method.
-        taps: attention logits of the glimpse token, by "scores.LAYER".
-        slots: s, the number of leading slots of the sequence that hold visual tokens.
+        taps: [b, h, 1, t] attention logits of the glimpse token to t positions of the sequence, by
+            the name "scores.LAYER".
+        slots: s, the number of leading positions of the sequence that hold visual tokens.
 
     Returns:
-        [b, s, a] log-probabilities, or logits, of all heads of all selected layers.
+        [b, s, a] log-probabilities, or logits, of all heads of all selected layers; a is the number
+        of heads times the number of layers.
     """
     scores = [taps[f"scores.{layer}"][:, :, 0] for layer in config.selected_layers]
     if not config.use_attention_logits:
@@ -147,21 +162,30 @@ def predict(
     sequence: Sequence,
     attention: Float[Array, "b s a"],
 ) -> Float[Array, "b s"]:
-    """Computes the logit of each visual token in float32; tokens attend within their image.
+    """Computes the logit with which the predictor keeps each visual token.
+
+    The predictor is a transformer over the visual tokens of one image. Its input is the glimpse
+    token's attention. Queries and keys also read the states of the vision tower.
 
     Args:
         weights: weights of the predictor.
         config: configuration of the method.
-        sequence: rows whose `note` is the projected states of the tower, [b, s, blocks * c].
-        attention: result of `attention_map`.
+        sequence: rows of s positions. `note` holds the projected states of the tower, [b, s, blocks
+            * c], and `image` the index of each position's image, negative in the padding.
+        attention: [b, s, a] result of `attention_map`.
+
+    Returns:
+        [b, s] float32 logits; without meaning in the padding.
     """
     assert sequence.note is not None and sequence.grid is not None
-    is_visual, heads = sequence.image >= 0, config.attn_fuse_num_heads
+    is_visual, num_heads = sequence.image >= 0, config.attn_fuse_num_heads
+    # [b, s, s]: tokens attend to tokens of their image.
     is_same_image = (sequence.image[:, :, None] == sequence.image[:, None]) & is_visual[:, None]
-    columns = jnp.take_along_axis(sequence.grid[..., 1], jnp.maximum(sequence.image, 0), axis=1)
-    row_and_column = jnp.stack(jnp.divmod(sequence.index, jnp.maximum(columns, 1)), axis=1)
-    frequencies = geometric_frequencies(_ROPE_BASE, config.width // heads // 2)
-    angles = axial_cos_sin((frequencies, frequencies), row_and_column)
+    image_index = jnp.maximum(sequence.image, 0)
+    num_columns = jnp.take_along_axis(sequence.grid[..., 1], image_index, axis=1)
+    row_and_column = jnp.stack(jnp.divmod(sequence.index, jnp.maximum(num_columns, 1)), axis=1)
+    frequencies = geometric_frequencies(_ROPE_BASE, config.width // num_heads // 2)
+    cos_and_sin = axial_cos_sin((frequencies, frequencies), row_and_column)
     # The attention of padding is the lowest number; zeros keep products finite.
     x = dense(weights["attention_in"], jnp.where(is_visual[..., None], attention, 0))
     states = jnp.split(sequence.note, len(config.selected_visual_layers), axis=2)
@@ -170,10 +194,10 @@ def predict(
         normed = rms_norm(block["norm1"], x, _EPS)
         conditioned = jnp.concatenate([normed, state], axis=2)
         query, key = (
-            rotate(split_heads(dense(block[name], conditioned), heads), *angles)
+            rotate(split_heads(dense(block[name], conditioned), num_heads), *cos_and_sin)
             for name in ("query", "key")
         )
-        value = split_heads(dense(block["value"], normed), heads)
+        value = split_heads(dense(block["value"], normed), num_heads)
         mixed = attend(query, [Segment(key, value, is_same_image)])
         x += dense(block["out"], merge_heads(mixed))
         normed = rms_norm(block["norm2"], x, _EPS)
@@ -186,7 +210,8 @@ def predict(
 class GlimpsePrune(TrainedPruner, LayerPruner):
     """Keeps the visual tokens with the best logits of a trained predictor.
 
-    With an exact budget, the best tokens remain. Without a budget, the three options below apply.
+    With an exact budget, that number of tokens remains of each image. With the budget "adaptive",
+    the three options below determine the number.
 
     Attributes:
         config: configuration of the method.
@@ -210,30 +235,39 @@ class GlimpsePrune(TrainedPruner, LayerPruner):
     def specs(self) -> Weights:
         """Returns the specifications of the glimpse token's vectors and of the predictor."""
         config, e, d = self.config, self.config.text_width, self.config.attn_fuse_size
-        width, blocks = config.width, range(len(config.selected_visual_layers))
+        width, block_indices = config.width, range(len(config.selected_visual_layers))
 
         def vector(width: int, init: Init = "ones"):
             return ParamSpec((width,), (None,), init)
 
-        def layer(rows, columns, bias=True):
-            kernel = {"kernel": ParamSpec((rows, columns), (None, None), "fan_in")}
-            return kernel | ({"bias": vector(columns, "zeros")} if bias else {})
+        def layer(input_width: int, output_width: int, *, has_bias: bool = True):
+            shape = (input_width, output_width)
+            kernel = {"kernel": ParamSpec(shape, (None, None), "fan_in")}
+            return kernel | ({"bias": vector(output_width, "zeros")} if has_bias else {})
 
         block = {name: vector(d) for name in ("norm1", "norm2")}
-        block |= {name: layer(width, width, bias=False) for name in ("query", "key")}
-        block |= {name: layer(d, d, bias=False) for name in ("value", "out")}
+        block |= {name: layer(width, width, has_bias=False) for name in ("query", "key")}
+        block |= {name: layer(d, d, has_bias=False) for name in ("value", "out")}
         block |= {"gate": layer(d, 2 * d), "up": layer(d, 2 * d), "down": layer(2 * d, d)}
         embeddings = ParamSpec((len(config.le_layers), 1, e), (None,) * 3, "token")
         return {
             "glimpse": layer(e, e) | {"embeddings": embeddings, "scale": vector(e)},
             "attention_in": layer(len(config.selected_layers) * config.num_attention_heads, d),
-            **{f"state_{i}": layer(config.vision_width, config.visual_cond_size) for i in blocks},
-            **{f"block_{i}": block for i in blocks},
+            **{
+                f"state_{i}": layer(config.vision_width, config.visual_cond_size)
+                for i in block_indices
+            },
+            **{f"block_{i}": block for i in block_indices},
             "out": layer(d, 1),
         }
 
     def check(self, config: ModelConfig, num_tokens: int) -> None:
-        """Rejects invalid options, and weights for another model."""
+        """Raises a UserError for invalid options, or weights of another model.
+
+        Args:
+            config: configuration of the model.
+            num_tokens: number of visual tokens per image.
+        """
         super().check(config, num_tokens)
         require_grid(config, self.name)
         ratio, threshold = self.max_remain_ratio, self.reduce_threshold
@@ -242,34 +276,42 @@ class GlimpsePrune(TrainedPruner, LayerPruner):
         is_count = 0 <= self.min_remain_num <= num_tokens
         self.expect("min_remain_num", is_count, f"0 to {num_tokens}")
         self.expect("max_remain_ratio", ratio is None or 0 < ratio <= 1, "a share in (0, 1]")
-        shape, text, vision = self.config, config.text, config.vision
-        for name, is_equal in (
-            ("num_attention_heads", shape.num_attention_heads == text.num_heads),
-            ("vision_width", shape.vision_width == vision.hidden_size),
-            ("reduce_layer", shape.reduce_layer < text.num_layers - 1),
-            ("selected_visual_layers", max(shape.selected_visual_layers) <= vision.num_layers),
+        weights_config, text, vision = self.config, config.text, config.vision
+        last_visual_layer = max(weights_config.selected_visual_layers)
+        for name, is_compatible in (
+            ("num_attention_heads", weights_config.num_attention_heads == text.num_heads),
+            ("vision_width", weights_config.vision_width == vision.hidden_size),
+            ("reduce_layer", weights_config.reduce_layer < text.num_layers - 1),
+            ("selected_visual_layers", last_visual_layer <= vision.num_layers),
         ):
             field = f"{self.name}: {name} of its weights"
-            expect(field, getattr(shape, name), is_equal, "one of this model's")
+            expect(field, getattr(weights_config, name), is_compatible, "one of this model's")
 
     def taps(self, config: ModelConfig) -> tuple[Tap, ...]:
-        """Returns taps of the tower's states that the predictor reads."""
+        """Returns the states of the vision tower that the predictor reads, as taps."""
         return tuple(Tap("hidden", layer) for layer in self.config.selected_visual_layers)
 
     def cuts(self, config: ModelConfig, num_tokens: int) -> tuple[LayerCut, ...]:
-        """Returns the cut after `reduce_layer`."""
+        """Returns the layer after `reduce_layer`, at which visual tokens are dropped."""
         taps = tuple(Tap("scores", layer) for layer in self.config.selected_layers)
         return (LayerCut(self.config.reduce_layer + 1, taps, forgets=True),)
 
     def schedule(self, config: ModelConfig, num_tokens: int) -> Schedule:
-        """Returns the counts: after the cut the budget, or else the largest remaining number."""
+        """Returns the numbers of visual tokens before and after the cut, for planning shapes.
+
+        All tokens enter the language model. After the cut, the budget remains, or with the budget
+        "adaptive" at most the number that `max_remain_ratio` allows.
+        """
         if self.budget.is_exact:
             return LayerPruner.schedule(self, config, num_tokens)
         survivors = Survivors(int(self._max_remaining(num_tokens)[num_tokens]))
         return Schedule(num_tokens, num_tokens, (survivors,))
 
     def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Keeps all tokens, with the projected states of the tower as notes for `drop`."""
+        """Keeps all tokens until the cut, and stores the projected states of the tower.
+
+        `drop` receives the states, [b, n, blocks * c], as `Sequence.note`.
+        """
         n, weights = view.tokens.shape[1], self.params
         with jax.default_matmul_precision("highest"):
             notes = [
@@ -295,7 +337,18 @@ class GlimpsePrune(TrainedPruner, LayerPruner):
         taps: dict[str, Array],
         count: Int[Array, "b j"],
     ) -> tuple[Sequence, Bool[Array, "b s"]]:
-        """Keeps the best tokens of each image: `count`, or all above the threshold."""
+        """Decides which visual tokens remain after the cut.
+
+        Args:
+            cut: the cut, which is the only one of the method.
+            sequence: rows of s positions, with the states of the tower as `note`.
+            taps: attention logits of the glimpse token, by "scores.LAYER".
+            count: [b, j] number of tokens to keep of each image, for an exact budget.
+
+        Returns:
+            A tuple (sequence, is_kept). sequence: the rows without `note`. is_kept: [b, s] True at
+            tokens that remain.
+        """
         attention = attention_map(self.config, taps, sequence.image.shape[1])
         with jax.default_matmul_precision("highest"):
             logits = predict(self.params, self.config, sequence, attention)
@@ -306,19 +359,32 @@ class GlimpsePrune(TrainedPruner, LayerPruner):
     def _count_above_threshold(
         self, logits: Float[Array, "b s"], image: Int[Array, "b s"], num_images: int
     ) -> Int[Array, "b j"]:
-        """Returns the number of remaining tokens of each image, without a budget."""
+        """Counts the tokens of each image whose probability exceeds the threshold.
+
+        Args:
+            logits: [b, s] logit of each position.
+            image: [b, s] index of each position's image, negative in the padding.
+            num_images: j, the number of images per row.
+
+        Returns:
+            [b, j] counts, within the limits `min_remain_num` and `max_remain_ratio`.
+        """
         threshold = self.reduce_threshold
         threshold = self.config.reduce_threshold if threshold is None else threshold
-        is_in_image = image[..., None] == jnp.arange(num_images)
+        is_in_image = image[..., None] == jnp.arange(num_images)  # [b, s, j]
         is_above = jax.nn.sigmoid(logits) > threshold
         count = (is_above[..., None] & is_in_image).sum(1)
-        max_count = jnp.asarray(self._max_remaining(image.shape[1]))[is_in_image.sum(1)]
+        num_tokens = is_in_image.sum(1)
+        max_count = jnp.asarray(self._max_remaining(image.shape[1]))[num_tokens]
         return jnp.clip(count, self.min_remain_num, max_count)
 
     def _max_remaining(self, num_tokens: int) -> Int[np.ndarray, "n"]:
-        """Returns the largest number of remaining tokens for images of 0, ..., n tokens."""
-        sizes = np.arange(num_tokens + 1)
+        """Returns the largest number of remaining tokens for images of 0, 1, ..., n tokens.
+
+        The table is computed in float64. In float32, the product could round differently.
+        """
+        image_sizes = np.arange(num_tokens + 1)
         if self.max_remain_ratio is None:
-            return sizes.astype(np.int32)
-        limit = np.maximum((self.max_remain_ratio * sizes).astype(np.int32), self.min_remain_num)
-        return np.minimum(limit, sizes)
+            return image_sizes.astype(np.int32)
+        max_count = (self.max_remain_ratio * image_sizes).astype(np.int32)
+        return np.minimum(np.maximum(max_count, self.min_remain_num), image_sizes)

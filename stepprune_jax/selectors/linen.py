@@ -29,7 +29,7 @@ class LinenPolicy(nn.Module):
     method: Policy
 
     def setup(self):
-        """Defines the variables."""
+        """Defines the weights, and the constants of the collection "stats"."""
 
         def init_part(key: Array, specs: Any) -> Any:
             def with_axes(value: Array, spec: Any) -> nn.LogicallyPartitioned:

@@ -131,9 +131,10 @@ class Policy(Selector):
         order: str = "raster",
         **options: Unpack[SelectOptions],
     ) -> Pruned:
-        """Prunes a batch of image tokens, given the questions; see `stepprune_jax.prune`.
+        """Selects the image tokens that matter for each question; see `stepprune_jax.prune`.
 
-        The function reads the counts on the host, so it cannot be jitted; `select` can.
+        The function reads the number of kept tokens on the host, so it cannot be jitted. `select`
+        can be jitted.
 
         Args:
             image: [b, n, d] image tokens.
@@ -142,11 +143,11 @@ class Policy(Selector):
             **options: see `SelectOptions`.
 
         Returns:
-            The kept tokens in the smallest bucket that holds every row.
+            The kept tokens, padded to the smallest size of `bucket_ladder` that holds every row.
 
         Raises:
-            TypeError: called inside a jitted function, or an unknown option.
-            ValueError: as all functions of `Policy`, or limits are out of range.
+            TypeError: the function is called inside a jitted function, or an option is unknown.
+            ValueError: limits are out of range, or an error of all functions of `Policy`.
         """
         inputs, limits, choice_options = self._read_options("prune", image, text, options)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((self, inputs))):
@@ -168,7 +169,7 @@ class Policy(Selector):
         order: str = "raster",
         **options: Unpack[SelectOptions],
     ) -> Pruned:
-        """Prunes with static shapes, for use within a jitted function.
+        """Selects image tokens with static shapes, for use within a jitted function.
 
         For example::
 
@@ -178,7 +179,8 @@ class Policy(Selector):
         Args:
             image: [b, n, d] image tokens.
             text: [b, l, e] word embeddings of the question.
-            capacity: k, the padded size; rows that keep more tokens lose their last choices.
+            capacity: k, the padded size. If a row keeps more tokens, only its first k choices
+                remain.
             order: order of the kept tokens, as in `gather`.
             **options: see `SelectOptions`.
 
@@ -186,16 +188,16 @@ class Policy(Selector):
             The kept tokens, padded to `capacity`.
 
         Raises:
-            TypeError: an unknown option.
-            ValueError: as `prune`, or `capacity` is no integer from 1 to n.
+            TypeError: an option is unknown.
+            ValueError: `capacity` is no integer from 1 to n, or an error of `prune`.
         """
         inputs, limits, choice_options = self._read_options("select", image, text, options)
         n = inputs.image.shape[1]
         is_valid = is_integer(capacity) and 1 <= capacity <= n
         expect("capacity", capacity, is_valid, f"an integer from 1 to {n}, the tokens of an image")
         picks = self.choose(inputs, limits, **choice_options)
-        # `gather` raises for a concrete count above the capacity. Here it is cut instead, so that
-        # `select` returns the same with and without jit.
+        # `gather` raises for a concrete count above the capacity. Clipped counts make `select`
+        # return the same with and without jit.
         picks = picks._replace(count=jnp.minimum(picks.count, capacity))
         return gather(picks, image, capacity, order=order)
 
@@ -210,7 +212,7 @@ class Policy(Selector):
         platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
         **options: Any,
     ) -> Path:
-        """Writes `select` and the weights as one StableHLO program, with `jax.export`.
+        """Exports `select` with the weights to a file, as one StableHLO program of `jax.export`.
 
         The program runs without this package. It maps float32 image tokens [b, n, d], word
         embeddings [b, l, e] and a boolean mask of real words [b, l] to a dict of "index" [b, k],
@@ -220,18 +222,18 @@ class Policy(Selector):
         Args:
             path: file to write; parent folders are created.
             num_tokens: n, the number of image tokens.
-            num_words: l, the number of words.
-            capacity: k, the padded size; None for the budget, or the policy's largest count.
+            num_words: l, the number of words, including padding.
+            capacity: k, the padded size; None for the budget, or else T_max.
             batch: b, a number, or a name for a symbolic batch size.
             platforms: platforms that the program is lowered for.
             **options: options of `select`; see `SelectOptions`.
 
         Returns:
-            The path.
+            The path of the file.
 
         Raises:
             MissingPackageError: flatbuffers is not installed.
-            ValueError: as `select`.
+            ValueError: an argument is out of range, or an error of `select`.
         """
         from jax import export  # old versions of jax need flatbuffers to import it
 
@@ -244,18 +246,19 @@ class Policy(Selector):
         self.check_weights()
         budget_count = self.budget.count(num_tokens) if self.budget.kind in EXACT else None
         max_count = options.get("max_steps") or self.longest(num_tokens)
-        size = capacity or options.get("budget") or budget_count or max_count
+        output_size = capacity or options.get("budget") or budget_count or max_count
 
         def program(image, text=None, text_mask=None):
-            kept = self.select(image, text, capacity=size, text_mask=text_mask, **options)
+            kept = self.select(image, text, capacity=output_size, text_mask=text_mask, **options)
             return kept._asdict()
 
-        (b,) = export.symbolic_shape(str(batch))
+        (batch_size,) = export.symbolic_shape(str(batch))
         feature_width, text_width = self.config.feature_width, self.config.text_width
-        arguments = [jax.ShapeDtypeStruct((b, num_tokens, feature_width), jnp.float32)]
+        arguments = [jax.ShapeDtypeStruct((batch_size, num_tokens, feature_width), jnp.float32)]
         if text_width:
-            arguments.append(jax.ShapeDtypeStruct((b, num_words, text_width), jnp.float32))
-            arguments.append(jax.ShapeDtypeStruct((b, num_words), jnp.bool_))
+            text_shape = (batch_size, num_words, text_width)
+            arguments.append(jax.ShapeDtypeStruct(text_shape, jnp.float32))
+            arguments.append(jax.ShapeDtypeStruct(text_shape[:2], jnp.bool_))  # text_mask
         exported = export.export(jax.jit(program), platforms=tuple(platforms))(*arguments)
         path = local_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -272,7 +275,8 @@ class Policy(Selector):
     ) -> tuple[Float[Array, ""], Aux]:
         """Computes the training objective through the noise gate; see `stepprune_jax.train_loss`.
 
-        Differentiate with respect to the weights only:
+        The noise gate passes all tokens to the language model, but adds noise to the tokens that
+        the policy would drop. Differentiate with respect to the weights only:
         `jax.grad(lambda params: policy.replace(params=params).train_loss(...), has_aux=True)`.
 
         Args:
@@ -286,8 +290,8 @@ class Policy(Selector):
             The loss, and metrics of training.
 
         Raises:
-            TypeError: an unknown option.
-            ValueError: as all functions of `Policy`, or `lm_loss_fn` returned no scalar.
+            TypeError: an option is unknown.
+            ValueError: `lm_loss_fn` returned no scalar, or an error of all functions of `Policy`.
         """
         arguments: dict[str, Any] = dict(options)
         self._check_names("train_loss", arguments, ("progress", *self.loss_options))
@@ -314,9 +318,9 @@ class Policy(Selector):
     ) -> tuple[Float[Array, ""], Aux]:
         """Computes the RLOO objective on sampled subsets; see `selectors.rloo.rloo_loss`.
 
-        Only the policy is differentiated, so `answer_loss_fn` may be any program, also one without
-        gradients. A policy with randomly initialized weights learns only if a few random tokens
-        suffice for some right answers.
+        Only the log-probabilities of the policy are differentiated, so `answer_loss_fn` needs no
+        gradient. A policy with randomly initialized weights learns only if a few random tokens
+        suffice for some right answers; see `measure_subset_gain`.
 
         Args:
             key: PRNG key; consumed.
@@ -332,8 +336,8 @@ class Policy(Selector):
             The loss, and metrics of training.
 
         Raises:
-            ValueError: as all functions of `Policy`; the method samples no subsets; or
-                `answer_loss_fn` returned losses of another shape than [b, g].
+            ValueError: the method samples no subsets, `answer_loss_fn` returned losses of another
+                shape than [b, g], or an error of all functions of `Policy`.
         """
         inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
@@ -351,15 +355,23 @@ class Policy(Selector):
     ) -> SubsetGain:
         """Measures whether this policy can be trained with RLOO, or needs the noise gate first.
 
-        A policy with randomly initialized weights samples random subsets. The arguments are those
-        of `rloo_loss`, for a few hundred training questions. `answer_loss_fn` is also called with
-        one subset of all tokens, [b, 1, n].
+        RLOO learns only if sampled subsets of tokens improve the answers. Pass a few hundred
+        training questions.
+
+        Args:
+            key: PRNG key; consumed.
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question, never of the answer.
+            answer_loss_fn: loss of the answer for each subset, as in `rloo_loss`. It is also called
+                with a single subset of all tokens, g = 1.
+            settings: number and sizes of the subsets, as in `rloo_loss`.
+            **masks: see `Masks`.
 
         Returns:
-            The gain of subsets: `suffices` decides, and `print` explains.
+            The gain of subsets. Its `suffices` is the decision; `print` shows the measurements.
 
         Raises:
-            ValueError: as `rloo_loss`.
+            ValueError: an error of `rloo_loss`.
         """
         inputs = self._read_inputs(image, text, dict(masks))
         settings = self._read_settings(settings)
@@ -381,31 +393,30 @@ class Policy(Selector):
         """Diagnoses learning: compares the loss with the kept tokens to four baselines.
 
         A falling training loss is no proof of learning: it also falls if the policy only learns
-        which tokens are useful in any image. The diagnosis compares the kept tokens with all
-        tokens, no tokens, equally many random tokens, and the tokens that the policy keeps for
-        another question of the batch. It also reports the counts of a learned stop, and whether
-        they are at a bound.
+        which tokens are useful in any image. The baselines are all tokens, no tokens, the same
+        number of random tokens, and the tokens that the policy keeps for another question of the
+        batch. The diagnosis also reports how many tokens a learned stop keeps.
 
         Args:
             loss_fn: maps kept tokens to the loss of each row, [b], or to a tuple (loss, whether the
-                answer is right). The kept tokens have the rows of `image`; entries that are not
-                `valid` are padding, in the baseline without tokens all of them.
+                answer is right). Entries that are not `valid` are padding; without tokens, all
+                entries are padding.
             image: [b, n, d] image tokens of questions that were not used for training. With some
                 hundred rows, differences of one percent are significant.
             text: [b, l, e] word embeddings of the questions. The other question of a row is the
                 question of its neighbour.
-            budgets: numbers of tokens.
+            budgets: numbers of tokens to keep; one diagnosis each.
             key: PRNG key of the random tokens; consumed.
             recipe: recipe of the training, "gate" or "rloo", to find out whether the other recipe
                 would be better.
             **masks: see `Masks`.
 
         Returns:
-            A `Diagnosis` for each budget; `print` shows it.
+            A `Diagnosis` for each budget; `print` shows a report.
 
         Raises:
-            ValueError: as all functions of `Policy`; `loss_fn` did not return one loss per row; or
-                an unknown recipe.
+            ValueError: `loss_fn` did not return one loss per row, the recipe is unknown, or an
+                error of all functions of `Policy`.
         """
         expect("recipe", recipe, recipe in ("", "gate", "rloo"), "gate or rloo, or nothing")
         _expect_function("loss_fn", loss_fn)
@@ -434,9 +445,11 @@ class Policy(Selector):
         batches: Iterable[tuple[AnyArray, AnyArray | None]],
         decoder: DecoderFns | None = None,
     ) -> AnyPolicy:
-        """Measures the mean number of kept tokens at each stop bias.
+        """Measures how many tokens the policy keeps on average at each stop bias.
 
-        Also logs the counts of the learned stop, with a warning if nearly all are at a bound.
+        A calibrated policy can be given a mean budget, such as `policy.with_budget("mean:48")`. The
+        function also logs the counts of the learned stop, with a warning if nearly all of them are
+        the smallest or the largest possible count.
 
         Args:
             batches: pairs of image tokens [b, n, d] and word embeddings [b, l, e] of validation
@@ -445,7 +458,7 @@ class Policy(Selector):
             decoder: functions of a custom decoder, as in `prune`.
 
         Returns:
-            The calibrated policy.
+            A copy of the policy with its calibration.
 
         Raises:
             ValueError: the method has no learned stop, or there are no batches.
@@ -454,20 +467,21 @@ class Policy(Selector):
             raise UserError(f"{self.name} has no learned stop to calibrate")
         options: dict[str, Any] = {} if decoder is None else {"decoder": decoder}
         self._check_names("calibrate", options, ("decoder",))
-        policy, margins, num_tokens = self.program(), [], []
+        policy = self.program()
+        batch_margins, batch_num_tokens = [], []
         for i, batch in enumerate(batches):
             if not (isinstance(batch, tuple | list) and len(batch) == 2):
                 actual = type(batch).__name__
                 raise UserError(f"batches[{i}]: expected a pair (image, text), got {actual}")
             inputs = self._read_inputs(*batch, dict(options))
-            margins.append(np.asarray(_stop_margins(policy, inputs, **options)))
+            batch_margins.append(np.asarray(_stop_margins(policy, inputs, **options)))
             b, n = inputs.image.shape[:2]
-            num_tokens.append(np.full(b, n))
-        if not margins:
+            batch_num_tokens.append(np.full(b, n))
+        if not batch_margins:
             raise UserError("batches is empty, expected at least one")
-        margin, sizes = _stack_rows(margins), np.concatenate(num_tokens)
-        log_stops(count_stops(margin, sizes, self.min_tokens, float(self.stop_bias)))
-        return self.replace(calibration=calibrate(margin, sizes, self.min_tokens))
+        margin, num_tokens = _stack_rows(batch_margins), np.concatenate(batch_num_tokens)
+        log_stops(count_stops(margin, num_tokens, self.min_tokens, float(self.stop_bias)))
+        return self.replace(calibration=calibrate(margin, num_tokens, self.min_tokens))
 
     # Arguments.
 
@@ -476,8 +490,20 @@ class Policy(Selector):
     ) -> tuple[Inputs, Limits, dict[str, Any]]:
         """Checks the arguments of `prune` or `select`.
 
+        Args:
+            function: name of the function, for messages.
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question, or None.
+            options: keyword arguments of the call; see `SelectOptions`.
+
         Returns:
-            A tuple (inputs, limits, options of `choose`).
+            A tuple (inputs, limits, choice_options). inputs: the checked arrays. limits: the budget
+            of the call, or else of the policy, and all other limits. choice_options: the remaining
+            options, which `choose` takes.
+
+        Raises:
+            TypeError: an option is unknown.
+            ValueError: an array or option has another type, shape or dtype.
         """
         names = ("budget", *_LIMITS, *self.choice_options)
         self._check_names(function, options, names)
@@ -498,10 +524,23 @@ class Policy(Selector):
             check_key(options["key"])
 
     def _read_inputs(self, image: Any, text: Any, options: dict[str, Any]) -> Inputs:
-        """Returns the checked inputs of a call; removes the masks from `options`."""
+        """Creates and checks the inputs of a call.
+
+        Args:
+            image: [b, n, d] image tokens.
+            text: [b, l, e] word embeddings of the question, or None.
+            options: keyword arguments of the call. The masks are removed from this dict.
+
+        Returns:
+            The inputs, with the statistics of the policy.
+
+        Raises:
+            ValueError: the policy has no weights, text is missing, or an array has another type,
+                shape or dtype.
+        """
         masks = {name: options.pop(name, None) for name in Masks.__annotations__}
         is_built_in = options.get("decoder", POINTER) is POINTER
-        self.check_weights(without="" if is_built_in else "decoder")
+        self.check_weights(skipped_part="" if is_built_in else "decoder")
         width = self.config.text_width if self.reads_text else 0
         if width == 0:
             text, masks["text_mask"] = None, None
@@ -518,7 +557,7 @@ class Policy(Selector):
         return inputs
 
     def _read_settings(self, settings: RlooSettings | None) -> RlooSettings:
-        """Returns the settings of RLOO, by default those of `RlooSettings`."""
+        """Returns the settings of RLOO, with None replaced by the defaults."""
         if not self.samples_subsets:
             raise UserError(f"{self.name} samples no subsets of tokens: train it with train_loss")
         settings = RlooSettings() if settings is None else settings
@@ -526,7 +565,18 @@ class Policy(Selector):
         return settings
 
     def _read_budget(self, inputs: Inputs, budget: Any) -> ArrayLike | None:
-        """Returns the exact counts of a call, or of the policy's budget; None without any."""
+        """Returns the exact number of tokens to keep; None if the learned stop decides.
+
+        Args:
+            inputs: image and question.
+            budget: the option `budget` of the call; None for the budget of the policy.
+
+        Returns:
+            One count, or one count per row, or None.
+
+        Raises:
+            ValueError: the budget has another type, or the method does not support its kind.
+        """
         if isinstance(budget, str | float | Budget):
             value = str(budget) if isinstance(budget, Budget) else repr(budget)
             raise UserError(
@@ -551,7 +601,14 @@ def _expect_function(name: str, value: Any) -> None:
 
 
 def _stack_rows(margins: Sequence[Float[np.ndarray, "_ _"]]) -> Float[np.ndarray, "q t"]:
-    """Concatenates margins of different lengths; missing steps are infinite, where rows stop."""
+    """Concatenates stop margins of batches whose images have different numbers of steps.
+
+    Args:
+        margins: [b, t] margins of each batch; t differs.
+
+    Returns:
+        [q, t] margins of all questions, padded with infinity: a row stops at an infinite margin.
+    """
     steps = max(margin.shape[1] for margin in margins)
     padded = [
         np.pad(margin, ((0, 0), (0, steps - margin.shape[1])), constant_values=np.inf)
@@ -562,5 +619,5 @@ def _stack_rows(margins: Sequence[Float[np.ndarray, "_ _"]]) -> Float[np.ndarray
 
 @jax.jit
 def _stop_margins(policy: Policy, inputs: Inputs, **options: Any) -> Float[Array, "b t"] | None:
-    """Computes the margins of the stop up to T_max."""
+    """Computes the stop margins of all steps up to T_max; None without a learned stop."""
     return policy.order(inputs, policy.longest(inputs.image.shape[1]), **options).margin

@@ -46,9 +46,9 @@ class RlooSettings(Settings, path="config.rloo"):
     Attributes:
         samples: g, the number of subsets per question.
         longest: size of the largest subset, as a fraction of an image's tokens.
-        stops: fraction of the rows that end by the policy's learned stop. All other rows have an
-            exact count, log-uniform up to `longest`. The stop pays the price of all tokens that it
-            would keep, also beyond `longest`.
+        stops: fraction of the questions whose subsets end by the policy's learned stop. All other
+            questions have an exact count, log-uniform up to `longest`. The stop pays the price of
+            all tokens that it would keep, including tokens beyond `longest`.
         positions: position ids of kept tokens in `train.py`, "original" or "compact".
     """
 
@@ -63,9 +63,9 @@ class SubsetRewards(NamedTuple):
 
     Attributes:
         subsets: [b] mean reward of the question's subsets.
-        chance: [b] mean reward of the subsets of another question's image: the reward of guessing
-            from the question without its image.
-        full: [b] reward of all tokens.
+        chance: [b] mean reward with the subsets of another question's image. It measures how well
+            the question can be answered without its image.
+        full: [b] reward with all tokens of the image.
     """
 
     subsets: Float[Array, "b"]
@@ -74,16 +74,16 @@ class SubsetRewards(NamedTuple):
 
 
 class SubsetGain(NamedTuple):
-    """Gain of random subsets, which decides whether RLOO can start; `str` explains it.
+    """Gain of random subsets, which decides whether RLOO can start; `str` describes the decision.
 
-    The standard deviation of the rewards of a question's subsets would be no criterion: with few
-    possible answers, lucky guesses spread the rewards as much as informative tokens do. A run's
-    folder stores the fields by their names.
+    The spread of the rewards of a question's subsets could not decide it: with few possible
+    answers, lucky guesses spread the rewards as much as informative tokens do. A run's folder
+    stores the fields by their names.
 
     Attributes:
-        sets: mean reward of sampled subsets.
-        luck: mean reward of the subsets of another question's image, right by chance.
-        all: mean reward of all tokens.
+        sets: mean reward with sampled subsets.
+        luck: mean reward with the subsets of another question's image: the reward of guessing.
+        all: mean reward with all tokens.
         error: standard error of `sets` - `luck`.
         questions: number of questions.
     """
@@ -123,9 +123,17 @@ class SubsetGain(NamedTuple):
 
 
 def subset_gain(rewards: Iterable[SubsetRewards]) -> SubsetGain:
-    """Averages the rewards of batches of questions, on the host."""
+    """Averages rewards over all questions, on the host.
+
+    Args:
+        rewards: rewards of batches of questions; at least one batch.
+
+    Returns:
+        The mean rewards, and the standard error of the gain over chance.
+    """
     subsets, chance, full = (
-        np.concatenate([np.asarray(x) for x in field]) for field in zip(*rewards, strict=True)
+        np.concatenate([np.asarray(batch) for batch in batches])
+        for batches in zip(*rewards, strict=True)
     )
     return SubsetGain(
         sets=float(subsets.mean()),
@@ -146,29 +154,35 @@ def rloo_loss(
     *,
     progress: Progress = Progress(),
 ) -> tuple[Float[Array, ""], Aux]:
-    """Computes -mean(advantage x log-probability), plus the price of the learned stop.
+    """Computes the RLOO objective: -mean(advantage x log-probability), plus the price of the stop.
 
-    The reward of a subset is the geometric mean probability of the answer's tokens. The price of
-    the stop is the expected price of an episode that runs to T_max. Subsets beyond the largest
-    size have no rewards, so only the price teaches the stop there.
+    For each of b questions, g subsets of its image's tokens are sampled. The reward of a subset is
+    the geometric mean probability of the answer's tokens. The advantage of a subset is its reward
+    minus the mean reward of the question's other subsets.
+
+    Subsets have at most `settings.longest` of an image's tokens, so rewards cannot teach the stop
+    beyond that size. The price can: it is the expected price of all tokens that the learned stop
+    would keep of an image, up to the method's limit T_max.
 
     Args:
         method: the method to train; differentiate with respect to its weights only.
         settings: settings of RLOO.
         key: PRNG key; consumed.
-        inputs: image and question, never the answer.
-        answer_loss_fn: maps the subsets of each row, with leaves [b, g, ...], to the mean loss of
+        inputs: image and question of each row, never the answer.
+        answer_loss_fn: maps the tokens of all subsets, with leaves [b, g, ...], to the mean loss of
             the answer's tokens, [b, g].
         progress: progress of training.
 
     Returns:
-        The loss, its metrics and the next state.
+        A tuple (loss, aux). loss: [] the objective. aux: metrics to log, and the unchanged state of
+        `progress`.
 
     Raises:
-        ValueError: losses of another shape than [b, g].
+        ValueError: `answer_loss_fn` returned losses of another shape than [b, g].
     """
     sample_key, stop_key = jax.random.split(key)
     subsets, kept = _sample_and_gather(method, settings, sample_key, inputs, progress)
+    # `leave_one_out` compares the subsets of a question along the leading axis: [g, b].
     answer_loss = _answer_losses(answer_loss_fn, kept).T
     reward = jnp.exp(-answer_loss)
     advantage = jax.lax.stop_gradient(leave_one_out(reward))
@@ -180,6 +194,7 @@ def rloo_loss(
         "entropy": jnp.mean(subsets.entropy),
     }
     if method.has_stop and settings.stops:
+        # The weight `settings.stops` is the fraction of rows that end by the learned stop.
         stop = method.price_stop(_every_nth_row(inputs, settings.stops), stop_key, progress)
         loss = loss + settings.stops * jnp.mean(stop.price)
         metrics |= stop_metrics(stop.count, stop.shortest, stop.longest)
@@ -188,14 +203,33 @@ def rloo_loss(
     return loss, Aux(metrics, progress.state)
 
 
-def _every_nth_row(inputs: Inputs, share: float) -> Inputs:
-    """Returns a share of the rows, evenly spaced so that all devices have some.
+def _every_nth_row(inputs: Inputs, fraction: float) -> Inputs:
+    """Returns about a fraction of the rows of a batch.
 
-    An episode to T_max has far more steps than a subset. A share of the rows bounds its cost.
+    The price of the stop needs an episode to T_max, with far more steps than a sampled subset. The
+    fraction bounds the cost of these episodes.
+
+    Args:
+        inputs: image and question of each row.
+        fraction: fraction of the rows to return, in (0, 1].
+
+    Returns:
+        Every n-th row with n = round(1 / fraction), starting with the first row. The rows are
+        spaced evenly, so that a batch that is sharded over devices keeps rows on each device. Deep
+        features are left out, because selectors do not read them.
     """
-    step = max(1, round(1 / share))
-    rows = (None if x is None else x[::step] for x in inputs[:4])
-    return Inputs(*rows, inputs.stats)
+    step = max(1, round(1 / fraction))
+
+    def take_rows(array):
+        return None if array is None else array[::step]
+
+    return Inputs(
+        image=inputs.image[::step],
+        text=take_rows(inputs.text),
+        image_mask=take_rows(inputs.image_mask),
+        text_mask=take_rows(inputs.text_mask),
+        stats=inputs.stats,
+    )
 
 
 @implicit_promotion()
@@ -206,38 +240,67 @@ def subset_rewards(
     inputs: Inputs,
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]],
 ) -> SubsetRewards:
-    """Computes the rewards of a policy's subsets, which all have exact counts.
+    """Computes the mean reward of each question with sampled subsets, and with two baselines.
 
-    A policy with randomly initialized weights samples random subsets. The arguments are those of
-    `rloo_loss`. `answer_loss_fn` is also called with one subset of all tokens, [b, 1, n].
+    The rewards show whether subsets of tokens inform the language model at all. A method with
+    randomly initialized weights samples random subsets.
+
+    Args:
+        method: the method that samples.
+        settings: settings of RLOO; `stops` is ignored, so all subsets have exact counts.
+        key: PRNG key; consumed.
+        inputs: image and question of each row, never the answer.
+        answer_loss_fn: maps tokens with leaves [b, g, ...] to the mean loss of the answer's tokens,
+            [b, g]. It is also called with a single subset of all tokens, g = 1.
+
+    Returns:
+        The mean reward of the question's subsets, of the subsets of another question's image, and
+        of all tokens.
+
+    Raises:
+        ValueError: `answer_loss_fn` returned losses of another shape than [b, g].
     """
     exact_settings = dataclasses.replace(settings, stops=0.0)
     _, kept = _jit_sample_and_gather(method, exact_settings, key, inputs, Progress())
     n, num_tokens = inputs.image.shape[1], jnp.sum(inputs.real, axis=1)
+    # A single subset of all real tokens, with leaves [b, 1, n, ...].
     real_first = jnp.argsort(~inputs.real, axis=1, stable=True)
     all_kept = gather(first_picks(real_first, num_tokens, n), inputs.with_deepstack, n)
     all_kept = jax.tree.map(lambda x: x[:, None], all_kept)
+    # Each question gets the subsets of the previous row's image.
     mismatched = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), kept)
 
-    def mean_reward(kept):
-        return jnp.mean(jnp.exp(-_answer_losses(answer_loss_fn, kept)), axis=1)
+    def mean_reward(tokens):
+        return jnp.mean(jnp.exp(-_answer_losses(answer_loss_fn, tokens)), axis=1)
 
-    return SubsetRewards(mean_reward(kept), mean_reward(mismatched), mean_reward(all_kept))
+    return SubsetRewards(
+        subsets=mean_reward(kept), chance=mean_reward(mismatched), full=mean_reward(all_kept)
+    )
 
 
 def _answer_losses(
     answer_loss_fn: Callable[[Pruned], Float[Array, "b g"]], kept: Pruned
 ) -> Float[Array, "b g"]:
-    """Returns the checked losses of all subsets, [b, g].
+    """Calls a user's loss function and checks the shape of its result.
 
-    If b = g, losses [g, b] would pass the check of the shape. Their shape for a single subset
-    reveals the mistake, unless the function cannot be traced.
+    Args:
+        answer_loss_fn: maps tokens with leaves [b, g, ...] to losses [b, g].
+        kept: tokens of g subsets for each of b questions, with leaves [b, g, ...].
+
+    Returns:
+        [b, g] loss of the answer to each question from each subset.
+
+    Raises:
+        ValueError: the losses have another shape.
     """
     b, g = kept.count.shape
+    # If b = g, transposed losses [g, b] have the expected shape. The shape for one subset per
+    # question reveals the mistake.
     if b == g > 1:
-        single = jax.tree.map(lambda x: x[:, :1], kept)
-        with contextlib.suppress(jax.errors.JAXTypeError):  # the function reads concrete values
-            _require_subset_losses(jax.eval_shape(answer_loss_fn, single), b, 1)
+        first_subset = jax.tree.map(lambda x: x[:, :1], kept)
+        # A function that reads concrete values cannot be traced; this check is then skipped.
+        with contextlib.suppress(jax.errors.JAXTypeError):
+            _require_subset_losses(jax.eval_shape(answer_loss_fn, first_subset), b, 1)
     losses = answer_loss_fn(kept)
     _require_subset_losses(losses, b, g)
     return jnp.asarray(losses)
@@ -256,32 +319,52 @@ def _sample_and_gather(
     inputs: Inputs,
     progress: Progress,
 ) -> tuple[SampledSubsets, Pruned]:
-    """Samples subsets and gathers their tokens.
+    """Samples g subsets of image tokens for each of b questions, and gathers their tokens.
+
+    All subsets of a question have the same limits. Either their count is exact, or the learned stop
+    ends each of them.
+
+    Args:
+        method: the method that samples subsets.
+        settings: settings of RLOO: `samples` is g, `longest` the size of the largest subset as a
+            fraction of an image's tokens, and `stops` the probability that the subsets of a
+            question end by the learned stop.
+        key: PRNG key; consumed.
+        inputs: image and question of each row, with n image tokens per row.
+        progress: progress of training.
 
     Returns:
-        The subsets, with a leading axis g, and their tokens, with leaves [b, g, ...].
+        A tuple (subsets, kept). subsets: the sampled choices, with a leading axis g. kept: the
+        tokens of each subset, with leaves [b, g, k, ...] and [b, g]. k = `settings.longest` * n is
+        the static size that subsets are padded to.
     """
     subset_key, budget_key, stop_key = jax.random.split(key, 3)
-    (b, n), g = inputs.image.shape[:2], settings.samples
+    (batch_size, n), num_samples = inputs.image.shape[:2], settings.samples
     num_tokens = jnp.sum(inputs.real, axis=1)
     capacity = max(1, int(settings.longest * n))
     max_count = jnp.clip((settings.longest * num_tokens).astype(jnp.int32), 1, capacity)
-    shares = min(RANDOM_BUDGET[0], settings.longest), settings.longest
-    budget = draw_budgets(budget_key, num_tokens, max_count, shares)
-    stop_share = settings.stops if method.has_stop else 0.0
-    uses_stop = jax.random.uniform(stop_key, (b,), jnp.float32) < stop_share
+    # Log-uniform counts: each doubling of the count is equally likely.
+    min_fraction, _ = RANDOM_BUDGET
+    fraction_range = min(min_fraction, settings.longest), settings.longest
+    exact_count = draw_budgets(budget_key, num_tokens, max_count, fraction_range)
+    stop_probability = settings.stops if method.has_stop else 0.0
+    uses_stop = jax.random.uniform(stop_key, (batch_size,), jnp.float32) < stop_probability
+    # The stop acts between two bounds. Equal bounds leave it no choice: the count is exact.
+    min_stop_count = jnp.minimum(method.min_tokens, max_count)
     limits = Limits(
-        min_tokens=jnp.where(uses_stop, jnp.minimum(method.min_tokens, max_count), budget),
-        max_tokens=jnp.where(uses_stop, max_count, budget),
+        min_tokens=jnp.where(uses_stop, min_stop_count, exact_count),
+        max_tokens=jnp.where(uses_stop, max_count, exact_count),
         max_steps=capacity,
     )
-    subsets = method.sample_subsets(inputs, limits, jax.random.split(subset_key, g), progress)
+    sample_keys = jax.random.split(subset_key, num_samples)
+    subsets = method.sample_subsets(inputs, limits, sample_keys, progress)
 
     def gather_subset(picks):
+        # Some language models also read deep features of each token; they are gathered with it.
         return gather(picks, inputs.with_deepstack, capacity)
 
     return subsets, jax.vmap(gather_subset, out_axes=1)(subsets.picks)
 
 
-# A single program, for callers outside of jit.
+# A single compiled program for `subset_rewards`, which runs outside of jit.
 _jit_sample_and_gather = jax.jit(_sample_and_gather, static_argnums=1)

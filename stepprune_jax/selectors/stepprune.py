@@ -83,9 +83,17 @@ class StepPrune(Policy):
         progress: Progress,
         **options: Any,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes `policy.train_loss` and `policy.policy_metrics`.
+        """Computes the training objective through the noise gate; see `Selector.loss`.
 
-        Options are the keyword arguments of `policy.train_loss`.
+        Args:
+            key: PRNG key; consumed.
+            inputs: image and question, never the answer.
+            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss.
+            progress: progress of training, and the state after the previous batch.
+            **options: further keyword arguments of `policy.train_loss`.
+
+        Returns:
+            The loss, its metrics and the next state.
         """
         loss, aux = policy.train_loss(
             self.params, self.config, key, inputs, lm_loss_fn, progress=progress, **options
@@ -95,15 +103,23 @@ class StepPrune(Policy):
     def sample_subsets(
         self, inputs: Inputs, limits: Limits, keys: AnyKey, progress: Progress
     ) -> SampledSubsets:
-        """Samples subsets with `policy.sample`; the token price is random per row.
+        """Samples subsets of tokens with the pointer policy and its stop; see `policy.sample`.
 
-        The stop is trained at random prices; see `PolicyConfig.price_range`.
+        Args:
+            inputs: image and question.
+            limits: bounds on the number of kept tokens of each row.
+            keys: [g] PRNG keys, one per subset; consumed.
+            progress: progress of training; `text_gate` is used.
+
+        Returns:
+            The subsets, with log-probabilities that are differentiable in the weights.
         """
-        # The key is folded with 2, because folding with 1 may equal the second key of a split,
-        # which samples the stop. The key is cloned, because jax's check of key reuse counts an
-        # indexed key as used.
+        # A random log-price per row is added to the stop logits; see `PolicyConfig.price_range`.
+        # The key of the prices is folded with 2, because folding with 1 may give the second key of
+        # a split, and that key samples the stop. The keys are cloned, because jax's check of key
+        # reuse counts an indexed key as used.
         price_key = jax.random.fold_in(jax.random.clone(keys)[0], 2)
-        rows = inputs.image.shape[0]
+        num_rows = inputs.image.shape[0]
         return policy.sample(
             self.params,
             self.config,
@@ -111,7 +127,7 @@ class StepPrune(Policy):
             limits,
             keys,
             text_gate=progress.text_gate,
-            stop_bias=draw_log_prices(price_key, self.config, rows),
+            stop_bias=draw_log_prices(price_key, self.config, num_rows),
         )
 
     def price_stop(self, inputs: Inputs, key: Array, progress: Progress) -> StopPrice:
@@ -158,9 +174,18 @@ class StepPrune(Policy):
     def order(
         self, inputs: Inputs, steps: int, key: Array | None = None, **options: Any
     ) -> Ranking:
-        """Orders tokens up to `steps` and records the margins of the stop, without `stop_bias`.
+        """Orders tokens by the pointer policy and records the stop margins.
 
-        Options are the keyword arguments of `policy.rank`.
+        A stop margin is the stop logit minus the best token's logit, without `self.stop_bias`.
+
+        Args:
+            inputs: image and question.
+            steps: length of the order; static.
+            key: PRNG key of the sampled tokens; None for a fixed key.
+            **options: further keyword arguments of `policy.rank`.
+
+        Returns:
+            The first `steps` tokens of the order, and the margin before each of them.
         """
         limits = Limits(max_steps=steps, group=self.group, draw=self.draw)
         ranked = policy.rank(self.params, self.config, inputs, limits, key=key, **options)
@@ -173,9 +198,16 @@ class StepPrune(Policy):
     def choose(
         self, inputs: Inputs, limits: Limits, key: Array | None = None, **options: Any
     ) -> Picks:
-        """Chooses tokens until every row has stopped.
+        """Chooses tokens one by one until every row has stopped.
 
-        Options are the keyword arguments of `policy.choose`.
+        Args:
+            inputs: image and question.
+            limits: bounds on the number of kept tokens; an exact budget disables the learned stop.
+            key: PRNG key of the sampled tokens; None for a fixed key.
+            **options: further keyword arguments of `policy.choose`.
+
+        Returns:
+            The kept tokens of each row, in order of choice.
         """
         bias = self.bias if limits.budget is None else 0.0
         limits = self._fill_limits(limits)
@@ -184,7 +216,7 @@ class StepPrune(Policy):
         )
 
     def _fill_limits(self, limits: Limits) -> Limits:
-        """Replaces a missing group and sampling temperature by those of the method."""
+        """Fills in the group and the sampling temperature of this object if limits have none."""
         return dataclasses.replace(
             limits,
             group=self.group if limits.group is None else limits.group,
@@ -194,27 +226,36 @@ class StepPrune(Policy):
     def open_scores(
         self, inputs: Inputs, budget: int
     ) -> tuple[Float[Array, "b n"], Float[Array, ""]]:
-        """Returns the soft scores of the training gate, and the mean entropy of the pointer."""
+        """Returns the scores of Eq. (11), which the gates of training are computed from.
+
+        Also returns the mean entropy of the pointer; see `Selector.open_scores`.
+        """
         limits = Limits(budget=budget, draw=0.0)  # `policy.gate` does not sample tokens
         trajectory = policy.select(self.params, self.config, inputs, limits)
         return policy.trajectory_scores(self.config, trajectory), pointer_entropy(trajectory)
 
     def rank(self, view: PrunerInputs, steps: int) -> Ranking:
-        """Orders the tokens; margins are infinite from each row's T_max on, where it stops."""
+        """Orders the tokens of a pruner's inputs, and records the stop margins.
+
+        An infinite margin always stops a row: margins are infinite from each row's T_max on.
+        """
         order, margin = super().rank(view, steps)
-        token_limit = max_steps_per_row(self.config, jnp.sum(self.inputs(view).real, axis=1))
-        before_end = jnp.arange(order.shape[1]) < token_limit[:, None]
-        return Ranking(order, jnp.where(before_end, jnp.asarray(margin), jnp.inf))
+        max_steps = max_steps_per_row(self.config, jnp.sum(self.inputs(view).real, axis=1))
+        is_before_end = jnp.arange(order.shape[1]) < max_steps[:, None]
+        return Ranking(order, jnp.where(is_before_end, jnp.asarray(margin), jnp.inf))
 
     def counts(self, ranking: Ranking, exact: Int[ArrayLike, "r"]) -> Int[ArrayLike, "r"]:
-        """Returns the exact count, or the count at which the learned stop ends each row."""
+        """Returns the number of tokens to keep of each row: `exact`, or by the learned stop."""
         if self.budget.is_exact:
             return exact
         min_tokens = min(self.min_tokens, ranking.order.shape[1])
         return count_at_bias(jnp.asarray(ranking.margin), self.bias, min_tokens)
 
     def keep(self, view: PrunerInputs, capacity: int) -> Kept:
-        """Chooses the tokens to keep; an exact budget keeps zero vectors after all other tokens."""
+        """Chooses the tokens to keep, and packs them to `capacity` slots.
+
+        With an exact budget, zero vectors are kept only after all other tokens.
+        """
         inputs, key = self.inputs(view), view.keys(self.seed)
         if not self.budget.is_exact:
             picks = self.choose(inputs, Limits(), key)

@@ -24,6 +24,7 @@ from stepprune_jax.selectors.base import Aux, Weights
 from stepprune_jax.selectors.policy import Policy
 from stepprune_jax.settings import Settings, number, setting
 
+# Full float32 even where the hardware would round products: near-ties decide the selection.
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -59,7 +60,17 @@ class VisionSelectorConfig(Settings, path="VisionSelectorConfig"):
 
 
 def scores(weights: Weights, inputs: Inputs) -> Float[Array, "b n"]:
-    """Computes score_i = query_i . mean_j key_j / sqrt(width), in float32; linear in token i."""
+    """Computes the score of each token: score_i = query_i . mean_j key_j / sqrt(width).
+
+    The score is linear in token i, so all n^2 pairs of queries and keys are never computed.
+
+    Args:
+        weights: linear layers of queries and keys.
+        inputs: image tokens; the question is not read.
+
+    Returns:
+        [b, n] float32 scores.
+    """
     query, key = weights["query"], weights["key"]
     tokens = standardise(jnp.asarray(inputs.image), inputs.stats).astype(jnp.float32)
     tokens = jnp.where(inputs.real[..., None], tokens, 0)
@@ -75,12 +86,15 @@ def scores(weights: Weights, inputs: Inputs) -> Float[Array, "b n"]:
 def soft_logits(
     scores: Float[Array, "b n"], real: Bool[Array, "b n"], count: Int[Array, "b"]
 ) -> Float[Array, "b n"]:
-    """Returns logits score + t whose sigmoids sum to `count`, differentiable including t.
+    """Shifts the scores of each row so that their sigmoids, the gates, sum to `count`.
 
     Args:
         scores: [b, n] score of each token.
         real: [b, n] True at real tokens.
         count: [b] sum of the gates of each row.
+
+    Returns:
+        [b, n] logits score + t. The gradient includes the derivative of the shift t.
     """
     max_score = jnp.max(scores, axis=1, initial=MASKED, where=real, keepdims=True)
     min_score = jnp.min(scores, axis=1, initial=-MASKED, where=real, keepdims=True)
@@ -95,7 +109,7 @@ def soft_logits(
         is_below = gate_sum(fixed_scores, middle) < target
         return jnp.where(is_below, middle, low), jnp.where(is_below, high, middle)
 
-    # At the ends of the bracket all gates are below e^-10 or above 1 - e^-10.
+    # Find t by bisection. At the ends of the bracket all gates are below e^-10 or above 1 - e^-10.
     bracket = jax.lax.stop_gradient((-max_score - 10, -min_score + 10))
     low, high = jax.lax.fori_loop(0, 64, halve, bracket)
     t = (low + high) / 2
@@ -142,18 +156,31 @@ class VisionSelector(Policy):
         lm_loss_fn: Callable[[Float[Array, "b n d"]], Float[Array, ""]],
         progress: Progress,
     ) -> tuple[Float[Array, ""], Aux]:
-        """Computes the language-modelling loss plus the distance of the gates from 0 and 1."""
+        """Computes the language-modelling loss plus the distance of the gates from 0 and 1.
+
+        Args:
+            key: not used.
+            inputs: image and question, never the answer.
+            lm_loss_fn: maps the gated tokens [b, n, d] to the mean language-modelling loss.
+            progress: progress of training; sets the weight of the distance.
+
+        Returns:
+            The loss and its metrics.
+        """
         config, real, token_scores = self.config, inputs.real, scores(self.params, inputs)
         count = jnp.maximum(1, jnp.floor(config.budget * jnp.sum(real, axis=1))).astype(jnp.int32)
         logits = soft_logits(token_scores, real, count)
         gates = jnp.where(real, jax.nn.sigmoid(logits), 0)
         image = jnp.asarray(inputs.with_deepstack)
         lm_loss = lm_loss_fn((gates[..., None] * image).astype(image.dtype)).astype(jnp.float32)
+        # Gates of the `count` best tokens are pushed to 1, all other gates to 0. The weight of this
+        # distance grows linearly over training.
         rank = jnp.argsort(by_score(token_scores, real), axis=1)
         sign = jnp.where(rank < count[:, None], 1.0, -1.0)
         distance = -jnp.mean(jax.nn.log_sigmoid(sign * logits), where=real)
-        start, end = config.reg_weight_start, config.reg_weight_end
-        loss = lm_loss + (start + (end - start) * progress.share) * distance
+        start_weight, end_weight = config.reg_weight_start, config.reg_weight_end
+        weight = start_weight + (end_weight - start_weight) * progress.share
+        loss = lm_loss + weight * distance
         metrics = {"lm_loss": lm_loss, "distance": distance, "k_mean": jnp.mean(count * 1.0)}
         return loss, Aux(metrics)
 
